@@ -41,11 +41,11 @@ $(STAMP): setup.py constraints.txt
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,docs,megatron,search]'
 	@touch $@
 
-# SGLang, torchvision and triton go in without their dependencies: those pull CUDA. The stand-ins
+# SGLang, its router, torchvision and triton go in without their dependencies: those pull CUDA. The stand-ins
 # take the place of SGLang's compiled kernels, which no index has for a CPU.
 SGLANG := tests/sglang
 $(SGLANG_STAMP): $(STAMP) $(SGLANG)/requirements.txt $(wildcard $(SGLANG)/stand_ins/*.py $(SGLANG)/stand_ins/site/*.py $(SGLANG)/stand_ins/site/*/*.py)
-	$(BIN)/python -m pip install --constraint constraints.txt --no-deps sglang torchvision triton
+	$(BIN)/python -m pip install --constraint constraints.txt --no-deps sglang sglang-router torchvision triton
 	$(BIN)/python -m pip install --constraint constraints.txt --requirement $(SGLANG)/requirements.txt
 	$(BIN)/python $(SGLANG)/stand_ins/install.py
 	@touch $@

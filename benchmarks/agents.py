@@ -2,9 +2,10 @@
 
 Each conversation samples turns of random lengths on the embedded engine, and waits for an
 asynchronous tool behind each but the last. The ideal is the larger of two numbers: the longest
-chain (turns and tools of one conversation that has the engine to itself), and the work (all turns
-as independent requests whose context is their new tokens alone, so that nothing waits). The model
-has the default shape and random weights.
+chain (turns and tools of one conversation that has the engine to itself), and the work (each
+conversation as one single-turn request: its appended tokens are the prompt, its sampled tokens the
+response; so the engine does the same work at full slots, and nothing waits). The model has the
+default shape and random weights.
 
     OMP_NUM_THREADS=1 python -m benchmarks.agents
 """
@@ -76,6 +77,11 @@ class Turn:
 
     context: Tensor
     sample: Sample
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of the conversation behind this turn."""
+        return len(self.context) + len(self.sample.token_ids)
 
 
 @dataclass(slots=True)
@@ -153,17 +159,27 @@ class Bench:
         return seconds, recorders[0].turns
 
     def sample_at_once(self, turns: Sequence[Turn]) -> float:
-        """Sample as many tokens behind as many new ones, with no request waiting for another."""
+        """Sample as many tokens of each conversation, behind as many tokens that it appended."""
+        conversations: dict[tuple[int, ...], list[Turn]] = {}
+        for turn in turns:
+            conversations.setdefault(tuple(turn.context[:_PROMPT_TOKENS].tolist()), []).append(turn)
+        lengths = [
+            (
+                max(each, key=lambda turn: turn.num_tokens),
+                sum(len(t.sample.token_ids) for t in each),
+            )
+            for each in conversations.values()
+        ]
 
         async def program(sampler: Sampler) -> list[Sample]:
             params = RequestParams(max_new_tokens=1, temperature=1.0)
             requests = [
                 sampler.sample(
-                    turn.context[-_PROMPT_TOKENS:],
-                    replace(params, max_new_tokens=len(turn.sample.token_ids)),
+                    last.context[: last.num_tokens - num_sampled],
+                    replace(params, max_new_tokens=num_sampled),
                     key=number,
                 )
-                for number, turn in enumerate(turns)
+                for number, (last, num_sampled) in enumerate(lengths)
             ]
             return await asyncio.gather(*requests)
 

@@ -142,6 +142,17 @@ FIGURES = (
         measured=("hybridrl/workers/train/megatron/*.py", "hybridrl/models/onednn.py"),
     ),
     Figures(
+        name="serving",
+        arguments=("--picture", "docs/images/killed_engine.svg"),
+        measured=(
+            *("benchmarks/sides/answering_engines.py", "benchmarks/sides/timed_engine.py"),
+            *(f"hybridrl/serving/{name}.py" for name in ("engine_pool", "engine_queue", "group")),
+            *(f"hybridrl/serving/{name}.py" for name in ("recovery", "server")),
+            *("hybridrl/workers/sharding/lifecycle.py", "hybridrl/workers/rollout/embedded/*.py"),
+        ),
+        one_thread=True,
+    ),
+    Figures(
         name="memory_plan",
         measured=("benchmarks/sides/memory_rank.py", "hybridrl/planning/*.py"),
         page=PAGES[1],

@@ -30,9 +30,18 @@ def atomic_write_text(path: Path, text: str, *, errors: str = "strict") -> None:
     Raises:
         OSError: the disk is full or gone; a former file is as it was.
     """
+    atomic_write_bytes(path, text.encode("utf-8", errors=errors))
+
+
+def atomic_write_bytes(path: Path, data: bytes) -> None:
+    """Write a file atomically, as `atomic_write_text`.
+
+    Raises:
+        OSError: the disk is full or gone; a former file is as it was.
+    """
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8", errors=errors)
+        unfinished.write_bytes(data)
         flush(unfinished)
         unfinished.replace(path)
     finally:

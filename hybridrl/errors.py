@@ -190,6 +190,10 @@ class ServerDiedError(EngineError):
     """The process of a rollout server is gone: killed, out of memory, or ended by itself."""
 
 
+class TransferError(EngineError):
+    """Not all weights arrived, by no fault of the engine: it is well and needs them again."""
+
+
 class LedgerError(EngineError):
     """Rollout weights that were lost on release have not been sent again."""
 
@@ -228,6 +232,10 @@ class CheckpointError(HybridRLError, RuntimeError):
 
 class TornCheckpointError(CheckpointError):
     """A checkpoint is not as it was written; the one before it may be."""
+
+
+class ReplayError(HybridRLError, ValueError):
+    """Recorded rollouts are missing, incomplete, or of another run than the one that replays."""
 
 
 class CertificateError(HybridRLError, RuntimeError):

@@ -63,6 +63,7 @@ from hybridrl.errors import (
 )
 from hybridrl.planning.page import peak_line, plan_page
 from hybridrl.run.sweep import SweepJob, build_jobs, run_sweep
+from hybridrl.serving.settings import rehearsed_configs
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
@@ -303,7 +304,12 @@ def _rehearse(config: ExperimentConfig) -> Iterator[str]:
         yield from import_module(_MEGATRON_REHEARSAL).rehearse_megatron(config)
     if config.rollout.engine == "sglang":
         sys.stderr.write("asking SGLang about its arguments, some 10 s ...\n")
-        yield f"SGLang: {rehearse_server(config)}"
+        if not config.has_servers:
+            yield f"SGLang: {rehearse_server(config)}"
+            return
+        for group, of_engine in rehearsed_configs(config):
+            keys = {name: f"{group.key}.engine_args.{name}" for name in group.config.engine_args}
+            yield f"SGLang, {group.key}: {rehearse_server(of_engine, keys=keys)}"
 
 
 def compose(overrides: Sequence[str]) -> Mapping[str, object]:

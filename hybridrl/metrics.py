@@ -138,7 +138,9 @@ reward/max | reward | best response of the step
 reward/min | reward | worst response of the step
 reward/by_source/{source} | reward | mean over one data source, if the step has several
 reward/zero_variance_group_fraction | 1 | groups whose responses all got one reward: no signal
+reward/zero_variance_groups/{reward} | groups | of these by that reward; the 8 most frequent ones
 reward/failed_fraction | 1 | responses that the reward function could not score, counted as 0
+reward/unreadable_fraction | 1 | responses about which a judge gave no score
 reward/early_fraction | 1 | responses that were scored before the last one ended
 reward/{function}/mean | reward | the same of one of several functions, without its weight
 reward/{function}/std | reward | standard deviation of its rewards over the responses of the step
@@ -207,8 +209,16 @@ critic/updates | updates | the critic's optimizer steps taken in this step
 critic/skipped_updates | updates | the critic's steps left out, loss or gradient was not finite
 rollout/truncated_fraction | 1 | responses ended by the length limit
 rollout/empty_fraction | 1 | responses without a token
+rollout/repetition_fraction | 1 | responses whose last 512 tokens repeat, in periods of at most 128
+rollout/draft_acceptance_fraction | 1 | drafted tokens that the model took (SGLang, speculation)
 rollout/aborted_requests | requests | generation requests cut off when the engine was drained
 rollout/retried_requests | requests | responses that were cut off and asked for again
+rollout/lost_engines | engines | servers' engines that died or failed a request
+rollout/replaced_engines | engines | new processes that serve in place of lost engines
+rollout/repeated_requests | requests | responses sampled again, as their engine was lost
+rollout/router_restarts | restarts | routers that died and were started again
+rollout/routed_requests | requests | requests that the router passed to SGLang; one a response
+rollout/unanswered_routed_requests | requests | of those, without an answer of status 200
 rollout/prefix_cache_hit_fraction | 1 | prompt tokens that an engine had in its cache, of all sent
 rollout/foreign_response_fraction | 1 | responses that another rank's engine sampled (SGLang)
 rollout/slot_occupancy | 1 | busy share of the engine's decoding slots
@@ -221,6 +231,8 @@ length/response_tokens/min | tokens | shortest response
 time/step_s | s | the full step
 time/generate_s | s | remote call that syncs weights and samples
 time/sample_s | s | sampling alone, slowest rank
+time/routed_request_s | s | mean time of a request, as the router measures it
+time/replace_engine_s | s | from the loss of an engine to its replacement serving; the longest
 time/reward_s | s | scoring the responses, beyond the time in which others were sampled
 time/advantage_s | s | rewards to advantages, on the driver
 time/logprobs_s | s | remote calls for old and reference log-probs, and with ppo for values
@@ -259,6 +271,9 @@ memory/checkpoint_bytes | bytes | size of the checkpoint that was finished in th
 memory/weight_backup_saved_bytes | bytes | further bytes that a copy of all weights would have taken
 throughput/tokens_per_s | tokens/s | prompt and response tokens of the step over its duration
 throughput/response_tokens_per_s | tokens/s | response tokens over the time of generate
+throughput/tokens_per_device_s | tokens/s | the first, over the devices of all ranks and servers
+throughput/longest_response_tokens_per_s | tokens/s | the longest response over the time of generate
+throughput/longest_sampled_tokens_per_s | tokens/s | the same over the time of sampling alone
 throughput/train_tokens_per_s | tokens/s | trained tokens over the time of update
 data/epoch | epochs | passes over the prompts, with fraction
 data/prompts | prompts | prompts drawn since the run began

@@ -1,9 +1,9 @@
 """Torch tensors, TensorDicts and TensorClasses on their way through Ray, jagged ones included.
 
 Import it for its effect: it registers itself with `hybridrl.single_controller`. Tensors go as
-plain bytes out of band, so that the reader maps shared memory instead of copying. Of a slice only
-its own bytes are sent; Ray's own switch for zero-copy tensors sends the full storage of a view.
-They arrive on the CPU and without gradient, wherever they come from.
+plain bytes out of band, so that the reader maps shared memory instead of copying; small ones go
+in the message. Of a slice only its own bytes are sent; Ray's own switch for zero-copy tensors sends
+the full storage of a view. They arrive on the CPU and without gradient, wherever they come from.
 
 Received tensors are read-only by contract: the memory belongs to all readers of the object. A
 worker that writes into one in place gets `ReadOnlyError` at the end of the call, because torch
@@ -35,6 +35,11 @@ from hybridrl.single_controller.payload import (
 _received: dict[int, ref[Tensor]] = {}
 
 
+_SMALL_BYTES = 8192
+"""Tensors up to this size are copied into the message: reading one takes 7 us there, and 37 us from
+a buffer of its own. Each response of a rollout has two."""
+
+
 class _WritableAlias:
     """The memory of a read-only array, without the flag at which torch warns."""
 
@@ -63,14 +68,23 @@ def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
         return plain
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data_bytes = data.reshape(-1).view(torch.uint8).numpy()
+    if 0 < data.nbytes <= _SMALL_BYTES:
+        return _restore_small_tensor, (data_bytes.tobytes(), tensor.dtype, tuple(tensor.shape))
     return _restore_tensor, (data_bytes, tensor.dtype, tuple(tensor.shape))
+
+
+def _restore_small_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return _note_received(torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape))
 
 
 def _restore_tensor(
     data_bytes: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
     flat = torch.from_numpy(np.asarray(_WritableAlias(data_bytes)))
-    tensor = flat.view(dtype).reshape(shape)
+    return _note_received(flat.view(dtype).reshape(shape))
+
+
+def _note_received(tensor: Tensor) -> Tensor:
     key = id(tensor)
     _received[key] = ref(tensor, lambda _: _received.pop(key, None))
     return tensor

@@ -43,6 +43,7 @@ def _rows(lengths: list[int]) -> list[torch.Tensor]:
         torch.ones(3, dtype=torch.complex64).conj(),
         torch.ones(2).to(torch.float8_e4m3fn),
         torch.tensor(3.0).expand(4),
+        torch.arange(10_000, dtype=torch.bfloat16).reshape(2, 5000).t(),
     ],
     ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
 )
@@ -128,10 +129,18 @@ def test_what_has_no_rows_is_no_payload() -> None:
     assert is_payload(jagged_from(torch.ones(1), torch.tensor([1])))
 
 
-def test_a_write_into_a_received_tensor_is_reported_once() -> None:
-    kept = _through_ray({"x": torch.zeros(3)})["x"]
+@pytest.mark.parametrize(("size", "num_buffers"), [(3, 0), (3000, 1)])
+def test_small_tensors_need_no_buffer_of_their_own(size: int, num_buffers: int) -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    cloudpickle.dumps([torch.zeros(size)], protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == num_buffers
+
+
+@pytest.mark.parametrize("size", [3, 3000])
+def test_a_write_into_a_received_tensor_is_reported_once(size: int) -> None:
+    kept = _through_ray({"x": torch.zeros(size)})["x"]
     payload.raise_if_written()
-    kept.view(3)[1] = 2.0
-    with pytest.raises(ReadOnlyError, match=r"float32 tensor of shape \[3\]"):
+    kept.view(size)[1] = 2.0
+    with pytest.raises(ReadOnlyError, match=rf"float32 tensor of shape \[{size}\]"):
         payload.raise_if_written()
     payload.raise_if_written()

@@ -17,7 +17,7 @@ Fields = Mapping[str, Any]
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _ROLES |= {"tool": "tool"}
 _READ = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens"}
-_READ |= {"stream", "stream_options", "logprobs", "temperature", "top_p"}
+_READ |= {"stream", "stream_options", "logprobs", "temperature", "top_p", "stop"}
 # They change neither the sampled tokens nor the form of the answer.
 _IGNORED = {"user", "metadata", "seed", "store", "service_tier", "safety_identifier"}
 _IGNORED |= {"prompt_cache_key", "parallel_tool_calls"}
@@ -28,7 +28,6 @@ _OFF: Mapping[str, object] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "logit_bias": {},
-    "stop": [],
     "response_format": {"type": "text"},
 }
 _TOOL_CHOICES = ("auto", "required", "none")
@@ -76,6 +75,9 @@ class ChatRequest:
 
     max_tokens: int | None
     """Of the answer."""
+
+    stops: tuple[str, ...]
+    """Strings before which the answer ends; the tokens of the first stay in the conversation."""
 
     is_stream: bool
     has_usage: bool
@@ -130,6 +132,7 @@ def read_request(data: bytes, *, model: str, temperature: float, top_p: float) -
         messages=messages,
         tools=() if fields.get("tool_choice") == "none" else tools,
         max_tokens=_read_limit(fields),
+        stops=_read_stops(fields),
         is_stream=fields.get("stream", False) is True,
         has_usage=isinstance(options, dict) and options.get("include_usage") is True,
         has_logprobs=fields.get("logprobs", False) is True,
@@ -159,6 +162,15 @@ def _read_limit(fields: Fields) -> int | None:
                 raise RefusedRequest(f"{name} is {shown(limit)}, must be at least 1", param=name)
             return limit
     return None
+
+
+def _read_stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.get("stop", [])
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        rule = f"stop is {shown(value)}, must be a string or a list of strings, none of them empty"
+        raise RefusedRequest(rule, param="stop")
+    return tuple(stops)
 
 
 def _list_of(fields: Fields, name: str) -> list[Fields]:

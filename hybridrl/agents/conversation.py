@@ -12,12 +12,10 @@ of them (``sample_turn``). All of them become one trajectory.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,10 +29,7 @@ from hybridrl.agents.turn_records import CallRecord, call_record
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
 from hybridrl.random_streams import request_key
-from hybridrl.rewards.child import last_line
 from hybridrl.sampler import Sample
-
-log = logging.getLogger(__name__)
 
 
 class ConversationEnded(BaseException):
@@ -42,26 +37,6 @@ class ConversationEnded(BaseException):
 
     No ``Exception``: an agent that catches those and tries again for ever would stop its rank.
     """
-
-
-class Agent(Protocol):
-    """Holds conversations: any program over ``Conversation``. Made without arguments."""
-
-    @property
-    def appended_roles(self) -> Sequence[str]:
-        """Return the roles of the messages that it appends, ``tool`` or ``user``.
-
-        A class attribute: the chat template's form of them is checked before the run begins.
-        """
-        ...
-
-    async def run(self, conversation: Conversation) -> None:
-        """Sample turns and append messages until there is an answer.
-
-        It returns when the last sampled turn is the answer. Errors that it raises end the
-        conversation, not the run.
-        """
-        ...
 
 
 class Conversation:
@@ -119,7 +94,7 @@ class Conversation:
         """
         template = self._setting.template
         self._messages = template.harmless(messages)
-        self.begin(torch.tensor(template.prompt(self._messages)))
+        self.begin(torch.tensor(template.beginning(self._messages)))
 
     async def sample(self) -> str:
         """Sample the assistant's next turn.
@@ -164,7 +139,11 @@ class Conversation:
         self.append_tokens(sequence, torch.tensor(appended), new)
 
     async def sample_turn(
-        self, sequence: OpenSequence, *, max_new_tokens: int | None = None
+        self,
+        sequence: OpenSequence,
+        *,
+        max_new_tokens: int | None = None,
+        shorten: Callable[[Sample], Sample] | None = None,
     ) -> Sample:
         """Sample a turn behind a sequence, of which it becomes the last turn.
 
@@ -174,6 +153,7 @@ class Conversation:
         Args:
             sequence: of this conversation.
             max_new_tokens: of the turn; None leaves it to the conversation's limits.
+            shorten: drops last tokens, as if they had not been sampled.
 
         Raises:
             ConversationEnded: a limit was reached before the turn.
@@ -194,6 +174,7 @@ class Conversation:
             except Exception as error:
                 self.sampler_error = error
                 raise
+            sample = shorten(sample) if shorten else sample
             trace.add("turn", begin_ns, track=prompt.number, tokens=len(sample.token_ids))
             self._num_sampled += 1
             self._weight_version = sample.weight_version
@@ -355,36 +336,3 @@ def _record_of(call: ToolCall | BrokenCall) -> CallRecord:
     if isinstance(call, ToolCall):
         return call_record(call.name, dict(call.arguments), is_error=True)
     return call_record("", call.reason, is_error=True)
-
-
-async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:
-    """Let an agent hold one conversation, to its end or to a limit.
-
-    Raises:
-        EngineError: the engine failed.
-    """
-    conversation = Conversation(prompt, setting)
-    begin_ns = time.perf_counter_ns()
-    deadline = asyncio.timeout(setting.timeout_s)
-    try:
-        async with deadline:
-            await agent.run(conversation)
-    except ConversationEnded:
-        pass
-    except (Exception, SystemExit) as error:  # any user code
-        if conversation.sampler_error is not None:
-            raise conversation.sampler_error from error
-        conversation.end("time" if deadline.expired() else "error")
-        if not deadline.expired():
-            log.warning("an agent failed, and its conversation ends there: %s", last_line(error))
-    if conversation.sampler_error is not None:
-        raise conversation.sampler_error
-    trajectory = conversation.to_trajectory()
-    trace.add(
-        "conversation",
-        begin_ns,
-        track=prompt.number,
-        turns=trajectory.num_sampled_turns,
-        ended=trajectory.ended,
-    )
-    return trajectory

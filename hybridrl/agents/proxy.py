@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import env
+from hybridrl.agents.agent import Agent
 from hybridrl.agents.chat import (
     ChatAnswer,
     ChatMessage,
@@ -27,10 +28,11 @@ from hybridrl.agents.chat import (
     RefusedRequest,
     to_template,
 )
-from hybridrl.agents.conversation import Agent, Conversation, ConversationEnded
+from hybridrl.agents.conversation import Conversation, ConversationEnded
 from hybridrl.agents.open_sequence import OpenSequence
 from hybridrl.agents.program import AgentProgram, ProgramEnd
 from hybridrl.agents.proxy_server import HOST, MODEL, serve
+from hybridrl.agents.stop_strings import cut_behind, text_before
 from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall, text_before_calls
 from hybridrl.agents.tools import ToolResult
@@ -38,7 +40,7 @@ from hybridrl.config.agent import AgentConfig
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +104,9 @@ class Chats:
             sequence = self._continued(request) or self._begun(request)
             num_prompt_tokens = len(sequence.token_ids)
             sample = await self._conversation.sample_turn(
-                sequence, max_new_tokens=request.max_tokens
+                sequence,
+                max_new_tokens=request.max_tokens,
+                shorten=lambda sampled: cut_behind(sampled, request.stops, self._tokenizer.decode),
             )
         except ConversationEnded as error:
             self.ended = error
@@ -113,9 +117,16 @@ class Chats:
             if error is self._conversation.sampler_error and not self.failed.done():
                 self.failed.set_exception(error)
             raise
-        if sample.is_truncated and len(sample.token_ids) != request.max_tokens:
+        text: str = self._tokenizer.decode(
+            sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
+        )
+        stopped_text = text_before(text, request.stops)
+        is_limited = sample.is_truncated and stopped_text is None
+        if is_limited and len(sample.token_ids) != request.max_tokens:
             self._conversation.end("tokens")
-        message = self._message_of(sample, reads_calls=bool(request.tools))
+        message = self._message_of(
+            text if stopped_text is None else stopped_text, reads_calls=bool(request.tools)
+        )
         self._answered.append(
             _Answered(
                 messages=(*request.messages, message),
@@ -129,7 +140,7 @@ class Chats:
         return ChatAnswer(
             message=message,
             first_call=self._num_calls - len(message.calls),
-            finish_reason=_finish_reason(sample, message),
+            finish_reason=_finish_reason(message, is_limited=is_limited),
             tokens=self._tokenizer.batch_decode(sample.token_ids[:, None]),
             logprobs=sample.logprobs.tolist(),
             num_prompt_tokens=num_prompt_tokens,
@@ -182,10 +193,8 @@ class Chats:
         except AgentError:
             return render([to_template(m, has_json_arguments=True) for m in messages])
 
-    def _message_of(self, sample: Sample, *, reads_calls: bool) -> ChatMessage:
+    def _message_of(self, text: str, *, reads_calls: bool) -> ChatMessage:
         """Read the calls in the last turn. A turn with a call that cannot be read is text."""
-        token_ids = sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
-        text: str = self._tokenizer.decode(token_ids)
         calls = self._conversation.read_calls(text) if reads_calls else ()
         for call in calls:
             is_broken = isinstance(call, BrokenCall)
@@ -212,10 +221,12 @@ def _has_json_form(call: ToolCall) -> bool:
     return True
 
 
-def _finish_reason(sample: Sample, message: ChatMessage) -> Literal["stop", "length", "tool_calls"]:
+def _finish_reason(
+    message: ChatMessage, *, is_limited: bool
+) -> Literal["stop", "length", "tool_calls"]:
     if message.calls:
         return "tool_calls"
-    return "length" if sample.is_truncated else "stop"
+    return "length" if is_limited else "stop"
 
 
 class Proxy:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.conversation import Agent, hold
+from hybridrl.agents.agent import Agent, hold
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
 from hybridrl.agents.loops import ToolCalls
 from hybridrl.agents.setting import Prompt, Setting

@@ -56,19 +56,24 @@ class TurnTemplate:
         self._stops = dict(zip(texts, stop_token_ids, strict=True))
 
     def beginning(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Return all tokens of a chat, up to the assistant's next turn.
 
+        Special tokens within the messages lose their meaning, as in ``increment``.
+
         Args:
             messages: as the template takes them.
-            tools: schemas of tools, which the template shows.
+            tools: schemas of tools, which the template shows; None shows those of the prompt.
 
         Raises:
             AgentError: the template cannot render them, or renders nothing.
         """
-        new = [{**each, "content": self._harmless(each["content"])} for each in messages]
-        token_ids = self._encode(self._render(new, tools=tools))
+        fields = map(_fields_of, messages)
+        new = [{**each, "content": self._harmless(each["content"])} for each in fields]
+        token_ids = self._encode(self._render(new, tools=self._tools if tools is None else tools))
         if not token_ids:
             raise AgentError("the chat template renders the chat as no tokens; correct it")
         return token_ids
@@ -88,15 +93,6 @@ class TurnTemplate:
         new = [{"role": m.role, "content": m.content} for m in self.harmless(messages)]
         stop, suffix = self._suffix(new)
         return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix)
-
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a conversation up to the assistant's first turn.
-
-        Raises:
-            AgentError: the template rejects it.
-        """
-        new = [{"role": m.role, "content": m.content} for m in messages]
-        return self._encode(self._render(new, tools=self._tools))
 
     def rewritten(
         self,

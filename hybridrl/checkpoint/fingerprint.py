@@ -35,7 +35,7 @@ _FREE_KEYS = (
     "data.num_processes",
     *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
-    *("rollout.memory_fraction", "rollout.cuda_graphs"),
+    *("rollout.memory_fraction", "rollout.cuda_graphs", "rollout.dump", "rollout.replay"),
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
 
@@ -75,7 +75,7 @@ def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     """Return the facts that rounding depends on: ranks, threads, processor, hook, and versions."""
     flat = dict(flatten(asdict(config)))
     shape = _SHAPE if config.megatron_worlds else ()
-    packages = (*_PACKAGES, *_ENGINES[config.rollout.engine])
+    packages = (*_PACKAGES, *(_ENGINES[config.rollout.engine] if config.samples else ()))
     packages += ("megatron-core",) if config.megatron_worlds else ()
     return {
         **{key: str(flat[key]) for key in (*_NUMERIC, *_THREADS, *shape)},
@@ -103,7 +103,8 @@ def folder_fingerprints(model_folder: Path, *, with_weights: bool) -> Mapping[st
 
 
 def own_fingerprints(config: ExperimentConfig) -> Mapping[str, str]:
-    """Digest the user's functions, by the key that names their file, teacher and reward models.
+    """Digest the user's functions, by the key that names their file, teacher, reward models and
+    served models.
 
     Files that these files import are not looked at.
     """
@@ -120,6 +121,10 @@ def own_fingerprints(config: ExperimentConfig) -> Mapping[str, str]:
     for name, path in scorers.items():
         digests = folder_fingerprints(Path(path), with_weights=True)
         own |= {f"{kind} of reward model {name}": digest for kind, digest in digests.items()}
+    served = config.serving.frozen if config.offline is None else {}
+    for name, model in served.items():
+        digests = folder_fingerprints(Path(str(model.path)), with_weights=True)
+        own |= {f"{kind} of served model {name}": digest for kind, digest in digests.items()}
     return own
 
 

@@ -115,6 +115,13 @@ class AlgorithmConfig:
     group_filter_args: Mapping[str, ArgumentValue]
     """Numbers of the group filter."""
 
+    row_filter: str | None
+    """A function of yours, path/to/file.py:function: which responses, or tokens of them, are
+    learned from. It returns bool [B], or a jagged bool [B, L]. Null: all."""
+
+    row_filter_args: Mapping[str, ArgumentValue]
+    """Numbers of the row filter."""
+
     max_sampling_rounds: Annotated[
         int, Within(at_least=1, at_most=100, why="a step that fills so slowly will not end")
     ]
@@ -154,6 +161,7 @@ class AlgorithmConfig:
             (parts.KL, self.kl.estimator, {}),
             (parts.ROLLOUT_CORRECTION, self.rollout_correction, self.rollout_correction_args),
             (parts.GROUP_FILTER, self.group_filter, self.group_filter_args),
+            (parts.ROW_FILTER, self.row_filter, self.row_filter_args),
         ]
         return tuple((kind, name, args) for kind, name, args in named if name is not None)
 
@@ -181,6 +189,7 @@ class AlgorithmConfig:
             loss_aggregation=parts.absolute(self.loss_aggregation),
             rollout_correction=correction and parts.absolute(correction),
             group_filter=group_filter and parts.absolute(group_filter),
+            row_filter=self.row_filter and parts.absolute(self.row_filter),
             teacher_path=teacher_path,
             kl=kl,
         )

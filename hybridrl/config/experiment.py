@@ -23,6 +23,7 @@ from hybridrl.config.model import ModelConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.reward_model import RewardModelConfig
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.serving import ServingConfig
 from hybridrl.config.sft import SftConfig
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.config.trainer import TrainerConfig
@@ -68,6 +69,9 @@ class ExperimentConfig:
 
     rollout: RolloutConfig
     """How responses are sampled."""
+
+    serving: ServingConfig
+    """Rollout engines on devices of their own."""
 
     agent: AgentConfig
     """How a response comes about."""
@@ -134,6 +138,40 @@ class ExperimentConfig:
         if self.offline is not None:
             return self.mode == "dpo" and self.dpo.needs_reference
         return self.mode != "eval" and self.algorithm.kl.placement != "none"
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether rollout engines are servers beside the ranks, instead of within them."""
+        return self.samples and bool(self.serving.models)
+
+    @property
+    def samples(self) -> bool:
+        """Whether there are rollout engines: no offline mode has any, and no replay."""
+        return self.offline is None and self.rollout.replay is None
+
+    @property
+    def has_router(self) -> bool:
+        """Whether requests to servers go through sglang-router: to those of SGLang, unless their
+        answers must have experts, which the router drops."""
+        rollout = self.rollout
+        is_paired = any(
+            group.config.worker_type in ("prefill", "decode")
+            for group in self.serving.placed_groups
+        )
+        is_routed = rollout.engine == "sglang" and not rollout.routed_experts
+        return self.has_servers and is_routed and not is_paired
+
+    @property
+    def num_server_devices(self) -> int:
+        """Devices of all servers, over all machines."""
+        return self.cluster.num_nodes * self.serving.num_devices_per_node
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all ranks and servers, each once."""
+        num_servers = 0 if self.serving.colocated else self.num_server_devices
+        num_critics = self.num_critic_ranks if self.has_critic_pool else 0
+        return self.cluster.num_ranks + num_critics + (num_servers if self.has_servers else 0)
 
     @property
     def num_steps_key(self) -> str:

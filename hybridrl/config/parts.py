@@ -213,6 +213,19 @@ GROUP_FILTER = PartKind(
     inputs=frozenset({"rewards_B", "group_B"}),
 )
 
+ROW_FILTER = PartKind(
+    noun="row filter",
+    key="algorithm.row_filter",
+    args_key="algorithm.row_filter_args",
+    built_in={},
+    inputs=frozenset(
+        {
+            *("rewards_B", "group_B", "response_lengths_B", "is_truncated_B"),
+            *("token_ids_BL", "response_mask_BL", "sampler_logprobs_BL"),
+        }
+    ),
+)
+
 PREFERENCE_LOSS = PartKind(
     noun="preference loss",
     key="dpo.loss",
@@ -240,5 +253,6 @@ KINDS = (
     KL,
     ROLLOUT_CORRECTION,
     GROUP_FILTER,
+    ROW_FILTER,
     PREFERENCE_LOSS,
 )

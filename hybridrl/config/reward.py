@@ -16,11 +16,15 @@ BUILT_IN_REWARDS: Mapping[str, str] = {
     "http": "remote",
     "model": "reward_model",
     "agent": "functions",
+    "judge": "judge",
 }
 """Module below ``hybridrl.rewards`` by the name of the function in it."""
 
 MODEL = "model"
 """The function whose scores the ranks compute."""
+
+JUDGE = "judge"
+"""The function that reads a score from the answer of a served model."""
 
 AGENT = "agent"
 """The function that returns the rewards that the agent gave."""
@@ -54,7 +58,7 @@ class RewardConfig:
 
     function: str | None
     """A built-in name (exact_match, sorted_prefix, numeric, length, format, math, code,
-    http, model, agent) or ``path/to/file.py:function``. Null with ``reward.functions``."""
+    http, model, agent, judge) or ``path/to/file.py:function``. Null with ``reward.functions``."""
 
     args: Mapping[str, ArgumentValue]
     """Numbers and texts of the function: its keyword-only parameters."""
@@ -90,6 +94,11 @@ class RewardConfig:
             for name, part in self.parts.items()
             if part.function == MODEL and "path" in part.args
         }
+
+    @property
+    def judges(self) -> Mapping[str, RewardPart]:
+        """The functions that ask a served model, by name."""
+        return {name: part for name, part in self.parts.items() if part.function == JUDGE}
 
     @property
     def agent_names(self) -> tuple[str, ...]:

@@ -130,3 +130,12 @@ class RolloutConfig:
 
     request_timeout_s: Seconds
     """Seconds that one generation request may take before it counts as lost."""
+
+    dump: bool
+    """Write all columns of all rollouts, with their scores, to ``<run_dir>/rollouts``: a file for
+    each call, before the step learns from it. ``rollout.replay`` of another run reads them."""
+
+    replay: str | None
+    """Run folder whose rollouts replace sampling: no rollout engine starts, and training is that of
+    the recorded run. With a smaller ``trainer.num_prompts_per_step`` the first and the last prompts
+    of each step count, half of them each. Null: sample."""

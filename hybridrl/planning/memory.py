@@ -146,7 +146,7 @@ class _Rank:
     def _phase(self, name: str, items: Items) -> Phase:
         """Add the items that are in memory in every phase."""
         items = [*items]
-        if self._is_served and not self.is_critic_pool:
+        if self._is_served and self._has_engine:
             rollout = self._rollout
             items.append(_on_host("SGLang's processes", _SERVER, is_measured=False))
             items.append(_on_host("routed experts", rollout.server_routes, is_measured=False))
@@ -201,7 +201,7 @@ class _Rank:
         masters = MemoryItem("optimizer", sum(model.masters for model in self._models))
         files = _on_host("weight files, mapped", self._models[0].mapped_files)
         load = [*self._weights, buffers, masters, files]
-        if self.is_critic_pool:
+        if not self._has_engine:
             return load
         sleeps = self.config.rollout.sleep
         return max(self._engine, [*([] if sleeps else self._engine), *load], key=_total)
@@ -259,6 +259,11 @@ class _Rank:
         return RolloutMemory(self.config, self.model, workload, self.max_context_tokens, capacity)
 
     @property
+    def _has_engine(self) -> bool:
+        """Whether a rank has a rollout engine: servers have devices of their own."""
+        return not self.is_critic_pool and not self.config.has_servers
+
+    @property
     def _is_served(self) -> bool:
         """The engine's memory belongs to processes that a run's memory meter does not see."""
         return self._rollout.is_server
@@ -278,7 +283,7 @@ class _Rank:
     def _engine_at_rest(self) -> Items:
         """The rollout engine's memory while training has the device."""
         lora, weights = self.config.lora, self._rollout.weights
-        if self.is_critic_pool:
+        if not self._has_engine:
             return []
         if not self.config.rollout.sleep:
             return self._engine
@@ -291,6 +296,8 @@ class _Rank:
         return [_on_host(kept, weights, is_measured=not self._is_served)]
 
     def _generate(self, standing: Items) -> Items:
+        if not self._has_engine:
+            return standing
         is_measured = not self._is_served
         sampling = MemoryItem("sampling", self._rollout.computing, is_measured=is_measured)
         if not self.config.rollout.sleep:
@@ -306,7 +313,8 @@ class _Rank:
         With an adapter the base is sent before the first step, when there are no moments yet.
         """
         lora, sleeps = self.config.lora, self.config.rollout.sleep
-        resident = [*self._weights, *([self._engine_weights] if sleeps else self._engine)]
+        engine = [self._engine_weights] if sleeps else self._engine
+        resident = [*self._weights, *(engine if self._has_engine else [])]
         moments = self._optimizer(is_offloaded=sleeps)
         stream = MemoryItem("weight stream", self._bucket())
         if not lora.sends_adapters:

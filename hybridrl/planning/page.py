@@ -12,6 +12,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
 from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, capacity_bytes
+from hybridrl.planning.served import plan_servers
 from hybridrl.planning.split import count_parameters
 from hybridrl.planning.suggestions import largest_saving, suggest_override
 
@@ -40,7 +41,7 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
     return (
         f"memory of one rank ({ranks}), {num_parameters / 1e6:,.1f} M parameters, rows of "
         f"{config.max_row_tokens} tokens; nothing started\n"
-        f"{text.getvalue()}{verdict(config, plan)}\n{_pool_line(config)}"
+        f"{text.getvalue()}{verdict(config, plan)}\n{_pool_line(config)}{_server_lines(config)}"
         f"{_ON_A_CPU * (plan.device == 'cpu')}"
     )
 
@@ -54,6 +55,27 @@ def _pool_line(config: ExperimentConfig) -> str:
         f"the critic's own ranks ({config.num_critic_ranks} x {config.cluster.device}) come on "
         f"top: {format_bytes(plan.peak_bytes(plan.fullest))} each in {plan.fullest.name}\n"
     )
+
+
+def _server_lines(config: ExperimentConfig) -> str:
+    """Describe a device of each group of servers, and whether it fits."""
+    lines = []
+    capacity = capacity_bytes(config.cluster) if config.cluster.device == "cuda" else None
+    for memory in plan_servers(config):
+        group = memory.group.config
+        fits = ""
+        if capacity is not None:
+            room = capacity - memory.total
+            fits = f". Fits: {format_bytes(room)} are left"
+            if room < 0:
+                fits = f". Does not fit: {format_bytes(-room)} more than {format_bytes(capacity)}"
+        lines.append(
+            f"servers {memory.group.model}.{memory.group.name} ({group.num_engines} engines x "
+            f"{group.devices_per_engine} {config.cluster.device}, {group.worker_type}): "
+            f"{format_bytes(memory.total)} a device (weights {format_bytes(memory.weights)}, "
+            f"KV cache {format_bytes(memory.kv_cache)}, other {format_bytes(memory.other)}){fits}\n"
+        )
+    return "".join(lines)
 
 
 def peak_line(config: ExperimentConfig) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.groups import Groups
-from hybridrl.metrics import Max, Mean, Metrics, Min
+from hybridrl.metrics import Max, Mean, Metrics, Min, Sum
 from hybridrl.rewards.scorer import Scores
 
 log = logging.getLogger(__name__)
+
+_NUM_COUNTED = 8
+"""Rewards by which groups are counted: each is a metric of its own."""
 
 
 def warn_of_useless_rewards(scores: Scores) -> None:
@@ -49,8 +53,11 @@ def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
     }
     if scores.is_early_B is not None:
         metrics["reward/early_fraction"] = _mean(scores.is_early_B)
+    if scores.is_unreadable_B is not None:
+        metrics["reward/unreadable_fraction"] = _mean(scores.is_unreadable_B)
     if num_responses > 1:
         metrics["reward/zero_variance_group_fraction"] = _flat(rewards_B, num_responses)
+        metrics |= _flat_groups(rewards_B, num_responses)
     for at, name in enumerate(scores.names if len(scores.names) > 1 else ()):
         parts_B = scores.reward_parts_BK[:, at]
         metrics[f"reward/{name}/mean"] = _mean(parts_B)
@@ -60,6 +67,19 @@ def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
             flat = _flat(parts_B, num_responses)
             metrics[f"reward/{name}/zero_variance_group_fraction"] = flat
     return metrics
+
+
+def _flat_groups(rewards_B: Tensor, num_responses: int) -> Metrics:
+    """Count the groups whose responses all got one reward, by that reward to one decimal."""
+    rewards_PG = rewards_B.view(-1, num_responses)
+    is_flat_P = (rewards_PG == rewards_PG[:, :1]).all(dim=1)
+    counts = Counter(
+        f"{round(reward, 1) + 0.0:.1f}" for reward in rewards_PG[is_flat_P, 0].tolist()
+    )
+    return {
+        f"reward/zero_variance_groups/{reward}": Sum(count)
+        for reward, count in counts.most_common(_NUM_COUNTED)
+    }
 
 
 def _mean(values_B: Tensor) -> Mean:

@@ -19,6 +19,7 @@ from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import RewardError
 from hybridrl.rewards import functions
 from hybridrl.rewards.child import Reward, RewardFunction
+from hybridrl.rewards.judge_reader import JudgeAnswer, JudgeReader
 from hybridrl.rewards.pool import RewardPool
 from hybridrl.rewards.reward_model import model
 from hybridrl.rewards.runner import CallHung, RewardInputs, check_sandbox, find_function
@@ -76,24 +77,28 @@ class Scores:
     is_early_B: Tensor | None = None
     """bool, scored before the last response ended; None: no function can do that."""
 
+    is_unreadable_B: Tensor | None = None
+    """bool, a judge's answer had no score; None: there is no judge."""
+
     def at(self, index_B: Tensor) -> Self:
         """Return the scores of these rows."""
         return replace(
             self,
             reward_parts_BK=self.reward_parts_BK[index_B],
             is_failed_BK=self.is_failed_BK[index_B],
-            is_early_B=None if self.is_early_B is None else self.is_early_B[index_B],
+            is_early_B=_rows_of(self.is_early_B, index_B),
+            is_unreadable_B=_rows_of(self.is_unreadable_B, index_B),
         )
 
     @staticmethod
     def join(rounds: Sequence[Scores]) -> Scores:
         """Return the scores of all rows, in order."""
-        early = [scores.is_early_B for scores in rounds if scores.is_early_B is not None]
         return replace(
             rounds[0],
             reward_parts_BK=torch.cat([scores.reward_parts_BK for scores in rounds]),
             is_failed_BK=torch.cat([scores.is_failed_BK for scores in rounds]),
-            is_early_B=torch.cat(early) if early else None,
+            is_early_B=_join([scores.is_early_B for scores in rounds]),
+            is_unreadable_B=_join([scores.is_unreadable_B for scores in rounds]),
         )
 
     @property
@@ -127,10 +132,16 @@ class RewardScorer:
             if part.function in _IN_DRIVER
         }
         self._models = config.model_paths
-        known = {*self._in_driver, *self._models, *config.agent_names}
+        self._judges = config.judges
+        known = {*self._in_driver, *self._models, *self._judges, *config.agent_names}
         self._in_pool = [name for name in self._parts if name not in known]
         self.num_processes = config.num_processes or usual_num_processes()
-        self._pool = self._start_pool()
+        self._reader = JudgeReader(self._judges, timeout_s=config.timeout_s)
+        try:
+            self._pool = self._start_pool()
+        except BaseException:
+            self._reader.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -177,6 +188,7 @@ class RewardScorer:
         inputs: RewardInputs,
         *,
         model_scores: Mapping[str, Sequence[Reward]] | None = None,
+        judge_answers: Mapping[str, Sequence[JudgeAnswer]] | None = None,
         agent_rewards: Sequence[float] = (),
         early: Mapping[int, EarlyRow] | None = None,
     ) -> Scores:
@@ -185,6 +197,7 @@ class RewardScorer:
         Args:
             inputs: of the functions.
             model_scores: B scores by each reward model, or why there is none.
+            judge_answers: B answers of each judge.
             agent_rewards: B rewards that the agent gave, if a function returns them.
             early: rows that ``score_early`` scored; they are not scored again. None: no function
                 can score early.
@@ -197,6 +210,10 @@ class RewardScorer:
         outcomes = self._call(inputs, early or {}) | self._normalize(model_scores or {})
         for name in self._config.agent_names:
             outcomes[name] = dict(enumerate(functions.agent(agent_rewards)))
+        is_unreadable_B = torch.zeros(len(inputs), dtype=torch.bool)
+        for name, answers in (judge_answers or {}).items():
+            outcomes[name], unreadable = self._reader.read(name, answers, inputs)
+            is_unreadable_B[list(unreadable)] = True
         rows = range(len(inputs))
         by_row = [
             [self._check(outcomes[name][row], part) for name, part in self._parts.items()]
@@ -214,10 +231,12 @@ class RewardScorer:
             torch.tensor(rewards, dtype=torch.float32).view(is_failed_BK.shape),
             is_failed_BK,
             None if early is None else _in_time(early, len(inputs)),
+            is_unreadable_B if self._judges else None,
         )
 
     def close(self) -> None:
         """End the reward processes, if there are any. Twice is a no-op."""
+        self._reader.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -305,6 +324,15 @@ class RewardScorer:
     def _describe_function(self, name: str) -> str:
         key = "reward" if self._config.function else f"reward.functions.{name}"
         return f"{key}.function={self._parts[name].function}"
+
+
+def _rows_of(values_B: Tensor | None, index_B: Tensor) -> Tensor | None:
+    return None if values_B is None else values_B[index_B]
+
+
+def _join(rounds: Sequence[Tensor | None]) -> Tensor | None:
+    given = [values_B for values_B in rounds if values_B is not None]
+    return torch.cat(given) if given else None
 
 
 def _in_time(early: Mapping[int, EarlyRow], num_rows: int) -> Tensor:

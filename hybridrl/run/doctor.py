@@ -97,7 +97,7 @@ def _examine_rewards(
     config: ExperimentConfig, rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Examination]:
     """Score the reference answers, and empty responses, of rows spread evenly."""
-    if config.reward.model_paths:  # they score on ranks, and none are started
+    if config.reward.model_paths or config.reward.judges:  # in processes of a run alone
         return
     step = max(1, -(-len(rows) // _MOST_SCORED))
     scored = rows[::step]
@@ -155,8 +155,8 @@ def _describe_rows(
     yield f"learned from {len(train)} rows ({named})"
     for name, rows in held_out.items():
         yield f"held out     {len(rows)} rows{f' ({name})' if name else ''}"
-    if config.reward.model_paths:
-        yield "rewards      not examined: a reward model scores in a run alone"
+    if config.reward.model_paths or config.reward.judges:
+        yield "rewards      not examined: reward models and judges score in a run alone"
 
 
 def _describe_tokens(

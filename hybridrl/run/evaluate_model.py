@@ -26,6 +26,7 @@ from hybridrl.run.evaluation import (
     build_eval_tasks,
     build_evaluator,
     eval_sample_taker,
+    judges_of,
     scores_of,
 )
 from hybridrl.run.export_checkpoint import export_checkpoint
@@ -34,6 +35,7 @@ from hybridrl.run.starter import find_model
 from hybridrl.run.workers import start_workers
 from hybridrl.trainer.early_rewards import EarlyRewards
 from hybridrl.trainer.evaluate import EvalReport
+from hybridrl.trainer.judges import load_judges
 from hybridrl.trainer.policy import Policy
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.reward_models import load_reward_models
@@ -96,6 +98,7 @@ def _evaluate(config: ExperimentConfig, record: RunFolder) -> tuple[list[EvalRep
     tasks = build_eval_tasks(config, tokenizer, stop_token_ids)
     samples = eval_sample_taker(config, tokenizer)
     models = load_reward_models(config.reward)
+    judges = load_judges(config)
     with (
         RewardScorer(config.reward) as scorer,
         EarlyRewards(scorer, tokenizer) as early,
@@ -104,7 +107,8 @@ def _evaluate(config: ExperimentConfig, record: RunFolder) -> tuple[list[EvalRep
         with start_workers(config, folder) as workers:
             policy = cast(Policy, workers["actor"])
             by_models = scores_of(config, models, workers["actor"])
-            reward = TextReward(scorer, tokenizer, by_models, early)
+            by_judges = judges_of(config, judges, workers)
+            reward = TextReward(scorer, tokenizer, by_models, early, by_judges)
             record.begin_step(1)
             record.phase("evaluate")
             reports, metrics = build_evaluator(config, policy, reward, tokenizer).evaluate(tasks)

@@ -14,11 +14,13 @@ from hybridrl.data.answers import response_answers
 from hybridrl.data.source import build_prompt_step
 from hybridrl.run.rows import load_eval_rows
 from hybridrl.run.samples import SampleTaker
+from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller import WorkerGroup
+from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
-from hybridrl.trainer.policy import Policy
-from hybridrl.trainer.reward import TextReward
+from hybridrl.trainer.judges import Judge, JudgeAnswers
+from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.reward_models import ModelScores, RewardModel, RewardRanks
 
 
@@ -66,13 +68,22 @@ def scores_of(
     )
 
 
+def judges_of(
+    config: ExperimentConfig, judges: Sequence[Judge], workers: Workers
+) -> JudgeAnswers | None:
+    """Let the servers of a run answer for the judges; None if there are none."""
+    if not judges or workers.servers is None:
+        return None
+    return JudgeAnswers(judges=judges, servers=workers.servers, timeout_s=config.reward.timeout_s)
+
+
 def build_evaluator(
     config: ExperimentConfig,
-    policy: Policy,
-    reward: TextReward,
+    policy: Generates,
+    reward: Reward,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Evaluator:
-    """Build the evaluator that calls these workers."""
+    """Build the evaluator of these responses and scores."""
     return Evaluator(
         policy=policy,
         reward=reward,

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.agents.rollout import require_usable_agent
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.sampler import RowOrder
-from hybridrl.data.source import PromptSource
+from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import warn_of_useless_rewards
@@ -22,10 +22,12 @@ from hybridrl.run.evaluation import (
     build_eval_tasks,
     build_evaluator,
     eval_sample_taker,
+    judges_of,
     scores_of,
 )
 from hybridrl.run.plan_check import PlanCheck
 from hybridrl.run.record import RunFolder
+from hybridrl.run.rollouts import Recording, open_recording
 from hybridrl.run.rows import load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
@@ -38,11 +40,13 @@ from hybridrl.trainer.build_algorithm import (
 )
 from hybridrl.trainer.early_rewards import EarlyRewards
 from hybridrl.trainer.evaluate import EvalTask
+from hybridrl.trainer.judges import load_judges
 from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.reward_models import load_reward_models
+from hybridrl.trainer.rollout_dump import Rollouts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,21 +91,24 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
         ModelError: the tokenizer or its stop tokens cannot be used.
         AgentError: the agent, its tools or the chat template cannot be used.
         RewardError: the reward function cannot be loaded.
+        ReplayError: the rollouts to replay are not there, or of another run.
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
     require_usable_agent(config.agent, tokenizer, stop_token_ids=stop_token_ids)
     train_rows = load_train_rows(config, tokenizer, on_progress=record.progress)
     config = within_epochs(config, len(train_rows.rows))
+    recording = open_recording(config, folder)
     source = PromptSource(
         train_rows.rows,
-        num_prompts=config.trainer.num_prompts_per_step,
+        num_prompts=recording.num_prompts(config),
         seed=config.seed,
         sampler=train_rows.sampler,
         sends_rows=not config.agent.is_single_turn,
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
     reward_models = load_reward_models(config.reward)
+    judges = load_judges(config)
     with (
         RewardScorer(config.reward) as scorer,
         EarlyRewards(scorer, tokenizer) as early,
@@ -115,10 +122,15 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
             source=source,
             held_out=held_out,
             reward_with=lambda workers: TextReward(
-                scorer, tokenizer, scores_of(config, reward_models, workers["actor"]), early
+                scorer,
+                tokenizer,
+                scores_of(config, reward_models, workers["actor"]),
+                early,
+                judges_of(config, judges, workers),
             ),
             kl=kl,
             plan_check=PlanCheck(config),
+            recording=recording,
         )
         yield Training(
             config=config, stream=source, loop_of=rl.loop_of, kl=kl, finish=rl.plan_check.report
@@ -138,15 +150,19 @@ class _ReinforcementLearning:
     reward_with: Callable[[Workers], TextReward]
     kl: KLCoefficient
     plan_check: PlanCheck
+    recording: Recording
 
     def loop_of(self, workers: Workers) -> Loop:
         config = self.config
-        algorithm_of = self._algorithm_of(workers)
+        rollouts = self._rollouts_of(workers)
+        algorithm_of = self._algorithm_of(workers, rollouts)
         num_samples = config.tracking.num_samples_per_step
         samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="train")
 
         def take_step(step: int) -> Metrics:
-            report = algorithm_of(step).step(self.source.next())
+            rollouts.begin(step, "train")
+            self.recording.begin(self.source, step)
+            report = algorithm_of(step).step(self._draw())
             sampled = report.sampled
             taken = samples.take(sampled.task, sampled.rollouts, sampled.scores)
             self.record.samples(step, taken)
@@ -156,6 +172,8 @@ class _ReinforcementLearning:
                 "data/epoch": Mean(self.source.epoch),
                 "data/prompts": Mean(self.source.num_drawn),
             }
+            rate = metrics["throughput/tokens_per_s"].value / config.num_devices
+            metrics["throughput/tokens_per_device_s"] = Mean(rate)
             return metrics | self.plan_check.compare(metrics)
 
         return Loop(
@@ -167,11 +185,19 @@ class _ReinforcementLearning:
             guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
         )
 
-    def _algorithm_of(self, workers: Workers) -> Callable[[int], Algorithm]:
+    def _draw(self) -> PromptStep:
+        return self.recording.draw(self.source)
+
+    def _rollouts_of(self, workers: Workers) -> Rollouts:
+        reward = self.reward_with(workers)
+        return self.recording.rollouts_of(cast(Policy, workers["actor"]), reward)
+
+    def _algorithm_of(self, workers: Workers, rollouts: Rollouts) -> Callable[[int], Algorithm]:
         """Return the function that gives the algorithm of step n, counted from 1."""
         rollout = self.config.rollout
         given = Ingredients(
             policy=cast(Policy, workers["actor"]),
+            engines=rollouts,
             sampling=SamplingParams(
                 num_responses_per_prompt=rollout.num_responses_per_prompt,
                 max_response_tokens=rollout.max_response_tokens,
@@ -180,9 +206,9 @@ class _ReinforcementLearning:
                 top_k=rollout.top_k,
                 stop_token_ids=self.stop_token_ids,
             ),
-            reward=self.reward_with(workers),
+            reward=rollouts,
             kl=self.kl,
-            draw=self.source.next,
+            draw=self._draw,
             on_phase=self.record.phase,
         )
         if "critic" in workers:
@@ -193,16 +219,13 @@ class _ReinforcementLearning:
     def _evaluation_with(self, workers: Workers) -> Callable[[int], Metrics]:
         if not self.held_out:
             return lambda step: {}
-        evaluator = build_evaluator(
-            self.config,
-            cast(Policy, workers["actor"]),
-            self.reward_with(workers),
-            self.tokenizer,
-        )
+        rollouts = self._rollouts_of(workers)
+        evaluator = build_evaluator(self.config, rollouts, rollouts, self.tokenizer)
         samples = eval_sample_taker(self.config, self.tokenizer)
 
         def evaluate(step: int) -> Metrics:
             self.record.phase("evaluate")
+            rollouts.begin(step, "eval")
             reports, metrics = evaluator.evaluate(self.held_out)
             for report in reports:
                 self.record.samples(step, samples.take_report(report))

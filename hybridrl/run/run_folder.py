@@ -4,6 +4,7 @@
 ``log.txt``        the log
 ``metrics.jsonl``  one line a step
 ``samples.jsonl``  some responses of each step and evaluation: text, reward, log-probs of tokens
+``rollouts/``      all columns of all rollouts, with ``rollout.dump=true``
 ``trace.json``     activities of driver and ranks, for ui.perfetto.dev; made of ``trace/``
 ``machine.json``   host, processor, memory and GPUs of the driver
 ``report.html``    a page about the run, made at the end or by ``python -m hybridrl.report FOLDER``

@@ -15,6 +15,8 @@ from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.setup_hook import SetupHook
 from hybridrl.diagnostics import trace
+from hybridrl.serving.managed_servers import ManagedServers
+from hybridrl.serving.starting import start_servers
 from hybridrl.single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -27,11 +29,18 @@ from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.offline import PreferenceWorker, SupervisedWorker
 from hybridrl.workers.reward_model import RewardModelWorker
+from hybridrl.workers.sharding.no_engines import NoEngines
+from hybridrl.workers.sharding.served_engines import Servers
 
 log = logging.getLogger(__name__)
 
-Workers = Mapping[str, WorkerGroup]
-"""Worker groups by role: ``actor``, and ``critic`` if the algorithm uses one."""
+
+class Workers(dict[str, WorkerGroup]):
+    """Worker groups by role: ``actor``, and ``critic`` if the algorithm uses one."""
+
+    servers: ManagedServers | None = None
+    """The rollout servers, if there are any."""
+
 
 _OFFLINE_WORKERS: Mapping[str, type[Worker]] = {
     "sft": SupervisedWorker,
@@ -64,13 +73,24 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
         agent=config.agent.with_absolute_files(),
         dpo=config.dpo.with_absolute_files(),
         reward=config.reward.with_absolute_files(),
+        serving=config.serving.with_absolute_files(),
     )
     variables = rank_variables(config)
-    workers: dict[str, WorkerGroup] = {}
+    workers = Workers()
     with ExitStack() as opened:
+        arguments: dict[str, dict[str, Servers]] = {}
+        if config.rollout.replay is not None:
+            arguments["actor"] = {"servers": NoEngines()}
+        if config.has_servers:
+            environment = {**_rank_environment(config.cluster), **variables}
+            servers = start_servers(config, model_folder, variables=environment)
+            with trace.span("start servers"):
+                workers.servers = opened.enter_context(servers)
+            arguments["actor"] = {"servers": workers.servers}
         for cluster, roles in _pools_of(config):
             classes = {
-                role: RayClassWithInitArgs(cls, config, model_folder) for role, cls in roles.items()
+                role: RayClassWithInitArgs(cls, config, model_folder, **arguments.get(role, {}))
+                for role, cls in roles.items()
             }
             is_fused = len(classes) > 1
             made = create_colocated_worker_cls(classes) if is_fused else classes["".join(classes)]

@@ -28,10 +28,10 @@ from hybridrl.errors import (
     RemoteCallError,
     WorkerGroupError,
 )
+from hybridrl.network import rendezvous_address
 from hybridrl.single_controller.dispatch import RankLayout
 from hybridrl.single_controller.failures import wait_for_ranks
 from hybridrl.single_controller.head import LOOK_EVERY_S, HeadMonitor
-from hybridrl.single_controller.network import rendezvous_address
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.worker import Location, MeshPosition, WorkerSpec, build_host_class

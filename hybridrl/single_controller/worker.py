@@ -16,7 +16,7 @@ import ray
 from hybridrl import env, log
 from hybridrl.diagnostics import activity, trace
 from hybridrl.errors import DispatchError
-from hybridrl.single_controller.network import LOOPBACK, bind, interface_of
+from hybridrl.network import LOOPBACK, bind, interface_of
 from hybridrl.single_controller.payload import install_reducers, run_after_call
 from hybridrl.single_controller.register import Registration, registered_methods
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from hybridrl.algorithms.load import load_part, require_part
+from hybridrl.algorithms.load import Part, load_part, require_part
 from hybridrl.batch import LogprobBatch, RolloutBatch
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
@@ -18,6 +18,7 @@ from hybridrl.trainer.collect import Collector, Reward
 from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.policy import (
     Critic,
+    Generates,
     Policy,
     SamplerLogprobs,
     WithoutLogprobs,
@@ -25,6 +26,7 @@ from hybridrl.trainer.policy import (
 )
 from hybridrl.trainer.step import ActorCriticOptimization, PolicyOptimization
 from hybridrl.trainer.step_metrics import StepReport
+from hybridrl.trainer.time_limit import with_time_limit
 from hybridrl.trainer.train_batch import TrainBatches, balance
 
 
@@ -41,6 +43,9 @@ class Ingredients:
     """The objects that every algorithm uses."""
 
     policy: Policy
+    engines: Generates
+    """Give the responses: those of the policy, or recorded ones."""
+
     sampling: SamplingParams
     reward: Reward
     kl: KLCoefficient
@@ -56,10 +61,10 @@ def build_policy_optimization(config: ExperimentConfig, given: Ingredients) -> P
     return PolicyOptimization(
         policy=given.policy,
         collect=Collector(
-            policy=given.policy,
+            policy=given.engines,
             sampling=given.sampling,
             reward=given.reward,
-            group_filter=load_part(algorithm, parts.GROUP_FILTER),
+            group_filter=_load(config, parts.GROUP_FILTER),
             draw=given.draw,
             max_rounds=algorithm.max_sampling_rounds,
             samples_greedily=algorithm.reads("greedy_rewards_B"),
@@ -78,6 +83,7 @@ def build_actor_critic(
     """Build PPO's step function of step n, from 1. In the critic's warm-up the policy is frozen."""
     actor_critic = ActorCriticOptimization(
         policy=given.policy,
+        engines=given.engines,
         critic=critic,
         sampling=given.sampling,
         reward=given.reward,
@@ -109,7 +115,9 @@ def _build_advantages(config: ExperimentConfig) -> Advantages:
     algorithm = config.algorithm
     charges_kl = algorithm.kl.placement == "reward"
     return Advantages(
-        part=require_part(algorithm, parts.ADVANTAGE),
+        part=with_time_limit(
+            require_part(algorithm, parts.ADVANTAGE), timeout_s=config.cluster.call_timeout_s
+        ),
         charges=Charges(
             kl_estimator=require_part(algorithm, parts.KL) if charges_kl else None,
             soft_overlong_tokens=algorithm.soft_overlong_tokens,
@@ -119,6 +127,13 @@ def _build_advantages(config: ExperimentConfig) -> Advantages:
     )
 
 
+def _load(config: ExperimentConfig, kind: parts.PartKind) -> Part | None:
+    part = load_part(config.algorithm, kind)
+    if part is None:
+        return None
+    return with_time_limit(part, timeout_s=config.cluster.call_timeout_s)
+
+
 def _build_batches(config: ExperimentConfig) -> TrainBatches:
     algorithm = config.algorithm
     is_corrected_here = algorithm.old_logprobs == "recompute"
@@ -126,6 +141,7 @@ def _build_batches(config: ExperimentConfig) -> TrainBatches:
         dp_size=config.num_train_groups,
         num_minibatches=algorithm.num_minibatches,
         mask_truncated=algorithm.mask_truncated,
-        correction=load_part(algorithm, parts.ROLLOUT_CORRECTION) if is_corrected_here else None,
+        correction=_load(config, parts.ROLLOUT_CORRECTION) if is_corrected_here else None,
         counts_groups=parts.AGGREGATION.reads(algorithm.loss_aggregation, "group_tokens_B"),
+        row_filter=_load(config, parts.ROW_FILTER),
     )

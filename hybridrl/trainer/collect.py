@@ -18,7 +18,7 @@ from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller.payload import concat_rows
 from hybridrl.trainer.clock import Clock
-from hybridrl.trainer.policy import Policy
+from hybridrl.trainer.policy import Generates
 
 
 class Reward(Protocol):
@@ -93,7 +93,7 @@ class Collected:
 class Collector:
     """Samples and scores. A group filter may leave groups out; further prompts replace them."""
 
-    policy: Policy
+    policy: Generates
     sampling: SamplingParams
     reward: Reward
     group_filter: Part | None = None

@@ -18,7 +18,7 @@ from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.eval_statistics import bootstrap_intervals, majority_at_k, pass_at_k
-from hybridrl.trainer.policy import Policy
+from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.sources import rewards_by_source
 
 
@@ -45,7 +45,7 @@ class EvalReport:
 class Evaluator:
     """Samples the same held-out prompts with the same seeds each time."""
 
-    policy: Policy
+    policy: Generates
     reward: Reward
     extract: Callable[[RolloutBatch], list[str]]
     """Returns the normalised answer of each response; empty if it has none."""

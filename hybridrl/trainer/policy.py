@@ -24,12 +24,16 @@ from hybridrl.sampler import SamplingParams
 Result = TypeVar("Result", covariant=True)
 
 
-class Policy(Protocol):
-    """A worker group of ``ActorRolloutWorker``; each method is one remote call to all ranks."""
+class Generates(Protocol):
+    """Gives responses to prompts."""
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
         """Sample with the newest weights; sleep, wake and sync happen inside."""
         ...
+
+
+class Policy(Generates, Protocol):
+    """A worker group of ``ActorRolloutWorker``; each method is one remote call to all ranks."""
 
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
         """Score with the weights before the update, and with the reference."""

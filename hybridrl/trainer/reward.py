@@ -12,6 +12,7 @@ from hybridrl.data.source import PromptStep
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.early_rewards import EarlyRewards, reward_inputs
+from hybridrl.trainer.judges import JudgeAnswers
 from hybridrl.trainer.reward_models import ModelScores
 
 
@@ -27,6 +28,9 @@ class TextReward:
 
     early: EarlyRewards | None = None
     """Scores responses while others are sampled."""
+
+    judges: JudgeAnswers | None = None
+    """Asks judges, if there are any."""
 
     def while_sampling(
         self, task: PromptStep, sampling: SamplingParams
@@ -45,6 +49,7 @@ class TextReward:
         return self.scorer.score(
             inputs,
             model_scores=scores,
+            judge_answers={} if self.judges is None else self.judges(inputs),
             agent_rewards=[0.0] * len(rows)
             if by_token_BL is None
             else row_sums(by_token_BL).tolist(),

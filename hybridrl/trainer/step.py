@@ -14,7 +14,7 @@ from hybridrl.trainer.advantages import Advantages, describe_values
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Collected, Collector, Reward, ScoredRollouts
 from hybridrl.trainer.kl_coefficient import KLCoefficient
-from hybridrl.trainer.policy import Critic, Policy
+from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.step_metrics import StepReport
 from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
 
@@ -59,6 +59,7 @@ class ActorCriticOptimization:
     """One update of policy and critic. The critic's calls overlap others where it has own ranks."""
 
     policy: Policy
+    engines: Generates
     critic: Critic
     sampling: SamplingParams
     reward: Reward
@@ -74,7 +75,7 @@ class ActorCriticOptimization:
         """Sample, score, compare with the critic's values, update both."""
         clock = Clock(self.on_phase)
         with clock("generate"), self.reward.while_sampling(task, self.sampling) as sampling:
-            rollouts = self.policy.generate(task.prompts, sampling)  # syncs weights, samples
+            rollouts = self.engines.generate(task.prompts, sampling)  # syncs weights, samples
         with clock("reward"):
             values_future = self.critic.compute_values(rollouts)  # runs while the driver scores
             collected = Collected.of(ScoredRollouts(task, rollouts, self.reward(rollouts, task)))

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridrl.algorithms.rollout_correction import effective_sample_fraction
-from hybridrl.batch import RolloutBatch, response_lengths, row_lengths
+from hybridrl.batch import RolloutBatch, response_lengths, row_lengths, row_offsets
 from hybridrl.metrics import Max, Mean, Metrics, Min
 from hybridrl.rewards.report import reward_metrics
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import ScoredRollouts
 from hybridrl.trainer.sources import rewards_by_source
+
+_LOOKED_AT, _LONGEST_PERIOD, _SHARE = 512, 128, 0.9
+"""The end of a response at which is looked, its last token left out; tokens of one repetition; and
+how many of the tokens must repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +73,44 @@ def describe_lengths(rollouts: RolloutBatch) -> Metrics:
         "length/response_tokens/min": Min(float(response_lengths_B.min())),
         "rollout/truncated_fraction": _mean(rollouts.is_truncated_B),
         "rollout/empty_fraction": _mean(response_lengths_B == 0),
+        "rollout/repetition_fraction": _repetition(rollouts, response_lengths_B),
     }
+
+
+def _repetition(rollouts: RolloutBatch, response_lengths_B: Tensor) -> Mean:
+    """Return the share of responses that end in a loop; short ones count as none."""
+    tokens_T = rollouts.token_ids_BL.values().numpy()
+    mask_T = rollouts.response_mask_BL.values().numpy()
+    offsets = row_offsets(rollouts.token_ids_BL).tolist()
+    num_repeating = 0
+    for row in (response_lengths_B >= _LOOKED_AT).nonzero()[:, 0].tolist():
+        at = slice(offsets[row], offsets[row + 1])
+        num_repeating += _repeats(tokens_T[at][mask_T[at]][-_LOOKED_AT:-1])
+    return Mean(float(num_repeating), float(len(rollouts)))
+
+
+def _repeats(tokens_L: NDArray[np.int64]) -> bool:
+    """Return whether nine of ten tokens are those one period before, for some short period."""
+    periods = np.flatnonzero(tokens_L[-2 : -_LONGEST_PERIOD - 2 : -1] == tokens_L[-1]) + 1
+    return any(np.mean(tokens_L[p:] == tokens_L[:-p]) >= _SHARE for p in periods.tolist())
 
 
 def _throughput(rollouts: RolloutBatch, update: Metrics, timings: Metrics) -> Metrics:
     num_tokens = rollouts.token_ids_BL.values().numel()
     num_response_tokens = int(rollouts.response_mask_BL.values().sum())
+    num_longest = int(response_lengths(rollouts.response_mask_BL).max())
     rates: Metrics = {
         "throughput/tokens_per_s": Mean(num_tokens / timings["time/step_s"].value),
         "throughput/response_tokens_per_s": Mean(
             num_response_tokens / timings["time/generate_s"].value
         ),
+        "throughput/longest_response_tokens_per_s": Mean(
+            num_longest / timings["time/generate_s"].value
+        ),
     }
+    if "time/sample_s" in update:
+        rate = num_longest / update["time/sample_s"].value
+        rates["throughput/longest_sampled_tokens_per_s"] = Mean(rate)
     if "data/train_tokens" in update:
         rate = update["data/train_tokens"].value / timings["time/update_s"].value
         rates["throughput/train_tokens_per_s"] = Mean(rate)

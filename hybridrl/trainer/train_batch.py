@@ -48,6 +48,9 @@ class TrainBatches:
     counts_groups: bool
     """Whether the aggregation asks for the tokens of a row's group."""
 
+    row_filter: Part | None = None
+    """Takes responses, or tokens of them, out of the loss."""
+
     def __call__(
         self, collected: Collected, logprobs: LogprobBatch, advantages_BL: Tensor
     ) -> TrainBatch:
@@ -61,6 +64,8 @@ class TrainBatches:
             mask_BL = without_rows(mask_BL, ~collected.is_kept_B)
         if self.mask_truncated:
             mask_BL = without_rows(mask_BL, rollouts.is_truncated_B)
+        if self.row_filter is not None:
+            mask_BL = filter_rows(self.row_filter, collected, mask_BL)
         batch = build_train_batch(rollouts, logprobs, advantages_BL)
         batch.response_mask_BL = mask_BL
         if self.correction is not None:
@@ -71,6 +76,44 @@ class TrainBatches:
             batch.group_tokens_B = groups.sum(lengths_B).long()
             batch.group_rows_B = groups.sum(lengths_B > 0).long() * (lengths_B > 0)
         return balance(batch, dp_size=self.dp_size, num_minibatches=self.num_minibatches)
+
+
+def filter_rows(part: Part, collected: Collected, mask_BL: Tensor) -> Tensor:
+    """Take what a function of the user leaves out of the loss; rewards stay in their groups.
+
+    Raises:
+        TrainingError: it raised, took too long, or returned neither bool [B] nor jagged [B, L].
+    """
+    rollouts = collected.rollouts
+    keep = part(
+        rewards_B=collected.batch.scores.rewards_B,
+        group_B=rollouts.prompt_index_B,
+        response_lengths_B=response_lengths(rollouts.response_mask_BL),
+        is_truncated_B=rollouts.is_truncated_B,
+        token_ids_BL=rollouts.token_ids_BL,
+        response_mask_BL=rollouts.response_mask_BL,
+        sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
+    )
+    size, lengths_B = len(rollouts), row_lengths(mask_BL)
+    if isinstance(keep, Tensor) and keep.dtype == torch.bool:
+        if not keep.is_nested and keep.shape == (size,):
+            return without_rows(mask_BL, ~keep)
+        if keep.is_nested and torch.equal(row_lengths(keep), lengths_B):
+            return jagged_from(keep.values() & mask_BL.values(), lengths_B)
+    raise TrainingError(
+        f"{part.key}={part.spelled} returned {_described(keep)}, and a row filter returns bool "
+        f"[{size}], True for each row to learn from, or a jagged bool with the row lengths of "
+        "response_mask_BL, True for each token"
+    )
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    kind = str(value.dtype).removeprefix("torch.")
+    if value.is_nested:
+        return f"jagged {kind} with {value.values().numel()} tokens in {len(value)} rows"
+    return f"{kind} {list(value.shape)}"
 
 
 def build_train_batch(

@@ -26,7 +26,7 @@ from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.planning.frozen_base import plan_base
-from hybridrl.sampler import SamplingParams
+from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
     build_agent_rollout,
@@ -42,13 +42,14 @@ from hybridrl.workers.build import (
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
-from hybridrl.workers.rollout.sglang.arguments import device_name
+from hybridrl.workers.rollout.sglang.arguments import ServerPlace, device_name
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from hybridrl.workers.sharding.fused_engines import share_addresses, start_engine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.served_engines import Servers
 from hybridrl.workers.train.checkpoint import Notes
 from hybridrl.workers.train.protocol import LearningEngine, TokenLoss
 
@@ -67,7 +68,9 @@ TRAIN_METRICS = replace(
 class ActorRolloutWorker(CheckpointedWorker):
     """One rank of the policy. The driver calls generate, compute_logprobs and update, in turn."""
 
-    def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
+    def __init__(
+        self, config: ExperimentConfig, model_folder: Path, servers: Servers | None = None
+    ) -> None:
         """Start both engines; a collective call.
 
         The rollout engine comes first, on an empty device.
@@ -75,6 +78,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         Args:
             config: of the run; ``model.path``, if it is set, is absolute.
             model_folder: Hugging Face folder to start from, absolute.
+            servers: that sample instead of rollout engines of the ranks.
         """
         device = start_process_group(
             device=config.cluster.device,
@@ -96,6 +100,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._load_parts()
         self._policy_version = 0
         self._carried: Metrics = {}
+        self._servers = servers
         self._control = control
         self.sharding = self._start_rollout(model_folder, device=device, meter=meter)
         self._actor = build_train_engine(config, model_folder, device)
@@ -120,17 +125,22 @@ class ActorRolloutWorker(CheckpointedWorker):
     ) -> ShardingManager:
         """Start the rollout engine, if this rank has one; a collective call."""
         config, control = self._config, self._control
-        size = config.rollout.tensor_parallel_size
-        num_engines = self.world_size // size
-        self._has_engine = self.rank % size == 0
-        self._directory = build_directory(config.rollout, num_engines=num_engines)
+        servers = self._servers
+        # Rank 0 asks the servers for all responses.
+        size = config.rollout.tensor_parallel_size if servers is None else self.world_size
+        self._has_engine = self.rank % size == 0 and servers is None
+        self._directory = (
+            build_directory(config.rollout, num_engines=self.world_size // size)
+            if servers is None
+            else None
+        )
         gpus = control.gather("devices", device_name(device))
         build = partial(
             build_rollout_engine,
             config,
             model_folder,
             device,
-            gpus=gpus[self.rank : self.rank + size],
+            place=ServerPlace(gpus=tuple(gpus[self.rank : self.rank + size])),
             directory=self._directory,
         )
         engine = start_engine(
@@ -139,12 +149,13 @@ class ActorRolloutWorker(CheckpointedWorker):
         self.register_mesh(
             "rollout",
             dp_rank=self.rank // size,
-            dp_size=num_engines,
-            is_output_rank=self._has_engine,
+            dp_size=self.world_size // size,
+            is_output_rank=self.rank % size == 0,
         )
+        follows = not self._has_engine and servers is None
         return ShardingManager(
-            engine=engine,
-            follower=None if self._has_engine else build_follower(config.rollout, device),
+            engine=servers or engine,
+            follower=build_follower(config.rollout, device) if follows else None,
             config=config.rollout,
             device=device,
             control=control,
@@ -182,6 +193,9 @@ class ActorRolloutWorker(CheckpointedWorker):
                 with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
                     make_program = self._agent.program if self._agent else single_turn
                     responses = engine.run(make_program(prompts, sampling))
+            elif self._servers is not None and self.rank == 0:
+                with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
+                    responses = self._sample_on(self._servers, prompts, sampling)
         if responses is None:
             return None
         if self._agent is not None:
@@ -190,6 +204,14 @@ class ActorRolloutWorker(CheckpointedWorker):
         rollouts = assemble_rollouts(prompts, responses, policy_version=version)
         require_known_tokens(rollouts, vocab_size=self._vocab_size)
         return rollouts
+
+    def _sample_on(
+        self, servers: Servers, prompts: PromptBatch, sampling: SamplingParams
+    ) -> list[Sample]:
+        version = self._policy_version
+        samples, metrics = servers.sample(prompts, sampling, version=version)
+        self._carried = merge([self._carried, metrics])
+        return samples
 
     @register(TRAIN)
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:

@@ -5,7 +5,6 @@ Every function takes the run's configuration and the Hugging Face folder of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -24,7 +23,12 @@ from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.workers.rollout.directory import EngineDirectory
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
-from hybridrl.workers.rollout.sglang.arguments import device_name, server_spec, show_devices
+from hybridrl.workers.rollout.sglang.arguments import (
+    ServerPlace,
+    device_name,
+    server_spec,
+    show_devices,
+)
 from hybridrl.workers.train.backend import Backend
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
@@ -150,7 +154,7 @@ def build_rollout_engine(
     model_folder: Path,
     device: torch.device,
     *,
-    gpus: Sequence[str] = (),
+    place: ServerPlace | None = None,
     directory: EngineDirectory | None = None,
 ) -> RolloutEngine:
     """Start the rollout engine that this rank owns.
@@ -159,8 +163,7 @@ def build_rollout_engine(
         config: of the run.
         model_folder: whose configuration and tokenizer the engine reads.
         device: of this rank.
-        gpus: of all ranks that share the engine, by ``device_name``; left out if this rank uses it
-            alone.
+        place: of a server; None if it has the device of this rank alone.
         directory: of ``build_directory``.
     """
     if config.rollout.engine == "hf":
@@ -171,9 +174,10 @@ def build_rollout_engine(
             max_context_tokens=config.max_row_tokens,
             lora=config.lora if config.lora.sends_adapters else None,
         )
+    place = place or ServerPlace(gpus=(device_name(device),))
     engine: RolloutEngine = import_module(_SGLANG).SGLangEngine(
-        server_spec(config, model_folder),
-        variables=show_devices(gpus or [device_name(device)]),
+        server_spec(config, model_folder, place),
+        variables=show_devices(place.gpus),
         device=device,
         directory=directory,
     )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hybridrl import env
 from hybridrl.errors import ResourceError
-from hybridrl.single_controller.network import bind
+from hybridrl.network import bind
 
 _STORE_OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
 

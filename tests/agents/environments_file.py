@@ -139,6 +139,18 @@ _ANSWERS: dict[str, object] = {
 }
 
 
+class Forks:
+    """Counts its turns; from each of them two processes return."""
+
+    def reset(self, row: Any, seed: int) -> None:
+        self._num_turns = 0
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self._num_turns += 1
+        os.fork()
+        return f"turn {self._num_turns}", float(self._num_turns), False
+
+
 class AsyncBad:
     """The same with coroutines."""
 

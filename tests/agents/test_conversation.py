@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from hybridrl.agents.conversation import Agent, Conversation, hold
+from hybridrl.agents.agent import Agent, hold
+from hybridrl.agents.conversation import Conversation
 from hybridrl.agents.loops import ToolCalls
 from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.templates import History, TurnTemplate

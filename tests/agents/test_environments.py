@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.agents.conversation import hold
+from hybridrl.agents.agent import hold
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
 from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.templates import TurnTemplate
@@ -192,6 +192,13 @@ def test_a_fault_of_a_process_costs_its_conversation(caplog: pytest.LogCaptureFi
         assert caplog.text.count(message.replace("\\", "")) == 1
     assert (fine.ended, again.ended) == ("turns", "turns")
     assert "characters left out" in texts_of(fine)[2]
+
+
+def test_one_that_forks_in_a_turn_answers_once() -> None:
+    with playing("Forks") as environments:
+        trajectory = play(environments, ["x"] * 9, num_turns=4)
+
+    assert rewards_of(trajectory) == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize(("answer", "turns"), [("hang", ["x"]), ("raise", ["x"]), ("", ["hang"])])

@@ -58,6 +58,30 @@ def test_a_chat_that_goes_on_is_one_sequence_of_tokens() -> None:
     ]
 
 
+@pytest.mark.parametrize("max_tokens", [None, 9])
+def test_an_answer_ends_before_a_stop_string(max_tokens: int | None) -> None:
+    sampler = FakeSampler(STARTER, ["Hé\nObs: made up", "42"])
+
+    async def chat() -> tuple[list[list[str]], list[list[float]]]:
+        async with served(setting_of(sampler)) as client:
+            stops = {"stop": ["Obs", "up"], "max_tokens": max_tokens}
+            _, answer = await client.post(messages=[user("Q")], logprobs=True, **stops)
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "stop"
+            assert choice["message"]["content"] == "Hé"
+            assert "".join(each["token"] for each in choice["logprobs"]["content"])[-4:] == "\nObs"
+            await client.ask(user("Q"), choice["message"], user("Seen"), stop="x")
+            (sequence,) = client.trajectory().sequences
+            assert client.trajectory().ended == "answer"
+            logprobs = [t.logprobs.tolist() for t in sequence.turns if t.logprobs is not None]
+            return _texts(client), logprobs
+
+    texts, logprobs = asyncio.run(chat())
+    assert texts == [["u:Q<|end|>a:", "Hé\nObs", "<|end|>u:Seen<|end|>a:", "42<|end|>"]]
+    sampled = [request.sample.logprobs.tolist() for request in sampler.requests]
+    assert logprobs == [sampled[0][:7], sampled[1]]
+
+
 def test_an_answer_has_usage_and_logprobs() -> None:
     sampler = FakeSampler(STARTER, ["é"])
 
@@ -214,7 +238,7 @@ REFUSED: list[tuple[dict[str, object], int, str | None, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text"),
     ({**Q, "n": 2}, 400, "n", "n is 2, and can be 1 alone"),
     ({**Q, "temperature": 0}, 400, "temperature", "can be 0.8 alone"),
-    ({**Q, "stop": ["x"]}, 400, "stop", "leave it out"),
+    ({**Q, "stop": ["x", ""]}, 400, "stop", "none of them empty"),
     ({**Q, "max_tokens": 0}, 400, "max_tokens", "at least 1"),
     ({**Q, "tools": [{}]}, 400, "tools", "no function"),
     ({**Q, "tool_choice": {"type": "function"}}, 400, "tool_choice", "must be one of auto"),

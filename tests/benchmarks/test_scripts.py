@@ -30,6 +30,10 @@ OF_RANKS: Mapping[str, list[str]] = {
     "rollout": ["--rounds", "1", "--slots", "8"],
     "memory_plan": ["default"],
     "lora": ["--rounds", "1", "--rank", "2"],
+    "serving": [
+        *("--rounds", "1", "--draws", "1", "--engines", "4", "--requests", "16"),
+        *("model.starter.num_layers=1", "model.starter.hidden_size=64"),
+    ],
     "megatron": ["--rounds", "1", "--cases", "1"],
     "dispatch": [
         *("--empty-rounds", "2", "--batch-rounds", "1"),

@@ -51,6 +51,18 @@ _GEMMA = (*_FOLDER, "model.path=gemma")
 
 PLAYED = ("agent=environment", "data=calculator", "reward.function=agent")
 SCORER = ("reward.function=model",)
+SERVERS = ("serving=own",)
+JUDGED = (
+    "serving.models={p: {groups: {m: {num_devices: 1}}}, "
+    "judge: {path: model, groups: {m: {num_devices: 1}}}}"
+)
+ASKING = ("reward.function=judge", "reward.args={model: judge, template: '{response}'}")
+
+
+def _groups(**groups: str) -> str:
+    """The override that gives the policy these groups, as NAME=KEYS."""
+    text = ", ".join(f"{name}: {{{keys}}}" for name, keys in groups.items())
+    return f"serving.models={{policy: {{groups: {{{text}}}}}}}"
 
 
 def _scorer(model_type: str, num_labels: int = 1, kind: str = "Sequence") -> str:
@@ -61,6 +73,163 @@ def _scorer(model_type: str, num_labels: int = 1, kind: str = "Sequence") -> str
 
 # What the user typed, the key that is named, and a word of the rule.
 BROKEN: list[tuple[tuple[str, ...], str, str]] = [
+    (("serving.weights=broadcast",), "serving.weights", "would be ignored: the ranks"),
+    (
+        (_groups(main="num_devices: 3"),),
+        "serving.num_devices_per_node",
+        "have 1 devices for servers, and the groups of serving.models ask for 3",
+    ),
+    (
+        (*SERVERS, "cluster.num_nodes=3", "cluster.ray_address=auto"),
+        "serving.num_devices_per_node",
+        "have 6 devices for servers, and the groups of serving.models ask for 2",
+    ),
+    (
+        (_groups(a="num_devices: 3, devices_per_engine: 2"), "serving.num_devices_per_node=3"),
+        "serving.models.policy.groups.a.devices_per_engine",
+        "must divide the 3 devices of the group",
+    ),
+    (
+        (
+            *(*SGLANG, "cluster.num_nodes=2", "cluster.ray_address=auto"),
+            _groups(a="num_devices: 2", b="num_devices: 4, devices_per_engine: 2"),
+            "serving.num_devices_per_node=3",
+        ),
+        "serving.models.policy.groups.b.devices_per_engine",
+        "from device 2 on, an engine would lie on two nodes of 3 devices",
+    ),
+    (
+        (*SERVERS, "serving.models.policy.path=model"),
+        "serving.models.policy.path",
+        "no model is the policy",
+    ),
+    (
+        ("serving.models={a: {groups: {m: {num_devices: 1}}}, b: {groups: {}}}",),
+        "serving.models.b.path",
+        "the policy is served as a already",
+    ),
+    (
+        (_groups(a="num_devices: 1, worker_type: placeholder"),),
+        "serving.models.policy.groups",
+        "the model has no engine",
+    ),
+    (
+        ("serving.models={policy: {groups: {}}}",),
+        "serving.models.policy.groups",
+        "the model has no engine",
+    ),
+    (
+        (_groups(a="num_devices: 1, worker_type: prefill"),),
+        "serving.models.policy.groups.a.worker_type",
+        "needs a group of type decode",
+    ),
+    (
+        (_groups(a="num_devices: 1, worker_type: encoder"),),
+        "serving.models.policy.groups.a.worker_type",
+        "needs a group of type prefill or regular",
+    ),
+    (
+        (
+            _groups(
+                a="num_devices: 1, worker_type: encoder",
+                b="num_devices: 1",
+            ),
+            "serving.num_devices_per_node=2",
+        ),
+        "serving.models.policy.groups.a.worker_type",
+        "encoders read images",
+    ),
+    (
+        (
+            *SGLANG,
+            _groups(
+                a="num_devices: 1, worker_type: prefill",
+                b="num_devices: 1, worker_type: decode, "
+                "engine_args: {disaggregation_transfer_backend: nixl}",
+            ),
+            "serving.num_devices_per_node=2",
+        ),
+        "serving.models.policy.groups.b.engine_args.disaggregation_transfer_backend",
+        "(a: its default, b: nixl)",
+    ),
+    (
+        (
+            _groups(
+                a="num_devices: 1, worker_type: prefill",
+                b="num_devices: 1, worker_type: decode",
+            ),
+            "serving.num_devices_per_node=2",
+        ),
+        "serving.models.policy.groups.b.worker_type",
+        "rollout.engine=hf has no halves",
+    ),
+    (
+        (*SERVERS, "serving.colocated=true"),
+        "serving.colocated",
+        "groups policy.main and the trainer want the same devices",
+    ),
+    (
+        (*SERVERS, "serving.colocated=true", "rollout.sleep=true"),
+        "serving.colocated",
+        "is planned and not built",
+    ),
+    ((*SERVERS, "rollout.sleep=true"), "rollout.sleep", "servers have devices of their own"),
+    (
+        (_groups(a="num_devices: 1, engine_args: {chunked_prefill_size: 64}"),),
+        "serving.models.policy.groups.a.engine_args",
+        "rollout.engine=hf has none",
+    ),
+    (
+        (*SGLANG, _groups(a="num_devices: 1, engine_args: {tp_size: 2}")),
+        "serving.models.policy.groups.a.engine_args.tp_size",
+        "rollout.tensor_parallel_size sets it",
+    ),
+    (
+        (_groups(a="num_devices: 2, devices_per_engine: 2"), "serving.num_devices_per_node=2"),
+        "serving.models.policy.groups.a.devices_per_engine",
+        "rollout.engine=hf computes on one device",
+    ),
+    (
+        (*SERVERS, *SGLANG, "rollout.tensor_parallel_size=2", "cluster.num_ranks_per_node=2"),
+        "rollout.tensor_parallel_size",
+        "would be ignored: devices_per_engine of a group",
+    ),
+    (
+        (
+            "serving.models={p: {groups: {m: {num_devices: 1}}}, "
+            "judge: {path: model, groups: {m: {num_devices: 1}}}}",
+            "serving.num_devices_per_node=2",
+        ),
+        "serving.models.judge.path",
+        "it has no tokenizer",
+    ),
+    (
+        (JUDGED, "serving.num_devices_per_node=2"),
+        "serving.models.judge",
+        "no reward asks this model",
+    ),
+    ((*SERVERS, *ASKING), "reward.args.model", "no frozen model is served"),
+    (
+        (JUDGED, "serving.num_devices_per_node=2", *ASKING, "reward.args.model=juge"),
+        "reward.args.model",
+        "serving.models has no frozen model of this name: judge",
+    ),
+    (
+        (JUDGED, "serving.num_devices_per_node=2", *ASKING, "reward.args.template=good?"),
+        "reward.args.template",
+        "the judge would not see the response",
+    ),
+    (
+        (JUDGED, "serving.num_devices_per_node=2", *ASKING, "reward.args.pattern='('"),
+        "reward.args.pattern",
+        "not a regular expression",
+    ),
+    (
+        (*SERVERS, "serving.models.policy.max_context_tokens=9"),
+        "serving.models.policy.max_context_tokens",
+        "would be ignored",
+    ),
+    ((*SERVERS, *LORA), "lora.sync", "servers get full weights"),
     (("agent.loop=no_one", "data=calculator"), "agent.loop", "is not built in"),
     (("agent.loop=empty.jsonl:A", "data=calculator"), "agent.loop", "has no 'A'"),
     ((*PLAYED, "agent.environment=null"), "agent.environment", "plays an environment"),
@@ -348,6 +517,15 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
     (("mode=certify", "rollout=sglang"), "rollout.engine", "a generator of its own"),
     (("rollout.transport=disk",), "rollout.transport", "ignored"),
+    (("rollout.replay=empty",), "rollout.replay", "rollout.dump=true"),
+    (("rollout.replay=old", "rollout.dump=true"), "rollout.dump", "a second copy"),
+    (("mode=certify", "rollout.replay=old"), "rollout.replay", "this is mode=certify"),
+    (("mode=eval", "rollout.dump=true"), "rollout.dump", "this is mode=eval"),
+    (
+        ("rollout.replay=old", "trainer.run_dir=old", "trainer.overwrite=true"),
+        "trainer.overwrite",
+        "would delete the rollouts",
+    ),
     *(
         ((override,), override.partition("=")[0], "would be ignored: rollout.engine=sglang alone")
         for override in (
@@ -1015,6 +1193,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "rewards.txt": REWARDS,
         "old/config.yaml": "mode: train\n",
         "old/metrics.jsonl": "{}\n",
+        "old/rollouts/step-000000001-train-0.json": "{}",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
@@ -1047,7 +1226,7 @@ def violations_of(*overrides: str) -> tuple[ConfigError, ...]:
     return caught.value.violations
 
 
-@pytest.mark.shows("1.12", "6.4")
+@pytest.mark.shows("1.12", "4.10", "6.4")
 @pytest.mark.parametrize(("overrides", "key", "word"), BROKEN)
 def test_a_broken_rule_is_named_and_each_remedy_mends_it(
     overrides: tuple[str, ...], key: str, word: str

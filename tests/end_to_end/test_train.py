@@ -108,6 +108,19 @@ def test_sleeping_engines_on_two_ranks_train_what_waking_ones_train(
     assert last["time/release_s"] > 0
 
 
+def test_engines_of_their_own_train_what_those_of_the_ranks_train(
+    plain: Path, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path / "own", "serving=own", "serving.weights=broadcast")
+    run(config, resolved_yaml="")
+    ranks, own = _weights(plain), _weights(tmp_path / "own")
+    assert all(torch.equal(ranks[name], own[name]) for name in ranks)
+    metrics = read_metrics(tmp_path / "own")
+    assert [line.get("policy/version") for line in metrics] == [None, 1, 2, 3]
+    assert [line["memory/synced_bytes"] > 0 for line in metrics[1:]] == [True] * 3
+    assert metrics[1]["rollout/lost_engines"] == 0
+
+
 def test_two_ranks_take_nearly_the_steps_of_one(plain: Path, two_ranks: Path) -> None:
     one, two = (read_metrics(folder)[1] for folder in (plain, two_ranks))
     assert one["reward/mean"] == two["reward/mean"]

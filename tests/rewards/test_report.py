@@ -22,9 +22,30 @@ def test_rewards_are_described_by_step_and_by_group() -> None:
         "reward/max": 2.0,
         "reward/min": 0.0,
         "reward/zero_variance_group_fraction": 0.5,
+        "reward/zero_variance_groups/1.0": 1,
         "reward/failed_fraction": 0.25,
     }
     check_declared(metrics)
+
+
+@pytest.mark.shows("4.20")
+def test_groups_of_equal_rewards_are_counted_by_their_reward() -> None:
+    rewards_PG = torch.tensor([[0.0, 0.0], [-0.0, 0.0], [0.52, 0.52], [0.0, 1.0], [1.0, 1.0]])
+    wide = torch.arange(2, 40).float()[:, None].expand(-1, 2)
+    for rewards, counts in (
+        (rewards_PG, {"0.0": 2, "0.5": 1, "1.0": 1}),
+        (wide, {f"{reward:.1f}": 1 for reward in range(2, 10)}),  # a bounded number of metrics
+    ):
+        rewards_B = rewards.reshape(-1)
+        scores = scores_of(rewards_B, torch.zeros(len(rewards_B), dtype=torch.bool))
+        metrics = reward_metrics(scores, num_responses=2)
+        prefix = "reward/zero_variance_groups/"
+        assert {
+            name.removeprefix(prefix): metric.value
+            for name, metric in metrics.items()
+            if name.startswith(prefix)
+        } == counts
+        check_declared(metrics)
 
 
 def test_a_step_with_one_response_has_no_spread() -> None:

@@ -152,4 +152,4 @@ def test_preference_pairs_are_shown_with_both_answers() -> None:
 def test_the_scores_of_a_reward_model_are_not_examined() -> None:
     page, is_bad = page_of(GOOD, "reward.function=model", "reward.args.path=somewhere")
     assert not is_bad
-    assert "rewards      not examined: a reward model scores in a run alone" in page
+    assert "rewards      not examined: reward models and judges score in a run alone" in page

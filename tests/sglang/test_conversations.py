@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hybridrl.agents.conversation import hold
+from hybridrl.agents.agent import hold
 from hybridrl.agents.loops import ToolCalls
 from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.templates import TurnTemplate

@@ -114,7 +114,9 @@ def test_a_whole_run_begins_with_the_proof_and_goes_on(
     for _ in range(2):
         assert device.mismatch_nats() < 1e-4
         answers.append(tokens_of(device.sample(GREEDY)))
-        assert is_proved(device.manager._engines)
+        engines = device.manager._engines
+        assert isinstance(engines, FusedEngines)
+        assert is_proved(engines)
         device.train()
     assert answers[0] != answers[1]
 

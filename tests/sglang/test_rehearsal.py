@@ -20,6 +20,7 @@ from hybridrl.config.load import load_config
 from hybridrl.env import ROOT, python_path
 from hybridrl.errors import ConfigErrors
 from hybridrl.main import compose
+from hybridrl.serving.settings import rehearsed_configs
 from hybridrl.workers.rollout.sglang import rehearsal as server_rehearsal
 from hybridrl.workers.rollout.sglang.arguments import environment, server_spec
 from hybridrl.workers.rollout.sglang.rehearsal import case_of, rehearse_server
@@ -48,7 +49,8 @@ ARCHITECTURES = {
 def recipes_on_sglang() -> list[str]:
     """Recipes whose rollout engine is a server on a GPU."""
     texts = {path.stem: path.read_text() for path in (ROOT / "recipes").glob("*.yaml")}
-    return sorted(name for name, text in texts.items() if "override /rollout: sglang" in text)
+    on_gpus = {name for name, text in texts.items() if "override /cluster: one_gpu" in text}
+    return sorted(name for name in on_gpus if "override /rollout: sglang" in texts[name])
 
 
 def model_of(recipe: str) -> str:
@@ -136,6 +138,13 @@ def test_sglang_starts_on_a_gpu_with_what_every_recipe_sends(folder: Path) -> No
     names = recipes_on_sglang()
     assert len(names) >= 4
     configs = {name: config_of_recipe(folder, name) for name in names}
+    served = {name: config for name, config in configs.items() if config.has_servers}
+    assert len(served) >= 4
+    configs |= {
+        f"{name} {group.key}": of_engine
+        for name, config in served.items()
+        for group, of_engine in rehearsed_configs(config)
+    }
     configs |= {name: config_of(folder, *given) for name, given in _flat().items()}
     results = dict(zip(configs, rehearsed(list(configs.values()), folder), strict=True))
     assert all(result["has_device"] for result in results.values())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
@@ -55,6 +58,53 @@ def test_two_ranks_share_their_engines(tmp_path: Path) -> None:
     assert all(0.1 < share < 0.9 for share in shares)
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.shows("4.1")
+@pytest.mark.parametrize("task", [(), ("recipes=calculator_cpu",)], ids=["digits", "agent"])
+def test_two_servers_behind_a_router_agree_with_the_trainer(
+    tmp_path: Path, task: tuple[str, ...]
+) -> None:
+    small = [override for override in SMALL if override.startswith("model.")]
+    lines = run_on_sglang(tmp_path, *task, "serving=own", *small, num_steps=2)
+    steps = [line for line in lines if "loss/policy" in line]
+    assert [line["rollout/router_restarts"] for line in steps] == [0, 0]
+    assert [line["rollout/repeated_requests"] for line in steps] == [0, 0]
+    assert all(line["rollout/unanswered_routed_requests"] == 0 for line in steps)
+    for line in steps:
+        assert line["rollout/routed_requests"] > 0
+        assert line["time/routed_request_s"] > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.shows("4.22")
+def test_a_run_goes_on_when_its_router_is_killed(tmp_path: Path) -> None:
+    small = [override for override in SMALL if override.startswith("model.")]
+    has_ended = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        killing = thread.submit(kill_routers, tmp_path, has_ended)
+        try:
+            lines = run_on_sglang(tmp_path, "serving=own", *small, num_steps=8)
+        finally:
+            has_ended.set()
+    assert killing.result() > 0
+    restarts = sum(line.get("rollout/router_restarts", 0.0) for line in lines)
+    assert 0 < restarts <= killing.result()  # a kill at the end of the run needs no restart
+    assert sum(line.get("rollout/lost_engines", 0.0) for line in lines) == 0
+
+
+def kill_routers(folder: Path, has_ended: threading.Event) -> int:
+    """Kill the router of a run some seconds after it has started, up to three times."""
+    num_kills = 0
+    while num_kills < 3 and not has_ended.wait(0.2):
+        for process in processes_of(folder, "sglang::router"):
+            if not has_ended.wait(random.uniform(20.0, 30.0)):
+                process.kill()
+                num_kills += 1
+    return num_kills
+
+
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_a_short_run_on_sglang_agrees_with_its_trainer(
     tmp_path: Path,
@@ -94,9 +144,13 @@ def run_on_sglang(folder: Path, *overrides: str, num_steps: int) -> list[dict[st
 
 def servers_started_in(folder: Path) -> list[str]:
     """The processes of SGLang that came from a command in this folder; they name themselves."""
-    found = []
-    for process in psutil.process_iter(["name", "cwd"]):
-        name = process.info["name"] or ""
-        if name.startswith("sglang::") and process.info["cwd"] == str(folder):
-            found.append(name)
-    return found
+    return [process.info["name"] for process in processes_of(folder, "sglang::")]
+
+
+def processes_of(folder: Path, prefix: str) -> list[psutil.Process]:
+    """The processes with such a name that came from a command in this folder."""
+    return [
+        process
+        for process in psutil.process_iter(["name", "cwd"])
+        if (process.info["name"] or "").startswith(prefix) and process.info["cwd"] == str(folder)
+    ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridrl.network import interface_of, rendezvous_address
 from hybridrl.single_controller import (
     Dispatch,
     RayClassWithInitArgs,
@@ -17,7 +18,6 @@ from hybridrl.single_controller import (
     Worker,
     register,
 )
-from hybridrl.single_controller.network import interface_of, rendezvous_address
 from hybridrl.single_controller.worker import WorkerHost
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.sharding.control import ControlGroup

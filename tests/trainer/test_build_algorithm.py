@@ -29,6 +29,7 @@ def test_rows_are_balanced_over_data_parallel_ranks(
     config = config_of(*FOUR_RANKS, *overrides)
     given = Ingredients(
         policy=NOTHING,
+        engines=NOTHING,
         sampling=NOTHING,
         reward=NOTHING,
         kl=NOTHING,

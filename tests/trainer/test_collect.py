@@ -90,7 +90,7 @@ def collect(
 ) -> tuple[Collected, CountingPolicy, PromptSource]:
     policy, source = CountingPolicy(), source_of_prompts()
     collector = Collector(
-        policy=policy,  # type: ignore[arg-type]  # only its generate() is called
+        policy=policy,
         sampling=SAMPLING,
         reward=ListedReward(varied),
         group_filter=Part.of(differs),
@@ -112,7 +112,7 @@ def values(collected: Collected) -> dict[str, float]:
 def test_without_a_filter_all_responses_are_learned_from() -> None:
     source = source_of_prompts()
     collector = Collector(
-        policy=CountingPolicy(),  # type: ignore[arg-type]
+        policy=CountingPolicy(),
         sampling=SAMPLING,
         reward=ListedReward(frozenset()),
     )

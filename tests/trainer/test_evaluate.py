@@ -78,7 +78,7 @@ def task_of(name: str, sources: Sequence[str], **given: object) -> EvalTask:
 
 def evaluate(speaker: Speaker, *tasks: EvalTask, num_resamples: int = 100) -> Metrics:
     evaluator = Evaluator(
-        policy=speaker,  # type: ignore[arg-type]  # of a policy only generate is called
+        policy=speaker,
         reward=Exact(),
         extract=lambda rollouts: response_answers(rollouts, tokenizer=TOKENIZER),
         correct_reward=1.0,

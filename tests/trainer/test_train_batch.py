@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.rollout_correction import importance
 from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch, jagged
 from hybridrl.errors import TrainingError
+from hybridrl.rewards.scorer import Scores
 from hybridrl.trainer.collect import Collected, ScoredRollouts
+from hybridrl.trainer.time_limit import with_time_limit
 from hybridrl.trainer.train_batch import TrainBatches
 
 MASK_BL = jagged([torch.tensor([False, *[True] * n]) for n in (2, 1, 3, 1)])
@@ -26,6 +29,7 @@ def batch_of(
     correction: Part | None = None,
     mask_truncated: bool = False,
     counts_groups: bool = False,
+    row_filter: Part | None = None,
     logprobs: LogprobBatch = LOGPROBS,
 ) -> TrainBatch:
     """Two prompts with two responses each, of 2, 1, 3 and 1 tokens; the third is truncated."""
@@ -39,7 +43,9 @@ def batch_of(
         batch_size=[4],
     )
     nothing: Any = None
-    scored = ScoredRollouts(nothing, rollouts, nothing)
+    rewards_B1 = torch.tensor([[0.0], [1.0], [1.0], [0.5]])
+    scores = Scores(("one",), torch.ones(1), rewards_B1, rewards_B1 < 0)
+    scored = ScoredRollouts(nothing, rollouts, scores)
     kept_B = None if is_kept is None else torch.tensor(is_kept)
     batches = TrainBatches(
         dp_size=1,
@@ -47,6 +53,7 @@ def batch_of(
         mask_truncated=mask_truncated,
         correction=correction,
         counts_groups=counts_groups,
+        row_filter=row_filter,
     )
     collected = Collected(everything=scored, batch=scored, is_kept_B=kept_B)
     return batches(collected, logprobs, torch.ones_like(OLD_BL))
@@ -63,6 +70,51 @@ def test_rows_left_out_keep_tokens_and_have_an_empty_mask() -> None:
     assert [len(row) for row in rows(batch.token_ids_BL)] == [3, 2, 4, 2]
     truncated = batch_of(mask_truncated=True)
     assert [sum(row) for row in rows(truncated.response_mask_BL)] == [2, 1, 0, 1]
+
+
+def keep_good(rewards_B: Tensor, is_truncated_B: Tensor) -> Tensor:
+    return (rewards_B > 0) & ~is_truncated_B
+
+
+def keep_first_token(response_mask_BL: Tensor) -> Tensor:
+    return jagged([torch.arange(len(row)) < 2 for row in response_mask_BL.unbind()])
+
+
+@pytest.mark.shows("4.17")
+def test_a_filter_takes_rows_or_tokens_out_of_the_loss() -> None:
+    batch = batch_of(row_filter=Part.of(keep_good))
+    assert [sum(row) for row in rows(batch.response_mask_BL)] == [0, 1, 0, 1]
+    assert [len(row) for row in rows(batch.token_ids_BL)] == [3, 2, 4, 2]
+    batch = batch_of(row_filter=Part.of(keep_first_token), is_kept=[True, True, True, False])
+    assert [sum(row) for row in rows(batch.response_mask_BL)] == [1, 1, 1, 0]
+
+
+@pytest.mark.shows("4.17")
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (None, "returned a NoneType"),
+        (torch.ones(4), r"returned float32 \[4\]"),
+        (torch.ones(3, dtype=torch.bool), r"returned bool \[3\], and a row filter .*bool \[4\]"),
+        (jagged([torch.ones(2, dtype=torch.bool)] * 4), "8 tokens in 4 rows"),
+    ],
+)
+def test_a_filter_that_returns_something_else_is_named(returned: object, told: str) -> None:
+    with pytest.raises(TrainingError, match=told):
+        batch_of(row_filter=Part("algorithm.row_filter", "f.py:f", (), lambda: returned))
+
+
+@pytest.mark.shows("4.17")
+def test_a_function_of_the_user_that_hangs_ends_the_step_by_name() -> None:
+    def hang() -> None:
+        while True:
+            pass
+
+    former = signal.getsignal(signal.SIGALRM)
+    part = Part("algorithm.row_filter", "f.py:hang", (), hang)
+    with pytest.raises(TrainingError, match=r"row_filter=f\.py:hang took longer than cluster"):
+        batch_of(row_filter=with_time_limit(part, timeout_s=0.05))
+    assert signal.getsignal(signal.SIGALRM) == former
 
 
 def test_a_correction_weighs_kept_rows_and_masks_rejected_tokens() -> None:

@@ -51,6 +51,7 @@ def check_args_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
         (parts.TOKEN_MASK, algorithm.token_mask, algorithm.token_mask_args),
         (parts.ROLLOUT_CORRECTION, algorithm.rollout_correction, algorithm.rollout_correction_args),
         (parts.GROUP_FILTER, algorithm.group_filter, algorithm.group_filter_args),
+        (parts.ROW_FILTER, algorithm.row_filter, algorithm.row_filter_args),
     ):
         if part is None and args:
             remedies = [tuple(f"~{kind.args_key}.{name}" for name in args)]

@@ -35,7 +35,7 @@ TYPED: Mapping[str, str] = {
 }
 """Arguments of SGLang that follow from a hybridrl key."""
 
-_OURS: Mapping[str, str] = {
+TAKEN: Mapping[str, str] = {
     "host": "the server listens on its own machine alone",
     "port": "each server looks for a free one",
     "served_model_name": "it identifies the server on its port",
@@ -45,8 +45,12 @@ _OURS: Mapping[str, str] = {
     "max_loaded_loras": "there is one adapter",
     "dp_size": "each group of rollout.tensor_parallel_size ranks has a server of its own",
     "pp_size": "a server is tensor-parallel alone",
-    "nnodes": "a server lies on one node",
-    "node_rank": "a server lies on one node",
+    "nnodes": "it follows from the devices of the engine",
+    "node_rank": "it follows from the devices of the engine",
+    "dist_init_addr": "engines look for free ports",
+    "nccl_port": "engines look for free ports",
+    "disaggregation_mode": "worker_type of a group decides it",
+    "disaggregation_bootstrap_port": "engines look for free ports",
     "api_key": "each server gets a random one, which its engine alone knows",
     "admin_api_key": "each server gets a random key, which its engine alone knows",
 }
@@ -73,7 +77,7 @@ def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
         return
     yield from refuse_own_arguments(
-        rollout.engine_args, "rollout.engine_args", typed=TYPED, taken=_OURS
+        rollout.engine_args, "rollout.engine_args", typed=TYPED, taken=TAKEN
     )
 
 
@@ -114,7 +118,7 @@ def check_server_computes_in(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_sglang_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
     """SGLang is an extra: a missing one is reported here and not by the workers."""
-    if config.rollout.engine == "sglang" and find_spec("sglang") is None:
+    if config.samples and config.rollout.engine == "sglang" and find_spec("sglang") is None:
         yield ConfigError(
             "rollout.engine",
             "sglang",

@@ -16,6 +16,7 @@ from hybridrl.config.checks import (
     critic,
     data,
     evaluation,
+    frozen_models,
     fsdp2,
     lora,
     megatron,
@@ -23,9 +24,11 @@ from hybridrl.config.checks import (
     model,
     parts,
     preferences,
+    replay,
     reward,
     reward_models,
     rollout,
+    serving,
     trackers,
 )
 from hybridrl.config.checks.adapter import check_lora_init_from
@@ -85,9 +88,11 @@ _TRAINING_RULES: Mapping[str, tuple[Rule, ...]] = {
     "schedule": (algorithm.check_lr_warmup,),
     "checkpoints": (evaluation.check_best_metric,),
 }
+_ROLLOUT = (lora.check_lora_base, *replay.RULES)
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "algorithm": (*parts.RULES, *algorithm.RULES),
-    "rollout": (*rollout.RULES, lora.check_lora_base, megatron.check_routing_replay),
+    "rollout": (*rollout.RULES, *_ROLLOUT, megatron.check_routing_replay),
+    "serving": (*serving.RULES, *frozen_models.RULES),
     "agent": agent.RULES,
     "critic": critic.RULES,
     "batch sizes": batch_sizes.RULES,
@@ -96,7 +101,8 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "evaluation": evaluation.RULES,
 }
 _EVAL_RULES: Mapping[str, tuple[Rule, ...]] = {
-    "rollout": (*rollout.RULES, lora.check_lora_base),
+    "rollout": (*rollout.RULES, *_ROLLOUT),
+    "serving": (*serving.RULES, *frozen_models.RULES),
     "agent": agent.RULES,
     "reward": reward.RULES,
     "reward models": reward_models.RULES,
@@ -120,6 +126,7 @@ _OF_A_RUN: frozenset[Rule] = frozenset(
         agent.check_tools_are_known,
         check_run_folder,
         rollout.check_sglang_is_installed,
+        replay.check_replayed_run,
         trackers.check_trackers,
     }
 )

@@ -17,6 +17,17 @@ _TOKEN_BITS = 62
 
 
 @dataclass(frozen=True, slots=True)
+class Door:
+    """Where the server of an engine listens, and who gets in."""
+
+    host: str = "127.0.0.1"
+    """Address of this machine: loopback, or that in the cluster."""
+
+    key: str = field(default="", repr=False)
+    """That callers must send; empty: the server makes its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowAddress:
     """The memory of a ``LoadRow``, for other processes of the machine."""
 
@@ -79,12 +90,14 @@ def open_row(address: RowAddress) -> memoryview | None:
 class EngineDirectory:
     """The engines of a worker group, on one rank of it. Ranks exchange what they announce."""
 
-    def __init__(self, num_engines: int) -> None:
+    def __init__(self, num_engines: int, *, door: Door | None = None) -> None:
         """Know no engine yet.
 
         Args:
             num_engines: of the worker group.
+            door: of this rank's engine; None: loopback, with a key of its own.
         """
+        self.door = door or Door()
         self.has_news = False
         """Whether the other ranks lack the address of this rank's engine."""
         self.own: EngineAddress | None = None

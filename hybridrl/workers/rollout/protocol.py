@@ -185,6 +185,15 @@ class RolloutEngine(WeightSender, Protocol):
         """
         ...
 
+    def progress(self) -> object:
+        """Return how far the engine is: two answers differ unless it hangs, busy or not.
+
+        Raises:
+            EngineError: the engine is gone.
+            DeadlineError: no answer in time.
+        """
+        ...
+
     def take_metrics(self) -> Metrics:
         """Return the metrics of the programs since the last time, and reset them."""
         ...

@@ -75,22 +75,26 @@ class LifeCycle:
         self,
         engines: EngineSet,
         *,
-        host: ColocatedEngines,
+        host: ColocatedEngines | None,
         depth: SleepLevel,
         observe: Callable[[str], AbstractContextManager[None]],
+        stays: Collection[int] = (),
     ) -> None:
         """Take over engines that have just started.
 
         Args:
             engines: the set; all its engines are at BOOT.
-            host: the training engines that share the device with them.
+            host: the training engines that share the device with them; None if others move them.
             depth: memory that they release.
             observe: called with a stage's name; wraps the stage to time and trace it.
+            stays: engines on devices of their own. They serve on while others sleep, and stop only
+                to take weights.
         """
         self._engines = engines
         self._host = host
         self._depth = depth
         self._observe = observe
+        self._stays = frozenset(stays)
         self._states = [State.BOOT] * engines.num_engines
         self._is_host_home = True
         self._open_stage: str | None = None
@@ -102,9 +106,11 @@ class LifeCycle:
 
     @property
     def may_train(self) -> bool:
-        """True if all engines sleep and the training state is resident: training may compute."""
-        is_whole = self._open_stage is None
-        return is_whole and self._is_host_home and set(self._states) <= RESTING
+        """True if all engines sleep and the training state is resident: training may compute.
+
+        Engines that stay serve meanwhile.
+        """
+        return self._open_stage is None and self._is_host_home and not self._awake()
 
     def describe(self) -> str:
         """Describe the state of each engine, and of the training state."""
@@ -120,6 +126,8 @@ class LifeCycle:
     def sleep(self) -> None:
         """Stop serving and return the device to training. Idempotent.
 
+        Engines that stay are asked nothing.
+
         Raises:
             PhaseError: a stage is open, or has ended in another error than a StageError.
             StageError: an engine did not pause or drain: nothing was released, and all engines that
@@ -129,14 +137,8 @@ class LifeCycle:
         self._require_whole()
         if self.may_train:
             return
-        awake = self._where(*set(State) - RESTING)
-        try:
-            self._transition(PAUSE, ManagedEngine.pause, members=awake)
-            self._transition(DRAIN, ManagedEngine.drain, members=awake)
-        except StageError:
-            stopped = self._where(State.PAUSED, State.DRAINED)
-            self._try_transition(ROLL_BACK, ManagedEngine.continue_generation, members=stopped)
-            raise
+        awake = self._awake()
+        self._stop(awake)
         try:
             self._release(awake)
             self._restart_broken()
@@ -146,6 +148,7 @@ class LifeCycle:
     def wake(self) -> None:
         """Lend the device to the engines, loaded with the newest training weights. Idempotent.
 
+        Engines that stay pause and drain first; call it only if there are new weights for them.
         Each stage ends on all ranks before the next begins, so that the KV cache never shares the
         device with training state:
 
@@ -163,14 +166,16 @@ class LifeCycle:
                 resident, and engines are asleep or, if they did not restart, BROKEN.
         """
         self._require_whole()
-        if set(self._states) == {State.READY}:
+        serving = self._where(State.READY)
+        if set(self._states) == {State.READY} and not self._stays:
             return
-        if not set(self._states) <= RESTING:
+        if self._awake():
             raise PhaseError(f"wake needs engines at rest, but {self.describe()}; sleep first")
         try:
-            self._restart_broken()
+            self._restart_broken()  # while those that stay still serve
         finally:
             self._come_back()
+        self._stop(serving)
         try:
             self._make_room()
             asleep = self._where(State.ASLEEP)
@@ -182,6 +187,44 @@ class LifeCycle:
         except StageError:
             self._unwind()
             raise
+
+    def recover(self, members: Collection[int], *, load: Action) -> list[int]:
+        """Bring restarted engines to READY, while the others serve and are asked nothing.
+
+        For engines that share no device with training state.
+
+        Args:
+            members: engines; those that are not BROKEN are left alone.
+            load: loads the weights with which the others serve.
+
+        Returns:
+            The engines that serve now; others are BROKEN again.
+
+        Raises:
+            PhaseError: a stage is open, or has ended in another error than a StageError.
+        """
+        self._require_whole()
+        broken = set(self._where(State.BROKEN))
+        arrived = [index for index in members if index in broken]
+        for edge, action in (
+            (RESTART, ManagedEngine.restart),
+            (START, ManagedEngine.start),
+            (RESUME_WEIGHTS, ManagedEngine.resume_weights),
+            (SYNC, load),
+            (RESUME_CACHE, ManagedEngine.resume_cache),
+            (CONTINUE, ManagedEngine.continue_generation),
+        ):
+            arrived = self._try_transition(edge, action, members=arrived)
+        return arrived
+
+    def mark_broken(self, members: Collection[int]) -> None:
+        """Note engines whose process is gone: they are asked nothing, and restarted next.
+
+        Raises:
+            PhaseError: a stage is open, or has ended in another error than a StageError.
+        """
+        self._require_whole()
+        self._break(members)
 
     # -- one stage -------------------------------------------------------------------------------
 
@@ -250,6 +293,20 @@ class LifeCycle:
                     f"legal are {legal}"
                 )
 
+    def _stop(self, members: Collection[int]) -> None:
+        """READY -> DRAINED; if an engine does not stop, those that can serve again do.
+
+        Raises:
+            StageError: names the engine that did not stop.
+        """
+        try:
+            self._transition(PAUSE, ManagedEngine.pause, members=members)
+            self._transition(DRAIN, ManagedEngine.drain, members=members)
+        except StageError:
+            stopped = self._where(State.PAUSED, State.DRAINED)
+            self._try_transition(ROLL_BACK, ManagedEngine.continue_generation, members=stopped)
+            raise
+
     def _release(self, members: Collection[int]) -> None:
         """Release to the configured depth. An engine that fails is BROKEN: it must restart."""
         if self._depth is SleepLevel.RELEASE_ALL:
@@ -275,18 +332,18 @@ class LifeCycle:
     # -- the training side -----------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        if self._depth is not SleepLevel.KEEP_ALL:
+        if self._host is not None and self._depth is not SleepLevel.KEEP_ALL:
             self._is_host_home = False
             with self._stage("offload_optimizer"):
                 self._host.offload_optimizer()
 
     def _leave(self) -> None:
-        if self._depth is not SleepLevel.KEEP_ALL:
+        if self._host is not None and self._depth is not SleepLevel.KEEP_ALL:
             with self._stage("offload_parameters"):
                 self._host.offload_parameters()
 
     def _come_back(self) -> None:
-        if not self._is_host_home and self._open_stage is None:
+        if self._host is not None and not self._is_host_home and self._open_stage is None:
             with self._stage("onload_training"):
                 self._host.onload_training()
             self._is_host_home = True
@@ -319,6 +376,12 @@ class LifeCycle:
     @property
     def _everyone(self) -> range:
         return range(len(self._states))
+
+    def _awake(self) -> list[int]:
+        """Return the engines that must sleep before training, and do not."""
+        resting = set(self._where(*RESTING))
+        serving = self._stays.intersection(self._where(State.READY))
+        return [i for i in self._everyone if i not in resting and i not in serving]
 
     def _where(self, *states: State) -> list[int]:
         return [index for index, state in enumerate(self._states) if state in states]

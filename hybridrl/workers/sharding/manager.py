@@ -21,6 +21,7 @@ from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.served_engines import ServedEngines, Servers
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import OffloadableModel, TrainEngine
 
@@ -38,7 +39,7 @@ class ShardingManager:
     def __init__(
         self,
         *,
-        engine: RolloutEngine | None,
+        engine: RolloutEngine | Servers | None,
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
@@ -52,7 +53,8 @@ class ShardingManager:
         device.
 
         Args:
-            engine: this rank's rollout engine; None on a rank without one.
+            engine: this rank's rollout engine; None on a rank without one. Servers if no rank has
+                one.
             config: the rollout section.
             device: the device that all share.
             control: the control group of all ranks.
@@ -62,19 +64,24 @@ class ShardingManager:
         """
         self.meter = meter or PeakMeter(device)
         self._control = control
-        self._skew_timeout_s = config.skew_timeout_s
+        self._skew_timeout = (config.skew_timeout_s, "rollout.skew_timeout_s")
         self._sleeps = config.sleep
         self._stages: Metrics = {}
         self._is_rollout_open = False
         self._colocated = ColocatedEngines(device=device, control=control)
-        self._engines = FusedEngines(
-            None if engine is None else ManagedEngine(engine, config=config, device=device),
-            config=config,
-            device=device,
-            control=control,
-            follower=follower,
-            resends_base=lora is None or lora.base == "resend",
-        )
+        self._engines: FusedEngines | ServedEngines
+        if isinstance(engine, Servers):
+            self._skew_timeout = (engine.timeout_s, "cluster.call_timeout_s")
+            self._engines = ServedEngines(engine, config=config, device=device, control=control)
+        else:
+            self._engines = FusedEngines(
+                None if engine is None else ManagedEngine(engine, config=config, device=device),
+                config=config,
+                device=device,
+                control=control,
+                follower=follower,
+                resends_base=lora is None or lora.base == "resend",
+            )
         if self._engines.managed is not None:
             self._engines.managed.neighbours = self._colocated.holders
             if config.engine == "hf":  # it allocates from torch, in this process
@@ -159,16 +166,17 @@ class ShardingManager:
         return stages | left | self._engines.take_metrics() | self.meter.take_metrics()
 
     def shutdown(self) -> None:
-        """End this rank's rollout engine."""
+        """End this rank's rollout engine, and remove the weights published for others."""
+        if isinstance(self._engines, ServedEngines):
+            self._engines.close()
         if self._engines.managed is not None:
             self._engines.managed.engine.shutdown()
 
     def _wait_for_ranks(self) -> None:
         """Wait for all ranks without a stage's deadline: their responses differ in length."""
         with self._observe("skew"):
-            self._control.meet(
-                "generate", timeout_s=self._skew_timeout_s, key="rollout.skew_timeout_s"
-            )
+            timeout_s, key = self._skew_timeout
+            self._control.meet("generate", timeout_s=timeout_s, key=key)
 
     @contextmanager
     def _observe(self, stage: str) -> Iterator[None]:

@@ -26,20 +26,23 @@ from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.sharding.control import ControlGroup
 
 _INDEX = "model.safetensors.index.json"
+_IF_FULL = ", or rollout.check_first_sync=false"
 
 
 class WeightFolder:
     """The safetensors of a Hugging Face folder, written bucket by bucket on the engine's node."""
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, *, dtype: torch.dtype, if_full: str = _IF_FULL) -> None:
         """Write nothing yet.
 
         Args:
             folder: that exists.
             dtype: of floating-point tensors in the files: the engine's, in which weights travel.
+            if_full: text to type if the disk has no room.
         """
         self.folder = folder
         self._dtype = dtype
+        self._if_full = if_full
         self._file_of: dict[str, str] = {}
         self._num_files = 0
 
@@ -61,9 +64,8 @@ class WeightFolder:
             (self.folder / _INDEX).write_text(to_json_text(index), encoding="utf-8")
         except (OSError, SafetensorError) as error:
             raise EngineError(
-                f"the weights of the first sync could not be written to {self.folder} to be "
-                f"compared: {error}; set TMPDIR to a disk with room for the model, or "
-                "rollout.check_first_sync=false"
+                f"weights could not be written to {self.folder}: {error}; set TMPDIR to a disk "
+                f"with room for the model{self._if_full}"
             ) from error
 
     def _as_sent(self, tensor: Tensor) -> Tensor:

@@ -45,6 +45,8 @@ def rollout_config(*, num_slots: int = 8, dtype: str = "float32") -> RolloutConf
         transport="auto",
         start_timeout_s=60.0,
         request_timeout_s=60.0,
+        dump=False,
+        replay=None,
     )
 
 

@@ -19,6 +19,8 @@ def item(prompt: list[int], parameters: Body, *, finish: str = "length") -> Body
             "finish_reason": {"type": finish, "message": "Aborted"},
             "output_token_logprobs": [[-0.5, token, None] for token in tokens],
             "cached_tokens": len(prompt) - 1,
+            "spec_num_correct_drafts": 1,  # as with speculation
+            "spec_num_proposed_drafts": 4,
             "weight_version": "5",
         },
     }

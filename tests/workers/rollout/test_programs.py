@@ -161,6 +161,42 @@ def test_a_later_turn_reads_the_cache_of_the_one_before(window: int | None, tmp_
             require_equal(sample, expected)
 
 
+def test_a_waiting_conversation_keeps_its_cache_as_slots_are_free(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, num_slots=3, max_context_tokens=64)
+    params = RequestParams(max_new_tokens=5, temperature=1.0)
+
+    async def program(sampler: Sampler) -> list[Sample]:
+        first = await sampler.sample(context(3), params, key=1)
+        others = [sampler.sample(context(8), params, key=key) for key in (2, 3)]
+        await asyncio.gather(*others)  # in the slot of the first, and in the next one
+        return [first, await sampler.sample([*context(3), *first.token_ids, 1, 2], params, key=4)]
+
+    _, later = engine.run(program)
+    assert engine.last_stats is not None
+    assert engine.last_stats.num_prefill_tokens == len(context(3)) + len(context(8)) + 3
+    alone = ready_engine(tiny_model, num_slots=1, max_context_tokens=64)
+    require_equal(later, alone.run(program)[1])
+
+
+def test_requests_of_successive_steps_share_a_prefill_pass(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, num_slots=8, max_context_tokens=64)
+    other = RequestParams(max_new_tokens=12, temperature=1.0)
+
+    async def program(sampler: Sampler) -> list[Sample]:
+        async def two_turns(sibling: int) -> Sample:
+            await sampler.sample(context(5), replace(other, max_new_tokens=sibling), key=sibling)
+            return await sampler.sample(context(sibling), other, key=10 + sibling)
+
+        return await asyncio.gather(*(two_turns(sibling) for sibling in (1, 2, 3, 12)))
+
+    samples = engine.run(program)
+    assert engine.last_stats is not None
+    assert engine.last_stats.num_prefill_passes == 3  # of all, of three, and of the last one
+    alone = ready_engine(tiny_model, num_slots=1, max_context_tokens=64)
+    for sample, expected in zip(samples, alone.run(program), strict=True):
+        require_equal(sample, expected)
+
+
 def test_equal_programs_are_bitwise_equal_across_weight_updates(tmp_path: Path) -> None:
     folders = [make_tiny_model(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
     engine = ready_engine(folders[0], num_slots=4, max_context_tokens=64)

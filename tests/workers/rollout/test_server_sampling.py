@@ -85,6 +85,7 @@ def test_each_response_has_the_embedded_engines_random_stream() -> None:
     assert len(set(expected)) == 6
 
 
+@pytest.mark.shows("4.20")
 def test_a_group_is_prefilled_once_and_then_asked_for_as_a_whole() -> None:
     with sampling_from(Samples(lambda _, __: "length")) as (server, run):
         responses, metrics = run()
@@ -98,6 +99,7 @@ def test_a_group_is_prefilled_once_and_then_asked_for_as_a_whole() -> None:
     assert [r.token_ids.tolist() for r in responses] == [[1] * 3] * 3 + [[4] * 4] * 3
     assert all(r.is_truncated for r in responses)
     assert metrics["rollout/prefix_cache_hit_fraction"].value == pytest.approx(9 / 15)
+    assert metrics["rollout/draft_acceptance_fraction"].value == 0.25
 
 
 def test_equal_contexts_of_several_tasks_are_prefilled_once() -> None:

@@ -293,6 +293,9 @@ class RecordingEngine:
         with self.journal.entry(self.index, "restart"):
             self._boot()
 
+    def progress(self) -> object:
+        raise NotImplementedError  # handles have their own
+
     def take_metrics(self) -> Metrics:
         return {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.sampler import Sample
+from hybridrl.workers.rollout.embedded.kept_prefixes import KeptPrefixes
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
-from hybridrl.workers.rollout.embedded.prefill import CachedPrefix, Prefilled, plan_pass, prefill
+from hybridrl.workers.rollout.embedded.prefill import Prefilled, plan_pass, prefill
 from hybridrl.workers.rollout.embedded.requests import (
     Ended,
     Request,
@@ -43,6 +45,11 @@ _NUM_SPARE_LANES = 64
 # Rows of a decode step are a multiple of this: oneDNN generates code for each new number of rows,
 # which takes longer than some unused rows do.
 _ROW_MULTIPLE = 8
+
+# Decode steps that a request waits for others while fewer than so many wait. A prefill pass of some
+# tokens takes as long as a decode step, and turns of conversations come one by one.
+_MAX_DELAY = 3
+_ENOUGH_REQUESTS = 32
 
 
 class Decoding:
@@ -71,7 +78,7 @@ class Decoding:
         num_lanes = slots.num_slots + min(slots.num_slots, _NUM_SPARE_LANES)
         self._free_lanes = list(reversed(range(num_lanes)))
         self._ended: list[Ended] = []  # not delivered yet
-        self._kept: dict[int, bytes] = {}  # tokens whose keys and values lie in free slots
+        self._kept = KeptPrefixes(slots.num_slots)
         self._table_S = torch.zeros(_NUM_COLUMNS, slots.num_slots, dtype=torch.int64, device=device)
         out_size = num_lanes * slots.max_tokens
         self._tokens_out = torch.zeros(out_size, dtype=torch.int64, device=device)
@@ -94,6 +101,7 @@ class Decoding:
         """
         if self._failure is not None:
             raise EngineError(f"the engine samples no more, because it failed: {self._failure}")
+        request.step = self._step
         request.future.add_done_callback(self._note_cancelled)
         self.stats.num_context_tokens += len(request.token_ids) * len(request.keys)
         self._waiting.append(request)
@@ -175,10 +183,10 @@ class Decoding:
         """Give slots to waiting responses, behind the N used ones; None if no response runs.
 
         Their first token is drawn from the context's last logits, in the same step as the next
-        token of the others: a slot is never idle while a response waits.
+        token of the others.
         """
         logits = [] if logits_NV is None else [logits_NV]
-        while self._waiting and len(self._seats) < self._slots.num_slots:
+        while self._can_seat():
             prefilled = self._waiting[0].prefilled or self._prefill()
             first_row = len(self._seats)
             row_N = self._seat(prefilled)
@@ -186,13 +194,25 @@ class Decoding:
             logits.append(prefilled.logits_RV[row_N])
         return torch.cat(logits) if logits else None
 
+    def _can_seat(self) -> bool:
+        """Whether the first waiting request gets a slot now, not in a pass with later requests."""
+        if not self._waiting or len(self._seats) == self._slots.num_slots:
+            return False
+        first = self._waiting[0]
+        return (
+            not self._seats
+            or first.prefilled is not None
+            or len(self._waiting) >= _ENOUGH_REQUESTS
+            or self._step >= first.step + _MAX_DELAY
+        )
+
     def _prefill(self) -> Prefilled:
         """Run the contexts of the first waiting requests in one pass."""
         rows = plan_pass((each.context, len(each.token_ids)) for each in self._waiting)
         requests = list(islice(self._waiting, len(rows)))
         first = dict(zip(reversed(rows), reversed(requests), strict=True))
         distinct = [first[row] for row in range(len(first))]
-        prefixes = [self._longest_prefix(each.context) for each in distinct]
+        prefixes = [self._kept.find(each.context) for each in distinct]
         prefilled = prefill(
             self._forward, self._slots, [each.token_ids for each in distinct], prefixes
         )
@@ -203,18 +223,6 @@ class Decoding:
         self.stats.num_prefill_tokens += sum(len(each.token_ids) for each in distinct)
         self.stats.num_prefill_tokens -= sum(prefix.num_tokens for prefix in prefixes if prefix)
         return prefilled
-
-    def _longest_prefix(self, context: bytes) -> CachedPrefix | None:
-        """Find the free slot that holds most of a context: an earlier turn of its conversation."""
-        lengths = [
-            (len(kept), slot)
-            for slot, kept in self._kept.items()
-            if len(kept) < len(context) and context.startswith(kept)
-        ]
-        if not lengths:
-            return None
-        num_bytes, slot = max(lengths)
-        return CachedPrefix(slot, num_bytes // torch.int64.itemsize)
 
     def _seat(self, prefilled: Prefilled) -> Tensor:
         """Give free slots to waiting responses of one pass, in order; return their rows in it."""
@@ -231,6 +239,7 @@ class Decoding:
             rows += [request.row] * count
             if request.num_seated == len(request.keys):
                 self._waiting.popleft().prefilled = None
+        self._move_kept(self._kept.give_up(first_row, len(self._seats)))
         device = self._table_S.device
         table_N = self._table_S[:, first_row : len(self._seats)]
         table_N[:] = torch.tensor(columns, device=device).T
@@ -241,11 +250,20 @@ class Decoding:
         self._row_groups = None
         return torch.tensor(rows, device=device)
 
+    def _move_kept(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy keys and values between slots; see ``KeptPrefixes.give_up``."""
+        if not moves:
+            return
+        from_N, to_N, length_N = torch.tensor(moves).T
+        from_N, to_N = from_N.to(self._table_S.device), to_N.to(self._table_S.device)
+        self._slots.move(from_N, to_N, int(length_N.max()))
+        # With the length: a step that decodes an unused row writes behind it.
+        self._table_S[:, to_N] = self._table_S[:, from_N]
+
     def _take_slot(self, request: Request) -> tuple[int, ...]:
         """Seat the request's next response; return its first column of the slot table."""
         params, length, number = request.params, len(request.token_ids), request.num_seated
         lane = self._free_lanes.pop()
-        self._kept.pop(len(self._seats), None)
         self._seats.append(Seat(request, number, lane, self._step, length - self._step))
         request.num_seated += 1
         cursor = lane * self._slots.max_tokens
@@ -356,7 +374,7 @@ class Decoding:
                 weight_version=self._version,
             )
             if request.is_continued:
-                self._kept[row] = request.context + token_ids[:-1].numpy().tobytes()
+                self._kept.keep(row, request.context + token_ids[:-1].numpy().tobytes())
             if len(request.samples) == len(request.keys) and not request.future.done():
                 request.future.set_result([request.samples[i] for i in range(len(request.keys))])
             self.stats.num_generated_tokens += num_tokens

@@ -152,6 +152,10 @@ class HFRolloutEngine:
             return TransformersForward(self._model)
         return self._fused.begin(self._max_context_tokens)
 
+    def progress(self) -> object:
+        """Return the time: what hangs in this process cannot answer."""
+        return time.monotonic()
+
     def take_metrics(self) -> Metrics:
         """Return the metrics of the programs since the last time, and reset them."""
         metrics, self._metrics = self._metrics, {}

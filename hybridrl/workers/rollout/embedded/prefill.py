@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridrl.workers.rollout.embedded.kept_prefixes import CachedPrefix
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 
@@ -25,14 +26,6 @@ class Prefilled:
 
     kv_YRJLD: Tensor  # [Y, 2, R, J, L, D], keys and values; finite past the end of a context
     logits_RV: Tensor  # of each response's first token
-
-
-@dataclass(frozen=True, slots=True)
-class CachedPrefix:
-    """The first tokens of a context, whose keys and values lie in a slot."""
-
-    slot: int
-    num_tokens: int
 
 
 def plan_pass(contexts: Iterable[tuple[bytes, int]]) -> list[int]:

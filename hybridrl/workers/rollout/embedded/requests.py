@@ -83,6 +83,9 @@ class Request:
     samples: dict[int, Sample] = field(default_factory=dict)
     """Ended responses by their index."""
 
+    step: int = 0
+    """The decode step before which it came."""
+
     num_seated: int = 0
     """Responses that got slots."""
 

@@ -6,7 +6,7 @@ Only names and values; nothing here imports SGLang.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.network import LOOPBACK, host_and_port
 
 if TYPE_CHECKING:  # mode=check builds arguments too, and imports no torch
     import torch
@@ -39,6 +40,37 @@ _CONTEXT_SLACK = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServerAddress:
+    """Where other processes of the run reach a server."""
+
+    host: str
+    port: int
+    key: str = field(repr=False)
+
+    bootstrap_port: int | None = None
+    """Of a prefill server: where decode servers ask for its keys and values."""
+
+    @property
+    def url(self) -> str:
+        """Base URL of HTTP."""
+        return f"http://{host_and_port(self.host, self.port)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerPlace:
+    """Devices of a server, and servers around it."""
+
+    gpus: tuple[str, ...]
+    """Of all ranks that share it, by ``device_name``; empty names on a CPU."""
+
+    address: ServerAddress | None = None
+    """Where it listens. None: at loopback, with a port and a key of its own."""
+
+    prefills: tuple[ServerAddress, ...] = ()
+    """Of a decode server: the prefill servers that it shares requests with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSpec:
     """Model and device of one server."""
 
@@ -57,6 +89,12 @@ class ServerSpec:
     device: str
     """cpu or cuda."""
 
+    address: ServerAddress | None = None
+    """See ``ServerPlace``."""
+
+    prefills: tuple[ServerAddress, ...] = ()
+    """See ``ServerPlace``."""
+
     @property
     def saves_memory(self) -> bool:
         """Whether the server runs under torch_memory_saver."""
@@ -72,7 +110,9 @@ class ServerSpec:
         return self.rollout.sleep and (adapter_sleeps or self.rollout.backup_weights == "always")
 
 
-def server_spec(config: ExperimentConfig, model_folder: Path) -> ServerSpec:
+def server_spec(
+    config: ExperimentConfig, model_folder: Path, place: ServerPlace | None = None
+) -> ServerSpec:
     """Return the server spec of this configuration."""
     return ServerSpec(
         model_folder=model_folder,
@@ -81,6 +121,8 @@ def server_spec(config: ExperimentConfig, model_folder: Path) -> ServerSpec:
         max_context_tokens=config.max_row_tokens,
         seed=config.seed,
         device=config.cluster.device,
+        address=None if place is None else place.address,
+        prefills=() if place is None else place.prefills,
     )
 
 
@@ -90,14 +132,14 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Argu
     Args:
         spec: model and device.
         name: served name, to recognise the server on its port.
-        port: on which it listens, on this machine only.
+        port: on which it listens.
         key: a secret of the callers, because other users of this machine can reach the port.
     """
     rollout = spec.rollout
     arguments: Arguments = {
         "model_path": str(spec.model_folder),
         "served_model_name": name,
-        "host": "127.0.0.1",
+        "host": LOOPBACK if spec.address is None else spec.address.host,
         "port": port,
         "api_key": key,
         "load_format": "dummy",

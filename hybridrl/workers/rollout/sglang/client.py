@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -39,11 +39,20 @@ class ConnectionLostError(EngineError):
     """No answer arrived: the connection broke, or the request was cut off."""
 
 
+def _assume_alive(what: str) -> None:
+    """The process of the server is another machine's or process's child."""
+
+
 class Endpoint:
     """Sends requests to one server, in the event loop of the caller."""
 
     def __init__(
-        self, base_url: str, *, name: str, require_alive: Callable[[str], None], key: str = ""
+        self,
+        base_url: str,
+        *,
+        name: str,
+        require_alive: Callable[[str], None] = _assume_alive,
+        key: str = "",
     ) -> None:
         """Connect when first used; see ``ServerClient``."""
         self.base_url = base_url
@@ -60,6 +69,7 @@ class Endpoint:
         timeout_s: float,
         method: str = "POST",
         session: aiohttp.ClientSession | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401
         """Do one call, as ``call`` does; to be awaited on the loop of ``session``.
 
@@ -70,7 +80,7 @@ class Endpoint:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with session.request(
-                method, self.base_url + path, json=body, timeout=timeout
+                method, self.base_url + path, json=body, timeout=timeout, headers=headers
             ) as answer:
                 text = await answer.text()
         except TimeoutError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -19,8 +20,9 @@ from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import Capability
-from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
+from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice, ServingEngine
 from hybridrl.workers.rollout.sglang.memory import held_bytes
+from hybridrl.workers.rollout.sglang.pairing import PairedEngine
 from hybridrl.workers.rollout.sglang.sampling import ExpertShape, ServedModel, ServerSampler
 from hybridrl.workers.rollout.sglang.server import Server
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
@@ -67,7 +69,8 @@ class SGLangEngine(ServedWeights):
         self._boot()
 
     def _boot(self) -> None:
-        self._server = Server(self._spec, variables=self._variables)
+        door = None if self._directory is None else self._directory.door
+        self._server = Server(self._spec, variables=self._variables, door=door)
         if self._directory is not None:
             self._directory.announce(
                 self._server.client.base_url,
@@ -103,10 +106,12 @@ class SGLangEngine(ServedWeights):
                 experts=self._experts,
             )
             timeout_s = self._spec.rollout.request_timeout_s
+            prefills = self._spec.prefills
             engines = EngineChoice(
                 self._server.client,
                 directory=self._directory,
                 num_slots=self._spec.rollout.num_slots,
+                make_own=partial(PairedEngine, prefills=prefills) if prefills else ServingEngine,
             )
             sampler = ServerSampler(engines, model, call, timeout_s=timeout_s)
 
@@ -120,6 +125,10 @@ class SGLangEngine(ServedWeights):
             seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
             self._metrics = merge([self._metrics, sampler.metrics(), seconds])
             return result
+
+    def progress(self) -> object:
+        """Return the scheduler's last sign of life; not while it is paused. See ``Server``."""
+        return self._server.progress()
 
     def take_metrics(self) -> Metrics:
         """Return the metrics since the last time, and reset them."""

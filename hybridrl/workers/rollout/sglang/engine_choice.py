@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import torch
-from torch import Tensor
 
 from hybridrl.errors import ServerDiedError
 from hybridrl.metrics import Mean, Metrics
-from hybridrl.random_streams import response_keys
 from hybridrl.workers.rollout.directory import EngineAddress, EngineDirectory
+from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
 from hybridrl.workers.rollout.sglang.client import Endpoint
-
-_STAY = 8
-"""A context stays with the engine that has its beginning in its cache, unless that engine has more
-open responses than another by this number: elsewhere it would be prefilled again."""
 
 _POLL_S = 0.01
 
 
 class ServingEngine:
     """An engine that serves the current program."""
+
+    caches_contexts = True
+    """Whether a context that was sent once is computed once."""
 
     def __init__(self, endpoint: Endpoint, index: int) -> None:
         """Prepare.
@@ -42,8 +39,8 @@ class ServingEngine:
         self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
 
-    async def open(self) -> aiohttp.ClientSession:
-        """Connect in the current event loop; the caller closes the session."""
+    async def open(self) -> AbstractAsyncContextManager[object]:
+        """Connect in the current event loop; the caller closes what it gets."""
         self._session = self._endpoint.open_session()
         return self._session
 
@@ -56,7 +53,12 @@ class EngineChoice:
     """The engines that one program may use; the first is the rank's own."""
 
     def __init__(
-        self, own: Endpoint, *, directory: EngineDirectory | None = None, num_slots: int = 1
+        self,
+        own: Endpoint,
+        *,
+        directory: EngineDirectory | None = None,
+        num_slots: int = 1,
+        make_own: Callable[[Endpoint, int], ServingEngine] = ServingEngine,
     ) -> None:
         """Take over the engines of a rollout phase.
 
@@ -64,9 +66,10 @@ class EngineChoice:
             own: of this rank's server.
             directory: the other engines; None if there are none.
             num_slots: responses that an engine decodes at the same time.
+            make_own: makes the engine on this rank's server.
         """
         self._directory = directory
-        self._engines = [ServingEngine(own, 0 if directory is None else directory.own_index)]
+        self._engines = [make_own(own, 0 if directory is None else directory.own_index)]
         if directory is not None:
             directory.clear()
             self._engines += [
@@ -134,7 +137,7 @@ class EngineChoice:
     def _choose(self, token_ids: Sequence[int]) -> ServingEngine:
         loads, sums_L = self._loads(), prefix_sums(token_ids)
         holder = self._prefixes.find(sums_L)
-        usual, patience = (0, 0) if holder is None else (holder, _STAY)
+        usual, patience = (0, 0) if holder is None else (holder, STAY)
         least = min(range(len(loads)), key=loads.__getitem__)
         chosen = least if loads[usual] - loads[least] > patience else usual
         self._prefixes.add(sums_L, chosen)
@@ -143,45 +146,6 @@ class EngineChoice:
     def _loads(self) -> list[int]:
         directory = self._directory
         return [0 if directory is None else directory.load(e.index) for e in self._engines]
-
-
-class KnownPrefixes:
-    """Contexts and the engines that have them in their caches.
-
-    Tokens are compared, by sums of hashes, so no conversation is registered.
-    """
-
-    def __init__(self) -> None:
-        self._engine_of: dict[tuple[int, int], int] = {}
-        """By number of tokens and sum."""
-        self._lengths: set[int] = set()
-
-    def add(self, sums_L: Tensor, engine: int) -> None:
-        """Note who has the tokens of these ``prefix_sums``; the newest one counts."""
-        self._lengths.add(len(sums_L))
-        self._engine_of[len(sums_L), int(sums_L[-1])] = engine
-
-    def find(self, sums_L: Tensor) -> int | None:
-        """Return who has the longest known beginning of the tokens of these ``prefix_sums``."""
-        lengths = sorted(length for length in self._lengths if length <= len(sums_L))
-        sums = sums_L[torch.tensor(lengths, dtype=torch.int64) - 1].tolist()
-        holder = None
-        for known in zip(lengths, sums, strict=True):
-            holder = self._engine_of.get(known, holder)
-        return holder
-
-
-def prefix_sums(token_ids: Sequence[int]) -> Tensor:
-    """Return, for each beginning of a context, the sum of a hash of its tokens and positions.
-
-    Args:
-        token_ids: L tokens.
-
-    Returns:
-        int64 [L].
-    """
-    tokens_L = torch.tensor(token_ids)
-    return response_keys(tokens_L, torch.arange(len(tokens_L))).cumsum(0)
 
 
 def _foreign(index: int, address: EngineAddress) -> Endpoint:

@@ -142,13 +142,19 @@ def free_port() -> int:
     It lies below the range of ports that systems assign themselves: a server binds its own port
     many seconds after the choice.
     """
-    while True:
-        port = random.randrange(*_PORTS)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with suppress(OSError):
-                probe.bind((_LOCAL_HOST, port))
-                return port
+    while not is_port_free(port := random.randrange(*_PORTS)):
+        pass
+    return port
+
+
+def is_port_free(port: int) -> bool:
+    """Return whether nothing listens on a port of this machine's loopback."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):
+            probe.bind((_LOCAL_HOST, port))
+            return True
+    return False
 
 
 def end_with_parent() -> None:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hybridrl.config.checks.rollout import TYPED
@@ -35,8 +36,12 @@ _CHILD = "hybridrl.workers.rollout.sglang.start"
 _NAME = "rehearsal"
 
 
-def rehearse_server(config: ExperimentConfig) -> str:
+def rehearse_server(config: ExperimentConfig, *, keys: Mapping[str, str] | None = None) -> str:
     """Have SGLang complete and check the arguments of this configuration's servers.
+
+    Args:
+        config: of the run, or of one of its engines.
+        keys: of arguments that were given elsewhere than in ``rollout.engine_args``, by name.
 
     Returns:
         One line that names the checked arguments, and the unchecked ones.
@@ -55,7 +60,8 @@ def rehearse_server(config: ExperimentConfig) -> str:
     if "unimportable" in result:
         return f"not rehearsed, it cannot be imported here: {result['unimportable']}"
     if refusals := result["refusals"]:
-        raise ConfigErrors([violation_of(each, arguments, result["version"]) for each in refusals])
+        version = result["version"]
+        raise ConfigErrors([violation_of(r, arguments, version, keys or {}) for r in refusals])
     if not result["has_device"]:
         return (
             f"{result['version']} has all arguments; the rest is rehearsed where there is a GPU: "
@@ -91,7 +97,12 @@ def _run(spec: ServerSpec, case: Mapping[str, object], folder: Path) -> Any:  # 
         process.end()
 
 
-def violation_of(refusal: Mapping[str, Any], arguments: Arguments, version: str) -> ConfigError:
+def violation_of(
+    refusal: Mapping[str, Any],
+    arguments: Arguments,
+    version: str,
+    given_by: Mapping[str, str] = MappingProxyType({}),
+) -> ConfigError:
     """Report a refusal under the key of the first argument at fault."""
     names = refusal["names"]
     rule = f"SGLang {version} refuses it: {refusal['reason']}"
@@ -101,7 +112,7 @@ def violation_of(refusal: Mapping[str, Any], arguments: Arguments, version: str)
     if first in TYPED:
         key = TYPED[first].split()[0].rstrip(",")
         return ConfigError(key, arguments[first], rule, f"change {key}")
-    keys = [f"rollout.engine_args.{name}" for name in (first, *others)]
+    keys = [given_by.get(name, f"rollout.engine_args.{name}") for name in (first, *others)]
     removal = " ".join(f"~{key}" for key in keys)
     fix = refusal["fix"] or f"give another value, or add {removal}"
     return ConfigError(keys[0], arguments[first], rule, fix, remedies=[tuple(removal.split())])

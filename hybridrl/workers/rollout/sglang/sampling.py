@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.errors import EngineError
+from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.request_gate import ProgramCall
@@ -117,6 +117,7 @@ class ServerSampler(Sampler):
         if model.experts is not None:
             self._fields["return_routed_experts"] = True
         self._num_prompt_tokens = self._num_cached_tokens = self._num_retried = 0
+        self._drafts = Mean(0.0, 0.0)
         self._prefills: dict[tuple[int, ...], SharedPrefill] = {}
         self._aborts: set[asyncio.Task[Any]] = set()
 
@@ -137,13 +138,16 @@ class ServerSampler(Sampler):
 
     def metrics(self) -> Metrics:
         """Describe the program's requests under declared names."""
-        return {
+        metrics: Metrics = {
             "rollout/prefix_cache_hit_fraction": Mean(
                 float(self._num_cached_tokens), float(self._num_prompt_tokens)
             ),
             "rollout/retried_requests": Sum(float(self._num_retried)),
             **self._engines.metrics(),
         }
+        if self._drafts.count:
+            metrics["rollout/draft_acceptance_fraction"] = self._drafts
+        return metrics
 
     async def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
@@ -205,6 +209,7 @@ class ServerSampler(Sampler):
             self._require_version(str(meta.get("weight_version")))
             group.samples[index] = read_sample(item, self._model)
             self._num_cached_tokens += int(meta.get("cached_tokens") or 0)
+            self._drafts += accepted_drafts(meta)
             if len(group.seeds) == 1:  # a later turn may continue it
                 self._engines.remember(group.token_ids + item["output_ids"], engine)
         return reason
@@ -214,6 +219,8 @@ class ServerSampler(Sampler):
 
         Tasks that ask for the same context in the same turn of the event loop share the request.
         """
+        if not engine.caches_contexts:
+            return
         context = (engine.index, *group.token_ids)
         prefill = self._prefills.setdefault(context, SharedPrefill())
         prefill.num_tasks += 1
@@ -279,7 +286,7 @@ class ServerSampler(Sampler):
 
     def _require_version(self, version: str) -> None:
         if version != str(self._model.version):
-            raise EngineError(
+            raise DriftError(
                 f"a response was sampled by weights of version {version}, and the policy is at "
                 f"{self._model.version}; somebody else updates this server"
             )
@@ -323,6 +330,14 @@ def read_sample(item: Mapping[str, Any], model: ServedModel) -> Sample:
         finish_reason=meta["finish_reason"]["type"],
         weight_version=model.version,
         routed_experts_LJK=None if model.experts is None else _read_experts(meta, model.experts),
+    )
+
+
+def accepted_drafts(meta: Mapping[str, Any]) -> Mean:
+    """Return how many drafted tokens of a response the model took; without speculation none."""
+    return Mean(
+        float(meta.get("spec_num_correct_drafts", 0)),
+        float(meta.get("spec_num_proposed_drafts", 0)),
     )
 
 

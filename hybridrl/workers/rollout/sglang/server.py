@@ -22,7 +22,10 @@ from typing import Any
 from hybridrl import env
 from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError
 from hybridrl.json_text import to_json_text
+from hybridrl.workers.rollout.directory import Door
 from hybridrl.workers.rollout.sglang.arguments import (
+    Arguments,
+    ServerAddress,
     ServerSpec,
     build_arguments,
     environment,
@@ -56,12 +59,15 @@ _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 class Server:
     """A running server."""
 
-    def __init__(self, spec: ServerSpec, *, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, spec: ServerSpec, *, variables: Mapping[str, str], door: Door | None = None
+    ) -> None:
         """Start it and wait until it answers.
 
         Args:
             spec: what it serves.
             variables: environment besides that of every server, for example its visible devices.
+            door: where it listens, and its key; None: loopback, with a key of its own.
 
         Raises:
             EngineError: it did not start, with the last lines of its log; or it lacks a capability,
@@ -71,6 +77,7 @@ class Server:
         """
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
         self._timeout_s = spec.rollout.stage_timeout_s
+        self._door = door or Door()
         for attempt in range(1, _NUM_STARTS + 1):
             try:
                 self._start(spec, dict(variables))
@@ -82,8 +89,14 @@ class Server:
                 return
 
     def _start(self, spec: ServerSpec, variables: Mapping[str, str]) -> None:
-        port, self.key = free_port(), secrets.token_urlsafe()
-        arguments = build_arguments(spec, name=self.name, port=port, key=self.key)
+        address = spec.address or ServerAddress(
+            host=self._door.host,
+            port=free_port(),
+            key=self._door.key or secrets.token_urlsafe(),
+        )
+        self.key = address.key
+        arguments = build_arguments(spec, name=self.name, port=address.port, key=self.key)
+        arguments["host"] = address.host
         variables = {**environment(spec), **variables}
         require_no_obstacle(
             device=spec.device,
@@ -91,15 +104,9 @@ class Server:
             is_on=arguments.get("enable_memory_saver") is True,
             is_installed=find_spec(_MEMORY_SAVER) is not None,
         )
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="hybridrl-server-", suffix=".json", delete=False
-        ) as file:
-            json.dump(arguments, file, allow_nan=False)
-        self.process = ServerProcess(
-            [sys.executable, "-m", _CHILD, file.name], name="SGLang", variables=variables
-        )
+        self.process, file = start_child(arguments, variables=variables)
         self.client = ServerClient(
-            f"http://127.0.0.1:{port}",
+            address.url,
             name="SGLang",
             require_alive=self.process.require_alive,
             key=self.key,
@@ -122,7 +129,7 @@ class Server:
             self.end()
             raise
         finally:
-            Path(file.name).unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
 
     def _read_capabilities(self) -> ServerCapabilities:
         try:
@@ -248,10 +255,37 @@ class Server:
             or f"it does not say how many requests run: {answer}"
         )
 
+    def progress(self) -> object:
+        """Return when the scheduler last wrote its load, and its decode steps; each data rank's.
+
+        An idle scheduler writes once a second, a paused or hung one never.
+
+        Raises:
+            EngineError: the server is gone, or refuses.
+            DeadlineError: it does not answer.
+        """
+        answer = self.client.call("/v1/loads", timeout_s=_PROBE_TIMEOUT_S, method="GET")
+        return [(load.get("timestamp"), load.get("decode_moments")) for load in answer["loads"]]
+
     def end(self) -> None:
         """Kill the process with all its children. Idempotent."""
         self.client.close()
         self.process.end()
+
+
+def start_child(
+    arguments: Arguments, *, variables: Mapping[str, str]
+) -> tuple[ServerProcess, Path]:
+    """Start a server; return its process and the file of its arguments, which it reads first.
+
+    The file is for its owner alone: a command line would show the key to everybody.
+    """
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="hybridrl-server-", suffix=".json", delete=False
+    ) as file:
+        json.dump(arguments, file, allow_nan=False)
+    command = [sys.executable, "-m", _CHILD, file.name]
+    return ServerProcess(command, name="SGLang", variables=variables), Path(file.name)
 
 
 def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ServerClient.call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import socket
 import struct
 from collections.abc import Collection
@@ -42,6 +43,15 @@ def bind(address: str, port: int = 0) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Write an address for a URL; an IPv6 address in brackets."""
+    try:
+        is_v6 = ipaddress.ip_address(host.strip("[]")).version == 6
+    except ValueError:  # a name
+        is_v6 = False
+    return f"[{host.strip('[]')}]:{port}" if is_v6 else f"{host}:{port}"
 
 
 def interface_of(address: str) -> str:

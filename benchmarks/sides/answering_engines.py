@@ -1,0 +1,97 @@
+"""Engines without a process that answer at once: what remains is the cost of who calls them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.metrics import Metrics
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.workers.sharding.lifecycle import Action
+from hybridrl.workers.sharding.weight_files import WeightSource
+
+_TOKENS, _LOGPROBS = torch.tensor([1]), torch.zeros(1)
+
+
+class Answers:
+    """Gives answers in a thread of its own, as Ray does; within a ``with`` block."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Future[Any], object] | None] = SimpleQueue()
+
+    def give(self, answer: object) -> Future[Any]:
+        """Return a future that gets this answer soon."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        self._waiting.put((future, answer))
+        return future
+
+    def __enter__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="answers")
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            future, answer = waiting
+            future.set_result(answer)
+
+
+class AnsweringEngine:
+    """An ``EngineHandle``."""
+
+    def __init__(self, answers: Answers) -> None:
+        """Take the thread that answers."""
+        self._answers = answers
+        self._version = -1
+
+    def build(self) -> Future[None]:
+        """Build nothing."""
+        return self._answers.give(None)
+
+    def address(self) -> Future[str | None]:
+        """Return None: requests are calls."""
+        return self._answers.give(None)
+
+    def act(self, action: Action) -> Future[None]:
+        """Do nothing."""
+        return self._answers.give(None)
+
+    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
+        """Note the version."""
+        self._version = version
+        return self._answers.give(None)
+
+    def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        """Answer each key with the same token."""
+        one = Sample(_TOKENS, _LOGPROBS, "stop", self._version)
+        return self._answers.give([one] * len(keys))
+
+    def take_metrics(self) -> Future[Metrics]:
+        """Return none."""
+        return self._answers.give({})
+
+    def probe(self) -> Future[object]:
+        """Return nothing: nobody watches it."""
+        return self._answers.give(None)
+
+    def is_alive(self) -> bool:
+        """Whether it is there."""
+        return True
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    def signal(self, number: int) -> None:
+        """Do nothing: it has no process."""

@@ -1,0 +1,151 @@
+"""The ``serving`` section: rollout engines on devices of their own, in groups behind a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from hybridrl.config.limits import ArgumentValue, Count, Ranks, Rows, Seconds, Tokens
+
+WeightRoute = Literal["files", "broadcast"]
+WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
+
+HALVES = ("prefill", "decode")
+"""Types of engines that share the work of each request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerGroupConfig:
+    """Equal engines on adjacent devices: ``serving.models.MODEL.groups.NAME``."""
+
+    num_devices: Ranks
+    """Devices of all engines of the group together."""
+
+    devices_per_engine: Ranks = 1
+    """Devices that share one engine."""
+
+    worker_type: WorkerType = "regular"
+    """Work of the engines. ``prefill`` and ``decode`` share a request, ``encoder`` reads images for
+    them; ``placeholder`` keeps its devices free and has no engine."""
+
+    engine_args: Mapping[str, ArgumentValue] = field(default_factory=dict)
+    """Arguments of SGLang for this group alone; they replace those of ``rollout.engine_args``."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the group; a placeholder has none."""
+        if self.worker_type == "placeholder":
+            return 0
+        return self.num_devices // self.devices_per_engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModelConfig:
+    """One model behind one server: ``serving.models.NAME``."""
+
+    groups: Mapping[str, ServerGroupConfig]
+    """Groups by name, in the order of their devices."""
+
+    path: str | None = None
+    """Hugging Face folder of a frozen model, which never gets weights of the trainer. Null: the
+    policy."""
+
+    max_context_tokens: Tokens | None = None
+    """Longest context plus answer of a frozen model. Null: as many tokens as a row of the
+    policy."""
+
+
+FaultKind = Literal["kill", "stop", "error", "tokens", "logprobs", "version", "kill_manager"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultConfig:
+    """A fault that is made on purpose, to try the recovery: ``serving.faults.NAME``."""
+
+    kind: FaultKind
+    """``kill`` or ``stop`` the engine that gets a request, or let it answer with an error, with
+    impossible tokens or log-probs, or as another version; ``kill_manager`` kills the manager."""
+
+    every_num_phases: Count = 1
+    """Phases in which engines sample, between two such faults; 1: in each."""
+
+    within_requests: Rows = 1
+    """The fault comes at one of the first so many requests of its phase, drawn by ``seed``."""
+
+
+class PlacedGroup(NamedTuple):
+    """A group, and its first device among those of the servers."""
+
+    model: str
+    """Name of its model."""
+    name: str
+    """Of the group."""
+    config: ServerGroupConfig
+    """The section."""
+    first_device: int
+    """Index among the devices of all servers."""
+
+    @property
+    def key(self) -> str:
+        """Configuration key of the group."""
+        return f"serving.models.{self.model}.groups.{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingConfig:
+    """Rollout servers. Mirrors hydra_configs/serving/*.yaml key by key."""
+
+    num_devices_per_node: Ranks
+    """Devices of the servers on each of ``cluster.num_nodes``; with CPUs one is a process. Groups
+    take all of them, in the order of the configuration."""
+
+    colocated: bool
+    """True: the first device of the servers is the first of the trainer, and groups on devices of
+    the trainer sleep while it computes. False: servers have devices of their own."""
+
+    weights: WeightRoute = "files"
+    """Way of the weights to the servers. ``files``: a folder in ``$TMPDIR``, which all nodes must
+    share. ``broadcast``: memory of rank 0's node, and a gloo group over the network."""
+
+    models: Mapping[str, ServedModelConfig]
+    """Models by name, each with ``groups`` and ``path``. Empty: no servers; the ranks of the policy
+    have the rollout engines."""
+
+    health_timeout_s: Seconds = 60.0
+    """Seconds within which an engine that samples must get on, if only by one token; then it counts
+    as hung, and is replaced. Longer than its longest step."""
+
+    faults: Mapping[str, FaultConfig] = field(default_factory=dict)
+    """Faults of engines of the policy, by name, to try a cluster; empty: none."""
+
+    @property
+    def placed_groups(self) -> list[PlacedGroup]:
+        """All groups with their first devices, which follow each other without gaps."""
+        return list(self._place())
+
+    @property
+    def frozen(self) -> Mapping[str, ServedModelConfig]:
+        """Models that keep the weights of their folder."""
+        return {name: model for name, model in self.models.items() if model.path is not None}
+
+    @property
+    def policy(self) -> str:
+        """Name of the model that gets the weights of the trainer: of the first without a path."""
+        return next(name for name, model in self.models.items() if model.path is None)
+
+    def _place(self) -> Iterator[PlacedGroup]:
+        first_device = 0
+        for model, served in self.models.items():
+            for name, group in served.groups.items():
+                yield PlacedGroup(model, name, group, first_device)
+                first_device += group.num_devices
+
+    def with_absolute_files(self) -> ServingConfig:
+        """Return the same servers with absolute paths of models, for any working folder."""
+        absolute = {
+            name: replace(model, path=str(Path(str(model.path)).absolute()))
+            for name, model in self.frozen.items()
+        }
+        return replace(self, models={**self.models, **absolute})

@@ -1,0 +1,177 @@
+"""Where the responses of a run come from: its engines, or the files of a recorded run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from hybridrl.checkpoint.fingerprint import folder_fingerprints, own_fingerprints, recipe_of
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.source import PromptSource, PromptStep
+from hybridrl.errors import ReplayError, first_of
+from hybridrl.run.resume import newest_step
+from hybridrl.trainer.collect import Reward
+from hybridrl.trainer.policy import Generates
+from hybridrl.trainer.rollout_dump import DumpedRollouts, Origin, Rollouts, SampledRollouts
+from hybridrl.trainer.rollout_files import CallFacts, RolloutFiles, Split, name_of
+from hybridrl.trainer.rollout_replay import ReplayedRollouts, head_and_tail, require_same_origin
+
+log = logging.getLogger(__name__)
+
+FOLDER = "rollouts"
+"""Name in the run folder."""
+
+_KEYS = ("agent.", "rollout.routed_experts")
+"""Keys besides those of the sampling on which responses depend."""
+
+_SPLITS: tuple[Split, Split] = ("train", "eval")
+
+
+class Recording:
+    """Neither writes rollouts nor reads them."""
+
+    def rollouts_of(self, engines: Generates, reward: Reward) -> Rollouts:
+        """Return the responses of these engines, with these scores."""
+        return SampledRollouts(engines, reward)
+
+    def num_prompts(self, config: ExperimentConfig) -> int:
+        """Return the number of prompts that one draw takes from the source."""
+        return config.trainer.num_prompts_per_step
+
+    def draw(self, source: PromptSource) -> PromptStep:
+        """Draw the prompts of a step, or further ones."""
+        return source.next()
+
+    def begin(self, source: PromptSource, step: int) -> None:
+        """Bring the source to the position of a step, if it is known."""
+
+
+class Dump(Recording):
+    """``rollout.dump``: writes all rollouts to the run folder."""
+
+    def __init__(self, files: RolloutFiles, origin: Origin) -> None:
+        """Write to ``files``, with the facts of this run."""
+        self._files = files
+        self._origin = origin
+
+    def rollouts_of(self, engines: Generates, reward: Reward) -> Rollouts:
+        """Return the responses of these engines, which are written, too."""
+        return DumpedRollouts(engines, reward, self._files, self._origin)
+
+
+class Replay(Recording):
+    """``rollout.replay``: reads all rollouts; engines are not asked."""
+
+    def __init__(
+        self, files: RolloutFiles, origin: Origin, steps: Mapping[int, CallFacts], *, wanted: int
+    ) -> None:
+        """Read ``files``.
+
+        Args:
+            files: of the recorded run.
+            origin: facts of this run.
+            steps: the recorded facts about the first call of each training step, at least one.
+            wanted: prompts a step, at most the recorded ones.
+        """
+        self._files = files
+        self._origin = origin
+        self._steps = steps
+        self._wanted = wanted
+
+    def rollouts_of(self, engines: Generates, reward: Reward) -> Rollouts:
+        """Return the recorded responses."""
+        return ReplayedRollouts(reward, self._files, self._origin)
+
+    def num_prompts(self, config: ExperimentConfig) -> int:
+        """Return the number of prompts that one draw of the recorded run took."""
+        return min(facts.num_prompts for facts in self._steps.values())
+
+    def draw(self, source: PromptSource) -> PromptStep:
+        """Draw as the recorded run did, and keep head and tail."""
+        return head_and_tail(source.next(), self._wanted)
+
+    def begin(self, source: PromptSource, step: int) -> None:
+        """Bring the source to the position of the recorded step."""
+        first_index = self._steps[step].first_index
+        source.restore(replace(source.state(), num_drawn=first_index))
+
+
+def open_recording(config: ExperimentConfig, model_folder: Path) -> Recording:
+    """Prepare ``rollout.dump`` and ``rollout.replay``.
+
+    Raises:
+        ReplayError: the recorded run lacks steps that this one needs, or is another run.
+    """
+    rollout = config.rollout
+    if rollout.replay is not None:
+        files = RolloutFiles(Path(rollout.replay).absolute() / FOLDER)
+        return _open_replay(config, files, _origin_of(config, model_folder))
+    if not rollout.dump:
+        return Recording()
+    files = RolloutFiles(Path(config.trainer.run_dir).absolute() / FOLDER)
+    return Dump(files, _origin_of(config, model_folder))
+
+
+def _open_replay(config: ExperimentConfig, files: RolloutFiles, origin: Origin) -> Recording:
+    if not files.folder.is_dir():
+        raise ReplayError(
+            f"rollout.replay={config.rollout.replay}: there is no folder {files.folder}; a run "
+            "writes it with rollout.dump=true"
+        )
+    done, last, every = newest_step(config), config.num_steps, config.eval.every_num_steps
+    steps = _known(files, "train", range(done + 1, last + 1))
+    evaluated = [s for s in range(done, last + 1) if every and (s % every == 0 or s == last)]
+    evaluations = _known(files, "eval", [s for s in evaluated if s > done or s == 0])
+    for split, known in zip(_SPLITS, (steps, evaluations), strict=True):
+        for step, facts in known.items():
+            where = f"{name_of(step, split)} of {files.folder}"
+            require_same_origin(facts.origin, origin.rollouts, where=where)
+    if not steps:  # a finished run
+        return Recording()
+    wanted = config.trainer.num_prompts_per_step
+    replay = Replay(files, origin, steps, wanted=wanted)
+    recorded = replay.num_prompts(config)
+    if wanted > recorded:
+        raise ReplayError(
+            f"trainer.num_prompts_per_step={wanted}: {files.folder} has {recorded} prompts a step; "
+            f"set trainer.num_prompts_per_step={recorded}, or fewer for head and tail of a step"
+        )
+    log.info("replaying %d of %d prompts a step of %s", wanted, recorded, files.folder)
+    return replay
+
+
+def _known(files: RolloutFiles, split: Split, steps: Iterable[int]) -> dict[int, CallFacts]:
+    """Return the facts about the first call of each step.
+
+    Raises:
+        ReplayError: names the steps that have none.
+    """
+    known = {step: files.facts(name_of(step, split)) for step in steps}
+    missing = [step for step, facts in known.items() if facts is None]
+    if missing:
+        remedy = "set eval.every_num_steps as that run had it, or to 0"
+        if split == "train":
+            remedy = f"set trainer.num_steps={missing[0] - 1}, if that is above 0"
+        named = first_of([str(step) for step in missing])
+        raise ReplayError(
+            f"{files.folder} has no rollouts ({split}) of {len(missing)} steps: {named}; {remedy}"
+        )
+    return {step: facts for step, facts in known.items() if facts is not None}
+
+
+def _origin_of(config: ExperimentConfig, model_folder: Path) -> Origin:
+    recipe, own = recipe_of(config), own_fingerprints(config)
+    model = dict(folder_fingerprints(model_folder, with_weights=True))
+    return Origin(
+        rollouts={
+            **{key: value for key, value in recipe.items() if key.startswith(_KEYS)},
+            **{key: digest for key, digest in own.items() if key.startswith("code of agent.")},
+            **model,
+        },
+        scores={
+            **{key: value for key, value in recipe.items() if key.startswith("reward.")},
+            **{key: digest for key, digest in own.items() if " reward" in key},
+        },
+    )

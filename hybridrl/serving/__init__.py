@@ -1,0 +1,1 @@
+"""Rollout servers: engines on devices of their own, in groups; docs/serving.md."""

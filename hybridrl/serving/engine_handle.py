@@ -1,0 +1,65 @@
+"""One rollout engine in a process of its own, as its group calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from torch import Tensor
+
+from hybridrl.metrics import Metrics
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.plan import EnginePlan, GroupPlan
+from hybridrl.workers.sharding.lifecycle import Action
+from hybridrl.workers.sharding.weight_files import WeightSource
+
+
+class EngineHandle(Protocol):
+    """Calls return at once. A future holds the error of the engine, or of its lost process."""
+
+    def build(self) -> Future[None]:
+        """Build the engine; called once."""
+        ...
+
+    def address(self) -> Future[str | None]:
+        """Return the address of the engine's server; None if requests are calls of this handle."""
+        ...
+
+    def act(self, action: Action) -> Future[None]:
+        """Run one edge of the life cycle on the managed engine."""
+        ...
+
+    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
+        """Load all weights from ``source``, as ``version``."""
+        ...
+
+    def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        """Sample several continuations of one context; see ``Sampler``."""
+        ...
+
+    def take_metrics(self) -> Future[Metrics]:
+        """Return the engine's metrics since the last time, and reset them."""
+        ...
+
+    def probe(self) -> Future[object]:
+        """Return how far the engine is: two answers differ unless it hangs."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether the process is there, as far as it is known."""
+        ...
+
+    def end(self) -> None:
+        """End the engine and its process. Idempotent."""
+        ...
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the engine's processes, as a fault on purpose; see ``faults.py``."""
+        ...
+
+
+Launch = Callable[[GroupPlan, EnginePlan], EngineHandle]
+"""Starts the process of an engine, without waiting."""

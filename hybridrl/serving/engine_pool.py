@@ -1,0 +1,251 @@
+"""Requests to any engine of a server: handed out as engines get room, repeated if one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.errors import (
+    DeadlineError,
+    DriftError,
+    EngineError,
+    PhaseError,
+    RequestError,
+    ServerDiedError,
+)
+from hybridrl.metrics import Metrics, Sum
+from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_queue import EngineQueue, Member
+from hybridrl.workers.rollout.prefixes import KnownPrefixes, prefix_sums
+
+log = logging.getLogger(__name__)
+
+_NUM_TRIES = 4
+"""Engines that may be lost with one request; then it counts as the cause."""
+
+
+AskGroup = Callable[
+    [EngineHandle, Sequence[int] | Tensor, RequestParams, Sequence[int]],
+    Coroutine[Any, Any, list[Sample]],
+]
+"""Sends a request to one engine: context, parameters, and a key for each response."""
+
+
+async def ask_process(
+    engine: EngineHandle,
+    token_ids: Sequence[int] | Tensor,
+    params: RequestParams,
+    keys: Sequence[int],
+) -> list[Sample]:
+    """Send a request to the process of an engine."""
+    return await asyncio.wrap_future(engine.sample_group(token_ids, params, keys=keys))
+
+
+def _never_replaced(index: int, handle: EngineHandle, reason: str) -> bool:
+    return False
+
+
+class EnginePool(Sampler):
+    """Samples with several engines that have the same weights. Used for one program.
+
+    An engine gets a request while fewer than ``num_slots`` responses are open on it. A request that
+    an engine did not answer is sent to another one, as a new one: nothing of a lost answer counts.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[int, EngineHandle],
+        *,
+        num_slots: int,
+        max_context_tokens: int,
+        vocab_size: int,
+        version: int,
+        timeout_s: float,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            engines: that serve, by index.
+            num_slots: sequences that decode at the same time on an engine.
+            max_context_tokens: limit of context + response.
+            vocab_size: tokens that the model knows.
+            version: of the policy that must sample.
+            timeout_s: seconds that one request may take.
+        """
+        self.ask: AskGroup = ask_process
+        """Sends a request to an engine."""
+        self.prefixes: KnownPrefixes | None = None
+        """Contexts in the caches of engines, to which later turns return; None: there are none."""
+        self.max_context_tokens = max_context_tokens
+        self.on_lost: Callable[[int, EngineHandle, str], bool] = _never_replaced
+        """Called with an engine that did not answer, and the reason; returns at once whether a
+        replacement comes: then ``join`` or ``give_up`` follows."""
+        self._members = {index: Member(index, handle) for index, handle in engines.items()}
+        self._lost: dict[int, str] = {}
+        self._coming: set[int] = set()
+        self._queue = EngineQueue(num_slots=num_slots)
+        for member in self._members.values():
+            self._queue.add(member)
+        self._vocab_size = vocab_size
+        self._version = version
+        self._timeout_s = timeout_s
+        self._num_repeated = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- members ---------------------------------------------------------------------------------
+
+    def expect(self, index: int) -> None:
+        """An engine comes: ``join`` or ``give_up`` follows. Before the first request."""
+        self._coming.add(index)
+
+    def join(self, index: int, handle: EngineHandle) -> None:
+        """Send requests to this engine, too, whose weights are those of the others. Thread-safe."""
+
+        def join() -> None:
+            self._coming.discard(index)
+            if index in self._members:
+                self._queue.remove(self._members[index])
+            member = self._members[index] = Member(index, handle)
+            self._queue.add(member)
+
+        self._soon(join)
+
+    def give_up(self, index: int, reason: str) -> None:
+        """Expect no engine of this index any more. Thread-safe."""
+
+        def give_up() -> None:
+            self._coming.discard(index)
+            self._lost[index] = reason
+            self._refuse_if_none_is_left()
+
+        self._soon(give_up)
+
+    def _soon(self, change: Callable[[], None]) -> None:
+        if self._loop is None:
+            change()
+            return
+        with suppress(RuntimeError):  # the program has ended, and its loop with it
+            self._loop.call_soon_threadsafe(change)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    async def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> list[Sample]:
+        """See ``Sampler``. An answer that no model can give counts as none.
+
+        Raises:
+            ServerDiedError: no engine is left and none comes, or several were lost with it.
+            DriftError: an engine has other weights.
+        """
+        for _ in range(_NUM_TRIES):
+            member = await self._take(token_ids, len(keys))
+            try:
+                samples = await self._ask(member.handle, token_ids, params, keys)
+                self._require_possible(samples, num_asked=len(keys))
+            except (RequestError, DriftError):  # another engine would refuse it, too
+                raise
+            except (EngineError, PhaseError, DeadlineError) as error:
+                reason = str(error)
+                self._lose(member, reason, num_responses=len(keys))
+            else:
+                self._require_version(member.index, samples)
+                self._remember(member, token_ids, *(each.token_ids for each in samples))
+                return samples
+            finally:
+                self._queue.give_back(member, len(keys))
+        raise ServerDiedError(
+            f"a request was sent to {_NUM_TRIES} rollout engines, and each was lost; the last one: "
+            f"{reason}"
+        )
+
+    def metrics(self) -> Metrics:
+        """Describe the program's requests under declared names."""
+        return {"rollout/repeated_requests": Sum(self._num_repeated)}
+
+    async def _ask(
+        self,
+        engine: EngineHandle,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        keys: Sequence[int],
+    ) -> list[Sample]:
+        answer = self.ask(engine, token_ids, params, keys)
+        try:
+            return await asyncio.wait_for(answer, self._timeout_s)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"no answer within rollout.request_timeout_s={self._timeout_s:g} s"
+            ) from error
+
+    async def _take(self, token_ids: Sequence[int] | Tensor, num_responses: int) -> Member:
+        """Wait for an engine with room, and return the one with the fewest open responses.
+
+        Or the one that has the context in its cache; see ``EngineQueue.take``.
+        """
+        self._loop = asyncio.get_running_loop()
+        if not self._members and not self._coming:
+            raise self._none_serves()
+        if self.prefixes is None:
+            return await self._queue.take(num_responses)
+        holder = self.prefixes.find(prefix_sums(token_ids))
+        known = None if holder is None else self._members.get(holder)
+        member = await self._queue.take(num_responses, holder=known)
+        self._remember(member, token_ids)
+        return member
+
+    def _remember(self, member: Member, *turns: Sequence[int] | Tensor) -> None:
+        """Note who has a context, and the one response to it, which a later turn may continue."""
+        if self.prefixes is not None and len(turns) <= 2:
+            tokens = torch.cat([torch.as_tensor(turn) for turn in turns])
+            self.prefixes.add(prefix_sums(tokens), member.index)
+
+    def _none_serves(self) -> ServerDiedError:
+        reasons = "; ".join(f"engine {i}: {reason}" for i, reason in self._lost.items())
+        return ServerDiedError(f"no rollout engine serves; {reasons or 'none did before'}")
+
+    def _refuse_if_none_is_left(self) -> None:
+        if not self._members and not self._coming:
+            self._queue.refuse(self._none_serves())
+
+    def _lose(self, member: Member, reason: str, *, num_responses: int) -> None:
+        self._num_repeated += num_responses
+        if self._members.get(member.index) is not member:
+            return
+        log.warning("a rollout engine is lost: engine=%d reason=%s", member.index, reason)
+        del self._members[member.index]
+        self._queue.remove(member)
+        self._lost[member.index] = reason
+        if self.on_lost(member.index, member.handle, reason):
+            self._coming.add(member.index)
+        self._refuse_if_none_is_left()
+
+    # -- answers ---------------------------------------------------------------------------------
+
+    def _require_possible(self, samples: Sequence[Sample], *, num_asked: int) -> None:
+        """Raise EngineError if a model that works cannot have given these answers."""
+        if len(samples) != num_asked:
+            raise EngineError(f"it gave {len(samples)} responses where {num_asked} were asked for")
+        for sample in samples:
+            tokens, logprobs = sample.token_ids, sample.logprobs
+            if tokens.shape != logprobs.shape:
+                raise EngineError(f"it gave {len(logprobs)} log-probs to {len(tokens)} tokens")
+            if not bool(torch.isfinite(logprobs).all()):
+                raise EngineError("it gave a log-prob that is not finite")
+            if bool(((tokens < 0) | (tokens >= self._vocab_size)).any()):
+                raise EngineError(f"it gave a token beyond the vocabulary of {self._vocab_size}")
+
+    def _require_version(self, index: int, samples: Sequence[Sample]) -> None:
+        versions = {sample.weight_version for sample in samples} - {self._version}
+        if versions:
+            raise DriftError(
+                f"engine {index} sampled with weights of version {sorted(versions)}, and the "
+                f"policy is at version {self._version}; nothing of this phase is used"
+            )

@@ -1,0 +1,224 @@
+"""The process of one engine: a Ray actor that holds a managed engine and answers requests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+from torch import Tensor
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import ResourceError, ServerDiedError
+from hybridrl.guard import descendants
+from hybridrl.metrics import Metrics
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.single_controller.payload import install_reducers
+from hybridrl.workers.build import build_rollout_engine
+from hybridrl.workers.rollout.directory import Door, EngineDirectory
+from hybridrl.workers.rollout.request_server import RequestServer
+from hybridrl.workers.rollout.sglang.arguments import ServerPlace
+from hybridrl.workers.sharding.lifecycle import Action
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
+from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
+
+_CLOSE = (ManagedEngine.start, ManagedEngine.pause)
+
+
+class EngineProcess:
+    """The actor. Slow calls run in threads, so it answers requests and probes meanwhile."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        model_folder: Path,
+        place: ServerPlace | None = None,
+        key: str = "",
+    ) -> None:
+        """Build nothing yet.
+
+        Args:
+            config: of the run, as ``engine_config`` returns it for the group.
+            model_folder: whose configuration and tokenizer the engine reads.
+            place: devices and addresses of the engine; None if it has this process's device alone.
+            key: of the router, which the engine's server requires; empty: it has no router.
+        """
+        self._key = key
+        self._directory: EngineDirectory | None = None
+        self._config = config
+        self._model_folder = model_folder
+        self._place = place
+        self._managed: ManagedEngine
+        self._requests: RequestServer
+        install_reducers()
+
+    async def build(self) -> None:
+        """Build the engine on the device of this process.
+
+        Raises:
+            ResourceError: cuda is asked for and there is none.
+        """
+        await asyncio.to_thread(self._build)
+
+    def _build(self) -> None:
+        is_cuda = self._config.cluster.device == "cuda"
+        if is_cuda and not torch.cuda.is_available():
+            raise ResourceError(
+                "cluster.device=cuda, but torch finds no CUDA device in the process of a rollout "
+                "engine; set cluster.device=cpu, or install a CUDA build of torch"
+            )
+        device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+        if self._key:
+            door = Door(key=self._key)
+            if self._config.cluster.num_nodes > 1:
+                door = replace(door, host=ray.util.get_node_ip_address())
+            self._directory = EngineDirectory(1, door=door)
+        engine = build_rollout_engine(
+            self._config,
+            self._model_folder,
+            device,
+            place=self._place,
+            directory=self._directory,
+        )
+        self._managed = ManagedEngine(engine, config=self._config.rollout, device=device)
+        self._requests = RequestServer(engine)
+
+    async def address(self) -> str | None:
+        """Return the address of the engine's server; None if requests are calls."""
+        own = None if self._directory is None else self._directory.own
+        return None if own is None else own.url
+
+    async def act(self, action: Action) -> None:
+        """Run one edge of the life cycle; requests are admitted from ``continue`` to ``pause``."""
+        if action in _CLOSE:
+            self._requests.close()
+        await asyncio.to_thread(action, self._managed)
+        if action is ManagedEngine.continue_generation:
+            await asyncio.to_thread(self._requests.open)
+
+    async def load_weights(self, source: WeightSource, version: int) -> None:
+        """Load all weights from ``source``, as ``version``."""
+        rollout = self._config.rollout
+        await asyncio.to_thread(
+            load_weights,
+            self._managed,
+            source,
+            version=version,
+            bucket_bytes=bucket_bytes_for(rollout.bucket_mib, torch.device("cpu")),
+            timeout_s=rollout.stage_timeout_s,
+        )
+
+    async def sample_group(
+        self, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
+    ) -> list[Sample]:
+        """Sample several continuations of one context; see ``Sampler``."""
+        answer = self._requests.sample_group(token_ids, params, keys=keys)
+        return await asyncio.wrap_future(answer)
+
+    async def take_metrics(self) -> Metrics:
+        """Return the engine's metrics since the last time, and reset them."""
+        return self._managed.take_metrics()
+
+    async def probe(self) -> object:
+        """Return how far the engine is: two answers differ unless it hangs."""
+        await asyncio.wrap_future(self._requests.turn())
+        return await asyncio.to_thread(self._managed.engine.progress)
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to the server below this process, but not to its guard; else to itself."""
+        below = [pid for pid in descendants() if _parent_of(pid) != os.getpid()]
+        for pid in below or [os.getpid()]:
+            os.kill(pid, number)
+
+    async def live(self) -> None:
+        """Never return: the call ends with the process."""
+        await asyncio.Event().wait()
+
+
+def _parent_of(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+class RayEngine:
+    """An ``EngineHandle`` over such an actor."""
+
+    def __init__(self, actor: Any) -> None:  # noqa: ANN401 - Ray's
+        self._actor = actor
+        self._life = actor.live.remote().future()
+
+    def build(self) -> Future[None]:
+        """Build the engine."""
+        return answer_of(self._actor.build.remote())
+
+    def address(self) -> Future[str | None]:
+        """Return the address of the engine's server."""
+        return answer_of(self._actor.address.remote())
+
+    def act(self, action: Action) -> Future[None]:
+        """Run one edge of the life cycle."""
+        return answer_of(self._actor.act.remote(action))
+
+    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
+        """Load all weights from ``source``."""
+        return answer_of(self._actor.load_weights.remote(source, version))
+
+    def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        """Sample several continuations of one context."""
+        tokens = torch.as_tensor(token_ids)
+        return answer_of(self._actor.sample_group.remote(tokens, params, list(keys)))
+
+    def take_metrics(self) -> Future[Metrics]:
+        """Return the engine's metrics since the last time."""
+        return answer_of(self._actor.take_metrics.remote())
+
+    def probe(self) -> Future[object]:
+        """Return how far the engine is."""
+        return answer_of(self._actor.probe.remote())
+
+    def is_alive(self) -> bool:
+        """Whether the process is there: Ray ends a call within a second after it has died."""
+        return not self._life.done()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the engine's processes."""
+        self._actor.signal.remote(number)
+
+    def end(self) -> None:
+        """Kill the process; a server that it started ends with it. Idempotent."""
+        ray.kill(self._actor)
+
+
+def answer_of(ref: Any) -> Future[Any]:  # noqa: ANN401 - of the caller's type
+    """Return the result of a call, or the error as it was raised in the actor."""
+    answer: Future[Any] = Future()
+
+    def settle(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            answer.set_result(done.result())
+        else:
+            answer.set_exception(_as_raised(error))
+
+    answer.set_running_or_notify_cancel()
+    ref.future().add_done_callback(settle)
+    return answer
+
+
+def _as_raised(error: BaseException) -> BaseException:
+    if isinstance(error, RayTaskError):
+        cause: BaseException = error.cause
+        return cause
+    if isinstance(error, RayError):
+        return ServerDiedError(f"the process of a rollout engine is gone: {error}")
+    return error

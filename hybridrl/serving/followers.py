@@ -1,0 +1,71 @@
+"""Engines over several nodes: the first node's process answers, the others follow it."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.serving.engine_process import RayEngine, answer_of
+from hybridrl.workers.rollout.sglang.arguments import ServerPlace, server_spec, show_devices
+from hybridrl.workers.rollout.sglang.follower import follow
+
+
+class FollowerProcess:
+    """The actor on a further node of an engine: a parent for SGLang's processes there."""
+
+    def __init__(self, config: ExperimentConfig, model_folder: Path, place: ServerPlace) -> None:
+        """Start nothing yet.
+
+        Args:
+            config: of the run, as ``engine_config`` returns it for this node.
+            model_folder: whose configuration the engine reads.
+            place: devices of the engine on this node.
+        """
+        self._spec = server_spec(config, model_folder)
+        self._variables = show_devices(place.gpus)
+
+    async def live(self) -> None:
+        """Start SGLang, and never return: the call ends with SGLang, or with the process."""
+        await asyncio.to_thread(follow, self._spec, variables=self._variables)
+
+
+class FollowedEngine(RayEngine):
+    """An engine over several nodes. It is lost as soon as one of them is."""
+
+    def __init__(self, actor: Any, *followers: Any) -> None:  # noqa: ANN401 - Ray's
+        super().__init__(actor)
+        self._followers = followers
+        self._lives = [answer_of(follower.live.remote()) for follower in followers]
+
+    def build(self) -> Future[None]:
+        """Build the engine. A follower that ends meanwhile ends the wait."""
+        built: Future[None] = Future()
+        built.set_running_or_notify_cancel()
+
+        def settle(done: Future[Any]) -> None:
+            error = done.exception()
+            with suppress(InvalidStateError):  # another one was faster
+                if error is None:
+                    built.set_result(None)
+                else:
+                    built.set_exception(error)
+
+        for future in (super().build(), *self._lives):
+            future.add_done_callback(settle)
+        return built
+
+    def is_alive(self) -> bool:
+        """Whether the processes on all nodes are there."""
+        return super().is_alive() and not any(life.done() for life in self._lives)
+
+    def end(self) -> None:
+        """Kill all processes. Idempotent."""
+        super().end()
+        for follower in self._followers:
+            ray.kill(follower)

@@ -1,0 +1,137 @@
+"""A served model that keeps the weights of its folder, and its answers: a judge, for example."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from hybridrl.config.architecture import read_architecture
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import EngineError, RequestError
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import Launch
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.kept_weights import KeptWeights
+from hybridrl.serving.plan import ServerPlan
+from hybridrl.serving.recovery import Recovery
+from hybridrl.serving.server import RolloutServer
+from hybridrl.workers.sharding.control import StageError
+from hybridrl.workers.sharding.weight_files import WeightSource
+
+log = logging.getLogger(__name__)
+
+_VERSION = 0
+"""Of weights that never change."""
+
+_NUM_LOADS = 3
+"""Tries: an engine that dies meanwhile is replaced in the next."""
+
+Answer = Sample | str
+"""An answer, or why there is none."""
+
+
+class ModelFolder(KeptWeights):
+    """The folder of a model: it outlives the run, so nothing is linked, copied or deleted."""
+
+    def keep(self, source: WeightSource) -> WeightSource:
+        """Return ``source``."""
+        return source
+
+
+class FrozenModel:
+    """The server of one frozen model. New engines read its folder again."""
+
+    def __init__(self, config: ExperimentConfig, plan: ServerPlan, launch: Launch) -> None:
+        """Start nothing yet.
+
+        Args:
+            config: of the run.
+            plan: of the server.
+            launch: starts the process of an engine.
+        """
+        self._name = plan.model
+        self._config = config
+        self._served = config.serving.models[plan.model]
+        self._folder = Path(str(self._served.path))
+        self._vocab_size = read_architecture(self._folder).vocab_size
+        kept = ModelFolder(self._folder)
+        self._server = RolloutServer(plan, launch, config=config.rollout, kept=kept)
+        self._recovery = Recovery(self._server, start_timeout_s=config.rollout.start_timeout_s)
+
+    def start(self) -> None:
+        """Start all engines, with the weights of the folder.
+
+        Raises:
+            StageError: an engine did not start.
+        """
+        self._server.start()
+        for number in range(1, _NUM_LOADS + 1):
+            try:
+                self._server.update(self._folder, version=_VERSION)
+            except StageError as error:
+                if number == _NUM_LOADS:
+                    raise
+                log.warning("the weights of %s are loaded again: %s", self._name, error)
+            else:
+                return
+
+    def ask(
+        self, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
+    ) -> list[Answer]:
+        """Answer each context once; engines that are lost meanwhile or before are replaced.
+
+        Args:
+            contexts: int64 [n] each.
+            params: of all requests.
+            timeout_s: ``reward.timeout_s``, of all answers.
+
+        Returns:
+            For each context the answer, or the reason why there is none.
+        """
+        rollout = self._config.rollout
+        pool = EnginePool(
+            self._server.serving_engines(),
+            num_slots=rollout.num_slots,
+            max_context_tokens=self._served.max_context_tokens or self._config.max_row_tokens,
+            vocab_size=self._vocab_size,
+            version=_VERSION,
+            timeout_s=rollout.request_timeout_s,
+        )
+        with self._recovery.filling(pool):
+            return asyncio.run(self._answer_all(pool, contexts, params, timeout_s))
+
+    def shutdown(self) -> None:
+        """End all engines."""
+        self._recovery.end()
+        self._server.shutdown()
+
+    async def _answer_all(
+        self, pool: EnginePool, contexts: Sequence[Tensor], params: RequestParams, timeout_s: float
+    ) -> list[Answer]:
+        tasks = [asyncio.create_task(self._answer(pool, each, params)) for each in contexts]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        answers = [task.result() if task.done() else None for task in tasks]
+        for task in tasks:
+            task.cancel()
+        late = f"{self._name} did not answer within reward.timeout_s={timeout_s:g} s"
+        return [late if answer is None else answer for answer in answers]
+
+    async def _answer(self, pool: EnginePool, context: Tensor, params: RequestParams) -> Answer:
+        try:
+            return await pool.sample(context, params, key=_key_of(context, self._config.seed))
+        except RequestError as error:
+            return f"{self._name} refused the request: {error}"
+        except EngineError as error:
+            return f"{self._name}: {error}"
+
+
+def _key_of(context: Tensor, seed: int) -> int:
+    """Return the random stream of an answer: that of the run's seed and the context alone."""
+    digest = hashlib.sha256(f"{seed} {context.tolist()}".encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)

@@ -1,0 +1,122 @@
+"""Health of the engines that sample: a dead or hung one is reported, a busy or paused one never.
+
+Liveness is progress, never a generation: an engine says how far it is, and must be further within
+``serving.health_timeout_s``. The monitor is paused unless a program samples.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hybridrl.serving.engine_handle import EngineHandle
+
+_LONGEST_POLL_S = 1.0
+_PROBE_S = 10.0
+"""Seconds that a pause waits for probes in flight; a hung engine answers none."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Progress of one engine since the monitor was resumed."""
+
+    changed_s: float
+    """When it was further than before, at the latest."""
+    progress: object = None
+    probe: Future[object] | None = None
+
+
+class HealthMonitor:
+    """Looks at the engines of one server from time to time, in a thread of its own."""
+
+    def __init__(
+        self,
+        engines: Callable[[], Mapping[int, EngineHandle]],
+        report: Callable[[int, EngineHandle, str], object],
+        *,
+        timeout_s: float,
+    ) -> None:
+        """Begin, paused.
+
+        Args:
+            engines: returns those that serve, by index.
+            report: called with an engine that is dead or hangs, once a look, and the reason.
+            timeout_s: seconds within which an engine must be further.
+        """
+        self._engines = engines
+        self._report = report
+        self._timeout_s = timeout_s
+        self._watches: dict[EngineHandle, _Watch] = {}
+        self._looking = threading.Lock()
+        self._is_resumed = threading.Event()
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch in the block; after it no engine is asked, and none was asked in vain."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def begin(self) -> None:
+        """Watch from now on: all waits begin again."""
+        with self._looking:
+            self._watches.clear()
+            self._is_resumed.set()
+
+    def stop(self) -> None:
+        """Watch no more, and wait for the probes in flight; their answers count no more."""
+        self._is_resumed.clear()
+        with self._looking:
+            probes = [watch.probe for watch in self._watches.values() if watch.probe is not None]
+        wait(probes, timeout=min(_PROBE_S, self._timeout_s))
+
+    def end(self) -> None:
+        """End the thread. Idempotent."""
+        self._has_ended.set()
+        self._is_resumed.set()
+        self._thread.join()
+        self._is_resumed.clear()
+
+    def look(self, now_s: float) -> None:
+        """Look at all engines, once; not while paused.
+
+        Args:
+            now_s: seconds by a monotonic clock.
+        """
+        with self._looking:
+            if self._is_resumed.is_set():
+                for index, engine in self._engines().items():
+                    watch = self._watches.setdefault(engine, _Watch(changed_s=now_s))
+                    reason = self._judge(engine, watch, now_s)
+                    if reason:
+                        self._report(index, engine, reason)
+
+    def _judge(self, engine: EngineHandle, watch: _Watch, now_s: float) -> str:
+        """Return why an engine is lost; empty if it is not."""
+        if not engine.is_alive():
+            return "its process is gone"
+        if watch.probe is not None and watch.probe.done():
+            if watch.probe.exception() is None and watch.probe.result() != watch.progress:
+                watch.progress, watch.changed_s = watch.probe.result(), now_s
+            watch.probe = None
+        if now_s - watch.changed_s > self._timeout_s:
+            return f"no progress within serving.health_timeout_s={self._timeout_s:g} s"
+        if watch.probe is None:
+            watch.probe = engine.probe()
+        return ""
+
+    def _run(self) -> None:
+        poll_s = min(_LONGEST_POLL_S, self._timeout_s / 4)
+        self._is_resumed.wait()
+        while not self._has_ended.wait(poll_s):
+            self.look(time.monotonic())
+            self._is_resumed.wait()

@@ -1,0 +1,185 @@
+"""The rollout manager: an actor without a device that holds the servers and samples with them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hybridrl.batch import PromptBatch
+from hybridrl.config.architecture import read_architecture
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.faults import FaultPlan
+from hybridrl.serving.frozen import Answer, FrozenModel
+from hybridrl.serving.health import HealthMonitor
+from hybridrl.serving.kept_weights import KeptWeights
+from hybridrl.serving.launching import ActorLaunch
+from hybridrl.serving.placement import EnginePlace
+from hybridrl.serving.plan import ServerPlan, plan_servers
+from hybridrl.serving.policy_router import PolicyRouter
+from hybridrl.serving.recovery import Recovery
+from hybridrl.serving.server import RolloutServer
+from hybridrl.serving.settings import frozen_config
+from hybridrl.single_controller.payload import install_reducers
+from hybridrl.workers.build import build_agent_rollout
+from hybridrl.workers.rollout.prefixes import KnownPrefixes
+from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.sharding.weight_files import WeightSource
+
+
+class RolloutManager:
+    """The actor: a server for each model, and the programs that sample with the policy's."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        model_folder: Path,
+        *,
+        placements: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, str],
+        places: Mapping[int, EnginePlace],
+        folder: Path,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            config: of the run.
+            model_folder: Hugging Face folder of the policy.
+            placements: options of Ray for a process on each device of the servers.
+            variables: environment of the engines' processes.
+            places: of engines, by their first devices.
+            folder: for files of weights.
+        """
+        install_reducers()
+        self._config = config
+        self._agent = build_agent_rollout(config, model_folder)
+        self._router = PolicyRouter(config, model_folder) if config.has_router else None
+        key = "" if self._router is None else self._router.key
+
+        def launch(plan: ServerPlan) -> ActorLaunch:
+            served = config.serving.models[plan.model]
+            is_policy = plan.model == config.serving.policy
+            return ActorLaunch(
+                config=config if is_policy else frozen_config(config, served),
+                model=plan.model,
+                model_folder=model_folder if is_policy else Path(str(served.path)),
+                placements=placements,
+                variables=variables,
+                places=places,
+                prefills=plan.engines_of_type("prefill"),
+                key=key if is_policy else "",
+            )
+
+        plans = {plan.model: plan for plan in plan_servers(config)}
+        policy = plans[config.serving.policy]
+        self._policy = RolloutServer(
+            policy, launch(policy), config=config.rollout, kept=KeptWeights(folder)
+        )
+        self._recovery = Recovery(self._policy, start_timeout_s=config.rollout.start_timeout_s)
+        self._vocab_size = read_architecture(model_folder).vocab_size
+        self._faults = FaultPlan(config.serving.faults, seed=config.seed)
+        self._monitor = HealthMonitor(
+            self._policy.serving_engines,
+            self._recovery.report,
+            timeout_s=config.serving.health_timeout_s,
+        )
+        self._frozen = {
+            name: FrozenModel(config, plans[name], launch(plans[name]))
+            for name in config.serving.frozen
+        }
+
+    def start(self) -> None:
+        """Start all engines of all models, and the router.
+
+        Raises:
+            StageError: names the engines that did not start, and why.
+            EngineError: the router did not start.
+        """
+        if self._router is not None:
+            self._router.start()
+        self._policy.start()
+        for model in self._frozen.values():
+            model.start()
+
+    def need_weights(self, version: int) -> bool:
+        """Return whether the engines of the policy lack the weights of this version."""
+        return self._policy.needs_update(version)
+
+    def update(self, source: WeightSource, version: int) -> None:
+        """Bring all engines of the policy to these weights; see ``Servers.update``."""
+        if self._router is not None:
+            self._router.hide()
+        self._policy.update(source, version=version)
+
+    def sample(
+        self, prompts: PromptBatch, sampling: SamplingParams, version: int
+    ) -> tuple[list[Sample], Metrics]:
+        """Sample with all engines; see ``Servers.sample``."""
+        rollout = self._config.rollout
+        pool = EnginePool(
+            self._policy.serving_engines(),
+            num_slots=rollout.num_slots,
+            max_context_tokens=self._config.max_row_tokens,
+            vocab_size=self._vocab_size,
+            version=version,
+            timeout_s=rollout.request_timeout_s,
+        )
+        if self._agent is not None and self._router is not None:
+            pool.prefixes = KnownPrefixes()
+        make_program = self._agent.program if self._agent else single_turn
+        begin = time.perf_counter()
+        with self._recovery.filling(pool), self._monitor.watching():
+            samples = self._run(make_program(prompts, sampling), pool, version=version)
+        seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
+        of_others = [each.take_metrics() for each in (self._agent, self._router) if each]
+        of_server = [pool.metrics(), self._policy.take_metrics(), self._engine_metrics()]
+        return samples, merge([*of_server, *of_others]) | seconds
+
+    def _run(self, program: Program[T], pool: EnginePool, *, version: int) -> T:
+        """Run a program on the engines of a pool, through the router if there is one."""
+        router = self._router
+        if router is None:
+            pool.ask = self._faults.spoil(pool.ask)
+            return asyncio.run(program(pool))
+        engines = self._policy.serving_engines().values()
+
+        # No method: Ray would run all methods of the actor in its own event loop.
+        async def run() -> T:
+            async with router.open(engines, version=version) as ask:
+                pool.ask = self._faults.spoil(ask)
+                return await program(pool)
+
+        return asyncio.run(run())
+
+    def ask(
+        self, model: str, contexts: Sequence[Tensor], params: RequestParams, timeout_s: float
+    ) -> list[Answer]:
+        """Answer contexts with a frozen model; see ``FrozenModel.ask``."""
+        return self._frozen[model].ask(contexts, params, timeout_s=timeout_s)
+
+    def shutdown(self) -> None:
+        """End engines and tools."""
+        self._monitor.end()
+        self._recovery.end()
+        for model in self._frozen.values():
+            model.shutdown()
+        self._policy.shutdown()
+        if self._router is not None:
+            self._router.end()
+        if self._agent is not None:
+            self._agent.close()
+
+    def _engine_metrics(self) -> Metrics:
+        """Return the metrics of engines that answer: of the phase before, while they serve."""
+        engines = self._policy.serving_engines().values()
+        futures = [engine.take_metrics() for engine in engines if engine.is_alive()]
+        done, _ = wait(futures, timeout=self._config.rollout.stage_timeout_s)
+        return merge([future.result() for future in done if future.exception() is None])

@@ -1,0 +1,219 @@
+"""Requests to SGLang's servers through the router of their model, in the loop of a program."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from torch import Tensor
+
+from hybridrl.config.architecture import read_architecture
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import EngineError, PhaseError
+from hybridrl.metrics import Metrics, merge
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_pool import AskGroup
+from hybridrl.serving.router_front import RouterFront
+from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.sglang.client import Body, Endpoint
+from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
+from hybridrl.workers.rollout.sglang.sampling import ServedModel, ServerSampler
+
+_GENERATE = "/generate"
+
+
+class RoutedEndpoint(Endpoint):
+    """One server: requests for tokens go through the router, others go to it directly.
+
+    The router passes one set of parameters a request, so a batch is taken apart.
+    """
+
+    def __init__(self, front: RouterFront, url: str) -> None:
+        """Connect when first used."""
+        super().__init__(url, name=f"SGLang at {url}", key=front.key)
+        self._front = front
+
+    async def request(
+        self,
+        path: str,
+        body: Body | None = None,
+        *,
+        timeout_s: float,
+        method: str = "POST",
+        session: aiohttp.ClientSession | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:  # noqa: ANN401 - JSON
+        """Do one call; see ``Endpoint.request``."""
+        if path != _GENERATE or body is None:
+            return await super().request(
+                path, body, timeout_s=timeout_s, method=method, session=session, headers=headers
+            )
+        tasks = [
+            asyncio.ensure_future(
+                self._front.generate(each, url=self.base_url, timeout_s=timeout_s, session=session)
+            )
+            for each in single_bodies(body)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def single_bodies(body: Body) -> list[Body]:
+    """Take a request for several responses apart; one for a single response stays as it is."""
+    if "rid" not in body:
+        return [body]
+    return [
+        {**body, "input_ids": tokens, "sampling_params": params, "rid": name}
+        for tokens, params, name in zip(
+            body["input_ids"], body["sampling_params"], body["rid"], strict=True
+        )
+    ]
+
+
+class Routes:
+    """The ways to engines through the router, for one program: opened when first used."""
+
+    def __init__(self, open_sampler: Callable[[str], Awaitable[ServerSampler]]) -> None:
+        """Open none yet.
+
+        Args:
+            open_sampler: makes the sampler of the server at an address, and connects it.
+        """
+        self.samplers: list[ServerSampler] = []
+        self._open_sampler = open_sampler
+        self._routes: dict[EngineHandle, asyncio.Task[ServerSampler]] = {}
+
+    async def ask(
+        self,
+        engine: EngineHandle,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        keys: Sequence[int],
+    ) -> list[Sample]:
+        """Send a request to an engine; an ``AskGroup``."""
+        if engine not in self._routes:
+            self._routes[engine] = asyncio.ensure_future(self._open(engine))
+        sampler = await asyncio.shield(self._routes[engine])  # others wait for it, too
+        return await sampler.sample_group(token_ids, params, keys=keys)
+
+    async def _open(self, engine: EngineHandle) -> ServerSampler:
+        sampler = await self._open_sampler(await address_of(engine))
+        self.samplers.append(sampler)
+        return sampler
+
+
+class PolicyRouter:
+    """The router of the policy, and the programs that sample through it."""
+
+    def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
+        """Start nothing yet.
+
+        Args:
+            config: of the run.
+            model_folder: Hugging Face folder of the model.
+        """
+        self.key = secrets.token_urlsafe()
+        """Of the router and its servers; made for this run."""
+        self._config = config
+        self._vocab_size = read_architecture(model_folder).vocab_size
+        self._front: RouterFront | None = None
+        self._metrics: Metrics = {}
+
+    def start(self) -> None:
+        """Start the router.
+
+        Raises:
+            EngineError: it is not installed, or ended; with the end of its log.
+            DeadlineError: it did not answer in time.
+        """
+        rollout = self._config.rollout
+        self._front = RouterFront(
+            key=self.key,
+            start_timeout_s=rollout.start_timeout_s,
+            request_timeout_s=rollout.request_timeout_s,
+        )
+
+    def hide(self) -> None:
+        """Send no request to any engine, because they pause. Idempotent."""
+        if self._front is not None:
+            self._front.remove_all()
+
+    @asynccontextmanager
+    async def open(
+        self, engines: Collection[EngineHandle], *, version: int
+    ) -> AsyncIterator[AskGroup]:
+        """Open the way to engines for one program; engines that come later are added.
+
+        Args:
+            engines: that admit requests.
+            version: of the weights that all must have.
+
+        Raises:
+            PhaseError: the router was not started.
+            DriftError: an engine has other weights.
+            EngineError: the router is gone, and does not start again.
+        """
+        front = self.front
+        answers = await asyncio.gather(*map(address_of, engines), return_exceptions=True)
+        urls = [url for url in answers if isinstance(url, str)]
+        await asyncio.to_thread(front.serve, urls, version=version)
+        async with AsyncExitStack() as stack:
+
+            async def open_sampler(url: str) -> ServerSampler:
+                await asyncio.to_thread(front.add, url)
+                return await stack.enter_async_context(self._sampler(front, url, version))
+
+            routes = Routes(open_sampler)
+            yield routes.ask
+        self._metrics = merge([sampler.metrics() for sampler in routes.samplers])
+
+    def take_metrics(self) -> Metrics:
+        """Describe the last program under declared names."""
+        metrics, self._metrics = self._metrics, {}
+        return merge([metrics, self.front.take_metrics()])
+
+    def end(self) -> None:
+        """Kill the router. Idempotent."""
+        if self._front is not None:
+            self._front.end()
+
+    def _sampler(self, front: RouterFront, url: str, version: int) -> ServerSampler:
+        model = ServedModel(
+            max_context_tokens=self._config.max_row_tokens,
+            vocab_size=self._vocab_size,
+            version=version,
+        )
+        return ServerSampler(
+            EngineChoice(RoutedEndpoint(front, url)),
+            model,
+            ProgramCall(),
+            timeout_s=self._config.rollout.request_timeout_s,
+        )
+
+    @property
+    def front(self) -> RouterFront:
+        """The router while it serves."""
+        if self._front is None:
+            raise PhaseError("the router was not started; call start")
+        return self._front
+
+
+async def address_of(engine: EngineHandle) -> str:
+    """Return the address of an engine's server.
+
+    Raises:
+        EngineError: it has none; or its process is gone.
+    """
+    url = await asyncio.wrap_future(engine.address())
+    if url is None:
+        raise EngineError("a rollout engine behind the router has no server")
+    return url

@@ -1,0 +1,370 @@
+"""A rollout server: one model in several groups of engines, led through one life cycle."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.errors import PhaseError, TransferError
+from hybridrl.metrics import Metrics
+from hybridrl.serving.engine_handle import EngineHandle, Launch
+from hybridrl.serving.group import Futures, ServerGroup
+from hybridrl.serving.kept_weights import KeptWeights
+from hybridrl.serving.losses import Losses
+from hybridrl.serving.plan import ServerPlan
+from hybridrl.workers.sharding.control import Failures, StageError
+from hybridrl.workers.sharding.lifecycle import Action, LifeCycle, SleepLevel
+from hybridrl.workers.sharding.states import RESTART, SYNC, State
+from hybridrl.workers.sharding.weight_broadcast import WeightOffer, wait_for_receivers
+from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
+from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
+
+log = logging.getLogger(__name__)
+
+_START = "start"
+_CUT_OFF = f"{TransferError.__name__}: "
+
+
+def _unobserved(stage: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class RolloutServer:
+    """Engines of all groups as one set, in the order of the plan.
+
+    It owns the order between groups: all engines end a stage before any begins the next. Engines
+    of groups that need no offload serve while the others sleep. An engine that is lost is replaced
+    while the others serve: ``start_replacements``, then ``bring_up``. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        plan: ServerPlan,
+        launch: Launch,
+        *,
+        config: RolloutConfig,
+        kept: KeptWeights,
+        observe: Callable[[str], AbstractContextManager[None]] = _unobserved,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            plan: groups and engines.
+            launch: starts the process of an engine.
+            config: time limits.
+            kept: keeps the files of the weights that are served.
+            observe: called with a stage's name; wraps the stage to time and trace it.
+        """
+        self.model = plan.model
+        self.version = -1
+        """Policy version of the engines that serve; -1 before the first update."""
+        self._groups = [ServerGroup(group, launch) for group in plan.groups]
+        self._slots = [
+            (group, slot) for group in self._groups for slot in range(len(group.plan.engines))
+        ]
+        self._index_of = {
+            (group.plan.name, slot): index for index, (group, slot) in enumerate(self._slots)
+        }
+        self.num_engines = len(self._slots)
+        self._config = config
+        self._observe = observe
+        self._kept = kept
+        self._weights: WeightSource | None = None
+        self._wanted_version = -1
+        self._life: LifeCycle | None = None
+        self._stays: frozenset[int] = frozenset()
+        self._is_offloaded = False
+        self._lock = threading.RLock()
+        """Held while engines change their states."""
+        self._replaced: set[int] = set()
+        """Engines with a new process that did not come up yet."""
+        self._losses = Losses()
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """State of each engine."""
+        return self._require_started().states
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all engines: encoders before the groups that need their addresses. Idempotent.
+
+        Raises:
+            StageError: engines did not start; started ones stay, and a second call starts others.
+        """
+        if self._life is not None:
+            return
+        with self._lock:
+            for is_encoder in (True, False):
+                groups = self._of_type("encoder", included=is_encoder)
+                failures = self._start([(g, range(len(g.plan.engines))) for g in groups])
+                if failures:
+                    raise StageError(_START, failures, of="engine")
+            self._stays = frozenset(
+                index
+                for index, (group, _) in enumerate(self._slots)
+                if not group.plan.needs_offload
+            )
+            life = LifeCycle(
+                self,
+                host=None,
+                depth=SleepLevel.RELEASE_ALL,
+                observe=self._observe,
+                stays=self._stays,
+            )
+            life.start()
+            self._life = life
+
+    def needs_update(self, version: int) -> bool:
+        """Return whether the engines have other weights; lost ones get those of the others."""
+        self._require_started()
+        return self.version != version
+
+    def update(self, source: WeightSource, *, version: int) -> None:
+        """Bring every engine to READY with these weights; dead ones are replaced. Idempotent.
+
+        Engines that serve pause and drain first, all before any loads; none continues before all
+        have loaded. The files are kept for engines that replace others.
+
+        Args:
+            source: safetensors of a full model on a disk that all nodes share, or a sender.
+            version: of the policy that they are.
+
+        Raises:
+            PhaseError: the server was not started, or a stage is open.
+            StageError: a stage failed; names the engine. The next update begins with the recovery.
+        """
+        with self._lock:
+            life = self._require_started()
+            self._note_dead(life)
+            if self.version == version and set(life.states) == {State.READY}:
+                return
+            self.version = -1
+            self._weights, self._wanted_version = self._kept.keep(source), version
+            self._is_offloaded = False
+            life.sleep()  # a no-op, unless engines on the trainer's devices serve old weights
+            life.wake()
+            self.version = version
+            self._losses.note_ready(range(self.num_engines))
+
+    def offload(self) -> None:
+        """Let engines on the trainer's devices sleep; others serve on. Idempotent.
+
+        All pause before any drains, and all drain before any releases memory.
+
+        Raises:
+            PhaseError: the server was not started, or a stage is open.
+            StageError: an engine did not stop; nothing was released, and the others serve again.
+        """
+        with self._lock:
+            life = self._require_started()
+            self._note_dead(life)
+            self._is_offloaded = True
+            life.sleep()
+
+    def serving_engines(self) -> Mapping[int, EngineHandle]:
+        """Return the engines that answer requests, by index."""
+        with self._lock:
+            states = self.states
+            return {
+                index: group.engine(slot)
+                for index, (group, slot) in enumerate(self._slots)
+                if states[index] is State.READY and group.plan.answers
+            }
+
+    def shutdown(self) -> None:
+        """End all engines, and delete the kept weights. Idempotent."""
+        with self._lock:
+            for group in self._groups:
+                group.clear(range(len(group.plan.engines)))
+            self._kept.clear()
+
+    # -- engines that are lost -------------------------------------------------------------------
+
+    def lose(self, index: int, handle: EngineHandle) -> bool:
+        """Note an engine that failed by its own fault; False if it is noted or replaced already."""
+        with self._lock:
+            life = self._require_started()
+            group, slot = self._slots[index]
+            if life.states[index] is not State.READY or group.engine(slot) is not handle:
+                return False
+            self._break(life, [index])
+            return True
+
+    def start_replacements(self) -> Mapping[int, Future[None]]:
+        """Start a process in place of each lost engine, without waiting; return the new futures.
+
+        Nothing is started before the first update: no engine has weights that a new one could get.
+        """
+        with self._lock:
+            life = self._require_started()
+            self._note_dead(life)
+            if self.version < 0:
+                return {}
+            lost = [
+                index
+                for index, state in enumerate(life.states)
+                if state is State.BROKEN and index not in self._replaced and self._may_wake(index)
+            ]
+            self._replaced.update(lost)
+            futures: dict[int, Future[None]] = {}
+            for group, slots in self._by_group(lost):
+                group.clear(slots)
+                started = group.start(slots)
+                futures |= {self._index_of[group.plan.name, slot]: started[slot] for slot in slots}
+            return futures
+
+    def drop_replacement(self, index: int) -> None:
+        """Take a process that did not start in time for lost, too."""
+        with self._lock:
+            self._replaced.discard(index)
+
+    def bring_up(self, index: int) -> bool:
+        """Give a replacement the weights of the others, which serve on and are asked nothing.
+
+        Returns:
+            Whether it serves now.
+        """
+        with self._lock:
+            life = self._require_started()
+            if self._weights is not None and self.version >= 0 and self._may_wake(index):
+                load = partial(
+                    load_weights,
+                    source=_for(self._weights, num_engines=1),
+                    version=self.version,
+                    bucket_bytes=bucket_bytes_for(self._config.bucket_mib, torch.device("cpu")),
+                    timeout_s=self._config.stage_timeout_s,
+                )
+                life.recover([index], load=load)
+            is_ready = life.states[index] is State.READY
+            if is_ready:
+                self._losses.note_ready([index])
+            return is_ready
+
+    def take_metrics(self) -> Metrics:
+        """Return lost and replaced engines since the last call, and reset them."""
+        with self._lock:
+            return self._losses.take_metrics()
+
+    def _may_wake(self, index: int) -> bool:
+        """Whether the device of an engine is not the trainer's now."""
+        return index in self._stays or not self._is_offloaded
+
+    # -- the set of engines that the life cycle moves --------------------------------------------
+
+    def run(self, stage: str, action: Action, *, members: Collection[int]) -> Failures:
+        """Run ``action`` on the engines ``members``; a restart replaces their processes."""
+        if stage == RESTART.name:
+            self._losses.note_lost(members)  # those that broke in a stage
+            for group, slots in self._by_group(set(members) - self._replaced):
+                group.clear(slots)
+            self._replaced.difference_update(members)
+            return self._start(self._by_group(members))
+        futures = [group.act(action, slots=slots) for group, slots in self._by_group(members)]
+        return self._wait(futures, self._by_group(members), limit_s=self._config.stage_timeout_s)
+
+    def sync(self) -> Failures:
+        """Load the weights of this update into every engine.
+
+        Raises:
+            StageError: a broadcast broke off by no fault of an engine; all keep their states.
+        """
+        if self._weights is None:
+            raise PhaseError("there are no weights to load: call update")
+        source = _for(self._weights, num_engines=self.num_engines)
+        limit_s = self._config.stage_timeout_s
+        everyone = self._by_group(range(self.num_engines))
+        futures = [
+            group.load_weights(source, version=self._wanted_version, slots=slots)
+            for group, slots in everyone
+        ]
+        if isinstance(source, WeightOffer):
+            loads = [future for of_group in futures for future in of_group.values()]
+            limit_s = wait_for_receivers(source, loads, timeout_s=limit_s)
+        failures = self._wait(futures, everyone, limit_s=limit_s)
+        at_fault = {i: why for i, why in failures.items() if not why.startswith(_CUT_OFF)}
+        if failures and not at_fault:
+            raise StageError(SYNC.name, failures, of="engine")
+        return at_fault
+
+    def _start(self, members: Sequence[tuple[ServerGroup, Collection[int]]]) -> Failures:
+        """Fill the empty slots among these, all at once; slots that failed are empty again."""
+        futures = [group.start(slots) for group, slots in members]
+        started = [
+            (group, tuple(of_group)) for (group, _), of_group in zip(members, futures, strict=True)
+        ]
+        failures = self._wait(futures, started, limit_s=self._config.start_timeout_s)
+        for index in failures:
+            group, slot = self._slots[index]
+            group.clear([slot])
+        return failures
+
+    def _wait(
+        self,
+        futures: Sequence[Futures],
+        members: Sequence[tuple[ServerGroup, Collection[int]]],
+        *,
+        limit_s: float,
+    ) -> Failures:
+        """Wait for all calls; return those that failed, or did not end in time, by engine."""
+        by_index = {
+            self._index_of[group.plan.name, slot]: of_group[slot]
+            for (group, slots), of_group in zip(members, futures, strict=True)
+            for slot in slots
+        }
+        wait(by_index.values(), timeout=limit_s)
+        reasons = {index: _reason(future, limit_s) for index, future in by_index.items()}
+        return {index: reason for index, reason in reasons.items() if reason}
+
+    # -- who is where ----------------------------------------------------------------------------
+
+    def _by_group(self, members: Collection[int]) -> list[tuple[ServerGroup, list[int]]]:
+        of_groups: dict[str, tuple[ServerGroup, list[int]]] = {}
+        for group, slot in (self._slots[index] for index in members):
+            of_groups.setdefault(group.plan.name, (group, []))[1].append(slot)
+        return list(of_groups.values())
+
+    def _of_type(self, worker_type: str, *, included: bool) -> list[ServerGroup]:
+        """Return the groups of this type, or all others."""
+        return [g for g in self._groups if (g.plan.worker_type == worker_type) is included]
+
+    def _note_dead(self, life: LifeCycle) -> None:
+        gone = [
+            self._index_of[group.plan.name, slot]
+            for group in self._groups
+            for slot in group.find_dead()
+        ]
+        dead = [index for index in gone if life.states[index] is not State.BROKEN]
+        if dead:
+            log.warning("rollout engines are gone: model=%s engines=%s", self.model, dead)
+            self._break(life, dead)
+
+    def _break(self, life: LifeCycle, members: Collection[int]) -> None:
+        life.mark_broken(members)
+        self._losses.note_lost(members)
+
+    def _require_started(self) -> LifeCycle:
+        if self._life is None:
+            raise PhaseError(f"server {self.model} was not started; call start")
+        return self._life
+
+
+def _for(source: WeightSource, *, num_engines: int) -> WeightSource:
+    """Return the source for one transfer to so many engines."""
+    return source.to_group(num_engines) if isinstance(source, WeightOffer) else source
+
+
+def _reason(future: Future[None], limit_s: float) -> str:
+    """Return why a call failed; empty if it did not."""
+    if not future.done():
+        return f"DeadlineError: no answer within {limit_s:g} s"
+    error = future.exception()
+    return "" if error is None else f"{type(error).__name__}: {error}"

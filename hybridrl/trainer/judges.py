@@ -1,0 +1,134 @@
+"""Questions to judges about responses: the driver writes them, served models answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.prompts import render_chat
+from hybridrl.data.rows import Message
+from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
+from hybridrl.diagnostics import trace
+from hybridrl.errors import DataError
+from hybridrl.rewards.judge_reader import JudgeAnswer, judge_arguments
+from hybridrl.rewards.runner import RewardInputs
+from hybridrl.sampler import RequestParams, Sample
+
+_COLUMN = re.compile(r"\{(prompt|response|answer|source)\}")
+
+
+class JudgeServers(Protocol):
+    """Serves frozen models."""
+
+    def ask(
+        self, model: str, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
+    ) -> list[Sample | str]:
+        """Return for each context the answer of a model, or why there is none."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judge:
+    """A judge as the driver knows it: all but its weights."""
+
+    name: str
+    """Of the reward, as ``reward.functions`` has it."""
+
+    model: str
+    """Of its server, as ``serving.models`` has it."""
+
+    template: str
+    tokenizer: PreTrainedTokenizerBase
+    params: RequestParams
+
+    def questions(self, inputs: RewardInputs) -> list[list[int] | str]:
+        """Return the tokens of the question about each response, or why there is none."""
+        columns = (inputs.prompts, inputs.responses, inputs.answers, inputs.sources)
+        rows = zip(*columns, strict=True)
+        names = ("prompt", "response", "answer", "source")
+        return [self._question(dict(zip(names, row, strict=True))) for row in rows]
+
+    def read(self, sample: Sample | str) -> JudgeAnswer:
+        """Return the text of an answer, or why there is none."""
+        if isinstance(sample, str):
+            return JudgeAnswer(failure=sample)
+        tokens = sample.token_ids.tolist()
+        return JudgeAnswer(str(self.tokenizer.decode(tokens, skip_special_tokens=True)))
+
+    def _question(self, row: Mapping[str, str]) -> list[int] | str:
+        # One pass: braces in a response are its own.
+        text = _COLUMN.sub(lambda match: row[match[1]], self.template)
+        has_template = bool(self.tokenizer.chat_template)
+        try:
+            if has_template:
+                chat = [Message("user", text)]
+                text = render_chat(chat, self.tokenizer, origin=f"question to {self.model}")
+        except DataError as error:
+            return str(error)
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=not has_template)["input_ids"]
+        return tokens or "the question has no tokens in the vocabulary of the judge"
+
+
+def load_judges(config: ExperimentConfig) -> tuple[Judge, ...]:
+    """Load the tokenizers of the judges, so that a wrong folder ends the run early.
+
+    Raises:
+        ModelError: a folder has no usable tokenizer.
+    """
+    return tuple(_load(config, name) for name in config.reward.judges)
+
+
+def _load(config: ExperimentConfig, name: str) -> Judge:
+    args = judge_arguments(config.reward.judges[name])
+    model = str(args["model"])
+    folder = Path(str(config.serving.models[model].path))
+    tokenizer = load_tokenizer(folder, needs_chat_template=False)
+    return Judge(
+        name=name,
+        model=model,
+        template=str(args["template"]),
+        tokenizer=tokenizer,
+        params=RequestParams(
+            max_new_tokens=int(args["max_tokens"]),
+            temperature=float(args["temperature"]),
+            top_p=float(args["top_p"]),
+            stop_token_ids=load_stop_token_ids(folder, tokenizer),
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeAnswers:
+    """Has judges answer about responses."""
+
+    judges: Sequence[Judge]
+    servers: JudgeServers
+
+    timeout_s: float
+    """Seconds that all answers of a judge may take."""
+
+    def __call__(self, inputs: RewardInputs) -> Mapping[str, list[JudgeAnswer]]:
+        """Return the answers of each judge, by the name of its reward."""
+        return {judge.name: self._ask(judge, inputs) for judge in self.judges}
+
+    def _ask(self, judge: Judge, inputs: RewardInputs) -> list[JudgeAnswer]:
+        questions = judge.questions(inputs)
+        contexts = [torch.tensor(each) for each in questions if not isinstance(each, str)]
+        with trace.span("judge", rows=len(contexts)):
+            samples = iter(
+                self.servers.ask(judge.model, contexts, judge.params, timeout_s=self.timeout_s)
+                if contexts
+                else []
+            )
+        return [
+            judge.read(question if isinstance(question, str) else next(samples))
+            for question in questions
+        ]

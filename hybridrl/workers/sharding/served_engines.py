@@ -1,0 +1,227 @@
+"""Rollout engines outside of the ranks: rank 0 publishes the weights, and servers load them."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from functools import partial
+
+import torch
+
+from hybridrl.batch import PromptBatch
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.serving import WeightRoute
+from hybridrl.errors import PhaseError
+from hybridrl.metrics import Metrics, Sum, merge
+from hybridrl.network import LOOPBACK
+from hybridrl.sampler import Sample, SamplingParams
+from hybridrl.workers.sharding.control import (
+    ControlGroup,
+    Failures,
+    Limit,
+    Neighbours,
+    StageError,
+    attempt,
+)
+from hybridrl.workers.sharding.lifecycle import Action
+from hybridrl.workers.sharding.published_weights import PublishedWeights, publish_weights
+from hybridrl.workers.sharding.states import SYNC
+from hybridrl.workers.sharding.weight_files import WeightSource
+from hybridrl.workers.sharding.weight_stream import bucket_bytes_for, stream_weights
+from hybridrl.workers.train.protocol import TrainEngine
+
+log = logging.getLogger(__name__)
+
+_NUM_UPDATES = 3
+"""Tries: an engine that dies in an update is replaced in the next."""
+
+
+class Servers(ABC):
+    """The rollout servers of a run, as rank 0 calls them."""
+
+    timeout_s: float
+    """Seconds that one call may take (``cluster.call_timeout_s``)."""
+
+    weights: WeightRoute = "files"
+    """How weights reach them (``serving.weights``)."""
+
+    @property
+    def host(self) -> str:
+        """Address at which all engines reach this process."""
+        return LOOPBACK
+
+    @abstractmethod
+    def need_weights(self, *, version: int) -> bool:
+        """Return whether an engine of the policy does not serve with this version.
+
+        Raises:
+            ServerDiedError: the servers are gone.
+            DeadlineError: no answer in time.
+        """
+
+    @abstractmethod
+    def update(self, source: WeightSource, *, version: int) -> None:
+        """Bring all engines of the policy to these weights; see ``RolloutServer.update``.
+
+        Raises:
+            StageError: names the engines that could not.
+            ServerDiedError: the servers are gone.
+            DeadlineError: no answer in time.
+        """
+
+    @abstractmethod
+    def sample(
+        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
+    ) -> tuple[list[Sample], Metrics]:
+        """Sample G responses to each of P prompts.
+
+        Args:
+            prompts: all prompts of a call.
+            sampling: how to sample.
+            version: of the policy that must sample them.
+
+        Returns:
+            P * G samples in prompt order, those to the same prompt adjacent; and metrics.
+
+        Raises:
+            ServerDiedError: the servers are gone, or all engines.
+            DeadlineError: no answer in time.
+            DriftError: an engine sampled with other weights.
+        """
+
+
+class ServedEngines:
+    """The weights of the trainer on their way to servers; no rank has an engine."""
+
+    managed = None
+    num_engines = 0
+
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        config: RolloutConfig,
+        device: torch.device,
+        control: ControlGroup,
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            servers: that load the weights.
+            config: type of the weights, and size of a bucket.
+            device: of the trainer.
+            control: the control group of all ranks.
+        """
+        self.trained_version = 0
+        self._servers = servers
+        self._synced_version: int | None = None
+        self._source: TrainEngine | None = None
+        self._config = config
+        self._device = device
+        self._control = control
+        self._neighbours = Neighbours(control, size=1)
+        self._metrics: Metrics = {}
+        self._published: PublishedWeights | None = None
+
+    def attach(self, source: TrainEngine) -> None:
+        """Make ``source`` the training engine whose weights a sync sends."""
+        self._source = source
+
+    def require_source(self) -> TrainEngine:
+        """Return the training engine whose weights a sync sends.
+
+        Raises:
+            PhaseError: there is none yet.
+        """
+        if self._source is None:
+            raise PhaseError("there are no weights to sample from: call attach_policy first")
+        return self._source
+
+    def run(self, stage: str, action: Action, *, members: Collection[int]) -> Failures:
+        """Do nothing: no rank has an engine."""
+        return {}
+
+    def sync(self) -> Failures:
+        """Publish the weights, and let the servers load them. A collective call.
+
+        Nothing is published if all engines serve with these weights.
+
+        Raises:
+            StageError: on all ranks, if the weights could not be published or loaded.
+        """
+        is_writer = self._control.rank == 0
+        need = partial(self._servers.need_weights, version=self.trained_version)
+        is_due, error = attempt(need) if is_writer else (False, None)
+        self._require_success(error)
+        if self._control.is_true_anywhere("sync of servers needed", flag=bool(is_due)):
+            published, error = attempt(lambda: self._begin() if is_writer else None)
+            self._require_success(error)
+            try:
+                self._send(published)
+            finally:
+                if published is not None:
+                    published.end_update()
+        return {}
+
+    def close(self) -> None:
+        """Remove the published weights. Idempotent."""
+        if self._published is not None:
+            self._published.close()
+            self._published = None
+
+    def _begin(self) -> PublishedWeights:
+        if self._published is None:
+            self._published = publish_weights(
+                self._servers.weights, host=self._servers.host, config=self._config
+            )
+        self._published.begin()
+        return self._published
+
+    def _send(self, published: PublishedWeights | None) -> None:
+        """Gather all weights on all ranks; one of them publishes."""
+        source = self.require_source()
+        report = stream_weights(
+            source.full_weights(source.weight_sets[0]),
+            None if published is None else published.write,
+            sender=None,
+            bucket_bytes=self._bucket_bytes(),
+            control=self._control,
+            neighbours=self._neighbours,
+        )
+        if report.failures:
+            raise StageError(SYNC.name, report.failures)
+        error = None
+        if published is not None:
+            _, error = attempt(partial(self._update, published))
+            self._metrics = merge([self._metrics, {"memory/synced_bytes": Sum(report.num_bytes)}])
+        self._require_success(error)
+
+    def _update(self, published: PublishedWeights) -> None:
+        """Let the servers load; engines that die meanwhile are replaced."""
+        for number in range(1, _NUM_UPDATES + 1):
+            try:
+                self._servers.update(published.source(), version=self.trained_version)
+            except StageError as error:
+                published.break_off()
+                if number == _NUM_UPDATES:
+                    raise
+                log.warning("an update of rollout engines is tried again: %s", error)
+            else:
+                return
+
+    def take_metrics(self) -> Metrics:
+        """Return the metrics of the syncs since the last call, and reset them."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _require_success(self, error: Exception | None) -> None:
+        limit = Limit(self._servers.timeout_s, "cluster.call_timeout_s")
+        failures = self._control.exchange(SYNC.name, error, limit=limit)
+        if failures:
+            raise StageError(SYNC.name, failures) from error
+
+    def _bucket_bytes(self) -> int:
+        """The size for which all ranks have the memory: all must divide the stream alike."""
+        own_bytes = bucket_bytes_for(self._config.bucket_mib, self._device)
+        return -self._control.largest("bucket size", -own_bytes)

@@ -1,0 +1,64 @@
+"""Weights into one engine that shares no memory with the trainer: from files, or by broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from hybridrl.models.load import WeightFiles
+from hybridrl.workers.rollout.buckets import Bucket
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.weight_broadcast import WeightOffer, receiving
+from hybridrl.workers.sharding.weight_stream import buckets
+
+WeightSource = Path | WeightOffer
+"""Where engines get weights: a folder of safetensors, or a sender."""
+
+
+def load_weights(
+    managed: ManagedEngine,
+    source: WeightSource,
+    *,
+    version: int,
+    bucket_bytes: int,
+    timeout_s: float,
+) -> None:
+    """Load all tensors of ``source`` and close the update. For an engine of one rank.
+
+    Args:
+        managed: the engine with its ledger.
+        source: a folder with safetensors under Hugging Face names, or a sender.
+        version: of the policy that they are.
+        bucket_bytes: host memory for tensors from files, unless one tensor is larger.
+        timeout_s: seconds that a broadcast may take.
+
+    Raises:
+        ModelError: the files are incomplete, or hold a value that is not finite.
+        EngineError: a tensor does not fit the engine.
+        TransferError: a broadcast broke off; the engine is well, and lacks tensors.
+        LedgerError: the engine lacks a tensor after all were loaded.
+    """
+    if isinstance(source, WeightOffer):
+        with receiving(source, timeout_s=timeout_s) as arriving:
+            _load(managed, source.names, arriving)
+    else:
+        files = WeightFiles(source)
+        _load(managed, files.names, buckets(_read(files), bucket_bytes=bucket_bytes))
+    managed.finish_update(version=version)
+
+
+def _load(managed: ManagedEngine, names: Collection[str], arriving: Iterable[Bucket]) -> None:
+    managed.begin_part(names)
+    try:
+        for bucket in arriving:
+            staged = managed.engine.stage(bucket)
+            managed.load(staged, [staged.handle])
+    finally:
+        managed.engine.release_buffers()
+
+
+def _read(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
+    for name in sorted(files.names):
+        yield name, files.read_range(name, [(0, size) for size in files.shape_of(name)])

@@ -1,0 +1,54 @@
+"""Runs in which a second model, which keeps its weights, judges the responses of the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.run.launch import run
+from tests.end_to_end.small import read_metrics, small_config
+from tests.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def judged(folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """The metrics of a run; the judge's last digit is the reward, a text without a digit has 5."""
+    judge = make_tiny_model(folder / "judge", vocab_size=260)
+    build_starter_tokenizer().save_pretrained(judge)
+    config = small_config(
+        folder / "run",
+        "serving.models={policy: {groups: {main: {num_devices: 1}}}, "
+        f"judge: {{path: '{judge}', max_context_tokens: 40, groups: {{m: {{num_devices: 1}}}}}}}}",
+        "serving.num_devices_per_node=2",
+        "reward.function=null",
+        "+reward.functions.right={function: exact_match, weight: 0.5}",
+        "+reward.functions.judge={function: judge, args: {model: judge, max_tokens: 12, "
+        r"template: '{prompt}{response}', pattern: '(\d)', highest: 9, missing_score: 5}}",
+        *("model.starter.num_warmup_steps=0", "trainer.num_steps=2", *overrides),
+    )
+    run(config, resolved_yaml="")
+    return read_metrics(folder / "run")
+
+
+@pytest.mark.shows("4.1", "4.11")
+def test_the_score_of_a_judge_is_a_reward(tmp_path: Path) -> None:
+    before, *steps = judged(tmp_path)
+    assert "eval/reward/mean" in before
+    assert len(steps) == 2
+    for line in steps:
+        assert line["reward/failed_fraction"] == 0.0
+        assert 0.0 <= line["reward/unreadable_fraction"] <= 1.0
+        mixed = 0.5 * line["reward/right/mean"] + line["reward/judge/mean"]
+        assert line["reward/mean"] == pytest.approx(mixed)
+        assert 0.0 < line["reward/judge/mean"] <= 9.0
+
+
+@pytest.mark.nightly
+@pytest.mark.shows("4.1", "4.11")
+def test_a_judge_and_a_policy_of_sglang_run_at_once(tmp_path: Path) -> None:
+    _, *steps = judged(tmp_path, "rollout=sglang")
+    assert [line["reward/failed_fraction"] for line in steps] == [0.0, 0.0]
+    assert all(line["reward/judge/mean"] > 0.0 for line in steps)

@@ -1,0 +1,92 @@
+"""Runs in which engines, or their manager, are killed at random moments: they learn the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridrl.run.launch import run
+from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.serving.processes import engine_processes
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+SIX_STEPS = (
+    *("serving=own", "trainer.num_steps=6", "eval.every_num_steps=0", "rollout.num_slots=4"),
+    VARIED,
+)
+EACH_THIRD = "every_num_phases: 3, within_requests: 4"
+LEARNING = ("reward", "policy", "length", "data", "rollout/truncated", "rollout/empty")
+
+
+def learning_of(folder: Path) -> list[dict[str, float]]:
+    """What a run has learned from, and how: equal if not one sample differs."""
+    return [
+        {name: value for name, value in line.items() if name.startswith(LEARNING)}
+        for line in read_metrics(folder)
+    ]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "hf" / "model.safetensors")
+
+
+def require_equal(folder: Path, expected: Path) -> None:
+    assert learning_of(folder) == learning_of(expected)
+    assert (folder / "samples.jsonl").read_text() == (expected / "samples.jsonl").read_text()
+    weights = weights_of(expected)
+    for name, tensor in weights_of(folder).items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def total(folder: Path, name: str) -> float:
+    return sum(line.get(name, 0.0) for line in read_metrics(folder))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    run(small_config(folder, *SIX_STEPS), resolved_yaml="")
+    return folder
+
+
+@pytest.mark.shows("4.15")
+def test_a_run_whose_engines_are_killed_learns_the_same(undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    faults = f"serving.faults={{kills: {{kind: kill, {EACH_THIRD}}}}}"
+    run(small_config(folder, *SIX_STEPS, faults), resolved_yaml="")
+    require_equal(folder, undisturbed)
+    assert [line["rollout/lost_engines"] for line in read_metrics(folder)] == [0, 0, 1, 0, 0, 1]
+    assert total(folder, "rollout/repeated_requests") > 0
+    assert 1 <= total(folder, "rollout/replaced_engines") <= 2  # the last may come after the end
+    assert total(folder, "time/replace_engine_s") > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["stop", "error", "tokens", "logprobs"])
+def test_a_run_whose_engines_hang_or_err_learns_the_same(
+    kind: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    faults = f"serving.faults={{some: {{kind: {kind}, {EACH_THIRD}}}}}"
+    run(small_config(folder, *SIX_STEPS, faults, "serving.health_timeout_s=2"), resolved_yaml="")
+    require_equal(folder, undisturbed)
+    assert total(folder, "rollout/lost_engines") == 2
+    assert 1 <= total(folder, "rollout/replaced_engines") <= 2
+    wait_until(lambda: not engine_processes())
+
+
+def test_a_run_whose_manager_is_killed_learns_the_same(undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    faults = "serving.faults={it: {kind: kill_manager, every_num_phases: 4, within_requests: 4}}"
+    restarts = ("checkpoint.every_num_steps=1", "checkpoint.max_restarts=2")
+    run(small_config(folder, *SIX_STEPS, *restarts, faults), resolved_yaml="")
+    require_equal(folder, undisturbed)
+    log = (folder / "log.txt").read_text()
+    assert "sample: the rollout manager is gone" in log
+    assert "workers are started again" in log  # a new manager counts its phases anew
+    wait_until(lambda: not engine_processes())  # those of dead managers ended with them

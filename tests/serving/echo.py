@@ -1,0 +1,34 @@
+"""Servers that echo, for tests of the router."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
+
+_ECHO = str(Path(__file__).with_name("echo_server.py"))
+
+
+@contextmanager
+def echo_server(*, seconds: float = 0.0) -> Iterator[tuple[str, ServerProcess]]:
+    """Run ``echo_server.py``; a response takes so many seconds."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    server = ServerProcess([sys.executable, _ECHO, str(port), str(seconds)], name="echo")
+    try:
+        server.wait_until_ready(lambda: answers(url), timeout_s=60.0)
+        yield url, server
+    finally:
+        server.end()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/model_info").is_success
+    except httpx.TransportError:
+        return False

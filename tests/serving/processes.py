@@ -1,0 +1,41 @@
+"""The processes of rollout engines that a test has started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import psutil
+
+from tests.waiting import wait_until
+
+
+def engine_processes() -> list[psutil.Process]:
+    """The actors of this test's engines."""
+    processes = psutil.Process().children(recursive=True)
+    return [one for one in processes if is_engine(one)]
+
+
+def is_engine(process: psutil.Process) -> bool:
+    try:
+        return any("EngineProcess" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_a_busy_process(processes: Callable[[], list[psutil.Process]]) -> psutil.Process:
+    """Wait until one of these has computed for a tenth of a second, with its children."""
+    before = {process.pid: cpu_s(process) for process in processes()}
+    busy: list[psutil.Process] = []
+
+    def is_busy() -> bool:
+        busy.extend(p for p in processes() if cpu_s(p) > before.get(p.pid, math.inf) + 0.1)
+        return bool(busy)
+
+    wait_until(is_busy)
+    return busy[0]
+
+
+def cpu_s(process: psutil.Process) -> float:
+    family = [process, *process.children(recursive=True)]
+    return sum(sum(member.cpu_times()[:2]) for member in family)

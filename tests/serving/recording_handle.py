@@ -1,0 +1,91 @@
+"""Engines of the tests of sharding, behind the handle by which a group calls them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from signal import SIGKILL
+
+from torch import Tensor
+
+from hybridrl.errors import ServerDiedError
+from hybridrl.metrics import Metrics
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.workers.sharding.lifecycle import Action
+from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
+from tests.workers.sharding.recording import Journal, RecordingEngine, managed_engine
+
+_THREADS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="engine")
+
+
+class RecordingHandle:
+    """An engine whose calls run in a thread; it dies when a test says so."""
+
+    def __init__(self, index: int, journal: Journal, *, releases: bool) -> None:
+        self.index = index
+        self.journal = journal
+        self.engine = RecordingEngine(index, journal)
+        self._managed = managed_engine(self.engine, sleep=releases)
+        self._is_dead = threading.Event()
+        self.is_silent = False
+        self.signals: list[int] = []
+        self.probes: list[Future[object]] = []
+        self.loads: list[tuple[WeightSource, int]] = []
+        """Folders of weights that it was given, with versions."""
+
+    def build(self) -> Future[None]:
+        def build() -> None:
+            with self.journal.entry(self.index, "restart"):  # which a dead one survives
+                pass
+
+        return self._submit(build)
+
+    def address(self) -> Future[str | None]:
+        raise NotImplementedError
+
+    def act(self, action: Action) -> Future[None]:
+        return self._submit(lambda: action(self._managed))
+
+    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
+        self.loads.append((source, version))
+        return self._submit(
+            lambda: load_weights(
+                self._managed, source, version=version, bucket_bytes=40, timeout_s=20.0
+            )
+        )
+
+    def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        raise NotImplementedError
+
+    def take_metrics(self) -> Future[Metrics]:
+        raise NotImplementedError
+
+    def probe(self) -> Future[object]:
+        self.probes.append(Future())
+        return self.probes[-1]
+
+    def is_alive(self) -> bool:
+        return not self._is_dead.is_set()
+
+    def kill(self) -> None:
+        """End the process, as a loss of power does."""
+        self._is_dead.set()
+
+    def end(self) -> None:
+        self.kill()
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+        if number == SIGKILL:
+            self.kill()
+
+    def _submit(self, work: Callable[[], None]) -> Future[None]:
+        def unless_dead() -> None:
+            if self._is_dead.is_set():
+                raise ServerDiedError(f"engine {self.index} is gone")
+            work()
+
+        return Future() if self.is_silent else _THREADS.submit(unless_dead)

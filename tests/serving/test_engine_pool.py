@@ -1,0 +1,386 @@
+"""Requests to several engines: who gets the next one, and what becomes of lost ones."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from types import FrameType
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.errors import DriftError, EngineError, RequestError, ServerDiedError
+from hybridrl.metrics import Sum
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes
+
+PARAMS = RequestParams(max_new_tokens=4, temperature=1.0)
+
+
+class OpenEngine:
+    """Keeps requests open until a test answers them."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[int, Future[list[Sample]]]] = []
+        self.contexts: list[int] = []
+
+    def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        future: Future[list[Sample]] = Future()
+        self.contexts.append(int(token_ids[0]))
+        self.open.append((len(keys), future))
+        return future
+
+    def answer(self, *, version: int = 3) -> None:
+        """Answer the oldest open request."""
+        size, future = self.open.pop(0)
+        future.set_result([sample(version)] * size)
+
+    def answer_with(self, *samples: Sample) -> None:
+        self.open.pop(0)[1].set_result(list(samples))
+
+    def fail(self, error: Exception) -> None:
+        self.open.pop(0)[1].set_exception(error)
+
+
+def sample(version: int) -> Sample:
+    return Sample(torch.tensor([1]), torch.zeros(1), "stop", version)
+
+
+class Losses:
+    """Is told of lost engines, and promises no replacement unless a test says so."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}
+        self.is_promising = False
+
+    def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
+        self.reasons[index] = reason
+        return self.is_promising
+
+
+def pool_of(
+    *engines: OpenEngine,
+    num_slots: int = 2,
+    timeout_s: float = 60.0,
+    losses: Losses | None = None,
+) -> EnginePool:
+    pool = EnginePool(
+        {index: cast(EngineHandle, engine) for index, engine in enumerate(engines)},
+        num_slots=num_slots,
+        max_context_tokens=32,
+        vocab_size=10,
+        version=3,
+        timeout_s=timeout_s,
+    )
+    if losses is not None:
+        pool.on_lost = losses.report
+    return pool
+
+
+async def settle() -> None:
+    """Let all tasks do what they can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def ask(pool: EnginePool, context: int, num_keys: int = 1) -> asyncio.Task[list[Sample]]:
+    return asyncio.ensure_future(pool.sample_group([context], PARAMS, keys=range(num_keys)))
+
+
+def test_work_is_handed_to_engines_as_they_become_free() -> None:
+    one, other = OpenEngine(), OpenEngine()
+
+    async def program() -> None:
+        pool = pool_of(one, other)
+        tasks = [ask(pool, context) for context in range(7)]
+        await settle()
+        assert (one.contexts, other.contexts) == ([0, 2], [1, 3])
+        for _ in range(3):
+            other.answer()
+            await settle()
+        assert (one.contexts, other.contexts) == ([0, 2], [1, 3, 4, 5, 6])
+        while one.open or other.open:
+            (one if one.open else other).answer()
+            await settle()
+        assert [len(task.result()) for task in tasks] == [1] * 7
+
+    asyncio.run(program())
+
+
+def test_a_later_turn_returns_to_the_engine_with_its_prefix() -> None:
+    async def program(num_open: int) -> bool:
+        holder, other = OpenEngine(), OpenEngine()
+        pool = pool_of(holder, other, num_slots=20)
+        pool.prefixes = KnownPrefixes()
+        turn = ask(pool, 5)
+        await settle()
+        holder.answer()  # with the token 1
+        await turn
+        others = [ask(pool, 100 + context) for context in range(2 * num_open)]
+        await settle()
+        for _ in range(num_open):
+            other.answer()
+        await settle()
+        turn = asyncio.ensure_future(pool.sample_group([5, 1, 2], PARAMS, keys=[0]))
+        await settle()
+        for task in (turn, *others):
+            task.cancel()
+        assert (holder.contexts[-1] == 5) != (other.contexts[-1] == 5)
+        return holder.contexts[-1] == 5
+
+    assert asyncio.run(program(STAY))
+    assert not asyncio.run(program(STAY + 1))
+
+
+@pytest.mark.shows("1.19")
+def test_requests_of_a_lost_engine_are_repeated_and_answered_once() -> None:
+    one, other, losses = OpenEngine(), OpenEngine(), Losses()
+
+    async def program() -> None:
+        pool = pool_of(one, other, losses=losses)
+        tasks = [ask(pool, context, num_keys=2) for context in range(4)]
+        await settle()
+        one.fail(EngineError("it is gone"))
+        await settle()
+        while other.open:
+            other.answer()
+            await settle()
+        assert one.contexts == [0]
+        assert sorted(other.contexts) == [0, 1, 2, 3]
+        assert [len(task.result()) for task in tasks] == [2] * 4
+        assert losses.reasons == {0: "it is gone"}
+        assert pool.metrics()["rollout/repeated_requests"] == Sum(2)
+
+    asyncio.run(program())
+
+
+def test_a_stalled_engine_loses_its_requests_to_the_others() -> None:
+    stalled, other, losses = OpenEngine(), OpenEngine(), Losses()
+
+    async def program() -> None:
+        pool = pool_of(stalled, other, timeout_s=0.05, losses=losses)
+        task = ask(pool, 0)
+        while not other.open:
+            await asyncio.sleep(0.01)
+        other.answer()
+        assert len(await task) == 1
+        assert "rollout.request_timeout_s=0.05" in losses.reasons[0]
+
+    asyncio.run(program())
+
+
+def test_a_refused_request_is_not_repeated() -> None:
+    one, other, losses = OpenEngine(), OpenEngine(), Losses()
+
+    async def program() -> None:
+        pool = pool_of(one, other, losses=losses)
+        task = ask(pool, 0)
+        await settle()
+        one.fail(RequestError("too long"))
+        with pytest.raises(RequestError, match="too long"):
+            await task
+        assert other.contexts == []
+        assert losses.reasons == {}
+
+    asyncio.run(program())
+
+
+def test_without_any_engine_left_the_reasons_are_named() -> None:
+    one = OpenEngine()
+
+    async def program() -> None:
+        pool = pool_of(one)
+        tasks = [ask(pool, context) for context in range(4)]
+        await settle()
+        for _ in range(2):
+            one.fail(EngineError("out of memory"))
+            await settle()
+        for task in tasks:
+            with pytest.raises(ServerDiedError, match="engine 0: out of memory"):
+                await task
+
+    asyncio.run(program())
+
+
+def test_an_answer_with_other_weights_is_an_error() -> None:
+    one = OpenEngine()
+
+    async def program() -> None:
+        pool = pool_of(one)
+        task = ask(pool, 0)
+        await settle()
+        one.answer(version=2)
+        with pytest.raises(DriftError, match=r"version \[2\], and the policy is at version 3"):
+            await task
+
+    asyncio.run(program())
+
+
+def test_all_wait_for_the_replacement_of_the_only_engine() -> None:
+    one, new, losses = OpenEngine(), OpenEngine(), Losses()
+    losses.is_promising = True
+
+    async def program() -> None:
+        pool = pool_of(one, losses=losses)
+        tasks = [ask(pool, context) for context in range(3)]
+        await settle()
+        for _ in range(2):
+            one.fail(EngineError("it is gone"))
+        await settle()
+        assert not any(task.done() for task in tasks)
+        pool.join(0, cast(EngineHandle, new))
+        await settle()
+        while new.open:
+            new.answer()
+            await settle()
+        assert sorted(new.contexts) == [0, 1, 2]
+        assert [len(task.result()) for task in tasks] == [1] * 3
+
+    asyncio.run(program())
+
+
+def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> None:
+    one, new, losses = OpenEngine(), OpenEngine(), Losses()
+
+    async def program() -> None:
+        pool = pool_of(one, losses=losses)
+        task = ask(pool, 0)
+        await settle()
+        pool.join(0, cast(EngineHandle, new))
+        await settle()
+        one.fail(EngineError("it is gone"))
+        await settle()
+        new.answer()
+        assert len(await task) == 1
+        assert losses.reasons == {}
+
+    asyncio.run(program())
+
+
+def test_if_no_replacement_comes_its_reason_is_named() -> None:
+    one, losses = OpenEngine(), Losses()
+    losses.is_promising = True
+
+    async def program() -> None:
+        pool = pool_of(one, losses=losses)
+        task = ask(pool, 0)
+        await settle()
+        one.fail(EngineError("it is gone"))
+        await settle()
+        pool.give_up(0, "the disk is full")
+        with pytest.raises(ServerDiedError, match="engine 0: the disk is full"):
+            await task
+
+    asyncio.run(program())
+
+
+def test_a_request_that_loses_every_engine_is_not_sent_forever() -> None:
+    engines, losses = [OpenEngine() for _ in range(6)], Losses()
+
+    async def program() -> None:
+        pool = pool_of(*engines, losses=losses)
+        task = ask(pool, 0)
+        await settle()
+        for engine in engines[:4]:
+            engine.fail(EngineError("logits are not finite"))
+            await settle()
+        with pytest.raises(ServerDiedError, match=r"4 rollout engines.*logits are not finite"):
+            await task
+        assert set(losses.reasons) == {0, 1, 2, 3}
+
+    asyncio.run(program())
+
+
+NAN = torch.tensor([float("nan")])
+IMPOSSIBLE = {
+    "2 responses where 1": (sample(3), sample(3)),
+    "not finite": (replace(sample(3), logprobs=NAN),),
+    "beyond the vocabulary": (replace(sample(3), token_ids=torch.tensor([10])),),
+    "beyond the vocabulary of 10": (replace(sample(3), token_ids=torch.tensor([-1])),),
+    "2 log-probs to 1 tokens": (replace(sample(3), logprobs=torch.zeros(2)),),
+}
+
+
+@pytest.mark.parametrize("reason", IMPOSSIBLE)
+def test_an_engine_that_answers_garbage_is_lost(reason: str) -> None:
+    one, other, losses = OpenEngine(), OpenEngine(), Losses()
+
+    async def program() -> None:
+        pool = pool_of(one, other, losses=losses)
+        task = ask(pool, 0)
+        await settle()
+        one.answer_with(*IMPOSSIBLE[reason])
+        await settle()
+        other.answer()
+        assert [s.token_ids.tolist() for s in await task] == [[1]]
+        assert reason in losses.reasons[0]
+
+    asyncio.run(program())
+
+
+def test_an_engine_of_a_cancelled_request_goes_to_the_next() -> None:
+    one = OpenEngine()
+
+    async def program() -> None:
+        pool = pool_of(one, num_slots=1)
+        first, before, after, last = [ask(pool, context) for context in range(4)]
+        await settle()
+        before.cancel()  # while it waits
+        await settle()
+        one.answer()
+        while not first.done():
+            await asyncio.sleep(0)
+        after.cancel()  # it has the engine, and did not run since
+        await settle()
+        while one.open:
+            one.answer()
+            await settle()
+        assert [task.cancelled() for task in (before, after)] == [True, True]
+        assert last.done()
+
+    asyncio.run(program())
+
+
+def test_the_cost_of_a_request_grows_with_nothing() -> None:
+    few = num_calls(num_engines=4, num_requests=50)
+    assert num_calls(num_engines=4, num_requests=1000) / 1000 < 2 * few / 50
+    assert num_calls(num_engines=200, num_requests=1000) / 1000 < 2 * few / 50
+
+
+def num_calls(*, num_engines: int, num_requests: int) -> int:
+    """Calls of Python functions until a pool has answered all requests."""
+    engines = [OpenEngine() for _ in range(num_engines)]
+    count = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    async def program() -> None:
+        pool = pool_of(*engines)
+        tasks = [ask(pool, context) for context in range(num_requests)]
+        await asyncio.sleep(0)
+        while not all(task.done() for task in tasks):
+            sys.setprofile(None)
+            busy = [engine for engine in engines if engine.open]
+            sys.setprofile(note)
+            for engine in busy:
+                engine.answer()
+            for _ in range(6):
+                await asyncio.sleep(0)
+
+    sys.setprofile(note)
+    try:
+        asyncio.run(program())
+    finally:
+        sys.setprofile(None)
+    return count

@@ -1,0 +1,132 @@
+"""A frozen model beside the policy: its weights come from its folder, never from the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving import manager as manager_module
+from hybridrl.serving.frozen import Answer
+from hybridrl.serving.manager import RolloutManager
+from hybridrl.serving.plan import EnginePlan, GroupPlan
+from hybridrl.serving.starting import start_servers
+from hybridrl.workers.rollout.single_turn import single_turn
+from tests.config.values import config_of
+from tests.serving.recording_handle import RecordingHandle
+from tests.serving.test_manager import changed_model, engine_processes
+from tests.tiny_models import make_tiny_model
+from tests.waiting import wait_until
+from tests.workers.rollout.engines import make_prompts, ready_engine, sampling_params
+from tests.workers.sharding.recording import WEIGHTS, Journal, Policy
+
+GREEDY = RequestParams(max_new_tokens=20, temperature=0.0)
+PROMPTS = make_prompts([3, 9, 5, 2] * 6)
+CONTEXTS = list(PROMPTS.token_ids_PL.unbind())
+
+
+def two_models(judge: Path) -> ExperimentConfig:
+    return config_of(
+        "serving.models={policy: {groups: {m: {num_devices: 1}}}, "
+        f"judge: {{path: '{judge}', max_context_tokens: 30, groups: {{m: {{num_devices: 1}}}}}}}}",
+        *("serving.num_devices_per_node=2", "rollout.num_slots=2", "reward.function=judge"),
+        "reward.args={model: judge, template: '{response}'}",
+        *("data.max_prompt_tokens=6", "rollout.max_response_tokens=4", "data.max_digits=3"),
+    )
+
+
+def with_tokenizer(folder: Path) -> Path:
+    build_starter_tokenizer().save_pretrained(folder)
+    return folder
+
+
+class RecordingLaunch:
+    """Launches recording engines of a model, and keeps them."""
+
+    launched: ClassVar[dict[str, list[RecordingHandle]]] = {}
+
+    def __init__(self, *, model: str, **_: object) -> None:
+        self.of_model = self.launched.setdefault(model, [])
+
+    def __call__(self, group: GroupPlan, engine: EnginePlan) -> RecordingHandle:
+        self.of_model.append(RecordingHandle(engine.first_device, Journal(), releases=False))
+        return self.of_model[-1]
+
+
+def weights_in(folder: Path, version: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    weights = {name: torch.tensor(Policy.WHOLE.truth(name, version)) for name in WEIGHTS}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def is_serving(handle: RecordingHandle) -> bool:
+    return handle.engine.version == 0 and handle.engine.is_admitting
+
+
+@pytest.mark.shows("4.1", "4.11")
+def test_only_the_policy_gets_weights_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: dict[str, list[RecordingHandle]] = {}
+    monkeypatch.setattr(RecordingLaunch, "launched", launched)
+    monkeypatch.setattr(manager_module, "ActorLaunch", RecordingLaunch)
+    judge = with_tokenizer(make_tiny_model(tmp_path / "judge"))
+    config = two_models(judge)
+    weights_in(judge, 7)
+    old, new = weights_in(tmp_path / "old", 0), weights_in(tmp_path / "new", 1)
+    manager = RolloutManager(config, judge, placements=[], variables={}, places={}, folder=tmp_path)
+    manager.start()
+    for version, folder in enumerate((old, new)):
+        assert manager.need_weights(version)
+        manager.update(folder, version)
+    launched["judge"][0].kill()
+    assert manager.ask("judge", [], GREEDY, 5.0) == []  # whose engine is replaced before
+    wait_until(lambda: len(launched["judge"]) == 2 and is_serving(launched["judge"][1]))
+    truths = {m: [each.engine.serve() for each in engines] for m, engines in launched.items()}
+    for name in WEIGHTS:
+        assert [t[name].tolist() for t in truths["policy"]] == [Policy.WHOLE.truth(name, 1)]
+        assert [t[name].tolist() for t in truths["judge"]] == 2 * [Policy.WHOLE.truth(name, 7)]
+    kept = [Path(str(source)).parent for source, _ in launched["policy"][0].loads]
+    assert kept == [tmp_path, tmp_path]
+    assert [each.loads for each in launched["judge"]] == [[(judge, 0)], []]  # the rest by recovery
+    manager.shutdown()
+
+
+def answers_of(folder: Path) -> list[list[int]]:
+    engine = ready_engine(folder, max_context_tokens=30)
+    samples: list[Sample] = engine.run(
+        single_turn(PROMPTS, sampling_params(group=1, tokens=20, temperature=0.0))
+    )
+    return [sample.token_ids.tolist() for sample in samples]
+
+
+def tokens_in(answers: Sequence[Answer]) -> list[list[int]]:
+    return [[] if isinstance(each, str) else each.token_ids.tolist() for each in answers]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.shows("4.1", "4.11")
+def test_a_frozen_engine_comes_back_from_its_folder(tmp_path: Path) -> None:
+    policy = make_tiny_model(tmp_path / "policy")
+    judge = with_tokenizer(changed_model(policy, tmp_path / "judge"))
+    too_long = torch.zeros(31, dtype=torch.int64)
+    with start_servers(two_models(judge), policy, variables={}) as servers:
+        servers.update(policy, version=3)
+        *answers, refused = servers.ask("judge", [*CONTEXTS, too_long], GREEDY, timeout_s=60)
+        assert tokens_in(answers) == answers_of(judge) != answers_of(policy)
+        assert "judge refused the request: the prompt of a request has 31 tokens" in str(refused)
+        for process in engine_processes():  # of the policy, too, which the judge does without
+            process.kill()
+        again = servers.ask("judge", CONTEXTS, GREEDY, timeout_s=60)
+        assert tokens_in(again) == answers_of(judge)
+        late = servers.ask("judge", CONTEXTS, GREEDY, timeout_s=1e-3)
+        assert set(late) == {"judge did not answer within reward.timeout_s=0.001 s"}
+    wait_until(lambda: not engine_processes())

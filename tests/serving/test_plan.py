@@ -1,0 +1,165 @@
+"""Layout of groups, against devices that are counted one by one."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig
+from hybridrl.errors import ResourceError
+from hybridrl.network import host_and_port
+from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, lay_out
+from hybridrl.serving.ports import PortCursor, assign_addresses
+
+TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
+
+
+@st.composite
+def servings(draw: st.DrawFn) -> ServingConfig:
+    """Legal ones: sizes are powers of two in falling order, so no engine lies across two nodes."""
+    per_node = 2 ** draw(st.integers(0, 3))
+    sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+    groups = [
+        ServerGroupConfig(
+            num_devices=2**size * draw(st.integers(1, 3)),
+            devices_per_engine=2**size,
+            worker_type=draw(st.sampled_from(TYPES)),
+        )
+        for size in sorted(sizes, reverse=True)
+    ]
+    end = draw(st.integers(0, len(groups)))
+    named = {f"g{number}": group for number, group in enumerate(groups)}
+    models = {"policy": dict(list(named.items())[:end]), "judge": dict(list(named.items())[end:])}
+    return ServingConfig(
+        num_devices_per_node=per_node,
+        colocated=True,
+        models={name: ServedModelConfig(groups=groups) for name, groups in models.items()},
+    )
+
+
+def plans_of(serving: ServingConfig, num_offloaded: int = 0) -> tuple[ServerPlan, ...]:
+    return lay_out(
+        serving.placed_groups,
+        num_devices_per_node=serving.num_devices_per_node,
+        num_offloaded=num_offloaded,
+    )
+
+
+def devices_of(engine: EnginePlan, per_node: int) -> list[int]:
+    return [
+        part.node * per_node + part.first_device + number
+        for part in engine.slices
+        for number in range(part.num_devices)
+    ]
+
+
+@pytest.mark.shows("4.2")
+@given(serving=servings(), num_offloaded=st.integers(0, 40))
+def test_groups_take_the_devices_one_after_the_other(
+    serving: ServingConfig, num_offloaded: int
+) -> None:
+    free = list(range(10**6))
+    by_model = {plan.model: plan for plan in plans_of(serving, num_offloaded)}
+    for name, model in serving.models.items():
+        groups = by_model[name].groups if model.groups else ()
+        for plan, (group_name, group) in zip(groups, model.groups.items(), strict=True):
+            taken, free = free[: group.num_devices], free[group.num_devices :]
+            size = group.devices_per_engine
+            engines = [taken[at : at + size] for at in range(0, len(taken), size)]
+            if group.worker_type == "placeholder":
+                engines = []
+            assert [devices_of(e, serving.num_devices_per_node) for e in plan.engines] == engines
+            assert plan.name == group_name
+            assert plan.needs_offload == (taken[0] < num_offloaded)
+
+
+@pytest.mark.shows("4.4")
+@given(serving=servings())
+def test_an_engine_answers_on_its_first_node(serving: ServingConfig) -> None:
+    per_node = serving.num_devices_per_node
+    for plan in plans_of(serving):
+        firsts = [engine.slices[0] for engine in plan.engines]
+        offsets = [first.node * per_node + first.first_device for first in firsts]
+        assert plan.engine_device_offsets == tuple(offsets)
+        assert plan.engine_device_counts == tuple(
+            sum(part.num_devices for part in engine.slices) for engine in plan.engines
+        )
+        for group in plan.groups:
+            for engine in group.engines:
+                assert engine.num_devices == sum(part.num_devices for part in engine.slices)
+                assert group.num_nodes_per_engine == len(engine.slices)
+
+
+@pytest.mark.shows("4.5")
+def test_unequal_groups_have_no_number_of_nodes() -> None:
+    def group(size: int, worker_type: str = "regular") -> ServerGroupConfig:
+        return ServerGroupConfig(
+            num_devices=8,
+            devices_per_engine=size,
+            worker_type=worker_type,  # type: ignore[arg-type]
+        )
+
+    def plan_of(**groups: ServerGroupConfig) -> ServerPlan:
+        model = ServedModelConfig(groups=groups)
+        serving = ServingConfig(num_devices_per_node=4, colocated=False, models={"m": model})
+        return plans_of(serving)[0]
+
+    assert plan_of(a=group(8), b=group(8), c=group(1, "placeholder")).num_nodes_per_engine == 2
+    with pytest.raises(ResourceError, match=r"server m .* \(a: 2, b: 1\)"):
+        _ = plan_of(a=group(8), b=group(4)).num_nodes_per_engine
+
+
+@pytest.mark.shows("4.3")
+def test_groups_on_devices_of_the_trainer_are_offloaded() -> None:
+    groups = {name: ServerGroupConfig(num_devices=4) for name in "abc"}
+    model = ServedModelConfig(groups=groups)
+    serving = ServingConfig(num_devices_per_node=8, colocated=True, models={"m": model})
+    (plan,) = plans_of(serving, num_offloaded=6)
+    assert [group.needs_offload for group in plan.groups] == [True, True, False]
+    (plan,) = plans_of(serving, num_offloaded=0)
+    assert not any(group.needs_offload for group in plan.groups)
+
+
+@pytest.mark.shows("4.7")
+@given(serving=servings(), busy=st.sets(st.integers(20_000, 20_400)), num_dp=st.integers(1, 8))
+def test_no_port_of_a_node_is_given_twice(
+    serving: ServingConfig, busy: set[int], num_dp: int
+) -> None:
+    hosts = [f"10.0.0.{node}" for node in range(200)]
+    cursors = {
+        host: PortCursor(host, first=20_000, is_free=lambda port: port not in busy)
+        for host in hosts
+    }
+    taken: dict[str, list[range]] = {host: [] for host in hosts}
+    groups: list[GroupPlan] = [group for plan in plans_of(serving) for group in plan.groups]
+    for group in groups:
+        addresses = assign_addresses(group, hosts, cursors, num_data_parallel=num_dp)
+        for address, engine in zip(addresses, group.engines, strict=True):
+            assert address.hosts == tuple(hosts[part.node] for part in engine.slices)
+            first = taken[address.hosts[0]]
+            first.append(range(address.port, address.port + 1))
+            first.append(range(address.dist_init_port, address.dist_init_port + 30 + num_dp))
+            assert (address.bootstrap_port is None) == (group.worker_type != "prefill")
+            if address.bootstrap_port is not None:
+                first.append(range(address.bootstrap_port, address.bootstrap_port + 1))
+            for host, port in zip(address.hosts, address.nccl_ports, strict=True):
+                taken[host].append(range(port, port + 1))
+    for spans in taken.values():
+        ordered = sorted(spans, key=lambda span: span.start)
+        assert all(before.stop <= after.start for before, after in pairwise(ordered))
+        assert busy.isdisjoint(port for span in spans for port in span)
+
+
+def test_a_node_without_free_ports_is_named() -> None:
+    cursor = PortCursor("10.0.0.7", first=65_530, is_free=lambda port: port != 65_533)
+    assert cursor.take(3) == 65_530
+    with pytest.raises(ResourceError, match=r"node 10\.0\.0\.7 has no 3 free ports in a row"):
+        cursor.take(3)
+
+
+@pytest.mark.shows("4.8")
+def test_an_ipv6_host_is_in_brackets() -> None:
+    assert host_and_port("fe80::1", 80) == host_and_port("[fe80::1]", 80) == "[fe80::1]:80"
+    assert host_and_port("10.0.0.1", 80) == "10.0.0.1:80"
+    assert host_and_port("node-1", 80) == "node-1:80"

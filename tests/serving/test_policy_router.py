@@ -1,0 +1,206 @@
+"""The real router between a program and servers that echo; both may die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import cast
+
+import httpx
+import pytest
+
+from hybridrl.errors import DriftError, ServerDiedError
+from hybridrl.metrics import Metrics, Sum
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.policy_router import PolicyRouter
+from hybridrl.workers.rollout.sglang.process import ServerProcess
+from tests.config.values import config_of
+from tests.serving.echo import echo_server
+from tests.tiny_models import make_tiny_model
+
+PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
+CONFIG = config_of("serving=own", "rollout=sglang", "rollout.num_slots=2")
+
+
+class Addressed:
+    """An engine of which only the address is asked."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def address(self) -> Future[str | None]:
+        answer: Future[str | None] = Future()
+        answer.set_result(self.url)
+        return answer
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyRouter]:
+    pytest.importorskip("sglang_router")
+    routed = PolicyRouter(CONFIG, make_tiny_model(tmp_path_factory.mktemp("model") / "model"))
+    routed.start()
+    yield routed
+    routed.end()
+
+
+@contextmanager
+def echo_servers(count: int, *, seconds: float = 0.0) -> Iterator[dict[str, ServerProcess]]:
+    with ExitStack() as stack:
+        yield dict(stack.enter_context(echo_server(seconds=seconds)) for _ in range(count))
+
+
+Ask = Callable[[EnginePool], Coroutine[None, None, list[Sample]]]
+
+
+def run(
+    routed: PolicyRouter, urls: Iterable[str], ask: Ask, *, version: int = 0
+) -> tuple[list[Sample], dict[int, str], Metrics]:
+    engines = {i: cast(EngineHandle, Addressed(url)) for i, url in enumerate(urls)}
+
+    losses: dict[int, str] = {}
+
+    def note(index: int, _: EngineHandle, reason: str) -> bool:
+        losses[index] = reason
+        return False
+
+    async def program() -> tuple[list[Sample], EnginePool]:
+        pool = EnginePool(
+            engines,
+            num_slots=2,
+            max_context_tokens=32,
+            vocab_size=1000,
+            version=version,
+            timeout_s=60.0,
+        )
+        pool.on_lost = note
+        async with routed.open(engines.values(), version=version) as pool.ask:
+            return await ask(pool), pool
+
+    samples, pool = asyncio.run(program())
+    return samples, losses, pool.metrics() | routed.take_metrics()
+
+
+async def twelve(pool: EnginePool) -> list[Sample]:
+    """Six groups of two responses, each with a seed of its own."""
+    groups = await asyncio.gather(
+        *(pool.sample_group([1, 2, key], PARAMS, keys=[key, 100 + key]) for key in range(6))
+    )
+    return [sample for group in groups for sample in group]
+
+
+SEEDS = [seed for key in range(6) for seed in (key, 100 + key)]
+
+
+def seeds_of(samples: list[Sample]) -> list[int]:
+    assert {len(sample.token_ids) for sample in samples} == {8}
+    return [int(sample.token_ids[0]) for sample in samples]
+
+
+def kill(process: ServerProcess) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def router_of(routed: PolicyRouter) -> ServerProcess:
+    return routed.front.process.process
+
+
+@pytest.mark.shows("2.11")
+def test_servers_get_requests_only_while_they_are_shown(routed: PolicyRouter) -> None:
+    with echo_servers(2) as servers:
+        samples, _, _ = run(routed, servers, twelve)
+        assert seeds_of(samples) == SEEDS
+        assert routed.front.process.workers().keys() == servers.keys()
+        routed.hide()
+        routed.hide()
+        assert routed.front.process.workers() == {}
+
+
+def test_a_killed_server_costs_no_response_and_doubles_none(routed: PolicyRouter) -> None:
+    with echo_servers(2, seconds=0.3) as servers:
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            task = asyncio.ensure_future(twelve(pool))
+            await asyncio.sleep(0.5)
+            kill(next(iter(servers.values())))
+            return await task
+
+        samples, lost, metrics = run(routed, servers, ask)
+        assert seeds_of(samples) == SEEDS
+        assert list(lost) == [0]
+        assert metrics["rollout/repeated_requests"] == Sum(2)  # of the one group that it had
+        unanswered = metrics["rollout/unanswered_routed_requests"].value
+        assert unanswered >= 2
+        # Responses, and a prefill of each group.
+        assert metrics["rollout/routed_requests"].value - unanswered >= 12 + 6
+        run(routed, servers, twelve)  # the dead one is left out
+        routed.hide()
+
+
+def test_a_replacement_gets_requests_in_the_same_phase(routed: PolicyRouter) -> None:
+    with echo_servers(2, seconds=0.1) as servers:
+        dying, coming = servers
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            pool.on_lost = lambda *_: True
+            kill(servers[dying])
+            task = asyncio.ensure_future(twelve(pool))
+            await asyncio.sleep(0.3)
+            pool.join(0, cast(EngineHandle, Addressed(coming)))
+            return await task
+
+        samples, _, _ = run(routed, [dying], ask)
+        assert seeds_of(samples) == SEEDS
+        routed.hide()
+
+
+def test_a_server_with_other_weights_is_refused_by_name(routed: PolicyRouter) -> None:
+    with echo_servers(2) as servers:
+        with pytest.raises(DriftError, match=r"has weights of version 0, and .* version 4"):
+            run(routed, servers, twelve, version=4)
+        old = next(iter(servers))
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            httpx.post(f"{old}/update_weight_version", json={"new_version": "7"})
+            return await twelve(pool)
+
+        with pytest.raises(DriftError, match="sampled by weights of version 7"):
+            run(routed, servers, ask)
+        routed.hide()
+
+
+@pytest.mark.shows("4.22")
+def test_a_router_that_dies_is_started_again_in_the_phase(routed: PolicyRouter) -> None:
+    with echo_servers(2, seconds=0.3) as servers:
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            task = asyncio.ensure_future(twelve(pool))
+            await asyncio.sleep(0.5)
+            kill(router_of(routed))
+            return await task
+
+        samples, lost, metrics = run(routed, servers, ask)
+        assert seeds_of(samples) == SEEDS
+        assert metrics["rollout/router_restarts"] == Sum(1)
+        assert not lost
+        routed.hide()
+
+
+@pytest.mark.shows("4.22")
+def test_a_router_that_dies_again_and_again_ends_the_phase(routed: PolicyRouter) -> None:
+    with echo_servers(2, seconds=0.3) as servers:
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            routed.front.most_restarts = 0
+            task = asyncio.ensure_future(twelve(pool))
+            await asyncio.sleep(0.1)
+            kill(router_of(routed))
+            return await task
+
+        with pytest.raises(ServerDiedError, match="the router ended 1 times in one rollout phase"):
+            run(routed, servers, ask)

@@ -1,0 +1,212 @@
+"""Recovery in a thread: engines are lost while a program samples, and their successors join in."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hybridrl.errors import EngineError, ServerDiedError
+from hybridrl.metrics import Sum
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.kept_weights import KeptWeights
+from hybridrl.serving.plan import EnginePlan, GroupPlan
+from hybridrl.serving.recovery import Recovery
+from hybridrl.serving.server import RolloutServer
+from hybridrl.workers.sharding.states import State
+from tests.serving.recording_handle import RecordingHandle
+from tests.serving.test_server import plan_of
+from tests.waiting import wait_until
+from tests.workers.sharding.recording import WEIGHTS, Journal, Policy, rollout_config
+
+PARAMS = RequestParams(max_new_tokens=4, temperature=1.0)
+
+
+class AnsweringHandle(RecordingHandle):
+    """Answers with its index, once its gate is open; a dead one fails its requests."""
+
+    def __init__(self, index: int, journal: Journal, *, process: int) -> None:
+        super().__init__(index, journal, releases=False)
+        self.process = process
+        self.open: list[tuple[int, Future[list[Sample]]]] = []
+        self.version = 0
+        self.is_open = False
+
+    def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        future: Future[list[Sample]] = Future()
+        if not self.is_alive():
+            future.set_exception(EngineError("it is gone"))
+            return future
+        self.open.append((len(keys), future))
+        if self.is_open:
+            self.answer()
+        return future
+
+    def answer(self) -> None:
+        """Answer all requests, these and all that follow."""
+        self.is_open = True
+        while self.open:
+            count, future = self.open.pop(0)
+            answer = Sample(torch.tensor([self.process]), torch.zeros(1), "stop", self.version)
+            future.set_result([answer] * count)
+
+    def kill(self) -> None:
+        super().kill()
+        while self.open:
+            self.open.pop(0)[1].set_exception(EngineError("it is gone"))
+
+
+class Rig:
+    """A server of such engines with its recovery."""
+
+    def __init__(self, num_engines: int = 2, *, start_timeout_s: float = 20.0) -> None:
+        self.journal = Journal()
+        self.launched: list[AnsweringHandle] = []
+        self.num_silent = 0
+        """Processes that never start."""
+        self.plan = plan_of(("regular", num_engines))
+        self.server = RolloutServer(
+            self.plan,
+            self._launch,
+            config=rollout_config(start_timeout_s=20.0, stage_timeout_s=5.0),
+            kept=KeptWeights(Path(mkdtemp())),
+        )
+        self.server.start()
+        folder = Path(mkdtemp())
+        weights = {name: torch.tensor(Policy.WHOLE.truth(name, 0)) for name in WEIGHTS}
+        save_file(weights, folder / "model.safetensors")
+        self.server.update(folder, version=0)
+        self.recovery = Recovery(self.server, start_timeout_s=start_timeout_s)
+        self.pool = self.new_pool()
+
+    def new_pool(self) -> EnginePool:
+        return EnginePool(
+            self.server.serving_engines(),
+            num_slots=2,
+            max_context_tokens=32,
+            vocab_size=100,
+            version=0,
+            timeout_s=60.0,
+        )
+
+    def _launch(self, group: GroupPlan, engine: EnginePlan) -> AnsweringHandle:
+        index = self.plan.engines.index(engine)
+        handle = AnsweringHandle(index, self.journal, process=len(self.launched))
+        if len(self.launched) >= self.plan.groups[0].num_devices and self.num_silent:
+            self.num_silent -= 1
+            handle.is_silent = True
+        self.launched.append(handle)
+        return handle
+
+    def sample(self, num_requests: int) -> Future[list[int]]:
+        """Ask for responses in a thread; the future has the processes that gave them."""
+        future: Future[list[int]] = Future()
+
+        async def program() -> list[int]:
+            asks = [self.pool.sample_group([n], PARAMS, keys=[n]) for n in range(num_requests)]
+            return [int(sample.token_ids[0]) for (sample,) in await asyncio.gather(*asks)]
+
+        def run() -> None:
+            try:
+                with self.recovery.filling(self.pool):
+                    future.set_result(asyncio.run(program()))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        wait_until(lambda: sum(len(h.open) for h in self.launched) or future.done())
+        return future
+
+    def end(self) -> None:
+        self.recovery.end()
+        self.server.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _folders_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.mark.shows("4.15")
+def test_a_replacement_joins_the_pool_of_the_running_phase() -> None:
+    rig = Rig(2)
+    answers = rig.sample(6)
+    rig.launched[0].kill()
+    wait_until(lambda: len(rig.launched) == 3 and rig.launched[2].open)
+    assert len(rig.launched[1].open) == 2  # it was asked nothing else meanwhile
+    for handle in rig.launched[1:]:
+        handle.answer()
+    assert set(answers.result(60)) == {1, 2}
+    counts = rig.server.take_metrics()
+    assert counts["rollout/lost_engines"] == counts["rollout/replaced_engines"] == Sum(1)
+    assert counts["time/replace_engine_s"].value > 0
+    rig.end()
+
+
+def test_if_all_engines_die_at_once_the_phase_goes_on_with_new_ones() -> None:
+    rig = Rig(3)
+    answers = rig.sample(6)
+    for handle in rig.launched[:3]:
+        handle.kill()
+    wait_until(lambda: sum(len(handle.open) for handle in rig.launched[3:]) == 6)
+    for handle in rig.launched[3:]:
+        handle.answer()
+    assert sorted(answers.result(60)) == [3, 3, 4, 4, 5, 5]
+    assert rig.server.take_metrics()["rollout/replaced_engines"] == Sum(3)
+    rig.end()
+
+
+def test_if_no_replacement_starts_the_phase_ends_by_name() -> None:
+    rig = Rig(1, start_timeout_s=0.05)
+    rig.num_silent = 3
+    answers = rig.sample(2)
+    rig.launched[0].kill()
+    with pytest.raises(ServerDiedError, match=r"3 replacements failed.*did not start within 0.05"):
+        answers.result(60)
+    assert len(rig.launched) == 4
+    rig.end()
+
+
+def test_a_replacement_that_comes_after_the_phase_serves_the_next() -> None:
+    rig = Rig(2)
+    rig.launched[1].is_open = True
+    answers = rig.sample(3)
+    rig.launched[0].kill()
+    assert answers.result(60) == [1, 1, 1]
+    wait_until(lambda: len(rig.launched) == 3)
+    wait_until(lambda: rig.server.states == (State.READY, State.READY))
+    assert rig.server.take_metrics()["rollout/replaced_engines"] == Sum(1)
+    rig.pool = rig.new_pool()
+    answers = rig.sample(2)
+    assert len(rig.launched[2].open) == 1
+    rig.launched[2].answer()
+    assert sorted(answers.result(60)) == [1, 2]
+    rig.end()
+
+
+def test_a_report_of_an_engine_that_was_replaced_costs_no_other() -> None:
+    rig = Rig(2)
+    old: EngineHandle = rig.launched[0]
+    answers = rig.sample(6)
+    rig.launched[0].kill()
+    wait_until(lambda: len(rig.launched) == 3 and rig.launched[2].open)
+    assert rig.recovery.report(0, old, "a request of it timed out")
+    for handle in rig.launched[1:]:
+        handle.answer()
+    answers.result(60)
+    assert len(rig.launched) == 3
+    assert rig.launched[2].is_alive()
+    rig.end()

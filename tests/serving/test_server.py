@@ -1,0 +1,476 @@
+"""Groups and server over recording engines: order between groups, failures, recovery."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from safetensors.torch import load_file, save_file
+
+from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig, WorkerType
+from hybridrl.errors import PhaseError
+from hybridrl.metrics import Sum
+from hybridrl.serving.group import ServerGroup
+from hybridrl.serving.kept_weights import KeptWeights
+from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, lay_out
+from hybridrl.serving.server import RolloutServer
+from hybridrl.workers.sharding.control import StageError
+from hybridrl.workers.sharding.states import State
+from tests.serving.recording_handle import RecordingHandle
+from tests.workers.sharding.recording import WEIGHTS, Journal, Policy, rollout_config
+from tests.workers.sharding.watched import CALLS
+
+FOLDER = Path("/unused")
+RELEASES = ("release", "resume")
+
+
+def plan_of(*groups: tuple[WorkerType, int], num_offloaded: int = 0) -> ServerPlan:
+    named = {
+        f"g{number}": ServerGroupConfig(num_devices=count, worker_type=kind)
+        for number, (kind, count) in enumerate(groups)
+    }
+    serving = ServingConfig(
+        num_devices_per_node=64,
+        colocated=bool(num_offloaded),
+        models={"policy": ServedModelConfig(groups=named)},
+    )
+    (plan,) = lay_out(serving.placed_groups, num_devices_per_node=64, num_offloaded=num_offloaded)
+    return plan
+
+
+@pytest.fixture(autouse=True)
+def _folders_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+class Rig:
+    """A server of recording engines, and the stages that it goes through."""
+
+    def __init__(self, plan: ServerPlan, *, start_timeout_s: float = 20.0) -> None:
+        self.plan = plan
+        self.journal = Journal()
+        self.launched: list[RecordingHandle] = []
+        self.newest: dict[int, RecordingHandle] = {}
+        self.silent: set[int] = set()
+        """Engines whose next process never answers."""
+        self.stages: list[tuple[str, int, int]] = []
+        """Name, and the events of the journal that fell into it."""
+        self.server = RolloutServer(
+            plan,
+            self._launch,
+            config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=5.0),
+            kept=KeptWeights(Path(mkdtemp())),
+            observe=self._observe,
+        )
+        self.stays = {
+            index
+            for index, engine in enumerate(plan.engines)
+            if not next(g for g in plan.groups if engine in g.engines).needs_offload
+        }
+
+    def _launch(self, group: GroupPlan, engine: EnginePlan) -> RecordingHandle:
+        index = self.plan.engines.index(engine)
+        handle = RecordingHandle(index, self.journal, releases=group.needs_offload)
+        handle.is_silent = index in self.silent
+        self.launched.append(handle)
+        self.newest[index] = handle
+        return handle
+
+    @contextmanager
+    def _observe(self, stage: str) -> Iterator[None]:
+        begin = len(self.journal.events)
+        try:
+            yield
+        finally:
+            self.stages.append((stage, begin, len(self.journal.events)))
+
+    def update(self, version: int) -> None:
+        folder = Path(mkdtemp())
+        weights = {name: torch.tensor(Policy.WHOLE.truth(name, version)) for name in WEIGHTS}
+        save_file(weights, folder / "model.safetensors")
+        try:
+            self.server.update(folder, version=version)
+        finally:
+            shutil.rmtree(folder)
+
+    def recover(self) -> dict[int, bool]:
+        """Replace the lost engines one after another; say which serve now."""
+        futures = self.server.start_replacements()
+        wait(futures.values())
+        return {index: self.server.bring_up(index) for index in futures}
+
+    def check_stages(self) -> None:
+        """Engines are asked in a stage what belongs to it; between stages processes start."""
+        for (_, _, end), (_, begin, _) in pairwise(self.stages):
+            assert {event.call for event in self.journal.events[end:begin]} <= {"restart"}
+        for stage, begin, end in self.stages:
+            asked = self.journal.events[begin:end]
+            calls = {f"{event.call} {event.part}".strip() for event in asked}
+            assert calls <= CALLS[stage], stage
+            if stage in ("release", "offload"):
+                assert not {event.engine for event in asked} & self.stays
+        asked_to_release = {e.engine for e in self.journal.events if e.call in RELEASES}
+        assert not asked_to_release & self.stays
+
+    def check_served(self, version: int) -> None:
+        assert set(self.server.states) == {State.READY}
+        for index in self.server.serving_engines():
+            answer = self.newest[index].engine.serve()
+            for name in WEIGHTS:
+                assert answer[name].tolist() == Policy.WHOLE.truth(name, version), (index, name)
+
+
+def started(plan: ServerPlan) -> Rig:
+    rig = Rig(plan)
+    rig.server.start()
+    rig.update(0)
+    return rig
+
+
+def names_since(rig: Rig, first: int) -> list[str]:
+    return [stage for stage, _, _ in rig.stages[first:]]
+
+
+# -- groups -------------------------------------------------------------------------------------
+
+
+@pytest.mark.shows("4.6")
+def test_a_second_start_of_a_group_starts_no_engine_again() -> None:
+    rig = Rig(plan_of(("regular", 3)))
+    group = ServerGroup(rig.plan.groups[0], rig._launch)
+    for future in group.start().values():
+        future.result()
+    assert group.start() == {}
+    rig.newest[1].kill()
+    assert group.find_dead() == [1]
+    group.clear([1])
+    assert list(group.start()) == [1]
+    assert len(rig.launched) == 4
+
+
+@pytest.mark.shows("4.2")
+def test_a_placeholder_has_devices_and_no_engine() -> None:
+    plan = plan_of(("regular", 1), ("placeholder", 5), ("regular", 2))
+    rig = started(plan)
+    assert rig.server.num_engines == len(rig.launched) == 3
+    assert plan.engine_device_offsets == (0, 6, 7)
+
+
+def test_encoders_start_before_the_groups_that_ask_them() -> None:
+    rig = Rig(plan_of(("prefill", 1), ("decode", 2), ("encoder", 1)))
+    rig.journal.fail(3, "restart")
+    with pytest.raises(StageError, match=r"start failed on engine 3: InjectedFault"):
+        rig.server.start()
+    assert [handle.index for handle in rig.launched] == [3]
+    rig.server.start()
+    assert [handle.index for handle in rig.launched] == [3, 3, 0, 1, 2]
+
+
+# -- order --------------------------------------------------------------------------------------
+
+
+@pytest.mark.shows("2.1", "2.2", "2.3", "2.4", "4.3")
+def test_groups_on_devices_of_the_trainer_alone_are_drained_and_released() -> None:
+    rig = started(plan_of(("regular", 2), ("regular", 2), ("regular", 2), num_offloaded=3))
+    assert rig.stays == {4, 5}
+    first, begin = len(rig.stages), len(rig.journal.events)
+    rig.server.offload()
+    assert names_since(rig, first) == ["pause", "drain", "release"]
+    assert {event.engine for event in rig.journal.events[begin:]} == {0, 1, 2, 3}
+    assert rig.server.states == (*[State.ASLEEP] * 4, *[State.READY] * 2)
+    rig.check_stages()
+    rig.update(1)
+    rig.check_stages()
+    rig.check_served(1)
+
+
+@pytest.mark.shows("2.5", "2.14")
+def test_an_update_pauses_drains_loads_and_continues_all_groups() -> None:
+    rig = started(plan_of(("regular", 2), ("regular", 1)))
+    first = len(rig.stages)
+    rig.update(1)
+    stages = ["pause", "drain", "sync", "resume_cache", "continue"]
+    assert names_since(rig, first) == stages
+    rig.check_stages()
+    rig.check_served(1)
+
+
+@pytest.mark.shows("2.13")
+def test_a_repeated_update_or_offload_asks_no_engine() -> None:
+    rig = started(plan_of(("regular", 1), ("regular", 1), num_offloaded=1))
+    begin = len(rig.journal.events)
+    rig.update(0)
+    assert len(rig.journal.events) == begin
+    rig.server.offload()
+    begin = len(rig.journal.events)
+    rig.server.offload()
+    assert len(rig.journal.events) == begin
+
+
+# -- failures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.shows("2.7")
+@pytest.mark.parametrize("call", ["pause", "drain"])
+def test_if_an_engine_of_a_group_does_not_stop_all_serve_again(call: str) -> None:
+    rig = started(plan_of(("regular", 2), ("regular", 2), num_offloaded=4))
+    rig.journal.fail(2, call)
+    with pytest.raises(StageError, match=f"{call} failed on engine 2: InjectedFault"):
+        rig.server.offload()
+    rig.check_served(0)
+    rig.check_stages()
+
+
+@pytest.mark.shows("1.16", "2.6", "4.12")
+def test_dead_engines_alone_are_replaced_and_get_the_weights() -> None:
+    rig = started(plan_of(("regular", 2), ("regular", 2)))
+    rig.newest[0].kill()
+    rig.newest[3].kill()
+    begin = len(rig.journal.events)
+    assert set(rig.server.serving_engines()) == {0, 1, 2, 3}  # nobody has looked yet
+    rig.server.offload()
+    assert set(rig.server.serving_engines()) == {1, 2}
+    assert len(rig.journal.events) == begin
+    rig.update(0)  # the same weights
+    assert [handle.index for handle in rig.launched[4:]] == [0, 3]
+    rig.check_served(0)
+    rig.check_stages()
+
+
+def test_an_engine_that_failed_a_request_is_replaced_though_it_lives() -> None:
+    rig = started(plan_of(("regular", 2)))
+    failed = rig.newest[1]
+    assert rig.server.lose(1, failed)
+    assert not rig.server.lose(1, failed)  # it counts once
+    assert set(rig.server.serving_engines()) == {0}
+    rig.update(0)
+    assert not failed.is_alive()
+    assert rig.newest[1] is not failed
+    rig.check_served(0)
+
+
+def test_engines_that_live_serve_while_a_dead_one_is_replaced() -> None:
+    rig = started(plan_of(("regular", 3)))
+    rig.newest[1].kill()
+    first = len(rig.stages)
+    rig.update(1)
+    assert names_since(rig, first)[:4] == ["restart", "start", "pause", "drain"]
+
+
+@pytest.mark.shows("4.12", "4.15")
+def test_within_a_phase_a_lost_engine_is_replaced_and_others_asked_nothing() -> None:
+    rig = started(plan_of(("regular", 2), ("regular", 2)))
+    rig.update(5)
+    rig.newest[0].kill()
+    rig.newest[3].kill()
+    first, begin = len(rig.stages), len(rig.journal.events)
+    assert rig.recover() == {0: True, 3: True}
+    stages = ["restart", "start", "resume_weights", "sync", "resume_cache", "continue"]
+    assert names_since(rig, first) == stages * 2
+    assert {event.engine for event in rig.journal.events[begin:]} == {0, 3}
+    rig.check_served(5)
+    counts = rig.server.take_metrics()
+    assert counts["rollout/lost_engines"] == counts["rollout/replaced_engines"] == Sum(2)
+
+
+@pytest.mark.shows("4.13")
+def test_nothing_is_replaced_before_the_first_weights() -> None:
+    rig = Rig(plan_of(("regular", 2)))
+    rig.server.start()
+    rig.newest[0].kill()
+    assert rig.server.start_replacements() == {}
+    assert len(rig.launched) == 2
+    rig.update(0)
+    rig.check_served(0)
+
+
+@pytest.mark.parametrize("call", ["restart", "finish_update", "load", "continue_generation"])
+def test_a_replacement_that_fails_is_replaced_itself(call: str) -> None:
+    rig = started(plan_of(("regular", 2)))
+    rig.newest[1].kill()
+    rig.journal.fail(1, call)
+    assert rig.recover() == {1: False}
+    assert rig.server.states == (State.READY, State.BROKEN)
+    assert rig.recover() == {1: True}
+    rig.check_served(0)
+
+
+def test_a_sleeping_group_gets_no_replacement_on_the_trainers_device() -> None:
+    rig = started(plan_of(("regular", 1), ("regular", 1), num_offloaded=1))
+    rig.server.offload()
+    rig.newest[0].kill()
+    rig.newest[1].kill()
+    assert rig.recover() == {1: True}
+    rig.update(1)
+    rig.check_served(1)
+
+
+def test_the_newest_weights_are_kept_and_none_after_the_end(tmp_path: Path) -> None:
+    rig = started(plan_of(("regular", 1)))
+    for version in (1, 2):
+        rig.update(version)
+    files = list(tmp_path.rglob("*.safetensors"))
+    assert len(files) == 1
+    kept = load_file(files[0])
+    assert {name: kept[name].tolist() for name in WEIGHTS} == {
+        name: Policy.WHOLE.truth(name, 2) for name in WEIGHTS
+    }
+    rig.server.shutdown()
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_an_engine_that_does_not_answer_in_time_is_named() -> None:
+    rig = Rig(plan_of(("regular", 2)), start_timeout_s=0.05)
+    rig.silent = {0}
+    with pytest.raises(StageError, match=r"engine 0: DeadlineError: no answer within 0.05 s"):
+        rig.server.start()
+    rig.silent = set()
+    rig.server.start()
+    assert [handle.index for handle in rig.launched] == [0, 1, 0]
+
+
+def test_a_server_that_was_not_started_does_nothing() -> None:
+    rig = Rig(plan_of(("regular", 1)))
+    with pytest.raises(PhaseError, match="server policy was not started; call start"):
+        rig.update(0)
+
+
+# -- whatever happens ---------------------------------------------------------------------------
+
+CALLED = ["pause", "drain", "release", "resume", "load", "finish_update", "continue_generation"]
+SHOTS = st.lists(
+    st.tuples(
+        st.sampled_from([*CALLED, "restart"]),
+        st.integers(0, 7),
+        st.sampled_from(["before", "after"]),
+        st.integers(0, 2),
+    ),
+    max_size=3,
+)
+PARTS = {"release": "weights", "resume": "kv_cache"}
+
+
+class RandomFaults(RuleBasedStateMachine):
+    """Whatever fails or dies, no engine serves other weights, and one try without faults heals."""
+
+    rig: Rig
+
+    @initialize(
+        groups=st.lists(
+            st.tuples(st.sampled_from(["regular", "placeholder"]), st.integers(1, 3)),
+            max_size=3,
+        ),
+        num_offloaded=st.integers(0, 8),
+    )
+    def boot(self, groups: list[tuple[WorkerType, int]], num_offloaded: int) -> None:
+        self.version = 0
+        self.rig = started(plan_of(("regular", 1), *groups, num_offloaded=num_offloaded))
+
+    @rule(shots=SHOTS, is_new=st.booleans())
+    def update(self, shots: list[tuple[str, int, str, int]], *, is_new: bool) -> None:
+        self._fire(shots)
+        self.version += is_new
+        try:
+            self.rig.update(self.version)
+        except StageError:
+            return
+        self.rig.check_served(self.version)
+
+    @rule(shots=SHOTS)
+    def offload(self, shots: list[tuple[str, int, str, int]]) -> None:
+        self._fire(shots)
+        try:
+            self.rig.server.offload()
+        except StageError:
+            return
+        states = self.rig.server.states
+        awake = {index for index, state in enumerate(states) if state is State.READY}
+        assert awake <= self.rig.stays
+
+    @rule(victim=st.integers(0, 7))
+    def kill(self, victim: int) -> None:
+        self.rig.newest[victim % len(self.rig.newest)].kill()
+
+    @rule(shots=SHOTS)
+    def recover(self, shots: list[tuple[str, int, str, int]]) -> None:
+        """Within a phase: engines that serve are asked nothing."""
+        self._fire(shots)
+        healthy = {
+            index
+            for index in self.rig.server.serving_engines()
+            if self.rig.newest[index].is_alive()
+        }
+        begin = len(self.rig.journal.events)
+        self.rig.recover()
+        assert not {event.engine for event in self.rig.journal.events[begin:]} & healthy
+        assert healthy <= set(self.rig.server.serving_engines())
+        version = self.rig.server.version
+        for index in self.rig.server.serving_engines() if version >= 0 else ():
+            answer = self.rig.newest[index].engine.serve()
+            for name in WEIGHTS:
+                assert answer[name].tolist() == Policy.WHOLE.truth(name, version)
+
+    @rule()
+    def cease_fire(self) -> None:
+        self.rig.journal.faults.clear()
+        self.rig.update(self.version)
+        self.rig.check_served(self.version)
+
+    @invariant()
+    def engines_are_asked_in_order(self) -> None:
+        self.rig.check_stages()
+
+    @invariant()
+    def one_process_a_slot_lives(self) -> None:
+        alive = [handle for handle in self.rig.launched if handle.is_alive()]
+        assert len({handle.index for handle in alive}) == len(alive)
+
+    def teardown(self) -> None:
+        self.cease_fire()
+        self.rig.server.shutdown()
+        assert not any(handle.is_alive() for handle in self.rig.launched)
+
+    def _fire(self, shots: list[tuple[str, int, str, int]]) -> None:
+        for call, victim, when, skip in shots:
+            index = victim % len(self.rig.newest)
+            self.rig.journal.fail(index, call, PARTS.get(call, ""), when=when, skip=skip)
+
+
+@pytest.fixture(autouse=True)
+def _silence() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.shows("2.16", "4.12")
+def test_random_faults_leave_no_server_with_other_weights() -> None:
+    run_state_machine_as_test(
+        RandomFaults,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=12,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

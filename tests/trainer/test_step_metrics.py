@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridrl.batch import RolloutBatch, jagged
+from hybridrl.metrics import check_declared
+from hybridrl.trainer.step_metrics import describe_lengths
+
+
+@pytest.mark.shows("4.20")
+def test_a_response_that_ends_in_a_loop_counts_as_repeating() -> None:
+    generator = torch.Generator().manual_seed(0)
+    varied = torch.randint(50_000, (600,), generator=generator)
+    looping = torch.cat([varied, varied[:100].repeat(6), torch.tensor([1])])
+    looping[-50] = 0  # not to the letter
+    short = varied[:10].repeat(20)
+    rows = [varied, looping, short, varied % 2]  # few different tokens
+    size = len(rows)
+    rollouts = RolloutBatch(
+        token_ids_BL=jagged(rows),
+        response_mask_BL=jagged([torch.ones(len(row), dtype=torch.bool) for row in rows]),
+        sampler_logprobs_BL=jagged([torch.zeros(len(row)) for row in rows]),
+        prompt_index_B=torch.zeros(size, dtype=torch.int64),
+        policy_version_B=torch.zeros(size, dtype=torch.int64),
+        is_truncated_B=torch.zeros(size, dtype=torch.bool),
+        batch_size=[size],
+    )
+    metrics = describe_lengths(rollouts)
+    assert metrics["rollout/repetition_fraction"].value == 0.25
+    check_declared(metrics)
