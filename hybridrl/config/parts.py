@@ -1,4 +1,4 @@
-"""The parts of an algorithm: functions that the ``algorithm`` section names.
+"""The parts of a run: functions that the configuration names, most of them of the algorithm.
 
 A part is found by its name in the tables below, or by ``path/to/file.py:function``. Both are read
 from their source, so that no check needs torch. ``algorithms/load.py`` imports them.
@@ -245,6 +245,14 @@ PREFERENCE_LOSS = PartKind(
     ),
 )
 
+METRICS_FUNCTION = PartKind(
+    noun="function of metrics",
+    key="tracking.function",
+    args_key=None,
+    built_in={},
+    inputs=frozenset({"step", "metrics"}),
+)
+
 KINDS = (
     ADVANTAGE,
     POLICY_LOSS,
@@ -255,4 +263,5 @@ KINDS = (
     GROUP_FILTER,
     ROW_FILTER,
     PREFERENCE_LOSS,
+    METRICS_FUNCTION,
 )

@@ -19,6 +19,7 @@ import importlib
 import logging
 import math
 import os
+import reprlib
 import shutil
 import time
 import traceback
@@ -27,14 +28,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import SEEK_END, FileIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Protocol, Self
 
 from filelock import FileLock, Timeout
 
 from hybridrl.agents.turn_records import CallRecord
+from hybridrl.algorithms.load import load_part
 from hybridrl.atomic_io import atomic_write_text, free_name
+from hybridrl.config.parts import METRICS_FUNCTION
 from hybridrl.config.tracking import TrackingConfig
-from hybridrl.errors import RunFolderError
+from hybridrl.errors import RunFolderError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.run.line_files import METRICS, lost_lines, whole_lines
@@ -140,6 +144,7 @@ class RunLogger:
         self._config = config
         self._began = time.monotonic()
         self._trackers: list[Tracker] = []
+        self._function = load_part(config, METRICS_FUNCTION)
         # Before the folder: a run that could not begin must not leave one that blocks the next try.
         modules = [
             importlib.import_module(f"hybridrl.run.trackers.{name}") for name in config.trackers
@@ -221,6 +226,7 @@ class RunLogger:
         Raises:
             MetricError: a name that ``hybridrl/metrics.py`` does not declare.
             RunFolderError: the disk is full or gone, or the folder was deleted.
+            TrainingError: ``tracking.function`` raised, or returned something else than a bool.
         """
         check_declared(metrics)
         values = {name: metric.value for name, metric in metrics.items()}
@@ -229,9 +235,21 @@ class RunLogger:
         with _naming(self.folder):
             self._require_folder()
             _append(self._metrics, line | {name: finite.get(name) for name in values})
-            for tracker in self._trackers:
+            for tracker in () if self._is_taken(step, finite) else self._trackers:
                 tracker.log(step, finite)
         return values
+
+    def _is_taken(self, step: int, finite: Mapping[str, float]) -> bool:
+        """Call the user's function; True if trackers shall not get the step."""
+        if self._function is None:
+            return False
+        answer = self._function(step=step, metrics=MappingProxyType(finite))
+        if answer is None or isinstance(answer, bool):
+            return bool(answer)
+        raise TrainingError(
+            f"{self._function.key}={self._function.spelled} returned {reprlib.repr(answer)}; "
+            "return True to keep the step from the trackers, else nothing"
+        )
 
     def log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         """Write the first ``tracking.num_samples_per_step`` of ``samples``, compactly.

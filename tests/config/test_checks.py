@@ -616,6 +616,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "tracking.trackers",
         "same entry twice",
     ),
+    (("tracking.function=keep",), "tracking.function", "neither a built-in function of metrics"),
     (("eval.temperature=0.0001",), "eval.temperature", "0 (greedy decoding) or at least 0.001"),
     (
         ("eval.sets={hot: {temperature: 0.0001}}",),

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from hybridrl import log
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.diagnostics.trace import SpanRecorder
-from hybridrl.errors import MetricError, RunFolderError
+from hybridrl.errors import MetricError, RunFolderError, TrainingError
 from hybridrl.metrics import Max, Mean
 from hybridrl.run.run_folder import RunLogger, SampleRow
 from hybridrl.run.trackers.tensorboard import TensorBoardTracker
@@ -35,6 +35,7 @@ def open_log(
     overwrite: bool = False,
     resumes: bool = False,
     trackers: tuple[str, ...] = ("tensorboard",),
+    function: str | None = None,
 ) -> RunLogger:
     return RunLogger(
         folder,
@@ -45,6 +46,7 @@ def open_log(
         config=TrackingConfig(
             trackers=trackers,  # type: ignore[arg-type]
             project="test",
+            function=function,
             num_samples_per_step=2,
             trace=False,
             live="off",
@@ -212,6 +214,52 @@ def test_a_folder_that_is_deleted_midway_is_named_at_the_next_step(
             (tmp_path / "run" / "metrics.jsonl").touch()
         with pytest.raises(RunFolderError, match=r"run was deleted, moved or replaced while"):
             run.log_step(2, {"reward/mean": Mean(1.0)})
+
+
+OWN = """
+import json
+from pathlib import Path
+
+def keep_odd(step, metrics):
+    with (Path(__file__).parent / "kept.jsonl").open("a") as file:
+        print(json.dumps([step, dict(metrics)]), file=file)
+    return step % 2 == 1 or None
+
+def change(metrics):
+    metrics["reward/mean"] = 0.0
+
+def answer(step):
+    return step
+"""
+
+
+@pytest.mark.shows("4.20")
+def test_steps_that_a_function_takes_do_not_reach_trackers(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    with open_log(tmp_path / "run", function=f"{tmp_path}/own.py:keep_odd") as run:
+        for step in (1, 2, 3):
+            run.log_step(step, {"reward/mean": Mean(0.25), "policy/grad_norm": Max(math.nan)})
+    assert read_lines(tmp_path / "kept.jsonl") == [[s, {"reward/mean": 0.25}] for s in (1, 2, 3)]
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
+    (file,) = (tmp_path / "run" / "tensorboard").iterdir()
+    events = EventFileLoader(str(file)).Load()
+    assert [event.step for event in events if event.summary.value] == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("change", r"own.py:change raised TypeError: .*assignment \(own.py:11\)"),
+        ("answer", "own.py:answer returned 1; return True"),
+    ],
+)
+def test_a_function_of_metrics_that_errs_is_named(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    with (
+        open_log(tmp_path / "run", function=f"{tmp_path}/own.py:{name}") as run,
+        pytest.raises(TrainingError, match=f"tracking.function={tmp_path}/{message}"),
+    ):
+        run.log_step(1, {"reward/mean": Mean(0.25)})
 
 
 def test_tensorboard_reports_a_full_disk_itself(tmp_path: Path) -> None:

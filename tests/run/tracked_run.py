@@ -11,7 +11,12 @@ from hybridrl.run.run_folder import RunLogger
 folder, tracker, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 trackers: Any = (tracker,)
 tracking = TrackingConfig(
-    trackers=trackers, project="digits", num_samples_per_step=0, trace=False, live="off"
+    trackers=trackers,
+    project="digits",
+    function=None,
+    num_samples_per_step=0,
+    trace=False,
+    live="off",
 )
 resumes = folder.is_dir()
 with RunLogger(

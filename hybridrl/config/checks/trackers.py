@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from packaging.specifiers import SpecifierSet
 
 from hybridrl.config.checks.data import listed_twice
+from hybridrl.config.checks.parts import check_part
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
@@ -58,4 +59,10 @@ def check_trackers_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]
         yield listed_twice("tracking.trackers", trackers, once)
 
 
-RULES = (check_trackers, check_trackers_stand_once)
+def check_function(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The function of metrics can be called."""
+    for kind, spelled, given in config.tracking.parts:
+        yield from check_part(kind, spelled, given)
+
+
+RULES = (check_trackers, check_trackers_stand_once, check_function)
