@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -20,16 +20,11 @@ from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.plan import ServerPlan
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
-from hybridrl.workers.sharding.control import StageError
+from hybridrl.workers.sharding.served_engines import update_with_tries
 from hybridrl.workers.sharding.weight_files import WeightSource
-
-log = logging.getLogger(__name__)
 
 _VERSION = 0
 """Of weights that never change."""
-
-_NUM_LOADS = 3
-"""Tries: an engine that dies meanwhile is replaced in the next."""
 
 Answer = Sample | str
 """An answer, or why there is none."""
@@ -70,15 +65,7 @@ class FrozenModel:
             StageError: an engine did not start.
         """
         self._server.start()
-        for number in range(1, _NUM_LOADS + 1):
-            try:
-                self._server.update(self._folder, version=_VERSION)
-            except StageError as error:
-                if number == _NUM_LOADS:
-                    raise
-                log.warning("the weights of %s are loaded again: %s", self._name, error)
-            else:
-                return
+        update_with_tries(partial(self._server.update, self._folder, version=_VERSION))
 
     def ask(
         self, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
@@ -93,14 +80,10 @@ class FrozenModel:
         Returns:
             For each context the answer, or the reason why there is none.
         """
-        rollout = self._config.rollout
-        pool = EnginePool(
-            self._server.serving_engines(),
-            num_slots=rollout.num_slots,
+        pool = self._server.pool(
             max_context_tokens=self._served.max_context_tokens or self._config.max_row_tokens,
             vocab_size=self._vocab_size,
             version=_VERSION,
-            timeout_s=rollout.request_timeout_s,
         )
         with self._recovery.filling(pool):
             return asyncio.run(self._answer_all(pool, contexts, params, timeout_s))

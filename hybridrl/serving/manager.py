@@ -123,14 +123,10 @@ class RolloutManager:
         self, prompts: PromptBatch, sampling: SamplingParams, version: int
     ) -> tuple[list[Sample], Metrics]:
         """Sample with all engines; see ``Servers.sample``."""
-        rollout = self._config.rollout
-        pool = EnginePool(
-            self._policy.serving_engines(),
-            num_slots=rollout.num_slots,
+        pool = self._policy.pool(
             max_context_tokens=self._config.max_row_tokens,
             vocab_size=self._vocab_size,
             version=version,
-            timeout_s=rollout.request_timeout_s,
         )
         if self._agent is not None and self._router is not None:
             pool.prefixes = KnownPrefixes()

@@ -83,16 +83,6 @@ class ServerPlan:
         return tuple(engine for group in groups for engine in group.engines)
 
     @property
-    def engine_device_counts(self) -> tuple[int, ...]:
-        """Devices of each engine, parallel to ``engines``."""
-        return tuple(engine.num_devices for engine in self.engines)
-
-    @property
-    def engine_device_offsets(self) -> tuple[int, ...]:
-        """First device of each engine among those of all servers, parallel to ``engines``."""
-        return tuple(engine.first_device for engine in self.engines)
-
-    @property
     def num_nodes_per_engine(self) -> int:
         """Nodes that each engine lies on.
 

@@ -12,9 +12,10 @@ from functools import partial
 import torch
 
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.errors import PhaseError, TransferError
+from hybridrl.errors import DeadlineError, PhaseError, TransferError
 from hybridrl.metrics import Metrics
 from hybridrl.serving.engine_handle import EngineHandle, Launch
+from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.group import Futures, ServerGroup
 from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.losses import Losses
@@ -29,7 +30,6 @@ from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 log = logging.getLogger(__name__)
 
 _START = "start"
-_CUT_OFF = f"{TransferError.__name__}: "
 
 
 def _unobserved(stage: str) -> AbstractContextManager[None]:
@@ -180,6 +180,23 @@ class RolloutServer:
                 if states[index] is State.READY and group.plan.answers
             }
 
+    def pool(self, *, max_context_tokens: int, vocab_size: int, version: int) -> EnginePool:
+        """Return the sampler over the engines that answer now, for one program.
+
+        Args:
+            max_context_tokens: limit of context + response.
+            vocab_size: tokens that the model knows.
+            version: of the weights that must sample.
+        """
+        return EnginePool(
+            self.serving_engines(),
+            num_slots=self._config.num_slots,
+            max_context_tokens=max_context_tokens,
+            vocab_size=vocab_size,
+            version=version,
+            timeout_s=self._config.request_timeout_s,
+        )
+
     def shutdown(self) -> None:
         """End all engines, and delete the kept weights. Idempotent."""
         with self._lock:
@@ -269,7 +286,8 @@ class RolloutServer:
             self._replaced.difference_update(members)
             return self._start(self._by_group(members))
         futures = [group.act(action, slots=slots) for group, slots in self._by_group(members)]
-        return self._wait(futures, self._by_group(members), limit_s=self._config.stage_timeout_s)
+        limit_s = self._config.stage_timeout_s
+        return _describe(self._wait(futures, self._by_group(members), limit_s=limit_s))
 
     def sync(self) -> Failures:
         """Load the weights of this update into every engine.
@@ -289,11 +307,11 @@ class RolloutServer:
         if isinstance(source, WeightOffer):
             loads = [future for of_group in futures for future in of_group.values()]
             limit_s = wait_for_receivers(source, loads, timeout_s=limit_s)
-        failures = self._wait(futures, everyone, limit_s=limit_s)
-        at_fault = {i: why for i, why in failures.items() if not why.startswith(_CUT_OFF)}
-        if failures and not at_fault:
-            raise StageError(SYNC.name, failures, of="engine")
-        return at_fault
+        errors = self._wait(futures, everyone, limit_s=limit_s)
+        at_fault = {i: each for i, each in errors.items() if not isinstance(each, TransferError)}
+        if errors and not at_fault:
+            raise StageError(SYNC.name, _describe(errors), of="engine")
+        return _describe(at_fault)
 
     def _start(self, members: Sequence[tuple[ServerGroup, Collection[int]]]) -> Failures:
         """Fill the empty slots among these, all at once; slots that failed are empty again."""
@@ -301,11 +319,11 @@ class RolloutServer:
         started = [
             (group, tuple(of_group)) for (group, _), of_group in zip(members, futures, strict=True)
         ]
-        failures = self._wait(futures, started, limit_s=self._config.start_timeout_s)
-        for index in failures:
+        errors = self._wait(futures, started, limit_s=self._config.start_timeout_s)
+        for index in errors:
             group, slot = self._slots[index]
             group.clear([slot])
-        return failures
+        return _describe(errors)
 
     def _wait(
         self,
@@ -313,16 +331,16 @@ class RolloutServer:
         members: Sequence[tuple[ServerGroup, Collection[int]]],
         *,
         limit_s: float,
-    ) -> Failures:
-        """Wait for all calls; return those that failed, or did not end in time, by engine."""
+    ) -> dict[int, BaseException]:
+        """Wait for all calls; return the errors of those that failed or are late, by engine."""
         by_index = {
             self._index_of[group.plan.name, slot]: of_group[slot]
             for (group, slots), of_group in zip(members, futures, strict=True)
             for slot in slots
         }
         wait(by_index.values(), timeout=limit_s)
-        reasons = {index: _reason(future, limit_s) for index, future in by_index.items()}
-        return {index: reason for index, reason in reasons.items() if reason}
+        errors = {index: _error_of(future, limit_s) for index, future in by_index.items()}
+        return {index: error for index, error in errors.items() if error is not None}
 
     # -- who is where ----------------------------------------------------------------------------
 
@@ -362,9 +380,11 @@ def _for(source: WeightSource, *, num_engines: int) -> WeightSource:
     return source.to_group(num_engines) if isinstance(source, WeightOffer) else source
 
 
-def _reason(future: Future[None], limit_s: float) -> str:
-    """Return why a call failed; empty if it did not."""
+def _error_of(future: Future[None], limit_s: float) -> BaseException | None:
     if not future.done():
-        return f"DeadlineError: no answer within {limit_s:g} s"
-    error = future.exception()
-    return "" if error is None else f"{type(error).__name__}: {error}"
+        return DeadlineError(f"no answer within {limit_s:g} s")
+    return future.exception()
+
+
+def _describe(errors: Mapping[int, BaseException]) -> Failures:
+    return {index: f"{type(error).__name__}: {error}" for index, error in errors.items()}

@@ -93,14 +93,7 @@ class Rig:
         self.pool = self.new_pool()
 
     def new_pool(self) -> EnginePool:
-        return EnginePool(
-            self.server.serving_engines(),
-            num_slots=2,
-            max_context_tokens=32,
-            vocab_size=100,
-            version=0,
-            timeout_s=60.0,
-        )
+        return self.server.pool(max_context_tokens=32, vocab_size=100, version=0)
 
     def _launch(self, group: GroupPlan, engine: EnginePlan) -> AnsweringHandle:
         index = self.plan.engines.index(engine)

@@ -171,7 +171,7 @@ def test_a_placeholder_has_devices_and_no_engine() -> None:
     plan = plan_of(("regular", 1), ("placeholder", 5), ("regular", 2))
     rig = started(plan)
     assert rig.server.num_engines == len(rig.launched) == 3
-    assert plan.engine_device_offsets == (0, 6, 7)
+    assert [engine.first_device for engine in plan.engines] == [0, 6, 7]
 
 
 def test_encoders_start_before_the_groups_that_ask_them() -> None:

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.env import ROOT, python_path
 from hybridrl.serving.starting import start_servers
 from tests.config.values import config_of
@@ -26,6 +28,17 @@ pytestmark = pytest.mark.nightly
 NO_MOONCAKE = "needs mooncake-transfer-engine-non-cuda, and libibverbs1 and libnl-route-3-200"
 
 
+def require_hugging_faces_answers(config: ExperimentConfig, folders: Sequence[Path]) -> None:
+    """Start servers, and sample twice with the weights of each folder."""
+    with start_servers(config, folders[0], variables={}) as servers:
+        for version, folder in enumerate(folders):
+            servers.update(folder, version=version)
+            for _ in range(2):
+                samples, _ = servers.sample(PROMPTS, GREEDY, version=version)
+                assert_as_hugging_face(samples, folder)
+    wait_until(lambda: not servers_below())
+
+
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("4.2")
 def test_an_engine_of_two_devices_samples_as_one(served_model: Path, tmp_path: Path) -> None:
@@ -34,14 +47,7 @@ def test_an_engine_of_two_devices_samples_as_one(served_model: Path, tmp_path: P
         groups(wide="num_devices: 2, devices_per_engine: 2", small="num_devices: 1"),
         "serving.num_devices_per_node=3",
     )
-    other = make_tiny_model(tmp_path / "other", seed=5)
-    with start_servers(config, served_model, variables={}) as servers:
-        for version, folder in enumerate((served_model, other)):
-            servers.update(folder, version=version)
-            for _ in range(2):
-                samples, _ = servers.sample(PROMPTS, GREEDY, version=version)
-                assert_as_hugging_face(samples, folder)
-    wait_until(lambda: not servers_below())
+    require_hugging_faces_answers(config, [served_model, make_tiny_model(tmp_path / "b", seed=5)])
 
 
 @pytest.mark.timeout(420)
@@ -75,14 +81,7 @@ def test_a_pair_samples_as_one_engine(served_model: Path, tmp_path: Path) -> Non
         ),
         "serving.num_devices_per_node=2",
     )
-    other = make_tiny_model(tmp_path / "other", seed=5)
-    with start_servers(config, served_model, variables={}) as servers:
-        for version, folder in enumerate((served_model, other)):
-            servers.update(folder, version=version)
-            for _ in range(2):
-                samples, _ = servers.sample(PROMPTS, GREEDY, version=version)
-                assert_as_hugging_face(samples, folder)
-    wait_until(lambda: not servers_below())
+    require_hugging_faces_answers(config, [served_model, make_tiny_model(tmp_path / "b", seed=5)])
 
 
 @pytest.mark.skipif(find_spec("mooncake") is None, reason=NO_MOONCAKE)

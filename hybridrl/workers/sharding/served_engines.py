@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -34,7 +34,7 @@ from hybridrl.workers.train.protocol import TrainEngine
 log = logging.getLogger(__name__)
 
 _NUM_UPDATES = 3
-"""Tries: an engine that dies in an update is replaced in the next."""
+"""Tries of one update."""
 
 
 class Servers(ABC):
@@ -89,6 +89,23 @@ class Servers(ABC):
             DeadlineError: no answer in time.
             DriftError: an engine sampled with other weights.
         """
+
+
+def update_with_tries(update: Callable[[], None]) -> None:
+    """Update servers; an engine that dies in one try is replaced in the next.
+
+    Raises:
+        StageError: of the last try.
+    """
+    for number in range(1, _NUM_UPDATES + 1):
+        try:
+            update()
+        except StageError as error:
+            if number == _NUM_UPDATES:
+                raise
+            log.warning("an update of rollout engines is tried again: %s", error)
+        else:
+            return
 
 
 class ServedEngines:
@@ -199,16 +216,15 @@ class ServedEngines:
 
     def _update(self, published: PublishedWeights) -> None:
         """Let the servers load; engines that die meanwhile are replaced."""
-        for number in range(1, _NUM_UPDATES + 1):
+
+        def update() -> None:
             try:
                 self._servers.update(published.source(), version=self.trained_version)
-            except StageError as error:
+            except StageError:
                 published.break_off()
-                if number == _NUM_UPDATES:
-                    raise
-                log.warning("an update of rollout engines is tried again: %s", error)
-            else:
-                return
+                raise
+
+        update_with_tries(update)
 
     def take_metrics(self) -> Metrics:
         """Return the metrics of the syncs since the last call, and reset them."""
