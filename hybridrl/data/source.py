@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from hybridrl.batch import PromptBatch, jagged
+from hybridrl.data.open_prompts import OpenPrompts
+from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_tensor import encode_row
 from hybridrl.data.rows import fingerprint
@@ -16,16 +19,11 @@ from hybridrl.data.sampler import RowOrder, RowSampler
 from hybridrl.data.sampler_state import SamplerState
 
 
-@dataclass(frozen=True, slots=True)
-class PromptStep:
-    """The prompts of one step, twice: for the workers, and with their answers for the driver."""
-
-    prompts: PromptBatch
-    rows: tuple[TokenizedRow, ...]
-
-
 class PromptSource:
-    """Draws the prompts of each step; see ``data/sampler.py`` for the order."""
+    """Draws the prompts of each step; see ``data/sampler.py`` for the order.
+
+    Prompts that were open when a checkpoint was made are drawn first by the run that resumes.
+    """
 
     def __init__(
         self,
@@ -54,6 +52,10 @@ class PromptSource:
         self._num_prompts = num_prompts
         self._seed = seed
         self._sends_rows = sends_rows
+        self.open = OpenPrompts()
+        """Prompts that were drawn, and are open; none between the steps of a synchronous run."""
+        self._returned: deque[tuple[int, TokenizedRow]] = deque()
+        """Prompts that a checkpoint gave back, with their indices."""
         self._sampler: RowOrder = sampler or RowSampler(
             len(rows),
             seed=seed,
@@ -71,25 +73,42 @@ class PromptSource:
         """Prompts drawn since the run began."""
         return self._sampler.num_drawn
 
-    def next(self) -> PromptStep:
-        """Draw the prompts of the next step."""
-        first_index = self._sampler.num_drawn
-        rows = [self._rows[index] for index in self._sampler.draw(self._num_prompts)]
-        return build_prompt_step(
-            rows, first_index=first_index, seed=self._seed, sends_rows=self._sends_rows
+    def next(self, num_prompts: int | None = None) -> PromptStep:
+        """Draw prompts, at least one; None: as many as a step has."""
+        wanted = num_prompts or self._num_prompts
+        drawn = [self._returned.popleft() for _ in range(min(wanted, len(self._returned)))]
+        drawn += self._draw(wanted - len(drawn))
+        return _build_step(
+            [row for _, row in drawn],
+            [index for index, _ in drawn],
+            seed=self._seed,
+            sends_rows=self._sends_rows,
         )
 
     def state(self) -> SamplerState:
-        """Return where the stream stands."""
-        return self._sampler.state()
+        """Return where the stream stands, and which of its prompts are open."""
+        returned = [index for index, _ in self._returned]
+        is_open = tuple(sorted([*self.open.indices, *returned]))
+        return replace(self._sampler.state(), open_prompts=is_open)
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from ``state``.
+        """Continue from ``state``: its open prompts come first, with the indices they had.
 
         Raises:
             DataError: it was taken over other rows.
         """
-        self._sampler.restore(state)
+        self.open.clear()
+        first = min(state.open_prompts, default=state.num_drawn)
+        self._sampler.restore(replace(state, num_drawn=first))
+        is_open = set(state.open_prompts)
+        drawn = self._draw(state.num_drawn - first)
+        self._returned = deque((index, row) for index, row in drawn if index in is_open)
+
+    def _draw(self, num_rows: int) -> list[tuple[int, TokenizedRow]]:
+        """Draw from the stream: index in it, and row."""
+        first = self._sampler.num_drawn
+        numbers = self._sampler.draw(num_rows)
+        return [(first + n, self._rows[number]) for n, number in enumerate(numbers)]
 
 
 def build_prompt_step(
@@ -110,9 +129,20 @@ def build_prompt_step(
         sends_rows: put rows into the batch, for agents.
     """
     indices = range(first_index, first_index + len(rows))
+    return _build_step(rows, indices, seed=seed, stream=stream, sends_rows=sends_rows)
+
+
+def _build_step(
+    rows: Sequence[TokenizedRow],
+    indices: Sequence[int],
+    *,
+    seed: int,
+    stream: str = "train",
+    sends_rows: bool,
+) -> PromptStep:
     prompts = PromptBatch(
         token_ids_PL=jagged([row.token_ids for row in rows]),
-        prompt_index_P=torch.tensor(indices),
+        prompt_index_P=torch.tensor(list(indices)),
         seed_P=torch.tensor([prompt_seed(seed, index, stream=stream) for index in indices]),
         row_PN=jagged([encode_row(row.row) for row in rows]) if sends_rows else None,
         batch_size=[len(rows)],

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.agents.rollout import require_usable_agent
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.sampler import RowOrder
-from hybridrl.data.source import PromptSource, PromptStep
+from hybridrl.data.source import PromptSource
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import warn_of_useless_rewards
@@ -32,6 +32,7 @@ from hybridrl.run.rows import load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
+from hybridrl.trainer.batches import Batches, DrawnBatches
 from hybridrl.trainer.build_algorithm import (
     Algorithm,
     Ingredients,
@@ -155,14 +156,16 @@ class _ReinforcementLearning:
     def loop_of(self, workers: Workers) -> Loop:
         config = self.config
         rollouts = self._rollouts_of(workers)
-        algorithm_of = self._algorithm_of(workers, rollouts)
+        batches = self._batches_of(rollouts)
+        algorithm_of = self._algorithm_of(workers, rollouts, batches)
         num_samples = config.tracking.num_samples_per_step
         samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="train")
 
         def take_step(step: int) -> Metrics:
             rollouts.begin(step, "train")
             self.recording.begin(self.source, step)
-            report = algorithm_of(step).step(self._draw())
+            batches.begin(step)
+            report = algorithm_of(step).step()
             sampled = report.sampled
             taken = samples.take(sampled.task, sampled.rollouts, sampled.scores)
             self.record.samples(step, taken)
@@ -185,19 +188,26 @@ class _ReinforcementLearning:
             guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
         )
 
-    def _draw(self) -> PromptStep:
-        return self.recording.draw(self.source)
+    def _batches_of(self, rollouts: Rollouts) -> Batches:
+        return DrawnBatches(
+            draw=lambda: self.recording.draw(self.source),
+            engines=rollouts,
+            while_sampling=rollouts.while_sampling,
+        )
 
     def _rollouts_of(self, workers: Workers) -> Rollouts:
         reward = self.reward_with(workers)
         return self.recording.rollouts_of(cast(Policy, workers["actor"]), reward)
 
-    def _algorithm_of(self, workers: Workers, rollouts: Rollouts) -> Callable[[int], Algorithm]:
+    def _algorithm_of(
+        self, workers: Workers, rollouts: Rollouts, batches: Batches
+    ) -> Callable[[int], Algorithm]:
         """Return the function that gives the algorithm of step n, counted from 1."""
         rollout = self.config.rollout
         given = Ingredients(
             policy=cast(Policy, workers["actor"]),
             engines=rollouts,
+            batches=batches,
             sampling=SamplingParams(
                 num_responses_per_prompt=rollout.num_responses_per_prompt,
                 max_response_tokens=rollout.max_response_tokens,
@@ -208,7 +218,6 @@ class _ReinforcementLearning:
             ),
             reward=rollouts,
             kl=self.kl,
-            draw=self._draw,
             on_phase=self.record.phase,
         )
         if "critic" in workers:

@@ -11,9 +11,9 @@ from hybridrl.algorithms.load import Part, load_part, require_part
 from hybridrl.batch import LogprobBatch, RolloutBatch
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.source import PromptStep
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages, Charges
+from hybridrl.trainer.batches import Batches
 from hybridrl.trainer.collect import Collector, Reward
 from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.policy import (
@@ -31,9 +31,9 @@ from hybridrl.trainer.train_batch import TrainBatches, balance
 
 
 class Algorithm(Protocol):
-    """Turns the prompts of a step into updates."""
+    """Takes a step."""
 
-    def step(self, task: PromptStep) -> StepReport:
+    def step(self) -> StepReport:
         """Sample, score, update."""
         ...
 
@@ -44,14 +44,13 @@ class Ingredients:
 
     policy: Policy
     engines: Generates
-    """Give the responses: those of the policy, or recorded ones."""
+    """Give responses: those of the policy, or recorded ones."""
+
+    batches: Batches
 
     sampling: SamplingParams
     reward: Reward
     kl: KLCoefficient
-    draw: Callable[[], PromptStep]
-    """Draws further prompts of a step."""
-
     on_phase: Callable[[str], None]
 
 
@@ -61,11 +60,11 @@ def build_policy_optimization(config: ExperimentConfig, given: Ingredients) -> P
     return PolicyOptimization(
         policy=given.policy,
         collect=Collector(
+            batches=given.batches,
             policy=given.engines,
             sampling=given.sampling,
             reward=given.reward,
             group_filter=_load(config, parts.GROUP_FILTER),
-            draw=given.draw,
             max_rounds=algorithm.max_sampling_rounds,
             samples_greedily=algorithm.reads("greedy_rewards_B"),
         ),
@@ -83,7 +82,7 @@ def build_actor_critic(
     """Build PPO's step function of step n, from 1. In the critic's warm-up the policy is frozen."""
     actor_critic = ActorCriticOptimization(
         policy=given.policy,
-        engines=given.engines,
+        batches=given.batches,
         critic=critic,
         sampling=given.sampling,
         reward=given.reward,

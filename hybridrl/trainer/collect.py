@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import RolloutBatch
-from hybridrl.data.source import PromptStep
+from hybridrl.data.prompt_step import PromptStep
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller.payload import concat_rows
+from hybridrl.trainer.batches import Batches, Sampled
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.policy import Generates
 
@@ -93,40 +94,35 @@ class Collected:
 class Collector:
     """Samples and scores. A group filter may leave groups out; further prompts replace them."""
 
+    batches: Batches
     policy: Generates
     sampling: SamplingParams
     reward: Reward
     group_filter: Part | None = None
-    draw: Callable[[], PromptStep] | None = None
-    """Draws further prompts, as many as a step has."""
-
     max_rounds: int = 1
-    """Times that a step samples."""
+    """Batches that a step samples, at most."""
 
     samples_greedily: bool = False
     """Whether to sample and score one greedy response to each prompt, too."""
 
-    def __call__(self, task: PromptStep, clock: Clock) -> Collected:
-        """Sample and score the prompts of a step, and replace the groups that were left out."""
-        scored = self._sample(task, clock)
+    def __call__(self, clock: Clock) -> Collected:
+        """Sample and score the batch of a step, and replace the groups that were left out."""
+        scored = self._sample(clock)
         collected = Collected.of(scored)
         if self.group_filter is not None:
             collected = self._filtered(scored, self.group_filter, clock)
         if not self.samples_greedily:
             return collected
         batch = collected.batch
-        greedy = replace(self.sampling, num_responses_per_prompt=1, temperature=0.0)
-        rewards_P = self._sample(batch.task, clock, greedy).scores.rewards_B
+        rewards_P = self._greedy(batch.task, clock).scores.rewards_B
         rewards_B = rewards_P.repeat_interleave(batch.num_responses)
         return replace(collected, greedy_rewards_B=rewards_B)
 
     def _filtered(self, first: ScoredRollouts, keep: Part, clock: Clock) -> Collected:
         num_prompts = len(first.task.rows)
         rounds, is_kept_P = [first], _kept_groups(first, keep)
-        while self.draw is not None and len(rounds) < self.max_rounds:
-            if int(is_kept_P.sum()) >= num_prompts:
-                break
-            rounds.append(self._sample(self.draw(), clock))
+        while len(rounds) < self.max_rounds and int(is_kept_P.sum()) < num_prompts:
+            rounds.append(self._sample(clock))
             is_kept_P = torch.cat([is_kept_P, _kept_groups(rounds[-1], keep)])
         everything = _join(rounds)
         best_first = torch.argsort(is_kept_P.int(), descending=True, stable=True)
@@ -145,16 +141,21 @@ class Collector:
             },
         )
 
-    def _sample(
-        self, task: PromptStep, clock: Clock, sampling: SamplingParams | None = None
-    ) -> ScoredRollouts:
-        with (
-            clock("generate"),
-            self.reward.while_sampling(task, sampling or self.sampling) as reported,
-        ):
-            rollouts = self.policy.generate(task.prompts, reported)
+    def _sample(self, clock: Clock) -> ScoredRollouts:
+        with clock("generate"):
+            sampled = self.batches(self.sampling)
+        return self._score(sampled, clock)
+
+    def _greedy(self, task: PromptStep, clock: Clock) -> ScoredRollouts:
+        greedy = replace(self.sampling, num_responses_per_prompt=1, temperature=0.0)
+        with clock("generate"), self.reward.while_sampling(task, greedy) as reported:
+            sampled = Sampled(task, self.policy.generate(task.prompts, reported))
+        return self._score(sampled, clock)
+
+    def _score(self, sampled: Sampled, clock: Clock) -> ScoredRollouts:
         with clock("reward"):
-            return ScoredRollouts(task, rollouts, self.reward(rollouts, task))
+            scores = self.reward(sampled.rollouts, sampled.task)
+        return ScoredRollouts(sampled.task, sampled.rollouts, scores)
 
 
 def _kept_groups(scored: ScoredRollouts, keep: Part) -> Tensor:
@@ -168,12 +169,8 @@ def _kept_groups(scored: ScoredRollouts, keep: Part) -> Tensor:
 def _join(rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
     if len(rounds) == 1:
         return rounds[0]
-    tasks = [scored.task for scored in rounds]
     return ScoredRollouts(
-        PromptStep(
-            concat_rows([task.prompts for task in tasks]),
-            tuple(row for task in tasks for row in task.rows),
-        ),
+        PromptStep.join([scored.task for scored in rounds]),
         concat_rows([scored.rollouts for scored in rounds]),
         Scores.join([scored.scores for scored in rounds]),
     )

@@ -32,7 +32,26 @@ class Generates(Protocol):
         ...
 
 
-class Policy(Generates, Protocol):
+class Exchanges(Protocol):
+    """Samples on while the trainer learns: takes prompts in, and gives those that are answered."""
+
+    def exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams, *, num_prompts: int
+    ) -> RolloutBatch:
+        """Send the newest weights, admit ``prompts``, and wait for a batch.
+
+        Args:
+            prompts: to admit; None: no more.
+            sampling: how to sample them.
+            num_prompts: P, of the batch; as many are open.
+
+        Returns:
+            The responses to P admitted prompts, those to the same prompt adjacent.
+        """
+        ...
+
+
+class Policy(Generates, Exchanges, Protocol):
     """A worker group of ``ActorRolloutWorker``; each method is one remote call to all ranks."""
 
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:

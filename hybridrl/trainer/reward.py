@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import RolloutBatch, row_sums
-from hybridrl.data.source import PromptStep
+from hybridrl.data.prompt_step import PromptStep
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.early_rewards import EarlyRewards, reward_inputs

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridrl.batch import CriticBatch, LogprobBatch, RolloutBatch, TrainBatch
-from hybridrl.data.source import PromptStep
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages, describe_values
+from hybridrl.trainer.batches import Batches
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Collected, Collector, Reward, ScoredRollouts
 from hybridrl.trainer.kl_coefficient import KLCoefficient
-from hybridrl.trainer.policy import Critic, Generates, Policy
+from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.step_metrics import StepReport
 from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
 
@@ -39,10 +39,10 @@ class PolicyOptimization:
     build_batch: TrainBatches
     on_phase: Callable[[str], None] | None = None
 
-    def step(self, task: PromptStep) -> StepReport:
+    def step(self) -> StepReport:
         """Sample, score, compare responses to the same prompt, update."""
         clock = Clock(self.on_phase)
-        collected = self.collect(task, clock)  # syncs weights, samples, scores on the driver
+        collected = self.collect(clock)  # draws prompts, syncs weights, samples, scores
         with clock("logprobs"):
             logprobs = self.logprobs(collected.rollouts)  # old and reference at once
         with clock("advantage"):
@@ -59,7 +59,7 @@ class ActorCriticOptimization:
     """One update of policy and critic. The critic's calls overlap others where it has own ranks."""
 
     policy: Policy
-    engines: Generates
+    batches: Batches
     critic: Critic
     sampling: SamplingParams
     reward: Reward
@@ -71,14 +71,16 @@ class ActorCriticOptimization:
     update_policy: UpdatePolicy
     on_phase: Callable[[str], None] | None = None
 
-    def step(self, task: PromptStep) -> StepReport:
+    def step(self) -> StepReport:
         """Sample, score, compare with the critic's values, update both."""
         clock = Clock(self.on_phase)
-        with clock("generate"), self.reward.while_sampling(task, self.sampling) as sampling:
-            rollouts = self.engines.generate(task.prompts, sampling)  # syncs weights, samples
+        with clock("generate"):
+            sampled = self.batches(self.sampling)  # draws prompts, syncs weights, samples
+            rollouts = sampled.rollouts
         with clock("reward"):
             values_future = self.critic.compute_values(rollouts)  # runs while the driver scores
-            collected = Collected.of(ScoredRollouts(task, rollouts, self.reward(rollouts, task)))
+            scores = self.reward(rollouts, sampled.task)
+            collected = Collected.of(ScoredRollouts(sampled.task, rollouts, scores))
         with clock("logprobs"):
             logprobs = self.logprobs(rollouts)  # old and reference at once
             values_BL = values_future.get().values_BL

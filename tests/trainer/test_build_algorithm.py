@@ -33,7 +33,7 @@ def test_rows_are_balanced_over_data_parallel_ranks(
         sampling=NOTHING,
         reward=NOTHING,
         kl=NOTHING,
-        draw=NOTHING,
+        batches=NOTHING,
         on_phase=lambda _: None,
     )
     batches = build_policy_optimization(config, given).build_batch

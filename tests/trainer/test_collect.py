@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged
+from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
-from hybridrl.data.source import PromptSource, PromptStep
+from hybridrl.data.source import PromptSource
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
+from hybridrl.trainer.batches import DrawnBatches
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Collected, Collector, ScoredRollouts
 
@@ -85,20 +87,24 @@ def source_of_prompts() -> PromptSource:
     return PromptSource(rows, num_prompts=NUM_PROMPTS, seed=0, shuffle=False)
 
 
+def batches_of(source: PromptSource, policy: CountingPolicy, reward: ListedReward) -> DrawnBatches:
+    return DrawnBatches(draw=source.next, engines=policy, while_sampling=reward.while_sampling)
+
+
 def collect(
     varied: frozenset[int], *, max_rounds: int, samples_greedily: bool = False
 ) -> tuple[Collected, CountingPolicy, PromptSource]:
-    policy, source = CountingPolicy(), source_of_prompts()
+    policy, source, reward = CountingPolicy(), source_of_prompts(), ListedReward(varied)
     collector = Collector(
+        batches=batches_of(source, policy, reward),
         policy=policy,
         sampling=SAMPLING,
-        reward=ListedReward(varied),
+        reward=reward,
         group_filter=Part.of(differs),
-        draw=source.next,
         max_rounds=max_rounds,
         samples_greedily=samples_greedily,
     )
-    return collector(source.next(), Clock()), policy, source
+    return collector(Clock()), policy, source
 
 
 def prompts_of(scored: ScoredRollouts) -> list[int]:
@@ -110,13 +116,14 @@ def values(collected: Collected) -> dict[str, float]:
 
 
 def test_without_a_filter_all_responses_are_learned_from() -> None:
-    source = source_of_prompts()
+    policy, source, reward = CountingPolicy(), source_of_prompts(), ListedReward(frozenset())
     collector = Collector(
-        policy=CountingPolicy(),
+        batches=batches_of(source, policy, reward),
+        policy=policy,
         sampling=SAMPLING,
-        reward=ListedReward(frozenset()),
+        reward=reward,
     )
-    collected = collector(source.next(), Clock())
+    collected = collector(Clock())
     assert collected.batch is collected.everything
     assert collected.is_kept_B is None
     assert source.num_drawn == NUM_PROMPTS
