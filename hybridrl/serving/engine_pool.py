@@ -117,6 +117,23 @@ class EnginePool(Sampler):
 
         self._soon(join)
 
+    def drop(self, index: int, handle: EngineHandle, reason: str) -> None:
+        """Send this engine's open requests to others: it does not answer. Thread-safe, idempotent.
+
+        One of them reports the loss, as if it had failed by itself.
+        """
+
+        def drop() -> None:
+            member = self._members.get(index)
+            if member is None or member.handle is not handle:
+                return
+            self._lose(member, reason)
+            for loss in member.losses:
+                if not loss.done():
+                    loss.set_result(reason)
+
+        self._soon(drop)
+
     def give_up(self, index: int, reason: str) -> None:
         """Expect no engine of this index any more. Thread-safe."""
 
@@ -148,13 +165,14 @@ class EnginePool(Sampler):
         for _ in range(_NUM_TRIES):
             member = await self._take(token_ids, len(keys))
             try:
-                samples = await self._ask(member.handle, token_ids, params, keys)
+                samples = await self._ask(member, token_ids, params, keys)
                 self._require_possible(samples, num_asked=len(keys))
             except (RequestError, DriftError):  # another engine would refuse it, too
                 raise
             except (EngineError, PhaseError, DeadlineError) as error:
                 reason = str(error)
-                self._lose(member, reason, num_responses=len(keys))
+                self._num_repeated += len(keys)
+                self._lose(member, reason)
             else:
                 self._require_version(member.index, samples)
                 self._remember(member, token_ids, *(each.token_ids for each in samples))
@@ -172,18 +190,27 @@ class EnginePool(Sampler):
 
     async def _ask(
         self,
-        engine: EngineHandle,
+        member: Member,
         token_ids: Sequence[int] | Tensor,
         params: RequestParams,
         keys: Sequence[int],
     ) -> list[Sample]:
-        answer = self.ask(engine, token_ids, params, keys)
+        """Ask one engine, until it answers, is lost, or is late."""
+        answer = asyncio.ensure_future(self.ask(member.handle, token_ids, params, keys))
+        loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        member.losses.add(loss)
         try:
-            return await asyncio.wait_for(answer, self._timeout_s)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"no answer within rollout.request_timeout_s={self._timeout_s:g} s"
-            ) from error
+            await asyncio.wait(
+                (answer, loss), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if answer.done():
+                return answer.result()
+        finally:
+            member.losses.discard(loss)
+            answer.cancel()
+        if loss.done():
+            raise EngineError(loss.result())
+        raise DeadlineError(f"no answer within rollout.request_timeout_s={self._timeout_s:g} s")
 
     async def _take(self, token_ids: Sequence[int] | Tensor, num_responses: int) -> Member:
         """Wait for an engine with room, and return the one with the fewest open responses.
@@ -215,8 +242,7 @@ class EnginePool(Sampler):
         if not self._members and not self._coming:
             self._queue.refuse(self._none_serves())
 
-    def _lose(self, member: Member, reason: str, *, num_responses: int) -> None:
-        self._num_repeated += num_responses
+    def _lose(self, member: Member, reason: str) -> None:
         if self._members.get(member.index) is not member:
             return
         log.warning("a rollout engine is lost: engine=%d reason=%s", member.index, reason)

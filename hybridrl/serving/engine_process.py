@@ -23,6 +23,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_rollout_engine
 from hybridrl.workers.rollout.directory import Door, EngineDirectory
+from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.sglang.arguments import ServerPlace
 from hybridrl.workers.sharding.lifecycle import Action
@@ -31,6 +32,9 @@ from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
 from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 
 _CLOSE = (ManagedEngine.start, ManagedEngine.pause)
+
+_LOOK_S = 0.5
+"""Seconds between looks whether a server is there."""
 
 
 class EngineProcess:
@@ -56,6 +60,7 @@ class EngineProcess:
         self._config = config
         self._model_folder = model_folder
         self._place = place
+        self._engine: RolloutEngine | None = None
         self._managed: ManagedEngine
         self._requests: RequestServer
         install_reducers()
@@ -81,15 +86,15 @@ class EngineProcess:
             if self._config.cluster.num_nodes > 1:
                 door = replace(door, host=ray.util.get_node_ip_address())
             self._directory = EngineDirectory(1, door=door)
-        engine = build_rollout_engine(
+        self._engine = build_rollout_engine(
             self._config,
             self._model_folder,
             device,
             place=self._place,
             directory=self._directory,
         )
-        self._managed = ManagedEngine(engine, config=self._config.rollout, device=device)
-        self._requests = RequestServer(engine)
+        self._managed = ManagedEngine(self._engine, config=self._config.rollout, device=device)
+        self._requests = RequestServer(self._engine)
 
     async def address(self) -> str | None:
         """Return the address of the engine's server; None if requests are calls."""
@@ -139,8 +144,9 @@ class EngineProcess:
             os.kill(pid, number)
 
     async def live(self) -> None:
-        """Never return: the call ends with the process."""
-        await asyncio.Event().wait()
+        """Return when the engine's server is gone; the call ends with this process, too."""
+        while self._engine is None or not self._engine.has_died():
+            await asyncio.sleep(_LOOK_S)
 
 
 def _parent_of(pid: int) -> int:
@@ -187,7 +193,7 @@ class RayEngine:
         return answer_of(self._actor.probe.remote())
 
     def is_alive(self) -> bool:
-        """Whether the process is there: Ray ends a call within a second after it has died."""
+        """Whether process and server are there: within a second after one has died it is known."""
         return not self._life.done()
 
     def signal(self, number: int) -> None:

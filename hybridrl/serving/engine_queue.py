@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 
@@ -23,6 +23,8 @@ class Member:
     handle: EngineHandle
     num_open: int = 0
     """Responses that it was asked for and did not give yet."""
+    losses: set[asyncio.Future[str]] = field(default_factory=set)
+    """One of each open request, which gets the reason if the engine is lost meanwhile."""
 
 
 class EngineQueue:

@@ -18,7 +18,7 @@ from hybridrl.serving.engine_handle import Launch
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.plan import ServerPlan
-from hybridrl.serving.recovery import Recovery
+from hybridrl.serving.recovery import Recovery, watch_engines
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.sharding.served_engines import update_with_tries
 from hybridrl.workers.sharding.weight_files import WeightSource
@@ -57,6 +57,7 @@ class FrozenModel:
         kept = ModelFolder(self._folder)
         self._server = RolloutServer(plan, launch, config=config.rollout, kept=kept)
         self._recovery = Recovery(self._server, start_timeout_s=config.rollout.start_timeout_s)
+        self._monitor = watch_engines(self._server, self._recovery, config.serving)
 
     def start(self) -> None:
         """Start all engines, with the weights of the folder.
@@ -85,11 +86,12 @@ class FrozenModel:
             vocab_size=self._vocab_size,
             version=_VERSION,
         )
-        with self._recovery.filling(pool):
+        with self._recovery.filling(pool), self._monitor.watching():
             return asyncio.run(self._answer_all(pool, contexts, params, timeout_s))
 
     def shutdown(self) -> None:
         """End all engines."""
+        self._monitor.end()
         self._recovery.end()
         self._server.shutdown()
 

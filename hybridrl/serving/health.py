@@ -1,4 +1,4 @@
-"""Health of the engines that sample: a dead or hung one is reported, a busy or paused one never.
+"""Health of engines and routers: a dead or hung one is reported, a busy or paused one never.
 
 Liveness is progress, never a generation: an engine says how far it is, and must be further within
 ``serving.health_timeout_s``. The monitor is paused unless a program samples.
@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-from hybridrl.serving.engine_handle import EngineHandle
+from typing import Generic, Protocol, TypeVar
 
 _LONGEST_POLL_S = 1.0
 _PROBE_S = 10.0
@@ -30,27 +29,42 @@ class _Watch:
     probe: Future[object] | None = None
 
 
-class HealthMonitor:
+class Watched(Protocol):
+    """A process that may die or hang: an engine, or a router."""
+
+    def is_alive(self) -> bool:
+        """Whether the process is there."""
+        ...
+
+    def probe(self) -> Future[object]:
+        """Return how far it is: two answers differ unless it hangs."""
+        ...
+
+
+W = TypeVar("W", bound=Watched)
+
+
+class HealthMonitor(Generic[W]):
     """Looks at the engines of one server from time to time, in a thread of its own."""
 
     def __init__(
         self,
-        engines: Callable[[], Mapping[int, EngineHandle]],
-        report: Callable[[int, EngineHandle, str], object],
+        engines: Callable[[], Mapping[int, W]],
+        report: Callable[[int, W, str], object],
         *,
         timeout_s: float,
     ) -> None:
         """Begin, paused.
 
         Args:
-            engines: returns those that serve, by index.
+            engines: returns those that should get on now, by index.
             report: called with an engine that is dead or hangs, once a look, and the reason.
             timeout_s: seconds within which an engine must be further.
         """
         self._engines = engines
         self._report = report
         self._timeout_s = timeout_s
-        self._watches: dict[EngineHandle, _Watch] = {}
+        self._watches: dict[W, _Watch] = {}
         self._looking = threading.Lock()
         self._is_resumed = threading.Event()
         self._has_ended = threading.Event()
@@ -100,7 +114,7 @@ class HealthMonitor:
                     if reason:
                         self._report(index, engine, reason)
 
-    def _judge(self, engine: EngineHandle, watch: _Watch, now_s: float) -> str:
+    def _judge(self, engine: W, watch: _Watch, now_s: float) -> str:
         """Return why an engine is lost; empty if it is not."""
         if not engine.is_alive():
             return "its process is gone"

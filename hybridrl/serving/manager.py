@@ -19,13 +19,12 @@ from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.frozen import Answer, FrozenModel
-from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.launching import ActorLaunch
 from hybridrl.serving.placement import EnginePlace
 from hybridrl.serving.plan import ServerPlan, plan_servers
 from hybridrl.serving.policy_router import PolicyRouter
-from hybridrl.serving.recovery import Recovery
+from hybridrl.serving.recovery import Recovery, watch_engines
 from hybridrl.serving.server import RolloutServer
 from hybridrl.serving.settings import frozen_config
 from hybridrl.single_controller.payload import install_reducers
@@ -86,11 +85,7 @@ class RolloutManager:
         self._recovery = Recovery(self._policy, start_timeout_s=config.rollout.start_timeout_s)
         self._vocab_size = read_architecture(model_folder).vocab_size
         self._faults = FaultPlan(config.serving.faults, seed=config.seed)
-        self._monitor = HealthMonitor(
-            self._policy.serving_engines,
-            self._recovery.report,
-            timeout_s=config.serving.health_timeout_s,
-        )
+        self._monitor = watch_engines(self._policy, self._recovery, config.serving)
         self._frozen = {
             name: FrozenModel(config, plans[name], launch(plans[name]))
             for name in config.serving.frozen

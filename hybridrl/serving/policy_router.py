@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,11 +20,15 @@ from hybridrl.metrics import Metrics, merge
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import AskGroup
+from hybridrl.serving.health import HealthMonitor
+from hybridrl.serving.router import RouterProcess
 from hybridrl.serving.router_front import RouterFront
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.client import Body, Endpoint
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
 from hybridrl.workers.rollout.sglang.sampling import ServedModel, ServerSampler
+
+log = logging.getLogger(__name__)
 
 _GENERATE = "/generate"
 
@@ -126,6 +131,7 @@ class PolicyRouter:
         self._config = config
         self._vocab_size = read_architecture(model_folder).vocab_size
         self._front: RouterFront | None = None
+        self._monitor: HealthMonitor[RouterProcess] | None = None
         self._metrics: Metrics = {}
 
     def start(self) -> None:
@@ -140,6 +146,11 @@ class PolicyRouter:
             key=self.key,
             start_timeout_s=rollout.start_timeout_s,
             request_timeout_s=rollout.request_timeout_s,
+        )
+        self._monitor = HealthMonitor(
+            lambda: {0: self.front.process},
+            _kill_hung,
+            timeout_s=self._config.serving.health_timeout_s,
         )
 
     def hide(self) -> None:
@@ -167,6 +178,8 @@ class PolicyRouter:
         urls = [url for url in answers if isinstance(url, str)]
         await asyncio.to_thread(front.serve, urls, version=version)
         async with AsyncExitStack() as stack:
+            if self._monitor is not None:
+                stack.enter_context(self._monitor.watching())
 
             async def open_sampler(url: str) -> ServerSampler:
                 await asyncio.to_thread(front.add, url)
@@ -183,6 +196,8 @@ class PolicyRouter:
 
     def end(self) -> None:
         """Kill the router. Idempotent."""
+        if self._monitor is not None:
+            self._monitor.end()
         if self._front is not None:
             self._front.end()
 
@@ -205,6 +220,13 @@ class PolicyRouter:
         if self._front is None:
             raise PhaseError("the router was not started; call start")
         return self._front
+
+
+def _kill_hung(_: int, router: RouterProcess, reason: str) -> None:
+    """Kill a router that does not answer: its requests fail, and another one is started."""
+    if router.is_alive():
+        log.warning("the router is killed: reason=%s", reason)
+        router.kill()
 
 
 async def address_of(engine: EngineHandle) -> str:

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from hybridrl.config.serving import ServingConfig
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.server import RolloutServer
 
 log = logging.getLogger(__name__)
@@ -64,11 +66,14 @@ class Recovery:
             self._do(self._close)
 
     def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
-        """Replace an engine that failed. Any thread; returns at once.
+        """Replace an engine that failed; others get its open requests. Any thread; returns at once.
 
         Returns:
             Whether a replacement comes.
         """
+        pool = self._pool
+        if pool is not None:
+            pool.drop(index, handle, reason)
         if self._server.version < 0 or self._num_failed[index] >= _NUM_TRIES:
             return False
         self._put(index, partial(self._lose, index, handle, reason))
@@ -130,7 +135,7 @@ class Recovery:
         self._pool = pool
         pool.on_lost = self.report
         self._start()
-        for index in self._starts:
+        for index in filter(self._server.answers, self._starts):
             pool.expect(index)
 
     def _close(self) -> None:
@@ -179,3 +184,10 @@ class Recovery:
     def _give_up(self, index: int, reason: str) -> None:
         if self._pool is not None:
             self._pool.give_up(index, reason)
+
+
+def watch_engines(
+    server: RolloutServer, recovery: Recovery, config: ServingConfig
+) -> HealthMonitor[EngineHandle]:
+    """Return the monitor of all engines of a server, paused. It reports to the recovery."""
+    return HealthMonitor(server.ready_engines, recovery.report, timeout_s=config.health_timeout_s)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -148,6 +149,28 @@ class RouterProcess:
     def require_alive(self, what: str) -> None:
         """Raise ServerDiedError if the process is gone; ``what`` was to be done."""
         self.process.require_alive(what)
+
+    def is_alive(self) -> bool:
+        """Whether its process is there."""
+        return self.process.exit_status() is None
+
+    def probe(self) -> Future[object]:
+        """Return when it answered, by a monotonic clock. The future may hold an error."""
+
+        async def ask() -> object:
+            await self._client.request("/liveness", timeout_s=_CALL_S, method="GET")
+            return time.monotonic()
+
+        try:
+            return self._client.start(ask())
+        except EngineError as error:  # it was ended just now
+            failed: Future[object] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def kill(self) -> None:
+        """Kill its processes: requests that it has fail at once. Idempotent."""
+        self.process.end()
 
     def end(self) -> None:
         """Kill it. Idempotent."""

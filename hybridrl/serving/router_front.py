@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from hybridrl.errors import DriftError, EngineError, ServerDiedError
+from hybridrl.errors import DeadlineError, DriftError, EngineError, ServerDiedError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.serving.router import NO_SERVER, RouterProcess
 from hybridrl.serving.router_metrics import RouterMetrics
@@ -133,11 +133,14 @@ class RouterFront:
                 self._show([])
 
     def _show(self, urls: list[str]) -> None:
-        if self._router.process.exit_status() is not None:
-            self._order = urls
-            self._restart()
-        else:
-            self._order = self._router.show(urls)
+        try:
+            if self._router.is_alive():
+                self._order = self._router.show(urls)
+                return
+        except DeadlineError as error:  # it hangs
+            log.warning("the router is started again: reason=%s", error)
+        self._order = urls
+        self._restart()
 
     def _verify(self, urls: Collection[str]) -> dict[str, str]:
         """Compare the weights of servers; return those that do not answer, with reasons."""
@@ -207,9 +210,9 @@ class RouterFront:
             ServerDiedError: it died too often.
         """
         deadline_s = time.monotonic() + _SEES_DEATH_S
-        while router.process.exit_status() is None and time.monotonic() < deadline_s:
+        while router.is_alive() and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_S)
-        if router.process.exit_status() is None:
+        if router.is_alive():
             raise error
         await asyncio.to_thread(self._restart_once, router, error)
 

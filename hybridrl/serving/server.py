@@ -172,13 +172,22 @@ class RolloutServer:
 
     def serving_engines(self) -> Mapping[int, EngineHandle]:
         """Return the engines that answer requests, by index."""
+        return {i: engine for i, engine in self.ready_engines().items() if self.answers(i)}
+
+    def ready_engines(self) -> Mapping[int, EngineHandle]:
+        """Return the engines that serve, by index; prefill engines, too, which others ask."""
         with self._lock:
             states = self.states
             return {
                 index: group.engine(slot)
                 for index, (group, slot) in enumerate(self._slots)
-                if states[index] is State.READY and group.plan.answers
+                if states[index] is State.READY
             }
+
+    def answers(self, index: int) -> bool:
+        """Whether requests for responses go to an engine when it serves."""
+        group, _ = self._slots[index]
+        return group.plan.answers
 
     def pool(self, *, max_context_tokens: int, vocab_size: int, version: int) -> EnginePool:
         """Return the sampler over the engines that answer now, for one program.

@@ -61,7 +61,11 @@ def test_two_ranks_share_their_engines(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(TIMEOUT_S + 20)
 @pytest.mark.shows("4.1")
-@pytest.mark.parametrize("task", [(), ("recipes=calculator_cpu",)], ids=["digits", "agent"])
+@pytest.mark.parametrize(
+    "task",
+    [(), ("recipes=calculator_cpu",), ("recipes=calculator_cpu", "serving.weights=broadcast")],
+    ids=["digits", "agent", "agent-broadcast"],
+)
 def test_two_servers_behind_a_router_agree_with_the_trainer(
     tmp_path: Path, task: tuple[str, ...]
 ) -> None:
@@ -116,18 +120,27 @@ def test_a_short_run_on_sglang_agrees_with_its_trainer(
 
 def run_on_sglang(folder: Path, *overrides: str, num_steps: int) -> list[dict[str, float]]:
     """Run the command; check what holds of every run on SGLang, and return its metrics."""
+    evaluated = (f"eval.every_num_steps={num_steps}", "checkpoint.every_num_steps=0")
+    lines = require_agreement(folder, *overrides, *evaluated, num_steps=num_steps)
+    hits = [line["rollout/prefix_cache_hit_fraction"] for line in lines[2:]]
+    assert min(hits) > 0.8  # a group's prompt is computed once; before, an evaluation counts too
+    return lines
+
+
+def require_agreement(
+    folder: Path, *overrides: str, num_steps: int, timeout_s: float = TIMEOUT_S
+) -> list[dict[str, float]]:
+    """Run the command; check that it agrees with its trainer and ends its servers."""
     command = [
         *(sys.executable, "-m", "hybridrl.main", "rollout=sglang", "tracking.live=off"),
-        *overrides,
-        *("rollout.start_timeout_s=150", "cluster.start_timeout_s=160"),
+        *("rollout.start_timeout_s=150", "cluster.start_timeout_s=160", *overrides),
         *(f"trainer.run_dir={folder / 'run'}", f"trainer.num_steps={num_steps}"),
-        *(f"eval.every_num_steps={num_steps}", "checkpoint.every_num_steps=0"),
     ]
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},  # stand-ins lie in the test tree
@@ -136,8 +149,6 @@ def run_on_sglang(folder: Path, *overrides: str, num_steps: int) -> list[dict[st
     lines = read_metrics(folder / "run")
     mismatch = "policy/sampler_mismatch_nats/max"
     assert len([line for line in lines if line.get(mismatch, 1.0) < 1e-3]) == num_steps
-    hits = [line["rollout/prefix_cache_hit_fraction"] for line in lines[2:]]
-    assert min(hits) > 0.8  # a group's prompt is computed once; before, an evaluation counts too
     assert servers_started_in(folder) == []
     return lines
 

@@ -194,6 +194,10 @@ class RolloutEngine(WeightSender, Protocol):
         """
         ...
 
+    def has_died(self) -> bool:
+        """Whether a process of the engine's own is gone; it has none, if it is in this one."""
+        ...
+
     def take_metrics(self) -> Metrics:
         """Return the metrics of the programs since the last time, and reset them."""
         ...

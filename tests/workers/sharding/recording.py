@@ -296,6 +296,9 @@ class RecordingEngine:
     def progress(self) -> object:
         raise NotImplementedError  # handles have their own
 
+    def has_died(self) -> bool:
+        return not self.is_alive
+
     def take_metrics(self) -> Metrics:
         return {}
 

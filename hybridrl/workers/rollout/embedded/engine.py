@@ -156,6 +156,10 @@ class HFRolloutEngine:
         """Return the time: what hangs in this process cannot answer."""
         return time.monotonic()
 
+    def has_died(self) -> bool:
+        """Return False: the engine has no process of its own."""
+        return False
+
     def take_metrics(self) -> Metrics:
         """Return the metrics of the programs since the last time, and reset them."""
         metrics, self._metrics = self._metrics, {}

@@ -130,6 +130,10 @@ class SGLangEngine(ServedWeights):
         """Return the scheduler's last sign of life; not while it is paused. See ``Server``."""
         return self._server.progress()
 
+    def has_died(self) -> bool:
+        """Whether the server is gone."""
+        return self._server.process.exit_status() is not None
+
     def take_metrics(self) -> Metrics:
         """Return the metrics since the last time, and reset them."""
         metrics, self._metrics = self._metrics, {}
