@@ -21,8 +21,14 @@ class Member:
 
     index: int
     handle: EngineHandle
+    version: int
+    """Of its weights."""
+
     num_open: int = 0
     """Responses that it was asked for and did not give yet."""
+
+    num_pauses: int = 0
+    """Times that it was suspended."""
 
 
 class EngineQueue:

@@ -21,9 +21,10 @@ from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import AskGroup
 from hybridrl.serving.router_front import RouterFront
 from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.client import Body, Endpoint
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
-from hybridrl.workers.rollout.sglang.sampling import ServedModel, ServerSampler
+from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 
 _GENERATE = "/generate"
 

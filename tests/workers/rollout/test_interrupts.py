@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,22 @@ async def sample_until(sampler: Sampler, engine: HFRolloutEngine, step: int) -> 
     return groups
 
 
+async def continue_until(
+    sampler: Sampler, *, engine: HFRolloutEngine, parts: list[list[Sample]], moment: int | None
+) -> list[list[Sample]]:
+    work = [
+        finish(sampler, number, key, part)
+        for number, group in enumerate(parts)
+        for key, part in zip(keys_of(number), group, strict=True)
+        if part.is_interrupted
+    ]
+    tasks = [asyncio.ensure_future(each) for each in work]
+    if moment is not None:
+        await interrupt_after(sampler, engine, moment)
+    ended = iter(await asyncio.gather(*tasks))
+    return [[next(ended) if p.is_interrupted else p for p in group] for group in parts]
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 24), min_size=1, max_size=3))
 def test_interrupted_responses_continue_as_if_uncut(
@@ -76,20 +93,7 @@ def test_interrupted_responses_continue_as_if_uncut(
     parts = engine.run(lambda sampler: sample_until(sampler, engine, moments[0]))
     for moment in [*moments[1:], None]:
         engine.continue_generation()
-
-        async def continued(sampler: Sampler, moment: int | None = moment) -> list[list[Sample]]:
-            work = [
-                finish(sampler, number, key, part)
-                for number, group in enumerate(parts)
-                for key, part in zip(keys_of(number), group, strict=True)
-                if part.is_interrupted
-            ]
-            if moment is not None:
-                work.append(interrupt_after(sampler, engine, moment))
-            ended = iter(await asyncio.gather(*work))
-            return [[next(ended) if p.is_interrupted else p for p in group] for group in parts]
-
-        parts = engine.run(continued)
+        parts = engine.run(partial(continue_until, engine=engine, parts=parts, moment=moment))
     for group, expected in zip(parts, uncut, strict=True):
         for response, alone in zip(group, expected, strict=True):
             require_equal(response, alone)
