@@ -46,7 +46,7 @@ class RolloutBatch(TensorClass):
         Tensor  # float32 nats, jagged, by the rollout engine; 0 where the mask is False
     )
     prompt_index_B: Tensor  # int64, same value for all responses to a prompt
-    policy_version_B: Tensor  # int64, optimizer steps taken when the response was sampled
+    policy_version_B: Tensor  # int64, optimizer steps taken when its first token was sampled
     is_truncated_B: Tensor  # bool, True if the length limit and no stop token ended it
     # int16, jagged, the experts of each token in the rollout engine; -1 for the last token.
     # None if the engine does not return them.
@@ -58,6 +58,9 @@ class RolloutBatch(TensorClass):
     turns_BN: Tensor | None = None
     # float32, jagged, rewards that an agent gave, 0 where the mask is False. None without an agent.
     agent_rewards_BL: Tensor | None = None
+    # int32, jagged, optimizer steps taken by the weights that sampled each token; -1 where the mask
+    # is False. None if the run's settings let no token be older than ``policy_version_B``.
+    weight_versions_BL: Tensor | None = None
 
 
 class ScoreBatch(TensorClass):
@@ -90,6 +93,7 @@ class TrainBatch(TensorClass):
     sampler_weights_BL: Tensor | None = None  # float32, jagged, of a rollout correction
     group_tokens_B: Tensor | None = None  # int64, response tokens of the row's group
     group_rows_B: Tensor | None = None  # int64, rows of the group that have response tokens
+    weight_versions_BL: Tensor | None = None  # int32, jagged, see RolloutBatch
 
 
 class ValueBatch(TensorClass):

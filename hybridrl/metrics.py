@@ -213,6 +213,10 @@ rollout/repetition_fraction | 1 | responses whose last 512 tokens repeat, in per
 rollout/draft_acceptance_fraction | 1 | drafted tokens that the model took (SGLang, speculation)
 rollout/aborted_requests | requests | generation requests cut off when the engine was drained
 rollout/retried_requests | requests | responses that were cut off and asked for again
+rollout/interrupted_responses | responses | ended at a token on request, and were continued later
+rollout/interrupted_tokens | tokens | of them at that moment: they are prefilled again
+rollout/staleness_steps/mean | steps | between the weights that sampled a token and its update
+rollout/staleness_steps/max | steps | the most of all tokens
 rollout/lost_engines | engines | servers' engines that died or failed a request
 rollout/replaced_engines | engines | new processes that serve in place of lost engines
 rollout/repeated_requests | requests | responses sampled again, as their engine was lost

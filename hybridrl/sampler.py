@@ -8,12 +8,15 @@ at once: ``RolloutEngine.run(program)``. Single-turn generation is the simplest
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+FinishReason = Literal["stop", "length", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,16 @@ class Sample:
     """float32 [n] nats, after the temperature and before top-p and top-k, for any engine: as the
     trainer computes them for the same tokens."""
 
-    finish_reason: Literal["stop", "length"]
-    """``stop``: its last token is a stop token. ``length``: the limit or the context ended it."""
+    finish_reason: FinishReason
+    """``stop``: its last token is a stop token. ``length``: the limit or the context ended it.
+    ``interrupted``: its engine stopped, perhaps before the first token; it may be continued."""
 
     weight_version: int
-    """Policy version of the weights that sampled it."""
+    """Policy version of the weights that sampled its first token."""
+
+    weight_versions: Tensor | None = None
+    """int64 [n], policy version of the weights that sampled each token. None: all are of
+    ``weight_version``."""
 
     routed_experts_LJK: Tensor | None = None
     """int32 [context + response - 1, layers, experts a token], experts of each token; the last
@@ -78,6 +86,67 @@ class Sample:
     def is_truncated(self) -> bool:
         """Whether the length limit ended it."""
         return self.finish_reason == "length"
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether more of it may be sampled."""
+        return self.finish_reason == "interrupted"
+
+    @property
+    def versions_L(self) -> Tensor:
+        """Policy version of the weights that sampled each token, int64 [n]."""
+        if self.weight_versions is not None:
+            return self.weight_versions
+        return torch.full((len(self.token_ids),), self.weight_version)
+
+
+def interrupted_sample(weight_version: int) -> Sample:
+    """Return a response that was interrupted before its first token."""
+    no_tokens = torch.zeros(0, dtype=torch.int64)
+    return Sample(no_tokens, torch.zeros(0), "interrupted", weight_version)
+
+
+def join_parts(begun: Sample, continued: Sample) -> Sample:
+    """Return the response of which ``continued`` answers the context and the tokens of ``begun``.
+
+    Log-probs, versions and experts of a token stay those of the weights that sampled it. Joining is
+    associative, and a part without tokens adds none.
+
+    Args:
+        begun: that was interrupted, as an engine returned it, or joined.
+        continued: of the same stream of random numbers.
+
+    Raises:
+        ValueError: ``begun`` was not interrupted.
+    """
+    if not begun.is_interrupted:
+        raise ValueError(
+            f"a response that ended with {begun.finish_reason} has no further tokens; continue "
+            "interrupted ones alone"
+        )
+    if not len(begun.token_ids):
+        return continued
+    if not len(continued.token_ids):
+        return replace(begun, finish_reason=continued.finish_reason)
+    versions = {part.weight_version for part in (begun, continued)}
+    is_of_one = begun.weight_versions is None and continued.weight_versions is None
+    return replace(
+        begun,
+        token_ids=torch.cat([begun.token_ids, continued.token_ids]),
+        logprobs=torch.cat([begun.logprobs, continued.logprobs]),
+        finish_reason=continued.finish_reason,
+        weight_versions=None
+        if is_of_one and len(versions) == 1
+        else torch.cat([begun.versions_L, continued.versions_L]),
+        routed_experts_LJK=_join_experts(begun.routed_experts_LJK, continued.routed_experts_LJK),
+    )
+
+
+def _join_experts(begun_LJK: Tensor | None, continued_LJK: Tensor | None) -> Tensor | None:
+    """Keep the experts of the first part; the second begins with its last token."""
+    if begun_LJK is None or continued_LJK is None:
+        return None
+    return torch.cat([begun_LJK, continued_LJK[len(begun_LJK) :]])
 
 
 class Sampler(Protocol):

@@ -40,6 +40,10 @@ class EngineHandle(Protocol):
         """Sample several continuations of one context; see ``Sampler``."""
         ...
 
+    def interrupt(self) -> Future[None]:
+        """End open responses at their present token; see ``RolloutEngine.interrupt``."""
+        ...
+
     def take_metrics(self) -> Future[Metrics]:
         """Return the engine's metrics since the last time, and reset them."""
         ...

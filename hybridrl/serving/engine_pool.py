@@ -21,6 +21,7 @@ from hybridrl.errors import (
 )
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.serving.continuations import sample_to_the_end
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_queue import EngineQueue, Member
 from hybridrl.workers.rollout.prefixes import KnownPrefixes, prefix_sums
@@ -53,10 +54,12 @@ def _never_replaced(index: int, handle: EngineHandle, reason: str) -> bool:
 
 
 class EnginePool(Sampler):
-    """Samples with several engines that have the same weights. Used for one program.
+    """Samples with several engines of one model. Used for one program.
 
     An engine gets a request while fewer than ``num_slots`` responses are open on it. A request that
     an engine did not answer is sent to another one, as a new one: nothing of a lost answer counts.
+    To load weights while the program runs: ``suspend`` an engine, ``interrupt`` its process or let
+    its requests end, load, and ``resume``.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class EnginePool(Sampler):
             num_slots: sequences that decode at the same time on an engine.
             max_context_tokens: limit of context + response.
             vocab_size: tokens that the model knows.
-            version: of the policy that must sample.
+            version: of the policy that must sample, until ``resume`` names another one.
             timeout_s: seconds that one request may take.
         """
         self.ask: AskGroup = ask_process
@@ -87,16 +90,17 @@ class EnginePool(Sampler):
         self.on_lost: Callable[[int, EngineHandle, str], bool] = _never_replaced
         """Called with an engine that did not answer, and the reason; returns at once whether a
         replacement comes: then ``join`` or ``give_up`` follows."""
-        self._members = {index: Member(index, handle) for index, handle in engines.items()}
+        self._members = {index: Member(index, handle, version) for index, handle in engines.items()}
         self._lost: dict[int, str] = {}
         self._coming: set[int] = set()
+        self._suspended: set[int] = set()
         self._queue = EngineQueue(num_slots=num_slots)
         for member in self._members.values():
             self._queue.add(member)
         self._vocab_size = vocab_size
         self._version = version
         self._timeout_s = timeout_s
-        self._num_repeated = 0
+        self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- members ---------------------------------------------------------------------------------
@@ -106,16 +110,57 @@ class EnginePool(Sampler):
         self._coming.add(index)
 
     def join(self, index: int, handle: EngineHandle) -> None:
-        """Send requests to this engine, too, whose weights are those of the others. Thread-safe."""
+        """Send requests to this engine, too, whose weights are the newest. Thread-safe."""
+        self._soon(self._joining(index, handle))
 
+    def _joining(self, index: int, handle: EngineHandle) -> Callable[[], None]:
         def join() -> None:
             self._coming.discard(index)
+            self._suspended.discard(index)
             if index in self._members:
                 self._queue.remove(self._members[index])
-            member = self._members[index] = Member(index, handle)
+            member = self._members[index] = Member(index, handle, self._version)
             self._queue.add(member)
 
-        self._soon(join)
+        return join
+
+    def suspend(self, index: int) -> None:
+        """Send no request to this engine until ``resume``: it gets weights, and is not lost.
+
+        Requests that it has keep their answers. Thread-safe; an unknown engine is left alone.
+        """
+
+        def suspend() -> None:
+            if index in self._members:
+                self._members[index].num_pauses += 1
+                self._queue.remove(self._members[index])
+                self._suspended.add(index)
+
+        self._soon(suspend)
+
+    def resume(self, index: int, handle: EngineHandle, *, version: int) -> None:
+        """Send requests to this engine again, which has weights of this version. Thread-safe.
+
+        Engines that ``join`` later have this version, too.
+
+        Args:
+            index: of an engine that was suspended; or lost since.
+            handle: of its process, which may have been replaced.
+            version: of its weights.
+        """
+
+        def resume() -> None:
+            self._version = version
+            member = self._members.get(index)
+            if member is None or member.handle is not handle:
+                join()
+            elif index in self._suspended:
+                member.version = version
+                self._suspended.remove(index)
+                self._queue.add(member)
+
+        join = self._joining(index, handle)
+        self._soon(resume)
 
     def drop(self, index: int, handle: EngineHandle, reason: str) -> None:
         """Send this engine's open requests to others: it does not answer. Thread-safe, idempotent.
@@ -135,11 +180,14 @@ class EnginePool(Sampler):
         self._soon(drop)
 
     def give_up(self, index: int, reason: str) -> None:
-        """Expect no engine of this index any more. Thread-safe."""
+        """Expect no engine of this index any more, nor its return if suspended. Thread-safe."""
 
         def give_up() -> None:
             self._coming.discard(index)
             self._lost[index] = reason
+            if index in self._suspended:
+                self._suspended.remove(index)
+                del self._members[index]
             self._refuse_if_none_is_left()
 
         self._soon(give_up)
@@ -158,23 +206,40 @@ class EnginePool(Sampler):
     ) -> list[Sample]:
         """See ``Sampler``. An answer that no model can give counts as none.
 
+        Interrupted responses continue on any engine that serves, each with the tokens that it has;
+        siblings that ended stay.
+
         Raises:
             ServerDiedError: no engine is left and none comes, or several were lost with it.
             DriftError: an engine has other weights.
         """
-        for _ in range(_NUM_TRIES):
+        return await sample_to_the_end(self._answer, token_ids, params, keys)
+
+    async def _answer(
+        self, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
+    ) -> list[Sample]:
+        """Return what one engine answers; responses may be interrupted."""
+        num_lost = 0
+        while num_lost < _NUM_TRIES:
             member = await self._take(token_ids, len(keys))
+            version, num_pauses = member.version, member.num_pauses
             try:
                 samples = await self._ask(member, token_ids, params, keys)
                 self._require_possible(samples, num_asked=len(keys))
+                if member.num_pauses == num_pauses:
+                    _require_uninterrupted(samples)
             except (RequestError, DriftError):  # another engine would refuse it, too
                 raise
             except (EngineError, PhaseError, DeadlineError) as error:
+                if isinstance(error, PhaseError) and member.num_pauses > num_pauses:
+                    continue  # it was suspended before the request arrived
                 reason = str(error)
+                num_lost += 1
                 self._num_repeated += len(keys)
                 self._lose(member, reason)
             else:
-                self._require_version(member.index, samples)
+                self._require_version(member.index, samples, version=version)
+                self._count_interrupted(samples)
                 self._remember(member, token_ids, *(each.token_ids for each in samples))
                 return samples
             finally:
@@ -186,7 +251,11 @@ class EnginePool(Sampler):
 
     def metrics(self) -> Metrics:
         """Describe the program's requests under declared names."""
-        return {"rollout/repeated_requests": Sum(self._num_repeated)}
+        metrics: Metrics = {"rollout/repeated_requests": Sum(self._num_repeated)}
+        if self._num_interrupted:
+            metrics["rollout/interrupted_responses"] = Sum(self._num_interrupted)
+            metrics["rollout/interrupted_tokens"] = Sum(self._num_interrupted_tokens)
+        return metrics
 
     async def _ask(
         self,
@@ -247,6 +316,7 @@ class EnginePool(Sampler):
             return
         log.warning("a rollout engine is lost: engine=%d reason=%s", member.index, reason)
         del self._members[member.index]
+        self._suspended.discard(member.index)
         self._queue.remove(member)
         self._lost[member.index] = reason
         if self.on_lost(member.index, member.handle, reason):
@@ -268,10 +338,21 @@ class EnginePool(Sampler):
             if bool(((tokens < 0) | (tokens >= self._vocab_size)).any()):
                 raise EngineError(f"it gave a token beyond the vocabulary of {self._vocab_size}")
 
-    def _require_version(self, index: int, samples: Sequence[Sample]) -> None:
-        versions = {sample.weight_version for sample in samples} - {self._version}
+    def _require_version(self, index: int, samples: Sequence[Sample], *, version: int) -> None:
+        versions = {sample.weight_version for sample in samples} - {version}
         if versions:
             raise DriftError(
                 f"engine {index} sampled with weights of version {sorted(versions)}, and the "
-                f"policy is at version {self._version}; nothing of this phase is used"
+                f"policy is at version {version}; nothing of this phase is used"
             )
+
+    def _count_interrupted(self, samples: Sequence[Sample]) -> None:
+        lengths = [len(sample.token_ids) for sample in samples if sample.is_interrupted]
+        self._num_interrupted += len(lengths)
+        self._num_interrupted_tokens += sum(lengths)
+
+
+def _require_uninterrupted(samples: Sequence[Sample]) -> None:
+    """Raise EngineError if responses were interrupted: nobody has asked for it."""
+    if any(sample.is_interrupted for sample in samples):
+        raise EngineError("it interrupted a response, and was not suspended before")

@@ -128,6 +128,10 @@ class EngineProcess:
         answer = self._requests.sample_group(token_ids, params, keys=keys)
         return await asyncio.wrap_future(answer)
 
+    async def interrupt(self) -> None:
+        """End open responses at their present token, and later ones until ``continue``."""
+        self._managed.engine.interrupt()
+
     async def take_metrics(self) -> Metrics:
         """Return the engine's metrics since the last time, and reset them."""
         return self._managed.take_metrics()
@@ -183,6 +187,10 @@ class RayEngine:
         """Sample several continuations of one context."""
         tokens = torch.as_tensor(token_ids)
         return answer_of(self._actor.sample_group.remote(tokens, params, list(keys)))
+
+    def interrupt(self) -> Future[None]:
+        """End open responses at their present token."""
+        return answer_of(self._actor.interrupt.remote())
 
     def take_metrics(self) -> Future[Metrics]:
         """Return the engine's metrics since the last time."""

@@ -21,10 +21,16 @@ class Member:
 
     index: int
     handle: EngineHandle
+    version: int
+    """Of its weights."""
+
     num_open: int = 0
     """Responses that it was asked for and did not give yet."""
     losses: set[asyncio.Future[str]] = field(default_factory=set)
     """One of each open request, which gets the reason if the engine is lost meanwhile."""
+
+    num_pauses: int = 0
+    """Times that it was suspended."""
 
 
 class EngineQueue:

@@ -24,9 +24,10 @@ from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.router import RouterProcess
 from hybridrl.serving.router_front import RouterFront
 from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.client import Body, Endpoint
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
-from hybridrl.workers.rollout.sglang.sampling import ServedModel, ServerSampler
+from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 
 log = logging.getLogger(__name__)
 

@@ -129,6 +129,7 @@ def build_train_batch(
         reference_logprobs_BL=logprobs.reference_logprobs_BL,
         routed_experts_BLJK=rollouts.routed_experts_BLJK,
         sequence_lengths_BQ=rollouts.sequence_lengths_BQ,
+        weight_versions_BL=rollouts.weight_versions_BL,
         batch_size=[len(rollouts)],
     )
 

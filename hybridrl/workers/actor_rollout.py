@@ -24,7 +24,7 @@ from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
-from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
+from hybridrl.metrics import Last, Max, Mean, Metrics, from_json, merge, to_json
 from hybridrl.planning.frozen_base import plan_base
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
@@ -269,18 +269,34 @@ class ActorRolloutWorker(CheckpointedWorker):
             self._loss,
             kl_coefficient=kl_coefficient,
             max_drift_nats=limit_nats if self._checks_drift() else None,
+            policy_version=self._policy_version,
         )
         # With the sampler's log-probs as old ones, an update moves what the next one is checked by.
         following = replace(loss, max_drift_nats=None) if loss.is_old_the_sampler else loss
+        staleness = self._staleness(batch)
         with self.sharding.meter("update"):
             steps = [
                 self._step(minibatch, following if epoch or number else loss)
                 for epoch in range(algorithm.num_epochs)
                 for number, minibatch in enumerate(batch.chunk(algorithm.num_minibatches))
             ]
-        carried, self._carried = self._carried, {}
+        carried, self._carried = merge([self._carried, staleness]), {}
         version: Metrics = {"policy/version": Last(self._policy_version)}
         return merge([*steps, version, carried, self.sharding.take_metrics()])
+
+    def _staleness(self, batch: TrainBatch) -> Metrics:
+        """Count the steps between the weights that sampled each token and this update."""
+        if batch.weight_versions_BL is None:
+            return {}
+        versions_T = batch.weight_versions_BL.values()[batch.response_mask_BL.values()]
+        if not len(versions_T):
+            return {}
+        per_step = self._config.algorithm.num_updates_per_step
+        steps_T = torch.div(self._policy_version - versions_T.double(), per_step)
+        return {
+            "rollout/staleness_steps/mean": Mean(float(steps_T.sum()), len(steps_T)),
+            "rollout/staleness_steps/max": Max(float(steps_T.max())),
+        }
 
     def _checks_drift(self) -> bool:
         num_steps = self._policy_version // self._config.algorithm.num_updates_per_step

@@ -60,6 +60,9 @@ class RecordingHandle:
     ) -> Future[list[Sample]]:
         raise NotImplementedError
 
+    def interrupt(self) -> Future[None]:
+        return self._submit(self.engine.interrupt)
+
     def take_metrics(self) -> Future[Metrics]:
         raise NotImplementedError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import FrameType
@@ -12,16 +12,19 @@ from typing import cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrl.errors import DriftError, EngineError, RequestError, ServerDiedError
+from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Sum
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import FinishReason, RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes
 
 PARAMS = RequestParams(max_new_tokens=4, temperature=1.0)
+CUT: FinishReason = "interrupted"
 
 
 class OpenEngine:
@@ -30,12 +33,16 @@ class OpenEngine:
     def __init__(self) -> None:
         self.open: list[tuple[int, Future[list[Sample]]]] = []
         self.contexts: list[int] = []
+        self.asked: list[tuple[list[int], int, list[int]]] = []
+        """Contexts, tokens at most, and keys."""
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
     ) -> Future[list[Sample]]:
         future: Future[list[Sample]] = Future()
         self.contexts.append(int(token_ids[0]))
+        context = [int(token) for token in token_ids]
+        self.asked.append((context, params.max_new_tokens, list(keys)))
         self.open.append((len(keys), future))
         return future
 
@@ -296,6 +303,234 @@ def test_a_request_that_loses_every_engine_is_not_sent_forever() -> None:
         with pytest.raises(ServerDiedError, match=r"4 rollout engines.*logits are not finite"):
             await task
         assert set(losses.reasons) == {0, 1, 2, 3}
+
+    asyncio.run(program())
+
+
+def cut(*tokens: int, version: int = 3) -> Sample:
+    """A response that was interrupted after these tokens."""
+    return Sample(torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(tokens)), CUT, version)
+
+
+def test_interrupted_responses_continue_on_other_engines() -> None:
+    """Of a group of four, one sibling has ended, one has tokens, and two have none."""
+    one, other, losses = OpenEngine(), OpenEngine(), Losses()
+
+    async def program() -> None:
+        pool = pool_of(one, other, num_slots=8, losses=losses)
+        task = ask(pool, 5, num_keys=4)
+        await settle()
+        pool.suspend(0)
+        await settle()
+        one.answer_with(sample(3), cut(7, 8), cut(), cut())
+        await settle()
+        assert one.asked == [([5], 4, [0, 1, 2, 3])]
+        assert other.asked == [([5, 7, 8], 2, [1]), ([5], 4, [2, 3])]
+        other.answer_with(sample(3))
+        other.answer_with(cut(2), sample(3))  # and the other engine is next
+        pool.suspend(1)
+        pool.resume(0, cast(EngineHandle, one), version=4)
+        await settle()
+        assert one.asked[1:] == [([5, 2], 3, [2])]
+        one.answer(version=4)
+        samples = await task
+        assert [s.token_ids.tolist() for s in samples] == [[1], [7, 8, 1], [2, 1], [1]]
+        assert [s.versions_L.tolist() for s in samples] == [[3], [3, 3, 3], [3, 4], [3]]
+        assert not any(s.is_interrupted for s in samples)
+        assert losses.reasons == {}
+        metrics = pool.metrics()
+        assert metrics["rollout/interrupted_responses"] == Sum(4)
+        assert metrics["rollout/interrupted_tokens"] == Sum(3)
+
+    asyncio.run(program())
+
+
+def test_requests_wait_while_all_engines_are_suspended() -> None:
+    one, losses = OpenEngine(), Losses()
+
+    async def program() -> None:
+        pool = pool_of(one, losses=losses)
+        for version in (4, 5, 6):
+            pool.suspend(0)
+            task = ask(pool, version)
+            await settle()
+            assert not one.open
+            pool.resume(0, cast(EngineHandle, one), version=version)
+            await settle()
+            one.answer(version=version)
+            assert (await task)[0].weight_version == version
+        assert losses.reasons == {}
+
+    asyncio.run(program())
+
+
+def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
+    """It was handed out just before the engine was suspended, and is asked again."""
+    one, other, losses = OpenEngine(), OpenEngine(), Losses()
+
+    async def program() -> None:
+        pool = pool_of(one, other, losses=losses)
+        task = ask(pool, 5)
+        await settle()
+        for _ in range(9):
+            pool.suspend(0)
+            one.fail(PhaseError("the engine is paused"))
+            await settle()
+            other.answer_with(cut())
+            pool.suspend(1)
+            pool.resume(0, cast(EngineHandle, one), version=3)
+            pool.resume(1, cast(EngineHandle, other), version=3)
+            await settle()
+            (holder,) = [engine for engine in (one, other) if engine.open]
+            if holder is other:
+                other.answer()
+                break
+        else:
+            one.answer()
+        await task
+        assert losses.reasons == {}
+
+    asyncio.run(program())
+
+
+def test_an_answer_of_before_the_update_has_its_version() -> None:
+    """The answer arrives after the engine has new weights; the next one must have these."""
+    one = OpenEngine()
+
+    async def program() -> None:
+        pool = pool_of(one)
+        task = ask(pool, 5)
+        await settle()
+        pool.suspend(0)
+        pool.resume(0, cast(EngineHandle, one), version=4)
+        await settle()
+        one.answer(version=3)
+        assert (await task)[0].weight_version == 3
+        task = ask(pool, 6)
+        await settle()
+        one.answer(version=3)
+        with pytest.raises(DriftError, match=r"version \[3\], and the policy is at version 4"):
+            await task
+
+    asyncio.run(program())
+
+
+def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
+    one, new, losses = OpenEngine(), OpenEngine(), Losses()
+
+    async def program() -> None:
+        pool = pool_of(one, losses=losses)
+        pool.suspend(0)
+        tasks = [ask(pool, context) for context in (5, 6)]
+        await settle()
+        pool.resume(0, cast(EngineHandle, new), version=4)
+        await settle()
+        assert (one.contexts, new.contexts) == ([], [5, 6])
+        for task in tasks:
+            new.answer(version=4)
+            await task
+
+    asyncio.run(program())
+
+
+def test_a_suspended_engine_that_is_given_up_is_named() -> None:
+    one = OpenEngine()
+
+    async def program() -> None:
+        pool = pool_of(one)
+        pool.suspend(0)
+        task = ask(pool, 5)
+        await settle()
+        pool.give_up(0, "it could not load the weights")
+        with pytest.raises(ServerDiedError, match="engine 0: it could not load the weights"):
+            await task
+
+    asyncio.run(program())
+
+
+def test_an_engine_that_interrupts_unasked_is_lost() -> None:
+    one, other, losses = OpenEngine(), OpenEngine(), Losses()
+
+    async def program() -> None:
+        pool = pool_of(one, other, losses=losses)
+        task = ask(pool, 5)
+        await settle()
+        one.answer_with(cut(7))
+        await settle()
+        other.answer()
+        assert (await task)[0].token_ids.tolist() == [1]
+        assert "was not suspended" in losses.reasons[0]
+
+    asyncio.run(program())
+
+
+class Cutting(OpenEngine):
+    """Samples what follows from key and position, so much of it as a test allows."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.version = version
+
+    def cut_all(self, allowed: Callable[[], int], *, length: int) -> None:
+        """Answer all requests; each response gets so many tokens, up to its length."""
+        for context, _, keys in self.asked:
+            answers = []
+            for key in keys:
+                begin = len(context) - 1
+                end = min(begin + allowed(), length + key)
+                tokens = torch.tensor([(key + n) % 10 for n in range(begin, end)])
+                reason: FinishReason = "length" if end == length + key else CUT
+                answers.append(Sample(tokens.long(), tokens.float(), reason, self.version))
+            self.answer_with(*answers)
+        self.asked.clear()
+
+
+async def update_engines(pool: EnginePool, engines: list[Cutting], data: st.DataObject) -> None:
+    """Give one engine or both new weights, while their requests have some of their tokens."""
+    chosen = data.draw(st.sampled_from([[0], [1], [0, 1]]))
+    version = max(engine.version for engine in engines) + 1
+    for index in chosen:
+        pool.suspend(index)
+    await settle()
+    for index in chosen:
+        engines[index].cut_all(lambda: data.draw(st.integers(0, 3)), length=5)
+        engines[index].version = version
+    await settle()
+    for index in chosen:
+        pool.resume(index, cast(EngineHandle, engines[index]), version=version)
+    await settle()
+
+
+def require_uncut(responses: Sequence[Sample]) -> None:
+    for key, response in enumerate(responses):
+        expected = [(key + n) % 10 for n in range(5 + key)]
+        assert response.token_ids.tolist() == expected
+        assert response.logprobs.tolist() == expected
+        assert len(response.versions_L) == len(expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_updates_at_any_moment_lose_and_double_no_token(data: st.DataObject) -> None:
+    async def program() -> None:
+        engines = [Cutting(3), Cutting(3)]
+        pool = pool_of(*engines, num_slots=data.draw(st.integers(1, 4)))
+        sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+        params = replace(PARAMS, max_new_tokens=50)
+        tasks = [
+            asyncio.ensure_future(pool.sample_group([9], params, keys=range(size)))
+            for size in sizes
+        ]
+        await settle()
+        for _ in range(data.draw(st.integers(0, 4))):
+            await update_engines(pool, engines, data)
+        while not all(task.done() for task in tasks):
+            await settle()
+            for engine in engines:
+                engine.cut_all(lambda: 100, length=5)
+        for size, task in zip(sizes, tasks, strict=True):
+            assert len(task.result()) == size
+            require_uncut(task.result())
 
     asyncio.run(program())
 

@@ -14,7 +14,7 @@ from hybridrl.serving.engine_queue import EngineQueue, Member
 
 
 def members_of(queue: EngineQueue, number: int) -> list[Member]:
-    members = [Member(index, cast(EngineHandle, None)) for index in range(number)]
+    members = [Member(index, cast(EngineHandle, None), 0) for index in range(number)]
     for member in members:
         queue.add(member)
     return members

@@ -14,7 +14,11 @@ from hybridrl.sampler import Sample
 
 
 def assemble_rollouts(
-    prompts: PromptBatch, responses: Sequence[Sample], *, policy_version: int
+    prompts: PromptBatch,
+    responses: Sequence[Sample],
+    *,
+    policy_version: int,
+    has_versions: bool = False,
 ) -> RolloutBatch:
     """Put prompts and responses together, row by row.
 
@@ -22,6 +26,7 @@ def assemble_rollouts(
         prompts: P prompts.
         responses: P * G responses in prompt order, the G responses to the same prompt adjacent.
         policy_version: optimizer steps taken by the weights that sampled them.
+        has_versions: whether tokens may be of earlier weights: each gets its version.
 
     Raises:
         EngineError: some responses list the experts of their tokens and others do not,
@@ -46,12 +51,15 @@ def assemble_rollouts(
         response_mask_BL=jagged_from(torch.cat(masks), lengths_B),
         sampler_logprobs_BL=jagged_from(torch.cat(logprobs), lengths_B),
         prompt_index_B=prompts.prompt_index_P.repeat_interleave(num_responses),
-        policy_version_B=torch.full((len(responses),), policy_version),
+        policy_version_B=torch.tensor(
+            [each.weight_version if has_versions else policy_version for each in responses]
+        ),
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
         sequence_lengths_BQ=_sequence_lengths(responses),
         turns_BN=_turns(responses),
         agent_rewards_BL=_agent_rewards(responses, lengths_B),
+        weight_versions_BL=_weight_versions(responses, lengths_B) if has_versions else None,
         batch_size=[len(responses)],
     )
 
@@ -99,6 +107,16 @@ def _agent_rewards(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | N
         return None
     ends = zip(lengths_B.tolist(), rewards, strict=True)
     return jagged([pad(rewards_L, (length - len(rewards_L), 0)) for length, rewards_L in ends])
+
+
+def _weight_versions(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor:
+    rows = []
+    for response, length in zip(responses, lengths_B.tolist(), strict=True):
+        versions_L = response.versions_L.int()
+        if response.is_sampled is not None:
+            versions_L = versions_L.masked_fill(~response.is_sampled, -1)
+        rows.append(pad(versions_L, (length - len(versions_L), 0), value=-1))
+    return jagged_from(torch.cat(rows), lengths_B)
 
 
 def _routed_experts(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:

@@ -156,6 +156,15 @@ class RolloutEngine(WeightSender, Protocol):
         """Admit no new request. Idempotent."""
         ...
 
+    def interrupt(self) -> None:
+        """End open responses at their present token, with ``finish_reason="interrupted"``.
+
+        Until ``continue_generation`` nothing is sampled: later requests return without tokens. May
+        be called by any thread, a task of the program included, and returns before the responses
+        do. Idempotent.
+        """
+        ...
+
     def drain(self, *, timeout_s: float) -> int:
         """Wait until no request runs, abort the others at the deadline.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Condition, Lock
 
@@ -13,9 +13,13 @@ _ABORT_GRACE_S = 60.0
 
 
 class ProgramCall:
-    """One admitted program, and the number of its requests; a drain ends it from another thread."""
+    """One admitted program, and the number of its requests; other threads end or interrupt them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_interrupted: bool = False) -> None:
+        self.is_interrupted = is_interrupted
+        """Whether requests return at once: nothing is sampled."""
+        self.on_interrupt: Callable[[], None] | None = None
+        """Ends the open requests at their present token; called in the program's loop."""
         self.num_requests = 0
         """Responses requested so far."""
         self.num_open = 0
@@ -32,6 +36,14 @@ class ProgramCall:
             self._task = asyncio.current_task()
         if self._is_cancelled:
             self._abort()
+
+    def interrupt(self) -> None:
+        """End the open requests at their present token, and later ones at once. Thread-safe."""
+        with self._lock:
+            self.is_interrupted, task = True, self._task
+        if task is not None and self.on_interrupt is not None:
+            with suppress(RuntimeError):  # the program has ended, and its loop with it
+                task.get_loop().call_soon_threadsafe(self.on_interrupt)
 
     def cancel(self) -> None:
         """Cancel the program's task. Thread-safe."""
@@ -76,7 +88,7 @@ class RequestGate:
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._is_paused = False
+        self._is_paused = self._is_interrupted = False
         self._running: ProgramCall | None = None
 
     @contextmanager
@@ -93,7 +105,7 @@ class RequestGate:
                     "continue_generation"
                 )
             self._require_idle("generate")
-            call = self._running = ProgramCall()
+            call = self._running = ProgramCall(is_interrupted=self._is_interrupted)
         try:
             yield call
         finally:
@@ -118,10 +130,19 @@ class RequestGate:
         with self._changed:
             self._is_paused = True
 
-    def resume(self) -> None:
-        """Admit again. Idempotent."""
+    def interrupt(self) -> None:
+        """Let requests return at their present token, until ``resume``. Idempotent."""
         with self._changed:
-            self._is_paused = False
+            self._is_interrupted, call = True, self._running
+        if call is not None:
+            call.interrupt()
+
+    def resume(self) -> None:
+        """Admit again, and sample again. Idempotent."""
+        with self._changed:
+            self._is_paused = self._is_interrupted = False
+            if self._running is not None:
+                self._running.is_interrupted = False
 
     def drain(self, timeout_s: float, *, grace_s: float = _ABORT_GRACE_S) -> int:
         """Wait until the running program ended; abort it at the deadline.

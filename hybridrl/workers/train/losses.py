@@ -55,6 +55,10 @@ class PolicyGradientLoss:
     max_drift_nats: float | None = None
     """Largest mean distance of trainer's and sampler's log-probs in a micro-batch; None is off."""
 
+    policy_version: int = 0
+    """Of the weights before the update: where tokens have versions, only those of this version are
+    compared, because others were sampled by another policy."""
+
     @property
     def needs_entropy_gradient(self) -> bool:
         """Whether the entropy is part of the loss, and not only a metric."""
@@ -92,8 +96,25 @@ class PolicyGradientLoss:
         loss = torch.stack(list(shares.values())).sum()
         metrics = _to_metrics(inputs, shares=shares, means=means, maxima=maxima)
         if self.max_drift_nats is not None and metrics:
-            _require_same_policy(metrics, self.max_drift_nats)
+            self._require_same_policy(inputs, trainer.detach(), metrics)
         return loss, metrics
+
+    def _require_same_policy(
+        self, inputs: TokenLossInputs, trainer_logprobs_T: Tensor, metrics: Metrics
+    ) -> None:
+        """Refuse to learn from tokens of this version that another policy sampled."""
+        limit_nats = self.max_drift_nats or 0.0
+        mean_nats, max_nats = (
+            metrics[f"policy/sampler_mismatch_nats/{of}"].value for of in ("mean", "max")
+        )
+        if inputs.weight_versions_T is not None:
+            is_current_T = inputs.weight_versions_T == self.policy_version
+            mismatch_T = (trainer_logprobs_T - inputs.sampler_logprobs_T).abs()[is_current_T]
+            if not len(mismatch_T):
+                return
+            mean_nats, max_nats = mismatch_T.mean().item(), mismatch_T.max().item()
+        if not mean_nats <= limit_nats:  # a mean that is not a number, too
+            raise _drift_error(mean_nats, max_nats, limit_nats)
 
     def _call(self, part: Part, inputs: TokenLossInputs) -> Any:  # noqa: ANN401 - by the part
         return part(
@@ -192,19 +213,16 @@ def _describe(
     }
 
 
-def _require_same_policy(metrics: Metrics, limit_nats: float) -> None:
-    """Refuse to learn from what another policy sampled: garbage in an engine is often fluent."""
-    mean_nats, max_nats = (metrics[f"policy/sampler_mismatch_nats/{of}"] for of in ("mean", "max"))
-    if not mean_nats.value <= limit_nats:  # a mean that is not a number, too
-        raise DriftError(
-            "trainer and rollout engine are not the same policy: log-probs of the tokens in a "
-            f"micro-batch differ by {mean_nats.value:.3g} nats on average and {max_nats.value:.3g} "
-            f"nats at most; rollout.canary_max_drift_nats={limit_nats:g} is the limit of the "
-            "average. No optimizer step was taken from these tokens. If the engine loses its "
-            "weights while it sleeps, set rollout.backup_weights=always or rollout.sleep=false; "
-            "if its number type is coarser, rollout.dtype=float32; if that is only rounding, "
-            "raise rollout.canary_max_drift_nats"
-        )
+def _drift_error(mean_nats: float, max_nats: float, limit_nats: float) -> DriftError:
+    """Say that nothing is learned from what another policy sampled: garbage is often fluent."""
+    return DriftError(
+        "trainer and rollout engine are not the same policy: log-probs of the tokens in a "
+        f"micro-batch differ by {mean_nats:.3g} nats on average and {max_nats:.3g} nats at most; "
+        f"rollout.canary_max_drift_nats={limit_nats:g} is the limit of the average. No optimizer "
+        "step was taken from these tokens. If the engine loses its weights while it sleeps, set "
+        "rollout.backup_weights=always or rollout.sleep=false; if its number type is coarser, "
+        "rollout.dtype=float32; if that is only rounding, raise rollout.canary_max_drift_nats"
+    )
 
 
 def _to_metrics(

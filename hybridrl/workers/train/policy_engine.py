@@ -228,7 +228,7 @@ def loss_inputs(
         return column_BL.values()[microbatch.token_index_S].to(device)
 
     old_BL, reference_BL = batch.old_logprobs_BL, batch.reference_logprobs_BL
-    weights_BL = batch.sampler_weights_BL
+    weights_BL, versions_BL = batch.sampler_weights_BL, batch.weight_versions_BL
     return TokenLossInputs(
         current_logprobs_T=current_logprobs_S,
         entropy_T=entropy_S,
@@ -239,6 +239,7 @@ def loss_inputs(
         reference_logprobs_T=None if reference_BL is None else at_scored(reference_BL),
         rows=microbatch.rows,
         sampler_weights_T=None if weights_BL is None else at_scored(weights_BL),
+        weight_versions_T=None if versions_BL is None else at_scored(versions_BL),
     )
 
 

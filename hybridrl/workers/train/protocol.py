@@ -66,6 +66,7 @@ class TokenLossInputs:
     reference_logprobs_T: Tensor | None  # float32 nats
     rows: TokenRows  # the response that each token belongs to
     sampler_weights_T: Tensor | None = None  # float32, of a rollout correction
+    weight_versions_T: Tensor | None = None  # int32, of the weights that sampled each token
 
 
 class TokenLoss(Protocol):

@@ -19,9 +19,10 @@ from hybridrl.workers.rollout.directory import EngineDirectory
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.prefixes import KnownPrefixes, prefix_sums
 from hybridrl.workers.rollout.request_gate import RequestGate
+from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.client import Endpoint
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
-from hybridrl.workers.rollout.sglang.sampling import ServedModel, ServerSampler
+from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from tests.workers.rollout.answering import Answering, answering
 from tests.workers.rollout.served_samples import Samples
 

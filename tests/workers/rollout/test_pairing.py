@@ -14,11 +14,12 @@ from hybridrl.errors import EngineError
 from hybridrl.sampler import Sample, Sampler
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
+from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.arguments import ServerAddress
 from hybridrl.workers.rollout.sglang.client import ServerClient
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
 from hybridrl.workers.rollout.sglang.pairing import PairedEngine
-from hybridrl.workers.rollout.sglang.sampling import ServedModel, ServerSampler
+from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answer, Answering, Body, answering
 from tests.workers.rollout.engines import tokens_of

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
@@ -20,9 +21,10 @@ from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
+from hybridrl.workers.rollout.sglang.answers import ServedModel, read_sample
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
-from hybridrl.workers.rollout.sglang.sampling import ServedModel, ServerSampler, read_sample
+from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answering, Body, answering
 from tests.workers.rollout.engines import tokens_of
@@ -182,6 +184,66 @@ def test_what_was_cut_off_on_purpose_is_not_asked_for_again() -> None:
         with pytest.raises(EngineError, match="aborted 6 of 6 requests"):
             call.result(10.0)
         assert len(server.asked) <= 4  # of each group the prefill, and all its responses at once
+
+
+class Interruptible:
+    """Keeps requests open until each response is aborted; then it has some of its tokens."""
+
+    def __init__(self, *, deaf: int) -> None:
+        self.num_aborts = 0
+        self._deaf = deaf
+        """Aborts that do not hit: the request is still on its way."""
+        self._aborted: dict[str, asyncio.Event] = {}
+
+    async def __call__(self, path: str, body: Body) -> web.StreamResponse:
+        if path == "/abort_request":
+            self.num_aborts += 1
+            if self.num_aborts > self._deaf:
+                self._event(body["rid"]).set()
+            return web.Response()
+        if isinstance(body["sampling_params"], dict):
+            return web.json_response(item(body["input_ids"], body["sampling_params"]))
+        answers = []
+        for number, name in enumerate(body["rid"]):
+            await self._event(name).wait()
+            wanted = body["sampling_params"][number] | {"max_new_tokens": number + 1}
+            answers.append(item(body["input_ids"][number], wanted, finish="abort"))
+        answers[0]["output_ids"] = []
+        answers[0]["meta_info"].pop("output_token_logprobs")  # aborted in the server's queue
+        return web.json_response(answers)
+
+    def _event(self, name: str) -> asyncio.Event:
+        return self._aborted.setdefault(name, asyncio.Event())
+
+
+@pytest.mark.parametrize("deaf", [0, 5])
+def test_an_interrupt_returns_the_tokens_so_far(deaf: int) -> None:
+    server_of_four, gate = Interruptible(deaf=deaf), RequestGate()
+    params = replace(SAMPLING.request_params(), max_new_tokens=3, stop_token_ids=(4,))
+
+    async def program(sampler: Sampler) -> list[Sample]:
+        asking = [
+            asyncio.ensure_future(sampler.sample_group(context, params, keys=range(4)))
+            for context in ([1, 2], [4, 5])
+        ]
+        await asyncio.sleep(0.05)
+        gate.interrupt()
+        groups = await asyncio.gather(*asking)
+        late = await sampler.sample_group([1, 2], params, keys=[8])
+        return [sample for group in (*groups, late) for sample in group]
+
+    with sampling_from(server_of_four, program=program, gate=gate) as (server, run):
+        samples, metrics = run()
+    cut, stop, length = "interrupted", "stop", "length"
+    assert [(len(s.token_ids), s.finish_reason) for s in samples] == [
+        *[(0, cut), (2, cut), (3, length), (4, cut)],
+        *[(0, cut), (2, stop), (3, stop), (4, stop)],
+        (0, cut),
+    ]
+    assert [len(s.logprobs) for s in samples] == [len(s.token_ids) for s in samples]
+    assert metrics["rollout/retried_requests"].value == 0
+    generates = [body for path, body in server.asked if path == "/generate"]
+    assert sum(isinstance(body["sampling_params"], list) for body in generates) == 2
 
 
 def test_a_response_of_other_weights_is_refused() -> None:

@@ -275,6 +275,10 @@ class RecordingEngine:
                 if name in self._copies:
                     tensor.copy_(self._copies.pop(name))
 
+    def interrupt(self) -> None:
+        with self.journal.entry(self.index, "interrupt"):
+            pass
+
     def continue_generation(self) -> None:
         with self.journal.entry(self.index, "continue_generation"):
             self.is_admitting = True

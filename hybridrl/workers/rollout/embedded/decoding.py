@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import EngineError
-from hybridrl.sampler import Sample
+from hybridrl.sampler import Sample, interrupted_sample
 from hybridrl.workers.rollout.embedded.kept_prefixes import KeptPrefixes
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
@@ -72,7 +72,8 @@ class Decoding:
         self.stats = RolloutStats(slots.num_slots)
         self._forward = forward
         self._slots = slots
-        self._version = version
+        self.version = version
+        """Policy version of the weights."""
         self._waiting: deque[Request] = deque()
         self._seats: list[Seat] = []  # of slots 0 .. N-1
         num_lanes = slots.num_slots + min(slots.num_slots, _NUM_SPARE_LANES)
@@ -90,7 +91,7 @@ class Decoding:
         self._stop_sets: dict[tuple[int, ...], int] = {}
         self._row_groups: list[tuple[DrawParams, Tensor | None]] | None = None
         self._step = 0
-        self._has_cancelled = False
+        self._has_cancelled = self._is_interrupted = False
         self._failure: Exception | None = None
 
     def submit(self, request: Request) -> None:
@@ -117,14 +118,19 @@ class Decoding:
         )
 
     def step(self) -> Progress:
-        """Draw one token for each running response.
+        """Draw one token for each running response, or end all of them.
 
         Raises:
             EngineError: a logit is not finite.
         """
         if self._failure is not None or not (self._seats or self._waiting):
+            self._is_interrupted = False
             return Progress.NO_WORK
         try:
+            if self._is_interrupted:
+                self._is_interrupted = False
+                self._end_all()
+                return Progress.ANSWERED
             with torch.inference_mode():
                 is_complete = self._advance()
             num_free = self._slots.num_slots - len(self._seats)
@@ -134,6 +140,10 @@ class Decoding:
             self._failure = error
             raise
         return Progress.ANSWERED if is_complete else Progress.WORKED
+
+    def interrupt(self) -> None:
+        """Let the next step end all responses at their present token, and sample none."""
+        self._is_interrupted = True
 
     def _advance(self) -> bool:
         """Do the step; return whether a request has all its responses."""
@@ -157,6 +167,27 @@ class Decoding:
         ]
         self._step += 1
         return is_complete
+
+    def _end_all(self) -> None:
+        """Free all slots; requests that wait get no tokens for responses without a slot."""
+        with torch.inference_mode():
+            self._drop_cancelled()
+            seats = list(self._seats)
+            is_kept = any(seat.request.is_continued for seat in seats)
+            rows = self._free(list(range(len(seats))), is_kept=is_kept)
+        self._ended += [
+            Ended(seat, self._step - seat.first_step, row, is_interrupted=True)
+            for seat, row in zip(seats, rows, strict=True)
+        ]
+        waiting, self._waiting = self._waiting, deque()
+        for request in waiting:
+            request.prefilled = None
+            unseated = range(request.num_seated, len(request.keys))
+            request.samples.update(dict.fromkeys(unseated, interrupted_sample(self.version)))
+        if self._ended:
+            self._deliver()
+        for request in waiting:
+            request.answer_if_complete()
 
     def _drop_cancelled(self) -> None:
         self._has_cancelled = False
@@ -362,7 +393,7 @@ class Decoding:
             out_SC[:, :longest].index_select(0, lane_D).cpu() for out_SC in self._outputs
         )
         require_finite(logprobs_DM)
-        for (seat, num_tokens, row), token_M, logprob_M in zip(
+        for (seat, num_tokens, row, is_cut), token_M, logprob_M in zip(
             ended, tokens_DM.unbind(), logprobs_DM.unbind(), strict=True
         ):
             request, token_ids = seat.request, token_M[:num_tokens]
@@ -370,12 +401,11 @@ class Decoding:
             request.samples[seat.number] = Sample(
                 token_ids=token_ids,
                 logprobs=logprob_M[:num_tokens],
-                finish_reason="stop" if is_stop else "length",
-                weight_version=self._version,
+                finish_reason="interrupted" if is_cut else "stop" if is_stop else "length",
+                weight_version=self.version,
             )
             if request.is_continued:
                 self._kept.keep(row, request.context + token_ids[:-1].numpy().tobytes())
-            if len(request.samples) == len(request.keys) and not request.future.done():
-                request.future.set_result([request.samples[i] for i in range(len(request.keys))])
+            request.answer_if_complete()
             self.stats.num_generated_tokens += num_tokens
             self._free_lanes.append(seat.lane)

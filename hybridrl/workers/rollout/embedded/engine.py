@@ -132,6 +132,7 @@ class HFRolloutEngine:
                 self._begin_forward(), self._slots, vocab_size=vocab_size, version=self.version
             )
             sampler = EmbeddedSampler(decoding, call, self._max_context_tokens, vocab_size)
+            call.on_interrupt = decoding.interrupt
             begin = time.perf_counter()
             try:
                 with (
@@ -279,6 +280,10 @@ class HFRolloutEngine:
     def pause(self) -> None:
         """Admit no new request. Idempotent."""
         self._gate.pause()
+
+    def interrupt(self) -> None:
+        """End open responses between two decode steps; see ``RolloutEngine``."""
+        self._gate.interrupt()
 
     def drain(self, *, timeout_s: float) -> int:
         """Wait until no program runs; at the deadline abort it, and return its open requests.

@@ -104,6 +104,11 @@ class Request:
         params = self.params
         self.draw_params = DrawParams(params.temperature, params.top_p, params.top_k)
 
+    def answer_if_complete(self) -> None:
+        """Give the samples to whoever waits for them, if none is missing."""
+        if len(self.samples) == len(self.keys) and not self.future.done():
+            self.future.set_result([self.samples[index] for index in range(len(self.keys))])
+
 
 def draw_uniforms(requests: Sequence[Request], *, max_tokens: int, device: torch.device) -> None:
     """Draw the random numbers of all tokens of these requests: all at once costs least.
@@ -135,8 +140,9 @@ class Seat(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A response that ended in this step."""
+    """A response that ended in this step, or was interrupted after it."""
 
     seat: Seat
     num_tokens: int
     row: int  # of the cache, where its keys and values lie now
+    is_interrupted: bool = False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.sampler import RequestParams, Sample, Sampler, interrupted_sample
 from hybridrl.workers.rollout.embedded.decoding import Decoding
 from hybridrl.workers.rollout.embedded.requests import Request
 from hybridrl.workers.rollout.request_gate import ProgramCall
@@ -52,6 +52,8 @@ class EmbeddedSampler(Sampler):
             max_context_tokens=self.max_context_tokens,
             vocab_size=self.vocab_size,
         )
+        if self.call.is_interrupted:
+            return [interrupted_sample(self.decoding.version)] * len(keys)
         with self.call.request(len(keys)):
             future: asyncio.Future[list[Sample]] = asyncio.get_running_loop().create_future()
             self.decoding.submit(Request(tokens_L, params, keys, is_continued, future))

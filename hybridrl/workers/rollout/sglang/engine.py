@@ -18,12 +18,13 @@ from hybridrl.workers.rollout.directory import EngineDirectory
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import RequestGate
+from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice, ServingEngine
 from hybridrl.workers.rollout.sglang.memory import held_bytes
 from hybridrl.workers.rollout.sglang.pairing import PairedEngine
-from hybridrl.workers.rollout.sglang.sampling import ExpertShape, ServedModel, ServerSampler
+from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.sglang.server import Server
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
 
@@ -144,6 +145,10 @@ class SGLangEngine(ServedWeights):
     def pause(self) -> None:
         """Admit no new request: this process is the only one that sends any. Idempotent."""
         self._gate.pause()
+
+    def interrupt(self) -> None:
+        """End the open responses of this process's program, on whichever server they are."""
+        self._gate.interrupt()
 
     def drain(self, *, timeout_s: float) -> int:
         """Wait until no request runs, abort the others at the deadline, and empty the server.

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 Body = dict[str, Any]
 
 _SAMPLES = "/generate"
+_ABORTS = "/abort_request"
 _ROOM_BITS = 62  # SGLang counts rooms in int64
 _ABORT_S = 5.0
 
@@ -54,12 +55,17 @@ class PairedEngine(ServingEngine):
         return opened
 
     async def ask(self, path: str, body: Body, *, timeout_s: float) -> Any:  # noqa: ANN401
-        """Send a request for tokens to both halves, any other to the decode server.
+        """Send requests for tokens, and their aborts, to both halves, others to the decode server.
 
         Raises:
             EngineError: a half is gone, or refuses; the other one forgets the request.
             DeadlineError: no answer in time.
         """
+        if path == _ABORTS:  # whichever half has it now
+            await asyncio.gather(
+                *(half.ask(path, body, timeout_s=timeout_s) for half in self._halves),
+                return_exceptions=True,
+            )
         if path != _SAMPLES:
             return await super().ask(path, body, timeout_s=timeout_s)
         half = self._halves[0]
@@ -93,7 +99,7 @@ class PairedEngine(ServingEngine):
         """Abort these requests at a half that waits for the other one."""
         for name in names:
             with suppress(EngineError, DeadlineError):
-                await ask("/abort_request", {"rid": name}, timeout_s=_ABORT_S)
+                await ask(_ABORTS, {"rid": name}, timeout_s=_ABORT_S)
 
 
 class _PrefillHalf:

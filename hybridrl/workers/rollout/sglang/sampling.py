@@ -1,5 +1,7 @@
 """The ``Sampler`` of a server: one request a group; responses that were cut off are sampled again.
 
+Those that were cut off on request (``interrupt``) return with their tokens.
+
 Token ids travel in both directions: text is never tokenised twice.
 """
 
@@ -8,19 +10,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from base64 import b64decode
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Mean, Metrics, Sum
-from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.sampler import (
+    FinishReason,
+    RequestParams,
+    Sample,
+    Sampler,
+    interrupted_sample,
+)
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sampling import check_request
+from hybridrl.workers.rollout.sglang.answers import ServedModel, accepted_drafts, read_sample
 from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ServerError
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice, ServingEngine
 
@@ -31,32 +38,10 @@ Body = dict[str, Any]
 _NUM_ATTEMPTS = 3
 _BUSY = 500  # the lowest status that is the server's fault, not the request's
 _ABORT_TIMEOUT_S = 5.0
+_ABORT_EVERY_S = 0.05
+"""Between tries to abort what is open: a request that was still on its way was not hit, and the
+answer does not say so."""
 _SEED_BITS = (1 << 31) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertShape:
-    """How a mixture-of-experts model routes a token."""
-
-    num_layers: int
-    num_experts_per_token: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedModel:
-    """The model of a server, as its requests need it."""
-
-    max_context_tokens: int
-    vocab_size: int
-
-    version: int
-    """Policy version of its weights, which every response must come from."""
-
-    adapter: str | None = None
-    """That every request names."""
-
-    experts: ExpertShape | None = None
-    """Given if each token's experts are requested."""
 
 
 @dataclass(slots=True)
@@ -72,7 +57,7 @@ class Group:
     """One a response, in [0, 2**31)."""
 
     samples: dict[int, Sample] = field(default_factory=dict)
-    """By index among the responses; a response that was cut off is never included."""
+    """By index among the responses; one that was cut off is included on request alone."""
 
     @property
     def missing(self) -> list[int]:
@@ -105,13 +90,14 @@ class ServerSampler(Sampler):
         Args:
             engines: whose servers answer.
             model: of each of them.
-            call: counts requests, and says whether the program was aborted.
+            call: counts requests, and says whether the program was aborted or is interrupted.
             timeout_s: seconds that one request may take.
         """
         self.max_context_tokens = model.max_context_tokens
         self._engines = engines
         self._model = model
         self._call = call
+        call.on_interrupt = self.interrupt
         self._timeout_s = timeout_s
         self._fields: Body = {} if model.adapter is None else {"lora_path": model.adapter}
         if model.experts is not None:
@@ -120,6 +106,9 @@ class ServerSampler(Sampler):
         self._drafts = Mean(0.0, 0.0)
         self._prefills: dict[tuple[int, ...], SharedPrefill] = {}
         self._aborts: set[asyncio.Task[Any]] = set()
+        self._open: dict[str, ServingEngine] = {}
+        """Engines of open responses, by the responses' names."""
+        self._interrupting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> ServerSampler:
         """Connect in the current event loop."""
@@ -170,10 +159,34 @@ class ServerSampler(Sampler):
             await self._complete(group)
         return [group.samples[index] for index in range(len(keys))]
 
+    def interrupt(self) -> None:
+        """Let all requests return with the tokens that they have; later ones with none.
+
+        In the event loop of the program. Until the call's ``is_interrupted`` is reset.
+        """
+        self._call.is_interrupted = True
+        if self._interrupting is None or self._interrupting.done():
+            self._interrupting = asyncio.ensure_future(self._abort_open())
+
+    async def _abort_open(self) -> None:
+        while self._open and self._call.is_interrupted:
+            await asyncio.gather(
+                *(
+                    engine.ask("/abort_request", {"rid": name}, timeout_s=_ABORT_TIMEOUT_S)
+                    for name, engine in self._open.items()
+                ),
+                return_exceptions=True,  # of a server that is gone: its requests say so
+            )
+            await asyncio.sleep(_ABORT_EVERY_S)
+
     async def _complete(self, group: Group) -> None:
         """Request a group until no response of it is missing."""
         reason = ""
         for attempt in range(_NUM_ATTEMPTS):
+            if self._call.is_interrupted:
+                empty = interrupted_sample(self._model.version)
+                group.samples.update(dict.fromkeys(group.missing, empty))
+                return
             num_missing = len(group.missing)
             if attempt:
                 log.warning("asking again for responses: count=%d reason=%s", num_missing, reason)
@@ -192,6 +205,8 @@ class ServerSampler(Sampler):
         try:
             async with self._engines.lend(group.token_ids, len(missing)) as engine:
                 await self._prefill(group, engine)
+                if self._call.is_interrupted:
+                    return "an interruption"
                 items = await self._ask(self.group_body(group), engine)
         except ConnectionLostError as error:
             return str(error)
@@ -199,20 +214,43 @@ class ServerSampler(Sampler):
             if error.status < _BUSY:
                 raise
             return str(error)
-        reason = ""
-        for index, item in zip(missing, items, strict=True):
-            meta = item["meta_info"]
-            finish = meta["finish_reason"] or {"type": "unfinished"}
-            if finish["type"] not in ("stop", "length"):
-                reason = f"{finish['type']}: {finish.get('message', '')}"
-                continue
-            self._require_version(str(meta.get("weight_version")))
-            group.samples[index] = read_sample(item, self._model)
-            self._num_cached_tokens += int(meta.get("cached_tokens") or 0)
-            self._drafts += accepted_drafts(meta)
-            if len(group.seeds) == 1:  # a later turn may continue it
-                self._engines.remember(group.token_ids + item["output_ids"], engine)
-        return reason
+        reasons = [
+            self._take(group, index, item, engine)
+            for index, item in zip(missing, items, strict=True)
+        ]
+        return next(filter(None, reasons), "")
+
+    def _take(self, group: Group, index: int, item: Body, engine: ServingEngine) -> str:
+        """Keep a response that ended, or was interrupted; return why another one was cut off."""
+        meta = item["meta_info"]
+        finish = meta["finish_reason"] or {"type": "unfinished"}
+        is_interrupted = finish["type"] == "abort" and self._call.is_interrupted
+        if is_interrupted and not item["output_ids"]:
+            group.samples[index] = interrupted_sample(self._model.version)
+            return ""
+        if finish["type"] not in ("stop", "length") and not is_interrupted:
+            return f"{finish['type']}: {finish.get('message', '')}"
+        self._require_version(str(meta.get("weight_version")))
+        sample = read_sample(item, self._model)
+        if is_interrupted:
+            sample = replace(sample, finish_reason=self._ended_by(group, sample))
+        group.samples[index] = sample
+        self._num_cached_tokens += int(meta.get("cached_tokens") or 0)
+        self._drafts += accepted_drafts(meta)
+        if len(group.seeds) == 1:  # a later turn may continue it
+            self._engines.remember(group.token_ids + item["output_ids"], engine)
+        return ""
+
+    def _ended_by(self, group: Group, sample: Sample) -> FinishReason:
+        """Return why an aborted response ended: SGLang says so even if its last token ended it."""
+        if int(sample.token_ids[-1]) in group.params.stop_token_ids:
+            return "stop"
+        return "length" if len(sample.token_ids) == self._num_tokens(group) else "interrupted"
+
+    def _num_tokens(self, group: Group) -> int:
+        """Return the most tokens that a response of the group may have."""
+        room = self.max_context_tokens - len(group.token_ids)
+        return min(group.params.max_new_tokens, room)
 
     async def _prefill(self, group: Group, engine: ServingEngine) -> None:
         """Cache the context once, if several responses to it are missing: SGLang would not.
@@ -238,11 +276,16 @@ class ServerSampler(Sampler):
                 del self._prefills[context]
 
     async def _ask(self, body: Body, engine: ServingEngine) -> list[Body]:
+        names: Sequence[str] = body.get("rid", [])
+        self._open.update(dict.fromkeys(names, engine))
         try:
             answer: list[Body] = await engine.ask("/generate", body, timeout_s=self._timeout_s)
         except asyncio.CancelledError:
-            self._abort(body.get("rid", []), engine)
+            self._abort(names, engine)
             raise
+        finally:
+            for name in names:
+                del self._open[name]
         return answer
 
     def _abort(self, names: Sequence[str], engine: ServingEngine) -> None:
@@ -270,9 +313,7 @@ class ServerSampler(Sampler):
 
     def group_body(self, group: Group) -> Body:
         """Request all missing responses of a group at once."""
-        num_tokens = min(
-            group.params.max_new_tokens, self.max_context_tokens - len(group.token_ids)
-        )
+        num_tokens = self._num_tokens(group)
         return {
             "input_ids": [group.token_ids] * len(group.missing),
             "sampling_params": [
@@ -305,48 +346,3 @@ def _parameters(group: Group, *, num_tokens: int, seed: int) -> Body:
         "ignore_eos": not params.stop_token_ids,
         "sampling_seed": seed,
     }
-
-
-def read_sample(item: Mapping[str, Any], model: ServedModel) -> Sample:
-    """Read one response of a server, which ended by itself.
-
-    Args:
-        item: the answer.
-        model: that sampled it.
-
-    Raises:
-        EngineError: log-probs and tokens do not match in number, or experts are missing.
-    """
-    meta, token_ids = item["meta_info"], item["output_ids"]
-    entries = meta["output_token_logprobs"]
-    if [entry[1] for entry in entries] != token_ids:
-        raise EngineError(
-            f"a response has {len(token_ids)} tokens and log-probs of {len(entries)} others; this "
-            "version of SGLang does not return what training needs"
-        )
-    return Sample(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        logprobs=torch.tensor([entry[0] for entry in entries], dtype=torch.float32),
-        finish_reason=meta["finish_reason"]["type"],
-        weight_version=model.version,
-        routed_experts_LJK=None if model.experts is None else _read_experts(meta, model.experts),
-    )
-
-
-def accepted_drafts(meta: Mapping[str, Any]) -> Mean:
-    """Return how many drafted tokens of a response the model took; without speculation none."""
-    return Mean(
-        float(meta.get("spec_num_correct_drafts", 0)),
-        float(meta.get("spec_num_proposed_drafts", 0)),
-    )
-
-
-def _read_experts(meta: Mapping[str, Any], shape: ExpertShape) -> Tensor:
-    text = meta.get("routed_experts")
-    if text is None:
-        raise EngineError(
-            "rollout.routed_experts=true, and the server returned none: is the model a mixture of "
-            "experts? Set rollout.routed_experts=false if it is not"
-        )
-    flat = torch.frombuffer(bytearray(b64decode(text)), dtype=torch.int32)
-    return flat.view(-1, shape.num_layers, shape.num_experts_per_token)

@@ -1,0 +1,237 @@
+"""Responses of the embedded engine that are interrupted at a token, and continued."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.random_streams import request_key
+from hybridrl.sampler import RequestParams, Sample, Sampler, join_parts
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.request_server import RequestServer
+from tests.tiny_models import make_tiny_model
+from tests.workers.rollout.engines import ready_engine
+from tests.workers.rollout.test_programs import PARAMS, context, require_equal
+
+NUM_RESPONSES = 3
+LONG = RequestParams(max_new_tokens=20, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> HFRolloutEngine:
+    return ready_engine(make_tiny_model(tmp_path_factory.mktemp("model")), num_slots=4)
+
+
+def params_of(number: int) -> RequestParams:
+    return replace(PARAMS[number % len(PARAMS)], max_new_tokens=3 + 5 * (number % 3))
+
+
+async def finish(sampler: Sampler, number: int, key: int, begun: Sample) -> Sample:
+    """Ask for the tokens that an interrupted response lacks."""
+    tokens = [*context(number), *begun.token_ids.tolist()]
+    params = params_of(number)
+    left = replace(params, max_new_tokens=params.max_new_tokens - len(begun.token_ids))
+    return join_parts(begun, await sampler.sample(tokens, left, key=key))
+
+
+def keys_of(number: int) -> list[int]:
+    return [request_key(number, sibling) for sibling in range(NUM_RESPONSES)]
+
+
+async def sample_all(sampler: Sampler) -> list[list[Sample]]:
+    work = [sampler.sample_group(context(n), params_of(n), keys=keys_of(n)) for n in range(6)]
+    return await asyncio.gather(*work)
+
+
+@pytest.fixture(scope="module")
+def uncut(engine: HFRolloutEngine) -> list[list[Sample]]:
+    return engine.run(sample_all)
+
+
+async def interrupt_after(sampler: Sampler, engine: HFRolloutEngine, num_steps: int) -> None:
+    """Interrupt the engine when another response has got so many tokens."""
+    if num_steps:
+        await sampler.sample([1, 2, 3], replace(LONG, max_new_tokens=num_steps), key=99)
+    engine.interrupt()
+
+
+async def sample_until(sampler: Sampler, engine: HFRolloutEngine, step: int) -> list[list[Sample]]:
+    interrupting = asyncio.ensure_future(interrupt_after(sampler, engine, step))
+    groups = await sample_all(sampler)
+    await interrupting
+    return groups
+
+
+async def continue_until(
+    sampler: Sampler, *, engine: HFRolloutEngine, parts: list[list[Sample]], moment: int | None
+) -> list[list[Sample]]:
+    work = [
+        finish(sampler, number, key, part)
+        for number, group in enumerate(parts)
+        for key, part in zip(keys_of(number), group, strict=True)
+        if part.is_interrupted
+    ]
+    tasks = [asyncio.ensure_future(each) for each in work]
+    if moment is not None:
+        await interrupt_after(sampler, engine, moment)
+    ended = iter(await asyncio.gather(*tasks))
+    return [[next(ended) if p.is_interrupted else p for p in group] for group in parts]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 24), min_size=1, max_size=3))
+def test_interrupted_responses_continue_as_if_uncut(
+    engine: HFRolloutEngine, uncut: list[list[Sample]], moments: list[int]
+) -> None:
+    parts = engine.run(lambda sampler: sample_until(sampler, engine, moments[0]))
+    for moment in [*moments[1:], None]:
+        engine.continue_generation()
+        parts = engine.run(partial(continue_until, engine=engine, parts=parts, moment=moment))
+    for group, expected in zip(parts, uncut, strict=True):
+        for response, alone in zip(group, expected, strict=True):
+            require_equal(response, alone)
+            assert response.versions_L.tolist() == alone.versions_L.tolist()
+            assert response.weight_versions is None
+    assert [len(group) for group in parts] == [NUM_RESPONSES] * 6
+
+
+def test_an_interrupt_ends_responses_at_their_token(engine: HFRolloutEngine) -> None:
+    """Of four slots one group has three; one sibling of the next gets the fourth at step 5."""
+
+    async def program(sampler: Sampler) -> list[list[Sample]]:
+        short, limit = replace(LONG, max_new_tokens=4), replace(LONG, max_new_tokens=6)
+        work = [
+            sampler.sample_group(context(5), short, keys=(1,)),
+            sampler.sample_group(context(0), limit, keys=keys_of(0)),
+            *(sampler.sample_group(context(n), LONG, keys=keys_of(n)) for n in (1, 2)),
+        ]
+        tasks = [asyncio.ensure_future(each) for each in work]
+        await tasks[1]
+        engine.interrupt()
+        late = await sampler.sample_group(context(4), LONG, keys=keys_of(4))
+        return [*await asyncio.gather(*tasks), late]
+
+    engine.continue_generation()
+    groups = engine.run(program)
+    engine.continue_generation()
+    lengths = [[len(sample.token_ids) for sample in group] for group in groups]
+    assert lengths == [[4], [6, 6, 6], [2, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert [[len(sample.logprobs) for sample in group] for group in groups] == lengths
+    is_cut = [{sample.is_interrupted for sample in group} for group in groups]
+    assert is_cut == [{False}, {False}, {True}, {True}, {True}]
+
+
+def test_slots_are_free_after_an_interrupt(engine: HFRolloutEngine) -> None:
+    async def program(sampler: Sampler) -> list[Sample]:
+        await sample_until(sampler, engine, 5)
+        engine.continue_generation()
+        return await sampler.sample_group(context(1), params_of(1), keys=keys_of(1))
+
+    uncut = engine.run(lambda s: s.sample_group(context(1), params_of(1), keys=keys_of(1)))
+    for one, other in zip(engine.run(program), uncut, strict=True):
+        require_equal(one, other)
+
+
+def test_each_token_has_the_version_that_sampled_it(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, num_slots=2)
+    first = engine.version
+
+    async def begin(sampler: Sampler) -> Sample:
+        answer = asyncio.ensure_future(sampler.sample(context(0), LONG, key=7))
+        await sampler.sample(context(1), replace(LONG, max_new_tokens=4), key=8)
+        engine.interrupt()
+        return await answer
+
+    begun = engine.run(begin)
+    assert begun.is_interrupted
+    engine.pause()
+    engine.drain(timeout_s=1)
+    engine.finish_update(version=first + 4)
+    engine.continue_generation()
+    left = replace(LONG, max_new_tokens=20 - len(begun.token_ids))
+    tokens = [*context(0), *begun.token_ids.tolist()]
+    both = join_parts(begun, engine.run(lambda sampler: sampler.sample(tokens, left, key=7)))
+    num_old = len(begun.token_ids)
+    assert both.weight_version == first
+    assert both.versions_L.tolist() == [first] * num_old + [first + 4] * (20 - num_old)
+
+
+def test_requests_of_threads_are_interrupted_and_served_again(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, num_slots=2)
+    server = RequestServer(engine)
+    server.open()
+    answers = [server.sample_group(context(n), LONG, keys=keys_of(n)) for n in range(8)]
+    assert answers[0].result(60)
+    engine.interrupt()
+    parts = [answer.result(60) for answer in answers]
+    assert any(sample.is_interrupted for group in parts for sample in group)
+    late = server.sample_group(context(0), LONG, keys=keys_of(0)).result(60)
+    assert [sample.is_interrupted for sample in late] == [True] * NUM_RESPONSES
+    server.close()
+    engine.pause()
+    assert engine.drain(timeout_s=30) == 0
+    engine.continue_generation()
+    server.open()
+    again = server.sample_group(context(0), LONG, keys=keys_of(0)).result(60)
+    for one, other in zip(again, parts[0], strict=True):
+        require_equal(one, other)
+    server.close()
+
+
+SIZES = st.lists(st.integers(0, 4), min_size=1, max_size=4)
+
+
+def part_of(number: int, size: int, version: int, *, context_tokens: int, ends: bool) -> Sample:
+    """A part with tokens, log-probs and experts of its own."""
+    base = 100 * (number + 1)
+    num_inputs = context_tokens + size - 1
+    return Sample(
+        torch.arange(base, base + size),
+        -torch.arange(base, base + size).float(),
+        "stop" if ends else "interrupted",
+        version,
+        routed_experts_LJK=torch.full((num_inputs, 1, 1), number),
+    )
+
+
+@given(SIZES, st.lists(st.integers(0, 2), min_size=4, max_size=4))
+def test_joining_is_associative_and_keeps_every_token(sizes: list[int], steps: list[int]) -> None:
+    parts, begin, version = [], 2, 5
+    for number, size in enumerate(sizes):
+        ends = number == len(sizes) - 1
+        version += steps[number]
+        parts.append(part_of(number, size, version, context_tokens=begin, ends=ends))
+        begin += size
+    one_by_one = parts[0]
+    for part in parts[1:]:
+        one_by_one = join_parts(one_by_one, part)
+    from_the_end = parts[-1]
+    for part in reversed(parts[:-1]):
+        from_the_end = join_parts(part, from_the_end)
+    for joined in (one_by_one, from_the_end):
+        assert joined.token_ids.tolist() == [t for p in parts for t in p.token_ids.tolist()]
+        assert joined.logprobs.tolist() == [t for p in parts for t in p.logprobs.tolist()]
+        expected = [p.weight_version for p in parts for _ in p.token_ids]
+        assert joined.versions_L.tolist() == expected
+        assert (joined.weight_versions is None) == (len(set(expected)) <= 1)
+        assert joined.weight_version == (expected or [parts[-1].weight_version])[0]
+        assert joined.finish_reason == "stop"
+        experts = joined.routed_experts_LJK
+        assert experts is not None
+        assert len(experts) == 2 + len(expected) - 1
+        by_part = [n for n, p in enumerate(parts) for _ in p.token_ids]
+        # The last token of a part is first an input of the next one.
+        assert experts[2:, 0, 0].tolist() == by_part[1:]
+
+
+def test_a_response_that_ended_is_not_continued() -> None:
+    ended = part_of(0, 2, 1, context_tokens=2, ends=True)
+    with pytest.raises(ValueError, match="ended with stop has no further tokens"):
+        join_parts(ended, ended)
