@@ -191,7 +191,7 @@ class RayEngine:
 
     def interrupt(self) -> Future[None]:
         """End open responses at their present token."""
-        return answer_of(self._actor.interrupt.remote())
+        return self._call(self._actor.interrupt)
 
     def take_metrics(self) -> Future[Metrics]:
         """Return the engine's metrics since the last time."""

@@ -98,7 +98,8 @@ class FaultPlan:
         self, asking: Coroutine[Any, Any, list[Sample]], engine: EngineHandle
     ) -> list[Sample]:
         """Return an answer, unless the engine was cut off, by this request or meanwhile."""
-        [answer] = await asyncio.gather(asking, return_exceptions=True)
+        answers = await asyncio.gather(asking, return_exceptions=True)
+        answer: list[Sample] | BaseException = answers[0]
         if engine in self._cut:
             await asyncio.get_running_loop().create_future()
         if isinstance(answer, BaseException):
