@@ -57,7 +57,7 @@ class ServedModelConfig:
     policy."""
 
 
-FaultKind = Literal["kill", "stop", "error", "tokens", "logprobs", "version", "kill_manager"]
+FaultKind = Literal["kill", "stop", "cut", "error", "tokens", "logprobs", "version", "kill_manager"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +65,9 @@ class FaultConfig:
     """A fault that is made on purpose, to try the recovery: ``serving.faults.NAME``."""
 
     kind: FaultKind
-    """``kill`` or ``stop`` the engine that gets a request, or let it answer with an error, with
-    impossible tokens or log-probs, or as another version; ``kill_manager`` kills the manager."""
+    """``kill`` or ``stop`` the engine that gets a request, ``cut`` its network, or let it answer
+    with an error, with impossible tokens or log-probs, or as another version; ``kill_manager``
+    kills the manager."""
 
     every_num_phases: Count = 1
     """Phases in which engines sample, between two such faults; 1: in each."""

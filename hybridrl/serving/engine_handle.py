@@ -64,6 +64,10 @@ class EngineHandle(Protocol):
         """Send a signal to the engine's processes, as a fault on purpose; see ``faults.py``."""
         ...
 
+    def cut(self) -> None:
+        """Lose all that travels to and from the engine, but ``end``; a fault on purpose, too."""
+        ...
+
 
 Launch = Callable[[GroupPlan, EnginePlan], EngineHandle]
 """Starts the process of an engine, without waiting."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -164,60 +164,81 @@ class RayEngine:
     def __init__(self, actor: Any) -> None:  # noqa: ANN401 - Ray's
         self._actor = actor
         self._life = actor.live.remote().future()
+        self._is_cut = False
 
     def build(self) -> Future[None]:
         """Build the engine."""
-        return answer_of(self._actor.build.remote())
+        return self._call(self._actor.build)
 
     def address(self) -> Future[str | None]:
         """Return the address of the engine's server."""
-        return answer_of(self._actor.address.remote())
+        return self._call(self._actor.address)
 
     def act(self, action: Action) -> Future[None]:
         """Run one edge of the life cycle."""
-        return answer_of(self._actor.act.remote(action))
+        return self._call(self._actor.act, action)
 
     def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
         """Load all weights from ``source``."""
-        return answer_of(self._actor.load_weights.remote(source, version))
+        return self._call(self._actor.load_weights, source, version)
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
     ) -> Future[list[Sample]]:
         """Sample several continuations of one context."""
         tokens = torch.as_tensor(token_ids)
-        return answer_of(self._actor.sample_group.remote(tokens, params, list(keys)))
+        return self._call(self._actor.sample_group, tokens, params, list(keys))
 
     def interrupt(self) -> Future[None]:
         """End open responses at their present token."""
-        return answer_of(self._actor.interrupt.remote())
+        return self._call(self._actor.interrupt)
 
     def take_metrics(self) -> Future[Metrics]:
         """Return the engine's metrics since the last time."""
-        return answer_of(self._actor.take_metrics.remote())
+        return self._call(self._actor.take_metrics)
 
     def probe(self) -> Future[object]:
         """Return how far the engine is."""
-        return answer_of(self._actor.probe.remote())
+        return self._call(self._actor.probe)
 
     def is_alive(self) -> bool:
         """Whether process and server are there: within a second after one has died it is known."""
-        return not self._life.done()
+        return self._is_cut or not self._life.done()
 
     def signal(self, number: int) -> None:
         """Send a signal to the engine's processes."""
         self._actor.signal.remote(number)
+
+    def cut(self) -> None:
+        """Lose all answers that are on their way, and all further calls; nobody is told."""
+        self._is_cut = True
+
+    def _call(self, method: Any, *args: object) -> Future[Any]:  # noqa: ANN401 - Ray's
+        if self._is_cut:
+            return Future()
+        return answer_of(method.remote(*args), is_lost=lambda: self._is_cut)
 
     def end(self) -> None:
         """Kill the process; a server that it started ends with it. Idempotent."""
         ray.kill(self._actor)
 
 
-def answer_of(ref: Any) -> Future[Any]:  # noqa: ANN401 - of the caller's type
-    """Return the result of a call, or the error as it was raised in the actor."""
+def answer_of(
+    ref: Any,  # noqa: ANN401 - Ray's
+    *,
+    is_lost: Callable[[], bool] = lambda: False,
+) -> Future[Any]:
+    """Return the result of a call, or the error as it was raised in the actor.
+
+    Args:
+        ref: Ray's reference to the result.
+        is_lost: asked when the result is there; if True, the future never ends.
+    """
     answer: Future[Any] = Future()
 
     def settle(done: Future[Any]) -> None:
+        if is_lost():
+            return
         error = done.exception()
         if error is None:
             answer.set_result(done.result())

@@ -5,13 +5,15 @@ Without faults in the configuration no request passes through this module.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,7 @@ class FaultPlan:
         self._phase = 0
         self._num_requests = 0
         self._due: dict[int, list[FaultKind]] = {}
+        self._cut: set[EngineHandle] = set()
 
     def spoil(self, ask: AskGroup) -> AskGroup:
         """Begin a phase: draw its faults, and return how to ask engines in it."""
@@ -75,8 +78,6 @@ class FaultPlan:
         """Ask an engine, and make the faults that are due."""
         kinds = self._due.pop(self._num_requests, [])
         self._num_requests += 1
-        if not kinds:
-            return await ask(engine, token_ids, params, keys)
         for kind in kinds:
             log.warning("a fault on purpose: kind=%s phase=%d", kind, self._phase)
         if "kill_manager" in kinds:
@@ -85,7 +86,22 @@ class FaultPlan:
             raise EngineError("/generate was answered with status 500: a fault on purpose")
         for kind in _SIGNALS.keys() & kinds:  # before the request: a short one may be answered
             engine.signal(_SIGNALS[kind])
-        samples = await ask(engine, token_ids, params, keys)
+        if "cut" in kinds:
+            engine.cut()
+            self._cut.add(engine)
+        samples = await self._pass_on(ask(engine, token_ids, params, keys), engine)
         for kind in _GARBAGE.keys() & kinds:
             samples = [_GARBAGE[kind](sample) for sample in samples]
         return samples
+
+    async def _pass_on(
+        self, asking: Coroutine[Any, Any, list[Sample]], engine: EngineHandle
+    ) -> list[Sample]:
+        """Return an answer, unless the engine was cut off, by this request or meanwhile."""
+        answers = await asyncio.gather(asking, return_exceptions=True)
+        answer: list[Sample] | BaseException = answers[0]
+        if engine in self._cut:
+            await asyncio.get_running_loop().create_future()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer

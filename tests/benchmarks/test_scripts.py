@@ -34,6 +34,7 @@ OF_RANKS: Mapping[str, list[str]] = {
         *("--rounds", "1", "--draws", "1", "--engines", "4", "--requests", "16"),
         *("model.starter.num_layers=1", "model.starter.hidden_size=64"),
     ],
+    "weight_routes": ["--rounds", "1", "--hidden-sizes", "64", "model.starter.num_layers=1"],
     "megatron": ["--rounds", "1", "--cases", "1"],
     "dispatch": [
         *("--empty-rounds", "2", "--batch-rounds", "1"),

@@ -67,7 +67,7 @@ def test_a_run_whose_engines_are_killed_learns_the_same(undisturbed: Path, tmp_p
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["stop", "error", "tokens", "logprobs"])
+@pytest.mark.parametrize("kind", ["stop", "cut", "error", "tokens", "logprobs"])
 def test_a_run_whose_engines_hang_or_err_learns_the_same(
     kind: str, undisturbed: Path, tmp_path: Path
 ) -> None:

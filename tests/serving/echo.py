@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,11 +15,14 @@ _ECHO = str(Path(__file__).with_name("echo_server.py"))
 
 
 @contextmanager
-def echo_server(*, seconds: float = 0.0) -> Iterator[tuple[str, ServerProcess]]:
-    """Run ``echo_server.py``; a response takes so many seconds."""
+def echo_server(
+    *, seconds: float = 0.0, host: str = "127.0.0.1", within: Sequence[str] = ()
+) -> Iterator[tuple[str, ServerProcess]]:
+    """Run ``echo_server.py``, below the command ``within``; a response takes so many seconds."""
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    server = ServerProcess([sys.executable, _ECHO, str(port), str(seconds)], name="echo")
+    url = f"http://{host}:{port}"
+    command = [*within, sys.executable, _ECHO, str(port), str(seconds), host]
+    server = ServerProcess(command, name="echo")
     try:
         server.wait_until_ready(lambda: answers(url), timeout_s=60.0)
         yield url, server

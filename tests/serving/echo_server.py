@@ -1,7 +1,7 @@
-"""Answers as much of SGLang's HTTP as the router and samplers ask for: ``echo_server.py PORT [S]``.
+"""Answers as much of SGLang's HTTP as the router and samplers ask for.
 
-A response takes S seconds, and repeats the seed of its request. The version of its weights is 0, or
-what ``/update_weight_version`` was told.
+It is called as ``echo_server.py PORT [S [HOST]]``. A response takes S seconds, and repeats the seed
+of its request. The version of its weights is 0, or what ``/update_weight_version`` was told.
 """
 
 from __future__ import annotations
@@ -77,4 +77,5 @@ class Server(ThreadingHTTPServer):
 
 if __name__ == "__main__":
     Echo.seconds = float(sys.argv[2]) if sys.argv[2:] else 0.0
-    Server(("127.0.0.1", int(sys.argv[1])), Echo).serve_forever()
+    host = sys.argv[3] if sys.argv[3:] else "127.0.0.1"
+    Server((host, int(sys.argv[1])), Echo).serve_forever()

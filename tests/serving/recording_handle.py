@@ -80,6 +80,9 @@ class RecordingHandle:
     def end(self) -> None:
         self.kill()
 
+    def cut(self) -> None:
+        self.is_silent = True
+
     def signal(self, number: int) -> None:
         self.signals.append(number)
         if number == SIGKILL:

@@ -123,6 +123,53 @@ def test_work_is_handed_to_engines_as_they_become_free() -> None:
     asyncio.run(program())
 
 
+def test_open_requests_of_a_dropped_engine_go_elsewhere_at_once() -> None:
+    one, other = OpenEngine(), OpenEngine()
+    losses = Losses()
+
+    async def program() -> None:
+        pool = pool_of(one, other, losses=losses)
+        tasks = [ask(pool, context, num_keys=2) for context in range(3)]
+        await settle()
+        assert (one.contexts, other.contexts) == ([0], [1])
+        pool.drop(0, cast(EngineHandle, OpenEngine()), "a report of an engine before it")
+        await settle()
+        assert losses.reasons == {}
+        for _ in range(2):
+            pool.drop(0, cast(EngineHandle, one), "it does not get on")
+        await settle()
+        assert losses.reasons == {0: "it does not get on"}
+        assert one.open[0][1].cancelled()
+        for context in (2, 0):
+            other.answer()
+            await settle()
+            assert other.contexts[-1] == context
+        other.answer()
+        assert [len(await task) for task in tasks] == [2, 2, 2]
+        assert pool.metrics()["rollout/repeated_requests"] == Sum(2)
+
+    asyncio.run(program())
+
+
+def test_a_dropped_engine_is_waited_for_if_one_comes_in_its_place() -> None:
+    one, coming = OpenEngine(), OpenEngine()
+    losses = Losses()
+    losses.is_promising = True
+
+    async def program() -> None:
+        pool = pool_of(one, losses=losses)
+        task = ask(pool, 5)
+        await settle()
+        pool.drop(0, cast(EngineHandle, one), "it does not get on")
+        pool.join(0, cast(EngineHandle, coming))
+        await settle()
+        assert coming.contexts == [5]
+        coming.answer()
+        assert len(await task) == 1
+
+    asyncio.run(program())
+
+
 def test_a_later_turn_returns_to_the_engine_with_its_prefix() -> None:
     async def program(num_open: int) -> bool:
         holder, other = OpenEngine(), OpenEngine()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from signal import SIGKILL, SIGSTOP
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,6 +27,10 @@ class SignalledEngine:
 
     def __init__(self) -> None:
         self.signals: list[int] = []
+        self.is_cut = False
+
+    def cut(self) -> None:
+        self.is_cut = True
 
     def signal(self, number: int) -> None:
         self.signals.append(number)
@@ -90,6 +94,29 @@ def test_an_engine_that_has_a_request_gets_the_signal(kind: FaultKind, number: i
     rig = Rig(kind)
     assert rig.sample() == [0, 1, 2, 3, 4]
     assert sorted(engine.signals for engine in rig.engines) == [[], [number]]
+
+
+def test_answers_of_a_cut_engine_are_lost_until_it_is_dropped() -> None:
+    rig = Rig("cut", within=3)
+
+    async def late(engine: EngineHandle, *request: Any) -> list[Sample]:
+        for _ in range(20):  # so that both engines have requests when one is cut
+            await asyncio.sleep(0)
+        return await answer(engine, *request)
+
+    async def program() -> list[int]:
+        rig.pool.ask = rig.plan.spoil(late)
+        asks = [rig.pool.sample_group([1], PARAMS, keys=[key]) for key in range(4)]
+        tasks = [asyncio.ensure_future(each) for each in asks]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        [cut] = [index for index, engine in enumerate(rig.engines) if engine.is_cut]
+        assert [task.done() for task in tasks].count(False) == 2  # one was asked before the cut
+        rig.pool.drop(cut, cast(EngineHandle, rig.engines[cut]), "it is not reached")
+        return [int(sample.token_ids[0]) for (sample,) in await asyncio.gather(*tasks)]
+
+    assert asyncio.run(program()) == [0, 1, 2, 3]
+    assert rig.num_repeated == Sum(2)
 
 
 def test_faults_come_in_their_phases_at_drawn_requests() -> None:

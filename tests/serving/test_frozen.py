@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,14 +16,15 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import manager as manager_module
-from hybridrl.serving.frozen import Answer
+from hybridrl.serving.frozen import Answer, FrozenModel
 from hybridrl.serving.manager import RolloutManager
-from hybridrl.serving.plan import EnginePlan, GroupPlan
+from hybridrl.serving.plan import EnginePlan, GroupPlan, plan_servers
 from hybridrl.serving.starting import start_servers
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.config.values import config_of
 from tests.serving.recording_handle import RecordingHandle
 from tests.serving.test_manager import changed_model, engine_processes
+from tests.serving.test_recovery import AnsweringHandle
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import make_prompts, ready_engine, sampling_params
@@ -98,6 +101,41 @@ def test_only_the_policy_gets_weights_of_the_trainer(
     assert kept == [tmp_path, tmp_path]
     assert [each.loads for each in launched["judge"]] == [[(judge, 0)], []]  # the rest by recovery
     manager.shutdown()
+
+
+class AnsweringLaunch:
+    """Launches engines that keep requests open; the second one answers."""
+
+    def __init__(self) -> None:
+        self.launched: list[AnsweringHandle] = []
+
+    def __call__(self, group: GroupPlan, engine: EnginePlan) -> AnsweringHandle:
+        number = len(self.launched)
+        handle = AnsweringHandle(0, Journal(), process=number)
+        handle.is_open = number == 1
+        self.launched.append(handle)
+        return handle
+
+
+@pytest.mark.shows("4.14")
+def test_a_frozen_engine_is_watched_while_it_is_asked(tmp_path: Path) -> None:
+    judge = with_tokenizer(make_tiny_model(tmp_path / "judge"))
+    config = two_models(judge)
+    config = replace(config, serving=replace(config.serving, health_timeout_s=0.2))
+    weights_in(judge, 7)
+    launch = AnsweringLaunch()
+    plan = next(each for each in plan_servers(config) if each.model == "judge")
+    model = FrozenModel(config, plan, launch)
+    model.start()
+    assert model.ask([], GREEDY, timeout_s=60) == []
+    num_probes = len(launch.launched[0].probes)
+    model._monitor.look(time.monotonic())
+    assert len(launch.launched[0].probes) == num_probes  # paused: nobody asks
+    answers = model.ask([torch.tensor([1, 2])], GREEDY, timeout_s=60)  # the first engine hangs
+    assert tokens_in(answers) == [[1]]
+    assert [each.is_alive() for each in launch.launched] == [False, True]
+    model.shutdown()
+    assert not model._monitor._thread.is_alive()
 
 
 def answers_of(folder: Path) -> list[list[int]]:

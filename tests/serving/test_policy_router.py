@@ -11,11 +11,13 @@ from contextlib import ExitStack, contextmanager
 from typing import cast
 
 import httpx
+import psutil
 import pytest
 
 from hybridrl.errors import DriftError, ServerDiedError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving import router as router_module
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.policy_router import PolicyRouter
@@ -25,7 +27,9 @@ from tests.serving.echo import echo_server
 from tests.tiny_models import make_tiny_model
 
 PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
-CONFIG = config_of("serving=own", "rollout=sglang", "rollout.num_slots=2")
+CONFIG = config_of(
+    *("serving=own", "rollout=sglang", "rollout.num_slots=2", "serving.health_timeout_s=4")
+)
 
 
 class Addressed:
@@ -188,6 +192,42 @@ def test_a_router_that_dies_is_started_again_in_the_phase(routed: PolicyRouter) 
         assert seeds_of(samples) == SEEDS
         assert metrics["rollout/router_restarts"] == Sum(1)
         assert not lost
+        routed.hide()
+
+
+def stop(process: ServerProcess) -> None:
+    for each in psutil.Process(process.pid).children(recursive=True):
+        each.suspend()
+
+
+@pytest.mark.shows("4.22")
+def test_a_router_that_hangs_is_replaced_as_one_that_died(routed: PolicyRouter) -> None:
+    with echo_servers(2, seconds=0.3) as servers:
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            stop(router_of(routed))
+            return await twelve(pool)
+
+        samples, lost, metrics = run(routed, servers, ask)
+        assert seeds_of(samples) == SEEDS
+        assert metrics["rollout/router_restarts"] == Sum(1)
+        assert not lost
+        routed.hide()
+
+
+@pytest.mark.nightly
+@pytest.mark.shows("4.22")
+def test_a_router_that_hangs_between_phases_is_replaced(
+    routed: PolicyRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "_CALL_S", 0.5)
+    with echo_servers(2) as servers:
+        run(routed, servers, twelve)
+        hung = router_of(routed)
+        stop(hung)
+        routed.hide()  # when nobody watches
+        assert hung.exit_status() is not None
+        assert seeds_of(run(routed, servers, twelve)[0]) == SEEDS
         routed.hide()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridrl.config.serving import WorkerType
 from hybridrl.errors import EngineError, ServerDiedError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import RequestParams, Sample
@@ -47,6 +49,7 @@ class AnsweringHandle(RecordingHandle):
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
     ) -> Future[list[Sample]]:
         future: Future[list[Sample]] = Future()
+        future.set_running_or_notify_cancel()  # as Ray's calls, it cannot be cancelled
         if not self.is_alive():
             future.set_exception(EngineError("it is gone"))
             return future
@@ -72,12 +75,20 @@ class AnsweringHandle(RecordingHandle):
 class Rig:
     """A server of such engines with its recovery."""
 
-    def __init__(self, num_engines: int = 2, *, start_timeout_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        num_engines: int = 2,
+        *,
+        kind: WorkerType = "regular",
+        num_prefills: int = 0,
+        start_timeout_s: float = 20.0,
+    ) -> None:
         self.journal = Journal()
         self.launched: list[AnsweringHandle] = []
-        self.num_silent = 0
-        """Processes that never start."""
-        self.plan = plan_of(("regular", num_engines))
+        self.num_silent: Counter[int] = Counter()
+        """Processes that never start, by engine."""
+        prefills: list[tuple[WorkerType, int]] = [("prefill", num_prefills)] if num_prefills else []
+        self.plan = plan_of((kind, num_engines), *prefills)
         self.server = RolloutServer(
             self.plan,
             self._launch,
@@ -98,8 +109,8 @@ class Rig:
     def _launch(self, group: GroupPlan, engine: EnginePlan) -> AnsweringHandle:
         index = self.plan.engines.index(engine)
         handle = AnsweringHandle(index, self.journal, process=len(self.launched))
-        if len(self.launched) >= self.plan.groups[0].num_devices and self.num_silent:
-            self.num_silent -= 1
+        if len(self.launched) >= len(self.plan.engines) and self.num_silent[index]:
+            self.num_silent[index] -= 1
             handle.is_silent = True
         self.launched.append(handle)
         return handle
@@ -164,7 +175,7 @@ def test_if_all_engines_die_at_once_the_phase_goes_on_with_new_ones() -> None:
 
 def test_if_no_replacement_starts_the_phase_ends_by_name() -> None:
     rig = Rig(1, start_timeout_s=0.05)
-    rig.num_silent = 3
+    rig.num_silent[0] = 3
     answers = rig.sample(2)
     rig.launched[0].kill()
     with pytest.raises(ServerDiedError, match=r"3 replacements failed.*did not start within 0.05"):
@@ -202,4 +213,67 @@ def test_a_report_of_an_engine_that_was_replaced_costs_no_other() -> None:
     answers.result(60)
     assert len(rig.launched) == 3
     assert rig.launched[2].is_alive()
+    rig.end()
+
+
+def test_an_engine_that_hangs_loses_its_requests_to_its_successor() -> None:
+    rig = Rig(1)
+    answers = rig.sample(2)
+    assert rig.recovery.report(0, rig.launched[0], "it does not get on")
+    wait_until(lambda: len(rig.launched) == 2 and len(rig.launched[1].open) == 2)
+    assert not rig.launched[0].is_alive()
+    rig.launched[1].answer()
+    assert answers.result(60) == [1, 1]
+    assert rig.server.take_metrics()["rollout/lost_engines"] == Sum(1)
+    rig.end()
+
+
+def test_a_phase_that_begins_without_engines_waits_for_new_ones() -> None:
+    rig = Rig(1)
+    rig.launched[0].kill()
+    assert rig.server.lose(0, rig.launched[0])
+    rig.pool = rig.new_pool()
+    answers = rig.sample(2)
+    assert rig.launched[1].is_alive()
+    rig.launched[1].answer()
+    assert answers.result(60) == [1, 1]
+    rig.end()
+
+
+def test_each_phase_counts_failed_replacements_anew() -> None:
+    rig = Rig(1, start_timeout_s=0.3)
+    rig.num_silent[0] = 3
+    answers = rig.sample(2)
+    rig.launched[0].kill()
+    with pytest.raises(ServerDiedError, match="3 replacements failed"):
+        answers.result(60)
+    rig.pool = rig.new_pool()
+    answers = rig.sample(2)
+    rig.launched[-1].kill()
+    wait_until(lambda: rig.launched[-1].open)
+    rig.launched[-1].answer()
+    assert answers.result(60) == [rig.launched[-1].process] * 2
+    rig.end()
+
+
+@pytest.mark.shows("4.12")
+def test_a_lost_prefill_engine_is_replaced_and_asked_for_no_response() -> None:
+    rig = Rig(1, kind="decode", num_prefills=1)
+    answers = rig.sample(2)
+    assert rig.recovery.report(1, rig.launched[1], "it does not get on")
+    wait_until(lambda: len(rig.launched) == 3 and rig.server.states == (State.READY,) * 2)
+    assert not rig.launched[1].is_alive()
+    rig.launched[0].answer()
+    assert answers.result(60) == [0, 0]
+    assert not rig.launched[2].open
+    rig.end()
+
+
+def test_a_phase_does_not_wait_for_prefill_engines() -> None:
+    rig = Rig(1, kind="decode", num_prefills=1, start_timeout_s=0.05)
+    for handle in rig.launched:
+        handle.kill()
+    rig.num_silent[0] = 3  # the other one comes, and answers nobody
+    with pytest.raises(ServerDiedError, match="engine 0: 3 replacements failed"):
+        rig.sample(2).result(60)
     rig.end()

@@ -1,0 +1,125 @@
+"""An engine behind a network of its own, which is cut: packets are lost, and nobody is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import httpx
+import pytest
+
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.health import HealthMonitor
+from hybridrl.serving.policy_router import PolicyRouter
+from tests.config.values import config_of
+from tests.end_to_end.two_machines import can_be_made
+from tests.serving.echo import echo_server
+from tests.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.skipif(
+    not can_be_made(), reason="needs root, ip and unshare, to make a network namespace"
+)
+
+HERE, THERE = "10.98.0.1", "10.98.0.2"
+PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
+CONFIG = config_of("serving=own", "rollout=sglang", "rollout.num_slots=2")
+LIMIT_S = 3600.0
+"""Of a request: without a monitor, so long would one to the lost engine last."""
+
+_THREADS = ThreadPoolExecutor(4)
+
+
+class Reached:
+    """An engine that is asked over the network alone."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def address(self) -> Future[str | None]:
+        answer: Future[str | None] = Future()
+        answer.set_result(self.url)
+        return answer
+
+    def is_alive(self) -> bool:
+        return True  # for all that anybody knows
+
+    def probe(self) -> Future[object]:
+        return _THREADS.submit(self._ask)
+
+    def _ask(self) -> object:
+        return httpx.get(f"{self.url}/model_info", timeout=1.0).elapsed, time.monotonic()
+
+
+@contextmanager
+def cable() -> Iterator[str]:
+    """A namespace that a pair of devices connects with this one; yields their common name."""
+    name = f"cut{os.getpid()}"
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", name, "type", "veth", "peer", "eth", "netns", name)
+        ip("addr", "add", f"{HERE}/30", "dev", name)
+        ip("link", "set", name, "up")
+        ip("-n", name, "addr", "add", f"{THERE}/30", "dev", "eth")
+        for device in ("lo", "eth"):
+            ip("-n", name, "link", "set", device, "up")
+        yield name
+    finally:
+        ip("netns", "del", name)  # and the devices with it
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.mark.shows("4.14")
+def test_requests_leave_an_engine_whose_network_is_cut(tmp_path: Path) -> None:
+    pytest.importorskip("sglang_router")
+    routed = PolicyRouter(CONFIG, make_tiny_model(tmp_path / "model"))
+    with (
+        cable() as name,
+        echo_server(seconds=0.3) as (near, _),
+        echo_server(seconds=0.3, host=THERE, within=("ip", "netns", "exec", name)) as (far, _),
+    ):
+        engines = {index: Reached(url) for index, url in enumerate((far, near))}
+        handles = {index: cast(EngineHandle, each) for index, each in engines.items()}
+
+        async def program() -> list[list[Sample]]:
+            pool = EnginePool(
+                handles,
+                num_slots=2,
+                max_context_tokens=32,
+                vocab_size=1000,
+                version=0,
+                timeout_s=LIMIT_S,
+            )
+            monitor = HealthMonitor(
+                lambda: dict(engines),
+                lambda index, engine, why: pool.drop(index, cast(EngineHandle, engine), why),
+                timeout_s=2.0,
+            )
+            try:
+                async with routed.open(handles.values(), version=0) as pool.ask:
+                    with monitor.watching():
+                        asks = [pool.sample_group([1, n], PARAMS, keys=[n]) for n in range(8)]
+                        tasks = [asyncio.ensure_future(each) for each in asks]
+                        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                        ip("link", "set", name, "down")
+                        return await asyncio.gather(*tasks)
+            finally:
+                monitor.end()
+
+        routed.start()
+        try:
+            samples = asyncio.run(program())
+        finally:
+            routed.end()
+    assert [int(sample.token_ids[0]) for (sample,) in samples] == list(range(8))
