@@ -14,7 +14,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import manager as manager_module
-from hybridrl.serving.frozen import Answer
+from hybridrl.serving.answers import Answer
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.starting import start_servers
