@@ -36,6 +36,7 @@ _FREE_KEYS = (
     "data.num_processes",
     *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
+    "rollout.verify_weights",
     *("rollout.memory_fraction", "rollout.cuda_graphs", "rollout.dump", "rollout.replay"),
 )
 """Keys that may change freely, because the learned weights do not depend on them."""

@@ -23,7 +23,7 @@ from hybridrl.serving.answers import Answer
 from hybridrl.serving.comparison import differences, expect_server
 from hybridrl.serving.external import ExternalModel, ServerKeys
 from tests.config.values import config_of
-from tests.serving.elsewhere import INFO, VOCAB_SIZE, ElsewhereServer, elsewhere
+from tests.serving.elsewhere import INFO, VOCAB_SIZE, elsewhere
 from tests.serving.test_frozen import with_tokenizer
 from tests.tiny_models import make_tiny_model
 

@@ -33,7 +33,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _sync_with_a_torn_pass(rank: int, folder: Path, torn_rank: int, at_pass: int) -> list[str]:
     """Sample three times; return what went wrong each time."""
-    config = replace(rollout_config(), check_first_sync=True)
+    config = replace(rollout_config(), verify_weights="first")
     engine = HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
     manager = ShardingManager(
         engine=engine, config=config, device=CPU, control=ControlGroup(timeout_s=30.0)
@@ -109,7 +109,7 @@ def _proofs_on_two_nodes(rank: int, model: Path, folder: Path) -> list[tuple[str
     """Ranks 0 and 1 are on one node, 2 on another. All sample, engine 1 restarts, all sample."""
     tempfile.tempdir = str(folder)
     weight_proof.place_of_temporary_files = lambda: f"node {rank // 2}"
-    config = replace(rollout_config(), check_first_sync=True, dtype="bfloat16")
+    config = replace(rollout_config(), verify_weights="first", dtype="bfloat16")
     engine = Noting(model, config=config, max_context_tokens=32, device=CPU)
     engine.proofs = []
     manager = ShardingManager(

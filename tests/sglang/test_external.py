@@ -1,0 +1,99 @@
+"""The real SGLang as a server that others run: compared, asked with its key, and left running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.errors import ExternalEngineError
+from hybridrl.sampler import RequestParams
+from hybridrl.serving.external import ExternalModel, ServerKeys
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from tests.config.values import config_of
+from tests.serving.test_frozen import with_tokenizer
+from tests.sglang.engines import greedy_of_hugging_face
+from tests.sglang.strangers import server_of
+from tests.workers.rollout.engines import make_prompts
+
+GREEDY = RequestParams(max_new_tokens=12, temperature=0.0)
+PROMPTS = make_prompts([3, 9, 5, 2])
+CONTEXTS = list(PROMPTS.token_ids_PL.unbind())
+
+
+@pytest.fixture
+def url(engine: SGLangEngine, served_model: Path) -> str:
+    """A server whose weights are those of a folder, as of one that others started."""
+    engine.pause()
+    engine.drain(timeout_s=10.0)
+    server_of(engine).require_success(
+        "/update_weights_from_disk", model_path=str(served_model), load_format="auto"
+    )
+    engine.finish_update(version=0)
+    engine.continue_generation()
+    return server_of(engine).client.base_url
+
+
+@pytest.fixture
+def judge_folder(served_model: Path, tmp_path: Path) -> Path:
+    """The model without its weights, as the run has it."""
+    folder = with_tokenizer(tmp_path / served_model.name)
+    (folder / "config.json").write_bytes((served_model / "config.json").read_bytes())
+    return folder
+
+
+@contextmanager
+def judge_at(
+    url: str, folder: Path, *overrides: str, key: str, max_context_tokens: int = 60
+) -> Iterator[ExternalModel]:
+    config = config_of(
+        "serving.models={policy: {groups: {m: {num_devices: 1}}}, judge: {path: "
+        f"'{folder}', max_context_tokens: {max_context_tokens}, urls: ['{url}']}}}}",
+        *("serving.num_devices_per_node=1", "rollout.request_timeout_s=60", *overrides),
+        *("reward.function=judge", "reward.args={model: judge, template: '{response}'}"),
+    )
+    model = ExternalModel(config, "judge", keys=ServerKeys({"judge": key}))
+    try:
+        model.start()
+        yield model
+    finally:
+        model.shutdown()
+
+
+@pytest.mark.shows("4.23")
+def test_a_judge_elsewhere_answers_as_hugging_face(
+    engine: SGLangEngine, url: str, judge_folder: Path, served_model: Path
+) -> None:
+    expected = greedy_of_hugging_face(served_model, PROMPTS, num_tokens=12)
+    before = server_of(engine).process.pid
+    for _ in range(2):
+        with judge_at(url, judge_folder, key=server_of(engine).key) as judge:
+            answers = judge.ask(CONTEXTS, GREEDY, timeout_s=60)
+        for answer, sample in zip(answers, expected, strict=True):
+            assert not isinstance(answer, str), answer
+            assert answer.token_ids.tolist() == sample.token_ids.tolist()
+            torch.testing.assert_close(answer.logprobs, sample.logprobs, atol=2e-5, rtol=0)
+    assert server_of(engine).process.pid == before
+    assert server_of(engine).server_info()["status"] == "ready"
+
+
+@pytest.mark.shows("4.23")
+def test_a_real_server_that_differs_is_named(
+    engine: SGLangEngine, url: str, judge_folder: Path
+) -> None:
+    key = server_of(engine).key
+    for changes, line in (
+        ({"key": ""}, "it requires a key: set serving.models.judge.key_variable"),
+        ({"key": "wrong"}, "it refuses the key (status 401)"),
+        ({"key": key, "max_context_tokens": 99}, "max_req_input_len=98 tokens, must be at least"),
+    ):
+        with (
+            pytest.raises(ExternalEngineError) as refused,
+            judge_at(url, judge_folder, **changes),
+        ):
+            pass
+        assert line in str(refused.value)
+        assert key not in str(refused.value)
