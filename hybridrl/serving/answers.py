@@ -50,10 +50,13 @@ async def answer_all(
 
     tasks = [asyncio.create_task(answer(each)) for each in contexts]
     if tasks:
-        await asyncio.wait(tasks, timeout=timeout_s)
-    answers = [task.result() if task.done() else None for task in tasks]
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
     for task in tasks:
         task.cancel()
+    errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+    if errors:
+        raise errors[0]
+    answers = [task.result() if task.done() else None for task in tasks]
     late = f"{model} did not answer within reward.timeout_s={timeout_s:g} s"
     return [late if answer is None else answer for answer in answers]
 

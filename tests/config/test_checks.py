@@ -59,6 +59,12 @@ JUDGED = (
 ASKING = ("reward.function=judge", "reward.args={model: judge, template: '{response}'}")
 
 
+def _elsewhere(keys: str, of_policy: str = "groups: {m: {num_devices: 1}}") -> tuple[str, ...]:
+    """A judge on servers that run already, and these keys of it."""
+    models = f"{{p: {{{of_policy}}}, judge: {{path: model, {keys}}}}}"
+    return (f"serving.models={models}", *ASKING)
+
+
 def _groups(**groups: str) -> str:
     """The override that gives the policy these groups, as NAME=KEYS."""
     text = ", ".join(f"{name}: {{{keys}}}" for name, keys in groups.items())
@@ -228,6 +234,45 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (*SERVERS, "serving.models.policy.max_context_tokens=9"),
         "serving.models.policy.max_context_tokens",
         "would be ignored",
+    ),
+    *(
+        (_elsewhere(f"urls: ['{url}']"), "serving.models.judge.urls", rule)
+        for url, rule in (
+            ("judge:30000", "must be http://HOST:PORT"),
+            ("http://judge:port", "not a URL"),
+            ("http://judge:30000/v1", "must end with the port"),
+            ("http://me:secret@judge:30000", "no user or password"),
+        )
+    ),
+    (
+        _elsewhere("urls: ['http://a:1', 'http://b:2', 'http://a:1']"),
+        "serving.models.judge.urls",
+        "http://a:1 stands there twice",
+    ),
+    (
+        _elsewhere("urls: ['http://a:1'], groups: {m: {num_devices: 1}}"),
+        "serving.models.judge.groups",
+        "would be ignored: servers that run already",
+    ),
+    (
+        _elsewhere("urls: ['http://a:1']", "urls: ['http://b:1'], groups: {m: {num_devices: 1}}"),
+        "serving.models.p.urls",
+        "is not built for the policy",
+    ),
+    (
+        _elsewhere("groups: {m: {num_devices: 1}}, key_variable: NO_SUCH_KEY"),
+        "serving.models.judge.key_variable",
+        "would be ignored: the model has no urls",
+    ),
+    (
+        _elsewhere("urls: ['http://a:1'], key_variable: NO_SUCH_KEY"),
+        "serving.models.judge.key_variable",
+        "the environment variable is not set",
+    ),
+    (
+        _elsewhere("urls: ['http://a:1'], key_variable: sk-8rZq2w"),
+        "serving.models.judge.key_variable",
+        "must be the name of an environment variable",
     ),
     ((*SERVERS, *LORA), "lora.sync", "servers get full weights"),
     (("agent.loop=no_one", "data=calculator"), "agent.loop", "is not built in"),

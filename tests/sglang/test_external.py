@@ -6,17 +6,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
 from hybridrl.errors import ExternalEngineError
 from hybridrl.sampler import RequestParams
 from hybridrl.serving.external import ExternalModel, ServerKeys
+from hybridrl.workers.rollout.sglang.arguments import build_arguments, environment
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.sglang.process import free_port
+from hybridrl.workers.rollout.sglang.server import start_child
 from tests.config.values import config_of
+from tests.end_to_end.test_judge import judged, require_judged
+from tests.serving.elsewhere import files_with
 from tests.serving.test_frozen import with_tokenizer
-from tests.sglang.engines import greedy_of_hugging_face
+from tests.sglang.engines import greedy_of_hugging_face, server_spec
 from tests.sglang.strangers import server_of
+from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import make_prompts
 
 GREEDY = RequestParams(max_new_tokens=12, temperature=0.0)
@@ -97,3 +104,45 @@ def test_a_real_server_that_differs_is_named(
             pass
         assert line in str(refused.value)
         assert key not in str(refused.value)
+
+
+@contextmanager
+def started_by_others(folder: Path, key: str) -> Iterator[str]:
+    """A server with a tokenizer, as people start one, with a key."""
+    spec = server_spec(folder)
+    port = free_port()
+    arguments = build_arguments(spec, name="judge", port=port, key=key)
+    arguments |= {"load_format": "auto", "skip_tokenizer_init": False}
+    process, file = start_child(arguments, variables=environment(spec))
+    url = f"http://127.0.0.1:{port}"
+    try:
+        process.wait_until_ready(lambda: answers(f"{url}/health"), timeout_s=150.0)
+        yield url
+        assert answers(f"{url}/health")  # whoever used it did not end it
+    finally:
+        process.end()
+        file.unlink()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5.0).is_success
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.shows("4.23")
+def test_a_run_is_judged_by_a_server_with_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "a-secret-of-the-judge"
+    monkeypatch.setenv("JUDGE_KEY", key)
+    model = with_tokenizer(make_tiny_model(tmp_path / "judge", vocab_size=260))
+    with started_by_others(model, key) as url:
+        keys = f"urls: ['{url}'], key_variable: JUDGE_KEY"
+        lines = judged(tmp_path, servers=(keys, "serving.num_devices_per_node=1"))
+        require_judged(lines)
+    assert files_with(key, tmp_path / "run") == []

@@ -64,14 +64,15 @@ def check_external_models(config: ExperimentConfig) -> Iterator[ConfigError]:
                 list(model.urls),
                 "is not built for the policy: the engines that sample for training are the run's "
                 "own (docs/serving.md)",
-                remedies=[(f"{key}.urls=[]",)],
+                fix=f"give {name} groups instead, and add ~{key}.urls",
+                remedies=[(f"~{key}.urls",)] if model.groups else [],
             )
-        if model.groups:
+        elif model.groups:
             yield ConfigError(
                 f"{key}.groups",
                 sorted(model.groups),
                 "would be ignored: servers that run already answer for this model",
-                remedies=[(f"{key}.groups=null",), (f"{key}.urls=[]",)],
+                remedies=[(f"~{key}.groups",)],
             )
 
 
@@ -91,7 +92,7 @@ def check_key_variables(config: ExperimentConfig) -> Iterator[ConfigError]:
             )
         elif not model.urls:
             rule = "would be ignored: the model has no urls"
-            yield ConfigError(key, variable, rule, remedies=[(f"{key}=null",)])
+            yield ConfigError(key, variable, rule, remedies=[(f"~{key}",)])
 
 
 def check_keys_are_set(config: ExperimentConfig) -> Iterator[ConfigError]:
