@@ -59,9 +59,11 @@ JUDGED = (
 ASKING = ("reward.function=judge", "reward.args={model: judge, template: '{response}'}")
 
 
-def _elsewhere(keys: str, of_policy: str = "groups: {m: {num_devices: 1}}") -> tuple[str, ...]:
+def _elsewhere(
+    keys: str, of_policy: str = "groups: {m: {num_devices: 1}}", path: str = "judge"
+) -> tuple[str, ...]:
     """A judge on servers that run already, and these keys of it."""
-    models = f"{{p: {{{of_policy}}}, judge: {{path: model, {keys}}}}}"
+    models = f"{{p: {{{of_policy}}}, judge: {{path: {path}, {keys}}}}}"
     return (f"serving.models={models}", *ASKING)
 
 
@@ -245,6 +247,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         )
     ),
     (
+        _elsewhere("urls: ['http://a:1']", path="weightless"),
+        "serving.models.judge.path",
+        "has no vocab_size",
+    ),
+    (
         _elsewhere("urls: ['http://a:1', 'http://b:2', 'http://a:1']"),
         "serving.models.judge.urls",
         "http://a:1 stands there twice",
@@ -260,7 +267,10 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "is not built for the policy",
     ),
     (
-        _elsewhere("groups: {m: {num_devices: 1}}, key_variable: NO_SUCH_KEY"),
+        (
+            *_elsewhere("groups: {m: {num_devices: 1}}, key_variable: NO_SUCH_KEY"),
+            "serving.num_devices_per_node=2",
+        ),
         "serving.models.judge.key_variable",
         "would be ignored: the model has no urls",
     ),
@@ -1179,6 +1189,9 @@ BROKEN_FILES = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
         "model/config.json": '{"model_type": "qwen3", "max_position_embeddings": 64}',
+        "judge/config.json": '{"model_type": "qwen3", "vocab_size": 9}',
+        "judge/tokenizer.json": "{}",
+        "judge/model.safetensors": "",
         "list/config.json": "[]",
         "deep/config.json": '{"a":' * 100_000,
         "unknown/config.json": '{"model_type": "mamba2"}',
