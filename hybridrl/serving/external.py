@@ -104,8 +104,9 @@ class ExternalModel:
             DriftError: the weights of a server are no longer those of the start.
         """
         rollout = self._config.rollout
+        lost = sorted(self._lost)
         pool = EnginePool(
-            {i: each for i, each in enumerate(self._engines) if i not in self._lost},
+            {i: each for i, each in enumerate(self._engines) if i not in lost},
             num_slots=rollout.num_slots,
             max_context_tokens=self._expected.max_context_tokens,
             vocab_size=self._expected.vocab_size,
@@ -114,7 +115,7 @@ class ExternalModel:
         )
 
         async def answer() -> list[Answer]:
-            returning = [asyncio.ensure_future(self._reconnect(pool, i)) for i in self._lost]
+            returning = [asyncio.ensure_future(self._reconnect(pool, i)) for i in lost]
 
             def lose(index: int, handle: EngineHandle, reason: str) -> bool:
                 self._lost.add(index)
@@ -135,7 +136,7 @@ class ExternalModel:
                 for task in returning:
                     task.cancel()
 
-        for index in self._lost:
+        for index in lost:
             pool.expect(index)
         return asyncio.run(answer())
 

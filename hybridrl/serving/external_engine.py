@@ -93,7 +93,7 @@ class ExternalEngine:
         )
 
     def is_alive(self) -> bool:
-        """Assume so: no process of this machine tells."""
+        """Assume so: its process is another machine's, as far as is known."""
         return True
 
     def end(self) -> None:
@@ -121,7 +121,11 @@ class ExternalEngine:
     # -- on the client's loop --------------------------------------------------------------------
 
     async def _compare(self) -> None:
-        found = await self._differences()
+        limit_s = self._config.stage_timeout_s
+        try:
+            found = await asyncio.wait_for(self._differences(), limit_s)
+        except TimeoutError:
+            found = [f"it gave no token within rollout.stage_timeout_s={limit_s:g} s"]
         if found:
             raise ExternalEngineError("\n".join(f"{self.url}: {line}" for line in found))
 
@@ -186,11 +190,8 @@ class ExternalEngine:
 
     async def _unlike_an_answer(self) -> list[str]:
         """Ask for a token with its log-prob, in the form of all later requests."""
-        limit_s = self._config.stage_timeout_s
         try:
-            await asyncio.wait_for(self._sample([0], _PROBE, [0]), limit_s)
-        except TimeoutError:
-            return [f"it gave no token within rollout.stage_timeout_s={limit_s:g} s"]
+            await self._sample([0], _PROBE, [0])
         except (EngineError, DeadlineError) as error:
             return [f"it does not answer a request for a token with its log-prob: {error}"]
         return []

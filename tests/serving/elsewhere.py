@@ -44,10 +44,13 @@ class ElsewhereServer:
         """Fields of each response that are replaced."""
         self.repeats_headers = False
         """Whether it answers every request with its headers, as an error."""
+        self.unstuck = threading.Event()
         self.asked: list[tuple[str, str]] = []
         """Route and Authorization of each request."""
         self.dies_after: int | None = None
         """Requests for tokens until it is gone."""
+        self.is_stuck = False
+        """Whether it never answers a request for tokens."""
         self.is_gone = False
         """Whether it closes every connection without an answer."""
         self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler_of(self))
@@ -62,6 +65,7 @@ class ElsewhereServer:
 
     def stop(self) -> None:
         self.is_gone = True  # for connections that are open
+        self.unstuck.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -118,6 +122,8 @@ def _handler_of(server: ElsewhereServer) -> type[BaseHTTPRequestHandler]:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
+            if server.is_stuck and self.path == "/generate":
+                server.unstuck.wait()
             status, content = server.answer(self.path, body, sent_key)
             text = json.dumps(content).encode()
             self.send_response(status)

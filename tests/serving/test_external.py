@@ -194,6 +194,13 @@ def _http(text: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text)
 
 
+def test_a_server_that_gives_no_token_is_named_in_time(folder: Path) -> None:
+    with elsewhere() as server:
+        server.is_stuck = True
+        text = refusal(folder, server.url)
+    assert "it gave no token within rollout.stage_timeout_s=2 s" in text
+
+
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
