@@ -59,7 +59,7 @@ def judge_at(
     config = config_of(
         "serving.models={policy: {groups: {m: {num_devices: 1}}}, judge: {path: "
         f"'{folder}', max_context_tokens: {max_context_tokens}, urls: ['{url}']}}}}",
-        *("serving.num_devices_per_node=1", "rollout.request_timeout_s=60", *overrides),
+        *("serving.num_devices_per_node=1", *overrides),
         *("reward.function=judge", "reward.args={model: judge, template: '{response}'}"),
     )
     model = ExternalModel(config, "judge", keys=ServerKeys({"judge": key}))
