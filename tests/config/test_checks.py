@@ -1465,6 +1465,12 @@ def test_a_hook_that_is_there_is_accepted_and_its_module_is_not_imported(tmp_pat
         assert "is not a Python file" in violation.rule
 
 
+def test_time_limits_of_servers_count_for_either_engine() -> None:
+    limits = ("rollout.start_timeout_s=60", "rollout.request_timeout_s=60")
+    assert config_of(*SERVERS, *limits).rollout.request_timeout_s == 60.0
+    assert len(violations_of(*limits)) == 2
+
+
 def test_what_sglang_alone_knows_passes_through() -> None:
     given = config_of(
         *SGLANG, "rollout.engine_args={chunked_prefill_size: 512, lora_backend: triton}"
