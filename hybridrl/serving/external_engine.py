@@ -19,9 +19,10 @@ from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.comparison import ExpectedServer, differences, names_vocabulary
 from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
-from hybridrl.workers.rollout.sglang.sampling import ServedModel, ServerSampler
+from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.weight_files import WeightSource
 
@@ -79,6 +80,10 @@ class ExternalEngine:
     ) -> Future[list[Sample]]:
         """Sample several continuations of one context; see ``Sampler``."""
         return self._client.start(self._sample(token_ids, params, keys))
+
+    def interrupt(self) -> NoReturn:
+        """Refuse."""
+        self._refuse("an interrupt")
 
     def take_metrics(self) -> Future[Metrics]:
         """Return nothing: others ask the server, too."""
