@@ -1,6 +1,7 @@
 """A server of SGLang that runs elsewhere, as an engine: it is asked, never started and never ended.
 
-Routes: ``/server_info``, ``/model_info``, ``/generate`` and ``/abort_request`` of its own requests.
+Routes: ``/server_info``, ``/model_info``, ``/generate``, ``/v1/loads``, and ``/abort_request`` of
+its own requests.
 """
 
 from __future__ import annotations
