@@ -46,6 +46,9 @@ class ServerKeys:
         return self.by_model.get(model, "")
 
 
+NO_KEYS = ServerKeys()
+
+
 class ExternalModel:
     """The servers of one frozen model. A lost one gets no requests until it answers again."""
 

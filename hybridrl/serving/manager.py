@@ -18,7 +18,7 @@ from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
 from hybridrl.serving.answers import Answer
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.external import ExternalModel, ServerKeys
+from hybridrl.serving.external import NO_KEYS, ExternalModel, ServerKeys
 from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.frozen import FrozenModel
 from hybridrl.serving.kept_weights import KeptWeights
@@ -48,7 +48,7 @@ class RolloutManager:
         variables: Mapping[str, str],
         places: Mapping[int, EnginePlace],
         folder: Path,
-        keys: ServerKeys,
+        keys: ServerKeys = NO_KEYS,
     ) -> None:
         """Start nothing yet.
 
