@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.errors import DeadlineError, EngineError, ExternalEngineError
+from hybridrl.errors import DeadlineError, EngineError, ExternalEngineError, first_of
 from hybridrl.sampler import RequestParams
 from hybridrl.serving.answers import Answer, answer_all
 from hybridrl.serving.comparison import expect_server
@@ -21,6 +22,8 @@ from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.external_engine import VERSION, ExternalEngine
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NUM_TRIES = 3
 """Comparisons with a server that was lost, in one call."""
@@ -75,18 +78,14 @@ class ExternalModel:
     def start(self) -> None:
         """Compare all servers with what is needed, all at once.
 
+        With ``rollout.verify_weights=always`` their weights with each other, too.
+
         Raises:
             ExternalEngineError: names all differences of all servers.
         """
-        futures = [engine.build() for engine in self._engines]
-        wait(futures)  # each ends in bounded time
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            lines = "\n".join(str(error) for error in errors)
-            raise ExternalEngineError(
-                f"{len(errors)} of {len(self._engines)} servers of {self._expected.key}.urls "
-                f"cannot be used:\n{lines}"
-            )
+        self._all([engine.build() for engine in self._engines])
+        if self._config.rollout.verify_weights == "always":
+            self._require_equal_weights()
         urls = [engine.url for engine in self._engines]
         log.info("servers elsewhere answer as needed: model=%s urls=%s", self._name, urls)
 
@@ -147,6 +146,34 @@ class ExternalModel:
         """Close the connections; the servers run on. Idempotent."""
         for engine in self._engines:
             engine.end()
+
+    def _all(self, futures: Sequence[Future[T]]) -> list[T]:
+        """Wait for all calls, each of which ends in bounded time."""
+        wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise self._unusable(len(errors), "\n".join(str(error) for error in errors))
+        return [future.result() for future in futures]
+
+    def _require_equal_weights(self) -> None:
+        first, *others = self._all([engine.checksums() for engine in self._engines])
+        lines = []
+        for engine, sums in zip(self._engines[1:], others, strict=True):
+            names = sorted(n for n in first.keys() | sums.keys() if first.get(n) != sums.get(n))
+            if names:
+                lines.append(
+                    f"{engine.url}: {len(names)} of its tensors are not those of "
+                    f"{self._engines[0].url}: {first_of(names)}; start both with the same model "
+                    "and tensor-parallel size"
+                )
+        if lines:
+            raise self._unusable(len(lines), "\n".join(lines))
+
+    def _unusable(self, count: int, lines: str) -> ExternalEngineError:
+        return ExternalEngineError(
+            f"{count} of {len(self._engines)} servers of {self._expected.key}.urls cannot be used:"
+            f"\n{lines}"
+        )
 
     async def _reconnect(self, pool: EnginePool, index: int) -> None:
         """Send requests to a lost server again if it comes back soon, and is the same as before."""

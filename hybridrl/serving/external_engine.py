@@ -1,7 +1,7 @@
 """A server of SGLang that runs elsewhere, as an engine: it is asked, never started and never ended.
 
-Routes: ``/server_info``, ``/model_info``, ``/generate``, ``/v1/loads``, and ``/abort_request`` of
-its own requests.
+Routes: ``/server_info``, ``/model_info``, ``/generate``, ``/v1/loads``, ``/weights_checker`` for
+checksums, and ``/abort_request`` of its own requests.
 """
 
 from __future__ import annotations
@@ -70,6 +70,14 @@ class ExternalEngine:
         """
         return self._client.start(self._compare())
 
+    def checksums(self) -> Future[dict[str, str]]:
+        """Have the server compute checksums of its weights; changes nothing.
+
+        Returns:
+            By rank and the server's own name of a tensor.
+        """
+        return self._client.start(self._checksums())
+
     def address(self) -> Future[str | None]:
         """Return the URL."""
         answer: Future[str | None] = Future()
@@ -125,6 +133,22 @@ class ExternalEngine:
         raise PhaseError(f"{what} was meant for {self.url}, which others run and lead")
 
     # -- on the client's loop --------------------------------------------------------------------
+
+    async def _checksums(self) -> dict[str, str]:
+        try:
+            answer = await self._client.request(
+                "/weights_checker", {"action": "checksum"}, timeout_s=self._config.stage_timeout_s
+            )
+            return {
+                f"rank {rank}: {name}": str(value)
+                for rank, sums in enumerate(answer["ranks"])
+                for name, value in sums["checksums"].items()
+            }
+        except (EngineError, DeadlineError, *_BROKEN) as error:
+            raise ExternalEngineError(
+                f"{self.url}: it gives no checksums of its weights ({type(error).__name__}: "
+                f"{error}): set rollout.verify_weights=first, which asks for none"
+            ) from error
 
     async def _compare(self) -> None:
         limit_s = self._config.stage_timeout_s

@@ -47,24 +47,25 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_engine, "_CALL_S", 1.0)
 
 
-def judged_by(folder: Path, *urls: str, keys: str = "null") -> ExperimentConfig:
+def judged_by(
+    folder: Path, *urls: str, keys: str = "null", verified: str = "never"
+) -> ExperimentConfig:
     return config_of(
         "serving.models={policy: {groups: {m: {num_devices: 1}}}, judge: "
         f"{{path: '{folder}', max_context_tokens: 30, urls: [{', '.join(urls)}], "
         f"key_variable: {keys}}}}}",
         *("serving.num_devices_per_node=1", "rollout.num_slots=2", "rollout.stage_timeout_s=2"),
+        f"rollout.verify_weights={verified}",
         *("reward.function=judge", "reward.args={model: judge, template: '{response}'}"),
     )
 
 
-def model_of(folder: Path, *urls: str, key: str = "") -> ExternalModel:
-    keys = ServerKeys({"judge": key})
-    return ExternalModel(judged_by(folder, *urls), "judge", keys=keys)
-
-
 @contextmanager
-def started(folder: Path, *urls: str, key: str = "") -> Iterator[ExternalModel]:
-    model = model_of(folder, *urls, key=key)
+def started(
+    folder: Path, *urls: str, key: str = "", verified: str = "never"
+) -> Iterator[ExternalModel]:
+    config = judged_by(folder, *urls, verified=verified)
+    model = ExternalModel(config, "judge", keys=ServerKeys({"judge": key}))
     try:
         model.start()
         yield model
@@ -72,8 +73,11 @@ def started(folder: Path, *urls: str, key: str = "") -> Iterator[ExternalModel]:
         model.shutdown()
 
 
-def refusal(folder: Path, *urls: str, key: str = "") -> str:
-    with pytest.raises(ExternalEngineError) as refused, started(folder, *urls, key=key):
+def refusal(folder: Path, *urls: str, key: str = "", verified: str = "never") -> str:
+    with (
+        pytest.raises(ExternalEngineError) as refused,
+        started(folder, *urls, key=key, verified=verified),
+    ):
         pass
     return str(pickle.loads(pickle.dumps(refused.value)))
 
@@ -224,6 +228,26 @@ def test_another_program_on_the_port_is_named(
     assert f"{url}: " in text
     assert reason in text
     assert refusal(folder, url).count("serving.models.judge.urls") == 2  # nobody is there now
+
+
+@pytest.mark.shows("4.24")
+def test_weights_of_servers_are_compared_on_demand(folder: Path) -> None:
+    with elsewhere() as one, elsewhere() as two, elsewhere() as other:
+        with started(folder, one.url, two.url, verified="always"):
+            pass
+        other.sums = {"model.norm.weight": "1", "lm_head.weight": "3"}
+        text = refusal(folder, one.url, two.url, other.url, verified="always")
+        (line,) = text.splitlines()[1:]
+        assert line.startswith(f"{other.url}: 1 of its tensors are not those of {one.url}: ")
+        assert "rank 0: lm_head.weight;" in line
+        other.sums = None
+        text = refusal(folder, one.url, other.url, verified="always")
+        assert f"{other.url}: it gives no checksums of its weights" in text
+        assert "status 404" in text
+        asked = len(one.asked)
+        with started(folder, one.url, other.url, verified="first"):
+            pass
+        assert "/weights_checker" not in {path for path, _ in one.asked[asked:]}
 
 
 # -- the key -------------------------------------------------------------------------------------

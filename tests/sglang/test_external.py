@@ -58,7 +58,7 @@ def judge_at(
 ) -> Iterator[ExternalModel]:
     config = config_of(
         "serving.models={policy: {groups: {m: {num_devices: 1}}}, judge: {path: "
-        f"'{folder}', max_context_tokens: {max_context_tokens}, urls: ['{url}']}}}}",
+        f"'{folder}', max_context_tokens: {max_context_tokens}, urls: [{url}]}}}}",
         *("serving.num_devices_per_node=1", *overrides),
         *("reward.function=judge", "reward.args={model: judge, template: '{response}'}"),
     )
@@ -85,6 +85,18 @@ def test_a_judge_elsewhere_answers_as_hugging_face(
             torch.testing.assert_close(answer.logprobs, sample.logprobs, atol=2e-5, rtol=0)
     assert server_of(engine).process.pid == before
     assert server_of(engine).server_info()["status"] == "ready"
+
+
+@pytest.mark.shows("4.24")
+def test_weights_of_real_servers_are_compared_on_demand(
+    engine: SGLangEngine, url: str, judge_folder: Path
+) -> None:
+    urls = f"{url}, {url.replace('127.0.0.1', 'localhost')}"  # the same one twice
+    key = server_of(engine).key
+    with judge_at(urls, judge_folder, "rollout.verify_weights=always", key=key) as judge:
+        sums = [each.checksums().result() for each in judge._engines]
+    assert sums[0] == sums[1]
+    assert "rank 0: model.norm.weight" in sums[0]
 
 
 @pytest.mark.shows("4.23")
