@@ -190,6 +190,10 @@ class ServerDiedError(EngineError):
     """The process of a rollout server is gone: killed, out of memory, or ended by itself."""
 
 
+class ExternalEngineError(EngineError):
+    """Servers that run elsewhere cannot be used; names each with all its differences."""
+
+
 class TransferError(EngineError):
     """Not all weights arrived, by no fault of the engine: it is well and needs them again."""
 

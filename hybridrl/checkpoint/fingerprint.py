@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -35,9 +36,13 @@ _FREE_KEYS = (
     "data.num_processes",
     *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
+    "rollout.verify_weights",
     *("rollout.memory_fraction", "rollout.cuda_graphs", "rollout.dump", "rollout.replay"),
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
+
+_FREE_OF_MODELS = re.compile(r"serving\.models\.[^.]+\.(urls|key_variable)")
+"""The same: where servers run that are compared with the model at each start."""
 
 _NUMERIC = ("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node")
 _THREADS = ("cluster.num_threads_per_rank", "rollout.num_threads")
@@ -66,7 +71,9 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
     kept = {
         key: value
         for key, value in flat.items()
-        if key not in _FREE_KEYS and not key.startswith((*_FREE_SECTIONS, *other_modes))
+        if key not in _FREE_KEYS
+        and not key.startswith((*_FREE_SECTIONS, *other_modes))
+        and not _FREE_OF_MODELS.fullmatch(key)
     }
     return {key: json.loads(to_json_text(value)) for key, value in kept.items()}
 

@@ -94,10 +94,11 @@ class RolloutConfig:
     """``ledger`` keeps a host copy of exactly the weights that no sync rewrites; ``always`` of
     all weights."""
 
-    check_first_sync: bool
-    """After the first sync, compare the weights of a newly started engine with the same weights
-    loaded from files. Costs a copy of the model, in ``dtype``, in the temporary folder of each node
-    with such an engine."""
+    verify_weights: Literal["never", "first", "always"]
+    """Compare the weights of an engine, tensor by tensor, with the same weights loaded from files:
+    ``first`` after its first sync since it started, ``always`` after each sync. Costs a copy of the
+    model, in ``dtype``, in the temporary folder of each node with such an engine. Servers that run
+    elsewhere are compared with each other at the start, with ``always``."""
 
     canary_every_steps: CountOrZero
     """Steps between canaries. In a canary step the policy update compares the engine's log-probs of

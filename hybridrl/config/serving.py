@@ -45,8 +45,8 @@ class ServerGroupConfig:
 class ServedModelConfig:
     """One model behind one server: ``serving.models.NAME``."""
 
-    groups: Mapping[str, ServerGroupConfig]
-    """Groups by name, in the order of their devices."""
+    groups: Mapping[str, ServerGroupConfig] = field(default_factory=dict)
+    """Groups by name, in the order of their devices. Empty for a model that ``urls`` serve."""
 
     path: str | None = None
     """Hugging Face folder of a frozen model, which never gets weights of the trainer. Null: the
@@ -55,6 +55,13 @@ class ServedModelConfig:
     max_context_tokens: Tokens | None = None
     """Longest context plus answer of a frozen model. Null: as many tokens as a row of the
     policy."""
+
+    urls: tuple[str, ...] = ()
+    """Servers of SGLang that run already and answer for a frozen model, as http://HOST:PORT. They
+    are compared with ``path``, which needs no weights then, and outlive the run."""
+
+    key_variable: str | None = None
+    """Environment variable of the driver with the API key of ``urls``. Null: they require none."""
 
 
 FaultKind = Literal["kill", "stop", "cut", "error", "tokens", "logprobs", "version", "kill_manager"]
@@ -130,6 +137,11 @@ class ServingConfig:
     def frozen(self) -> Mapping[str, ServedModelConfig]:
         """Models that keep the weights of their folder."""
         return {name: model for name, model in self.models.items() if model.path is not None}
+
+    @property
+    def external(self) -> Mapping[str, ServedModelConfig]:
+        """Models whose servers run elsewhere."""
+        return {name: model for name, model in self.models.items() if model.urls}
 
     @property
     def policy(self) -> str:

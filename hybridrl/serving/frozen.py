@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.errors import EngineError, RequestError
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams
+from hybridrl.serving.answers import Answer, answer_all
 from hybridrl.serving.engine_handle import Launch
-from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.plan import ServerPlan
 from hybridrl.serving.recovery import Recovery, watch_engines
@@ -25,9 +23,6 @@ from hybridrl.workers.sharding.weight_files import WeightSource
 
 _VERSION = 0
 """Of weights that never change."""
-
-Answer = Sample | str
-"""An answer, or why there is none."""
 
 
 class ModelFolder(KeptWeights):
@@ -87,36 +82,19 @@ class FrozenModel:
             version=_VERSION,
         )
         with self._recovery.filling(pool), self._monitor.watching():
-            return asyncio.run(self._answer_all(pool, contexts, params, timeout_s))
+            return asyncio.run(
+                answer_all(
+                    pool,
+                    contexts,
+                    params,
+                    model=self._name,
+                    seed=self._config.seed,
+                    timeout_s=timeout_s,
+                )
+            )
 
     def shutdown(self) -> None:
         """End all engines."""
         self._monitor.end()
         self._recovery.end()
         self._server.shutdown()
-
-    async def _answer_all(
-        self, pool: EnginePool, contexts: Sequence[Tensor], params: RequestParams, timeout_s: float
-    ) -> list[Answer]:
-        tasks = [asyncio.create_task(self._answer(pool, each, params)) for each in contexts]
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
-        answers = [task.result() if task.done() else None for task in tasks]
-        for task in tasks:
-            task.cancel()
-        late = f"{self._name} did not answer within reward.timeout_s={timeout_s:g} s"
-        return [late if answer is None else answer for answer in answers]
-
-    async def _answer(self, pool: EnginePool, context: Tensor, params: RequestParams) -> Answer:
-        try:
-            return await pool.sample(context, params, key=_key_of(context, self._config.seed))
-        except RequestError as error:
-            return f"{self._name} refused the request: {error}"
-        except EngineError as error:
-            return f"{self._name}: {error}"
-
-
-def _key_of(context: Tensor, seed: int) -> int:
-    """Return the random stream of an answer: that of the run's seed and the context alone."""
-    digest = hashlib.sha256(f"{seed} {context.tolist()}".encode()).digest()
-    return int.from_bytes(digest[:8], "big", signed=True)

@@ -16,7 +16,7 @@ from hybridrl.errors import DeadlineError, ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.network import rendezvous_address
 from hybridrl.sampler import RequestParams, Sample, SamplingParams
-from hybridrl.serving.frozen import Answer
+from hybridrl.serving.answers import Answer
 from hybridrl.workers.sharding.served_engines import Servers
 from hybridrl.workers.sharding.weight_files import WeightSource
 

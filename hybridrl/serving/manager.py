@@ -16,9 +16,11 @@ from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
+from hybridrl.serving.answers import Answer
 from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.external import NO_KEYS, ExternalModel, ServerKeys
 from hybridrl.serving.faults import FaultPlan
-from hybridrl.serving.frozen import Answer, FrozenModel
+from hybridrl.serving.frozen import FrozenModel
 from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.launching import ActorLaunch
 from hybridrl.serving.placement import EnginePlace
@@ -46,6 +48,7 @@ class RolloutManager:
         variables: Mapping[str, str],
         places: Mapping[int, EnginePlace],
         folder: Path,
+        keys: ServerKeys = NO_KEYS,
     ) -> None:
         """Start nothing yet.
 
@@ -56,6 +59,7 @@ class RolloutManager:
             variables: environment of the engines' processes.
             places: of engines, by their first devices.
             folder: for files of weights.
+            keys: of servers that run elsewhere.
         """
         install_reducers()
         self._config = config
@@ -86,9 +90,11 @@ class RolloutManager:
         self._vocab_size = read_architecture(model_folder).vocab_size
         self._faults = FaultPlan(config.serving.faults, seed=config.seed)
         self._monitor = watch_engines(self._policy, self._recovery, config.serving)
-        self._frozen = {
-            name: FrozenModel(config, plans[name], launch(plans[name]))
-            for name in config.serving.frozen
+        self._frozen: dict[str, FrozenModel | ExternalModel] = {
+            name: ExternalModel(config, name, keys=keys)
+            if served.urls
+            else FrozenModel(config, plans[name], launch(plans[name]))
+            for name, served in config.serving.frozen.items()
         }
 
     def start(self) -> None:

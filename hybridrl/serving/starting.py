@@ -13,6 +13,7 @@ import ray
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.serving.external import ServerKeys
 from hybridrl.serving.managed_servers import ManagedServers
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.placement import find_places
@@ -82,4 +83,5 @@ def _start_manager(
         variables=variables,
         places=places,
         folder=folder,
+        keys=ServerKeys.read(config),
     )

@@ -59,6 +59,14 @@ JUDGED = (
 ASKING = ("reward.function=judge", "reward.args={model: judge, template: '{response}'}")
 
 
+def _elsewhere(
+    keys: str, of_policy: str = "groups: {m: {num_devices: 1}}", path: str = "judge"
+) -> tuple[str, ...]:
+    """A judge on servers that run already, and these keys of it."""
+    models = f"{{p: {{{of_policy}}}, judge: {{path: {path}, {keys}}}}}"
+    return (f"serving.models={models}", *ASKING)
+
+
 def _groups(**groups: str) -> str:
     """The override that gives the policy these groups, as NAME=KEYS."""
     text = ", ".join(f"{name}: {{{keys}}}" for name, keys in groups.items())
@@ -228,6 +236,53 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (*SERVERS, "serving.models.policy.max_context_tokens=9"),
         "serving.models.policy.max_context_tokens",
         "would be ignored",
+    ),
+    *(
+        (_elsewhere(f"urls: ['{url}']"), "serving.models.judge.urls", rule)
+        for url, rule in (
+            ("judge:30000", "must be http://HOST:PORT"),
+            ("http://judge:port", "not a URL"),
+            ("http://judge:30000/v1", "must end with the port"),
+            ("http://me:secret@judge:30000", "no user or password"),
+        )
+    ),
+    (
+        _elsewhere("urls: ['http://a:1']", path="weightless"),
+        "serving.models.judge.path",
+        "has no vocab_size",
+    ),
+    (
+        _elsewhere("urls: ['http://a:1', 'http://b:2', 'http://a:1']"),
+        "serving.models.judge.urls",
+        "http://a:1 stands there twice",
+    ),
+    (
+        _elsewhere("urls: ['http://a:1'], groups: {m: {num_devices: 1}}"),
+        "serving.models.judge.groups",
+        "would be ignored: servers that run already",
+    ),
+    (
+        _elsewhere("urls: ['http://a:1']", "urls: ['http://b:1'], groups: {m: {num_devices: 1}}"),
+        "serving.models.p.urls",
+        "is not built for the policy",
+    ),
+    (
+        (
+            *_elsewhere("groups: {m: {num_devices: 1}}, key_variable: NO_SUCH_KEY"),
+            "serving.num_devices_per_node=2",
+        ),
+        "serving.models.judge.key_variable",
+        "would be ignored: the model has no urls",
+    ),
+    (
+        _elsewhere("urls: ['http://a:1'], key_variable: NO_SUCH_KEY"),
+        "serving.models.judge.key_variable",
+        "the environment variable is not set",
+    ),
+    (
+        _elsewhere("urls: ['http://a:1'], key_variable: sk-8rZq2w"),
+        "serving.models.judge.key_variable",
+        "must be the name of an environment variable",
     ),
     ((*SERVERS, *LORA), "lora.sync", "servers get full weights"),
     (("agent.loop=no_one", "data=calculator"), "agent.loop", "is not built in"),
@@ -1134,6 +1189,9 @@ BROKEN_FILES = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
         "model/config.json": '{"model_type": "qwen3", "max_position_embeddings": 64}',
+        "judge/config.json": '{"model_type": "qwen3", "vocab_size": 9}',
+        "judge/tokenizer.json": "{}",
+        "judge/model.safetensors": "",
         "list/config.json": "[]",
         "deep/config.json": '{"a":' * 100_000,
         "unknown/config.json": '{"model_type": "mamba2"}',
@@ -1405,6 +1463,12 @@ def test_a_hook_that_is_there_is_accepted_and_its_module_is_not_imported(tmp_pat
         (tmp_path / "broken_hooks.py").write_text("def install(:\n")
         (violation,) = violations_of("cluster.worker_setup_hook=broken_hooks.install")
         assert "is not a Python file" in violation.rule
+
+
+def test_time_limits_of_servers_count_for_either_engine() -> None:
+    limits = ("rollout.start_timeout_s=60", "rollout.request_timeout_s=60")
+    assert config_of(*SERVERS, *limits).rollout.request_timeout_s == 60.0
+    assert len(violations_of(*limits)) == 2
 
 
 def test_what_sglang_alone_knows_passes_through() -> None:

@@ -9,33 +9,44 @@ import pytest
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.run.launch import run
 from tests.end_to_end.small import read_metrics, small_config
+from tests.serving.elsewhere import elsewhere, files_with
 from tests.tiny_models import make_tiny_model
+
+KEY = "a-secret-of-the-judge"
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def judged(folder: Path, *overrides: str) -> list[dict[str, float]]:
+OWN = ("groups: {m: {num_devices: 1}}", "serving.num_devices_per_node=2")
+
+
+def judged(folder: Path, *overrides: str, servers: tuple[str, str] = OWN) -> list[dict[str, float]]:
     """The metrics of a run; the judge's last digit is the reward, a text without a digit has 5."""
     judge = make_tiny_model(folder / "judge", vocab_size=260)
     build_starter_tokenizer().save_pretrained(judge)
+    keys, devices = servers
     config = small_config(
         folder / "run",
         "serving.models={policy: {groups: {main: {num_devices: 1}}}, "
-        f"judge: {{path: '{judge}', max_context_tokens: 40, groups: {{m: {{num_devices: 1}}}}}}}}",
-        "serving.num_devices_per_node=2",
+        f"judge: {{path: '{judge}', max_context_tokens: 40, {keys}}}}}",
+        devices,
         "reward.function=null",
         "+reward.functions.right={function: exact_match, weight: 0.5}",
         "+reward.functions.judge={function: judge, args: {model: judge, max_tokens: 12, "
         r"template: '{prompt}{response}', pattern: '(\d)', highest: 9, missing_score: 5}}",
         *("model.starter.num_warmup_steps=0", "trainer.num_steps=2", *overrides),
     )
-    run(config, resolved_yaml="")
+    run(config, resolved_yaml=str(config))
     return read_metrics(folder / "run")
 
 
 @pytest.mark.shows("4.1", "4.11")
 def test_the_score_of_a_judge_is_a_reward(tmp_path: Path) -> None:
-    before, *steps = judged(tmp_path)
+    require_judged(judged(tmp_path))
+
+
+def require_judged(lines: list[dict[str, float]]) -> None:
+    before, *steps = lines
     assert "eval/reward/mean" in before
     assert len(steps) == 2
     for line in steps:
@@ -44,6 +55,19 @@ def test_the_score_of_a_judge_is_a_reward(tmp_path: Path) -> None:
         mixed = 0.5 * line["reward/right/mean"] + line["reward/judge/mean"]
         assert line["reward/mean"] == pytest.approx(mixed)
         assert 0.0 < line["reward/judge/mean"] <= 9.0
+
+
+@pytest.mark.shows("4.23")
+def test_a_judge_elsewhere_scores_and_its_key_is_in_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with elsewhere(key=KEY) as server:
+        keys = f"urls: ['{server.url}'], key_variable: JUDGE_KEY"
+        require_judged(judged(tmp_path, servers=(keys, "serving.num_devices_per_node=1")))
+        assert server.num_responses > 20
+    assert files_with("JUDGE_KEY", tmp_path / "run")
+    assert files_with(KEY, tmp_path) == []
 
 
 @pytest.mark.nightly

@@ -16,7 +16,8 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import manager as manager_module
-from hybridrl.serving.frozen import Answer, FrozenModel
+from hybridrl.serving.answers import Answer
+from hybridrl.serving.frozen import FrozenModel
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.plan import EnginePlan, GroupPlan, plan_servers
 from hybridrl.serving.starting import start_servers

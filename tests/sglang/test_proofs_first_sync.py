@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,12 +34,12 @@ FUSED = {
 
 def fused(engine: SGLangEngine, trainer: TrainEngine) -> FusedEngines:
     """The engine as it is synced, without the life cycle, that would restart it after a failure."""
-    config = sglang_config()
+    config = sglang_config(verify_weights="first")
     engine.pause()
     engine.drain(timeout_s=10.0)
     engines = FusedEngines(
         ManagedEngine(engine, config=config, device=CPU),
-        config=replace(config, check_first_sync=True),
+        config=config,
         device=CPU,
         control=ControlGroup(timeout_s=60.0),
     )
@@ -109,7 +108,7 @@ def test_weights_that_a_transport_lost_are_found(
 def test_a_whole_run_begins_with_the_proof_and_goes_on(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
-    device = ServedDevice(lora_engine, served_model, "resend", check_first_sync=True)
+    device = ServedDevice(lora_engine, served_model, "resend", verify_weights="first")
     answers = []
     for _ in range(2):
         assert device.mismatch_nats() < 1e-4
@@ -122,6 +121,6 @@ def test_a_whole_run_begins_with_the_proof_and_goes_on(
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"rollout\.check_first_sync=false"):
+    with pytest.raises(EngineError, match=r"rollout\.verify_weights=never"):
         folder = WeightFolder(tmp_path / "missing", dtype=torch.float32)
         folder.write(stage_by_reference([("w", torch.zeros(2))]), [])

@@ -10,7 +10,13 @@ from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.families import FAMILIES, unsupported_settings
 from hybridrl.config.model import SGLANG_MODEL_TYPES, TRANSFORMERS_MODEL_TYPES
-from hybridrl.config.model_folder import CONFIG, missing_file_of, problem_of, read_settings
+from hybridrl.config.model_folder import (
+    CONFIG,
+    missing_file_of,
+    missing_tokenizer_of,
+    problem_of,
+    read_settings,
+)
 from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.config.serving import ServedModelConfig
 from hybridrl.errors import ConfigError, ModelError, suggest_name
@@ -31,11 +37,17 @@ def _flaw_of(served: ServedModelConfig, config: ExperimentConfig) -> str:
     folder = Path(str(served.path))
     if flaw := flaw_of_folder(str(folder)) or flaw_of_file(folder / CONFIG):
         return flaw
+    if served.urls:  # it has the weights: here are the tokenizer and the facts to compare
+        return problem_of(folder) or _flaw_of_facts(folder) or missing_tokenizer_of(folder)
     try:
         flaw = problem_of(folder) or _flaw_of_model(folder, engine=config.rollout.engine)
         return flaw or (missing_file_of(folder) if config.mode != "plan" else "")
     except ModelError as error:
         return str(error)
+
+
+def _flaw_of_facts(folder: Path) -> str:
+    return "" if "vocab_size" in read_settings(folder) else f"its {CONFIG} has no vocab_size"
 
 
 def _flaw_of_model(folder: Path, *, engine: str) -> str:

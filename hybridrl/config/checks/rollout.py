@@ -248,12 +248,17 @@ READ_BY: Mapping[str, tuple[str, str | int | float | bool]] = {
 }
 """Keys of ``rollout`` that only one engine reads, with their defaults in hydra_configs."""
 
+_READ_BY_SERVERS = ("start_timeout_s", "request_timeout_s")
+"""Those that rollout servers read, too, whatever engine they run."""
+
 
 def check_rollout_keys_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Keys of the other rollout engine keep their defaults: else a setting would be ignored."""
     engine, values = config.rollout.engine, asdict(config.rollout)
     for name, (reader, usual) in READ_BY.items():
         if reader == engine or values[name] == usual:
+            continue
+        if config.has_servers and name in _READ_BY_SERVERS:
             continue
         reset = f"rollout.{name}={str(usual).lower()}"
         yield ConfigError(

@@ -87,6 +87,8 @@ def check_one_model_is_the_policy(config: ExperimentConfig) -> Iterator[ConfigEr
 def check_models_have_engines(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Each model has an engine that answers, and each half of a request has its other half."""
     for name, model in config.serving.models.items():
+        if model.urls:
+            continue
         key = f"serving.models.{name}.groups"
         types = {group.worker_type for group in model.groups.values()}
         if types <= {"placeholder"}:

@@ -16,6 +16,7 @@ from hybridrl.config.checks import (
     critic,
     data,
     evaluation,
+    external_models,
     frozen_models,
     fsdp2,
     lora,
@@ -92,7 +93,7 @@ _ROLLOUT = (lora.check_lora_base, *replay.RULES)
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "algorithm": (*parts.RULES, *algorithm.RULES),
     "rollout": (*rollout.RULES, *_ROLLOUT, megatron.check_routing_replay),
-    "serving": (*serving.RULES, *frozen_models.RULES),
+    "serving": (*serving.RULES, *frozen_models.RULES, *external_models.RULES),
     "agent": agent.RULES,
     "critic": critic.RULES,
     "batch sizes": batch_sizes.RULES,
@@ -102,7 +103,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
 }
 _EVAL_RULES: Mapping[str, tuple[Rule, ...]] = {
     "rollout": (*rollout.RULES, *_ROLLOUT),
-    "serving": (*serving.RULES, *frozen_models.RULES),
+    "serving": (*serving.RULES, *frozen_models.RULES, *external_models.RULES),
     "agent": agent.RULES,
     "reward": reward.RULES,
     "reward models": reward_models.RULES,
@@ -127,6 +128,7 @@ _OF_A_RUN: frozenset[Rule] = frozenset(
         check_run_folder,
         rollout.check_sglang_is_installed,
         replay.check_replayed_run,
+        external_models.check_keys_are_set,
         trackers.check_trackers,
     }
 )

@@ -69,7 +69,7 @@ class WeightSender(Protocol):
 def mismatch(names: Sequence[str]) -> str:
     """Mark these weights as not arrived."""
     return (
-        f"{len(names)} weights of the rollout engine are not the trainer's after the first sync: "
+        f"{len(names)} weights of the rollout engine are not the trainer's after a sync: "
         f"{first_of(names)}; every response would be sampled by another model. "
         "See that trainer and engine load the same model.path, and try rollout.transport=disk"
     )

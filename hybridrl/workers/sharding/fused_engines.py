@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 
@@ -57,8 +56,8 @@ class FusedEngines:
 
         Args:
             managed: this rank's engine; None on a rank without one.
-            config: ranks per engine, size of a bucket, and whether the first sync to a new engine
-                is compared with the same weights from files.
+            config: ranks per engine, size of a bucket, and which syncs to an engine are compared
+                with the same weights from files.
             device: where the buckets lie.
             control: the control group of all ranks.
             follower: stages the bytes of a rank without an engine; None if none are needed.
@@ -124,12 +123,14 @@ class FusedEngines:
         return self._source
 
     def sync(self) -> Failures:
-        """Stream the training weights that engines lack; the first time with a comparison."""
+        """Stream the training weights that engines lack, with a comparison if one is due."""
         unproved = self._unproved()
         if not unproved:
             return self._stream()
         failures = self._load_reference(self.require_source(), unproved) or self._stream()
-        return failures or self.run("compare_weights", _compare, members=unproved)
+        return failures or self.run(
+            "compare_weights", ManagedEngine.verify_weights, members=unproved
+        )
 
     def _stream(self) -> Failures:
         """Stream the weight sets one by one, base before adapter.
@@ -167,12 +168,11 @@ class FusedEngines:
         return metrics
 
     def _unproved(self) -> list[int]:
-        """Return, alike on all ranks, the engines that were not compared since they started."""
-        is_unproved = self.managed is not None and not self.managed.is_proved
+        """Return, alike on all ranks, the engines whose next weights are compared."""
+        is_unproved = self.managed is not None and self.managed.is_proof_due
         stage = "proof needed"
-        if not self._config.check_first_sync or not self._control.is_true_anywhere(
-            stage, flag=is_unproved
-        ):
+        is_off = self._config.verify_weights == "never"
+        if is_off or not self._control.is_true_anywhere(stage, flag=is_unproved):
             return []
         flags = self._control.gather(stage, is_unproved)
         return [rank // self._ranks_per_engine for rank, flag in enumerate(flags) if flag]
@@ -245,12 +245,6 @@ class FusedEngines:
             rank // self._ranks_per_engine: failures[rank]
             for rank in sorted(failures, reverse=True)
         }
-
-
-def _compare(managed: ManagedEngine) -> None:
-    begin = time.perf_counter()
-    managed.verify_weights()
-    log.info("first sync proved: engine == trainer, compare_s=%.2f", time.perf_counter() - begin)
 
 
 def start_limit(config: RolloutConfig) -> Limit:

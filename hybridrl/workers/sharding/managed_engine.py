@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -176,6 +177,12 @@ class ManagedEngine:
         self.ledger.require_covered()
         self.engine.finish_update(version=version)
 
+    @property
+    def is_proof_due(self) -> bool:
+        """Whether the next weights are compared with the trainer's."""
+        verified = self._config.verify_weights
+        return verified == "always" or (verified == "first" and not self.is_proved)
+
     def load_reference_weights(self, folder: Path) -> None:
         """Let the engine record the weights in ``folder``; they are lost until sent."""
         self.ledger.boot()
@@ -187,8 +194,10 @@ class ManagedEngine:
         Raises:
             LedgerError: names the tensors that differ.
         """
+        begin = time.perf_counter()
         self.engine.verify_weights()
         self.is_proved = True
+        log.info("sync proved: engine == trainer, compare_s=%.2f", time.perf_counter() - begin)
 
     def restart(self) -> None:
         """Boot the engine again."""

@@ -1,4 +1,4 @@
-"""The comparison of the first sync: streamed weights must equal the same weights from files.
+"""The comparison of a sync: streamed weights must equal the same weights from files.
 
 An engine fuses tensors and splits them over its ranks, so no hash of the trainer equals one of the
 engine. The engine loads the weights from files, as it would those of any model. It keeps a copy,
@@ -26,18 +26,21 @@ from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.sharding.control import ControlGroup
 
 _INDEX = "model.safetensors.index.json"
-_IF_FULL = ", or rollout.check_first_sync=false"
+_IF_FULL = ", or rollout.verify_weights=never"
 
 
 class WeightFolder:
     """The safetensors of a Hugging Face folder, written bucket by bucket on the engine's node."""
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype, if_full: str = _IF_FULL) -> None:
+    def __init__(
+        self, folder: Path, *, dtype: torch.dtype | None = None, if_full: str = _IF_FULL
+    ) -> None:
         """Write nothing yet.
 
         Args:
             folder: that exists.
             dtype: of floating-point tensors in the files: the engine's, in which weights travel.
+                None: as they come.
             if_full: text to type if the disk has no room.
         """
         self.folder = folder
@@ -70,7 +73,9 @@ class WeightFolder:
 
     def _as_sent(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        if self._dtype is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self._dtype)
 
     def remove(self) -> None:
         """Remove the folder with all that was written. Idempotent."""

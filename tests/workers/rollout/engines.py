@@ -31,7 +31,7 @@ def rollout_config(*, num_slots: int = 8, dtype: str = "float32") -> RolloutConf
         tensor_parallel_size=1,
         sleep=True,
         backup_weights="ledger",
-        check_first_sync=False,
+        verify_weights="never",
         canary_every_steps=0,
         canary_max_drift_nats=0.1,
         bucket_mib=0,

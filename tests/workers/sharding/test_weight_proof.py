@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.workers.rollout.engines import make_prompts, rollout_config, sampling
 from tests.workers.sharding.faulty_streams import tear
 from tests.workers.train.engines import CPU, build_fsdp2
 
+Verified = Literal["never", "first", "always"]
 PROMPTS, SAMPLING = make_prompts((4, 9)), sampling_params(group=2, tokens=4)
 
 
@@ -31,9 +33,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def _sync_with_a_torn_pass(rank: int, folder: Path, torn_rank: int, at_pass: int) -> list[str]:
+def _sync_with_a_torn_pass(
+    rank: int, folder: Path, torn_rank: int, at_pass: int, verified: Verified = "first"
+) -> list[str]:
     """Sample three times; return what went wrong each time."""
-    config = replace(rollout_config(), check_first_sync=True)
+    config = replace(rollout_config(), verify_weights=verified)
     engine = HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
     manager = ShardingManager(
         engine=engine, config=config, device=CPU, control=ControlGroup(timeout_s=30.0)
@@ -57,6 +61,16 @@ def _sync_with_a_torn_pass(rank: int, folder: Path, torn_rank: int, at_pass: int
 def test_a_true_first_sync_passes_and_nothing_is_compared_later(tiny_model: Path) -> None:
     # Passes: files, first sync, second sync; the last is torn and nobody looks any more.
     assert _sync_with_a_torn_pass(0, tiny_model, 0, 2) == ["", "", ""]
+
+
+@pytest.mark.shows("4.24")
+def test_on_demand_each_sync_of_fused_engines_is_compared(tiny_model: Path) -> None:
+    # Passes: files and sync, three times; that of the second sync is torn.
+    first, second, third = _sync_with_a_torn_pass(0, tiny_model, 0, 3, "always")
+    assert (first, third) == ("", "")
+    assert "1 weights of the rollout engine are not the trainer's" in second
+    assert "model.norm.weight" in second
+    assert _sync_with_a_torn_pass(0, tiny_model, 0, 1, "never") == ["", "", ""]
 
 
 def test_a_torn_first_sync_is_named_and_the_next_compared_again(
@@ -109,7 +123,7 @@ def _proofs_on_two_nodes(rank: int, model: Path, folder: Path) -> list[tuple[str
     """Ranks 0 and 1 are on one node, 2 on another. All sample, engine 1 restarts, all sample."""
     tempfile.tempdir = str(folder)
     weight_proof.place_of_temporary_files = lambda: f"node {rank // 2}"
-    config = replace(rollout_config(), check_first_sync=True, dtype="bfloat16")
+    config = replace(rollout_config(), verify_weights="first", dtype="bfloat16")
     engine = Noting(model, config=config, max_context_tokens=32, device=CPU)
     engine.proofs = []
     manager = ShardingManager(

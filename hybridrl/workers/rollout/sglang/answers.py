@@ -33,6 +33,9 @@ class ServedModel:
     version: int
     """Policy version of its weights, which every response must come from."""
 
+    weight_version: str | None = None
+    """The server's own name of these weights; None: the number ``version``."""
+
     adapter: str | None = None
     """That every request names."""
 

@@ -35,7 +35,7 @@ _WITH_MEMORY_SAVER: Arguments = {"cuda_graph_backend_prefill": "disabled"}
 does so refuses to be made where the memory of graphs can be released
 (model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.17 to 0.5.23)."""
 
-_CONTEXT_SLACK = 8
+CONTEXT_SLACK = 8
 """SGLang ends a response some tokens before its context limit."""
 
 
@@ -146,7 +146,7 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Argu
         "skip_tokenizer_init": True,
         "dtype": rollout.dtype,
         "random_seed": spec.seed % 2**31,
-        "context_length": spec.max_context_tokens + _CONTEXT_SLACK,
+        "context_length": spec.max_context_tokens + CONTEXT_SLACK,
         "tp_size": rollout.tensor_parallel_size,
         "max_running_requests": rollout.num_slots,
         "mem_fraction_static": rollout.memory_fraction,
@@ -161,7 +161,7 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Argu
         arguments |= _WITH_MEMORY_SAVER
     if spec.device == "cpu":
         arguments |= _CPU | {
-            "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + _CONTEXT_SLACK),
+            "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + CONTEXT_SLACK),
             "mem_fraction_static": 0.1,  # of the host's memory; the line above sets the limit
         }
     if spec.lora is not None:

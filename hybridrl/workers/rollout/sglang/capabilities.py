@@ -138,11 +138,12 @@ class ServerCapabilities:
         """
         rollout = spec.rollout
         sleeps_on_gpu = rollout.sleep and spec.device == "cuda"
+        verifies = rollout.verify_weights != "never"
         needed = {
             Capability.UPDATE_FROM_TENSOR: rollout.transport in ("auto", "shared"),
             Capability.UPDATE_FROM_DISTRIBUTED: rollout.transport == "broadcast",
-            Capability.UPDATE_FROM_DISK: rollout.transport == "disk" or rollout.check_first_sync,
-            Capability.CHECK_WEIGHTS: rollout.check_first_sync,
+            Capability.UPDATE_FROM_DISK: rollout.transport == "disk" or verifies,
+            Capability.CHECK_WEIGHTS: verifies,
             Capability.PAUSE: True,
             Capability.RELEASE_MEMORY: rollout.sleep,
             Capability.FREE_MEMORY: sleeps_on_gpu,

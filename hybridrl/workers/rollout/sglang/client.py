@@ -24,6 +24,7 @@ _KEEP_ALIVE_S = 2.0
 """The server drops a connection that was idle for 5 s; a request sent just then is lost."""
 
 _NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
+_NO_HTTP = (aiohttp.ClientError, UnicodeDecodeError)
 
 
 class ServerError(EngineError):
@@ -39,7 +40,7 @@ class ConnectionLostError(EngineError):
     """No answer arrived: the connection broke, or the request was cut off."""
 
 
-def _assume_alive(what: str) -> None:
+def assume_alive(what: str) -> None:
     """The process of the server is another machine's or process's child."""
 
 
@@ -51,11 +52,12 @@ class Endpoint:
         base_url: str,
         *,
         name: str,
-        require_alive: Callable[[str], None] = _assume_alive,
+        require_alive: Callable[[str], None] = assume_alive,
         key: str = "",
     ) -> None:
         """Connect when first used; see ``ServerClient``."""
         self.base_url = base_url
+        self._key = key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._name = name
         self._require_alive = require_alive
@@ -80,9 +82,14 @@ class Endpoint:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with session.request(
-                method, self.base_url + path, json=body, timeout=timeout, headers=headers
+                method,
+                self.base_url + path,
+                json=body,
+                timeout=timeout,
+                headers=headers,
+                allow_redirects=False,  # the key is for this server
             ) as answer:
-                text = await answer.text()
+                text = self._without_key(await answer.text())
         except TimeoutError as error:
             self._require_alive(path)
             raise DeadlineError(
@@ -91,9 +98,18 @@ class Endpoint:
         except _NOT_SENT as error:
             self._require_alive(path)
             raise ConnectionLostError(f"{path}: {self._name} did not answer: {error}") from error
+        except _NO_HTTP as error:
+            raise EngineError(
+                f"{path}: {self._name} did not answer in HTTP ({type(error).__name__}); is another "
+                "program on its port?"
+            ) from None  # whose text may repeat what was sent
         if answer.status // 100 != 2:
             raise ServerError(path, answer.status, _message_of(text))
         return _parsed(text)
+
+    def _without_key(self, text: str) -> str:
+        """Return an answer without the key, which ``/server_info`` repeats: texts are logged."""
+        return text.replace(self._key, "(key)") if self._key else text
 
     def open_session(self) -> aiohttp.ClientSession:
         """Return connections of the current event loop; the caller closes them."""

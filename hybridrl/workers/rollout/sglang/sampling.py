@@ -326,10 +326,14 @@ class ServerSampler(Sampler):
         }
 
     def _require_version(self, version: str) -> None:
-        if version != str(self._model.version):
+        known = self._model.weight_version
+        if version != (known or str(self._model.version)):
+            expected = f"it was compared with version {known}"
+            if known is None:
+                expected = f"the policy is at {self._model.version}"
             raise DriftError(
-                f"a response was sampled by weights of version {version}, and the policy is at "
-                f"{self._model.version}; somebody else updates this server"
+                f"a response was sampled by weights of version {version}, and {expected}; "
+                "somebody else updates this server"
             )
 
 

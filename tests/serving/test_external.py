@@ -1,0 +1,361 @@
+"""A frozen model whose servers run elsewhere: compared, asked, lost, back, and never ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import DriftError, ExternalEngineError
+from hybridrl.sampler import RequestParams
+from hybridrl.serving import external, external_engine
+from hybridrl.serving.answers import Answer
+from hybridrl.serving.comparison import differences, expect_server
+from hybridrl.serving.external import ExternalModel, ServerKeys
+from tests.config.values import config_of
+from tests.serving.elsewhere import INFO, VOCAB_SIZE, elsewhere
+from tests.serving.test_frozen import with_tokenizer
+from tests.tiny_models import make_tiny_model
+
+KEY = "a-secret-of-the-judge"
+PARAMS = RequestParams(max_new_tokens=3, temperature=1.0)
+CONTEXTS = [torch.tensor([5, 6, token]) for token in range(12)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model without its weights, which the servers have."""
+    folder = tmp_path_factory.mktemp("models") / "judge"
+    model = with_tokenizer(make_tiny_model(folder, vocab_size=VOCAB_SIZE))
+    (model / "model.safetensors").unlink()
+    return model
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external, "_WAIT_S", 0.02)
+    monkeypatch.setattr(external_engine, "_CALL_S", 1.0)
+
+
+def judged_by(
+    folder: Path, *urls: str, keys: str = "null", verified: str = "never"
+) -> ExperimentConfig:
+    return config_of(
+        "serving.models={policy: {groups: {m: {num_devices: 1}}}, judge: "
+        f"{{path: '{folder}', max_context_tokens: 30, urls: [{', '.join(urls)}], "
+        f"key_variable: {keys}}}}}",
+        *("serving.num_devices_per_node=1", "rollout.num_slots=2", "rollout.stage_timeout_s=2"),
+        f"rollout.verify_weights={verified}",
+        *("reward.function=judge", "reward.args={model: judge, template: '{response}'}"),
+    )
+
+
+@contextmanager
+def started(
+    folder: Path, *urls: str, key: str = "", verified: str = "never"
+) -> Iterator[ExternalModel]:
+    config = judged_by(folder, *urls, verified=verified)
+    model = ExternalModel(config, "judge", keys=ServerKeys({"judge": key}))
+    try:
+        model.start()
+        yield model
+    finally:
+        model.shutdown()
+
+
+def refusal(folder: Path, *urls: str, key: str = "", verified: str = "never") -> str:
+    with (
+        pytest.raises(ExternalEngineError) as refused,
+        started(folder, *urls, key=key, verified=verified),
+    ):
+        pass
+    return str(pickle.loads(pickle.dumps(refused.value)))
+
+
+def last_tokens(answers: list[Answer]) -> list[object]:
+    return [each if isinstance(each, str) else each.token_ids.tolist() for each in answers]
+
+
+REPEATED = [[token] * 3 for token in range(12)]
+
+
+# -- what is compared ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ({"version": None}, "none of SGLang"),
+        ({"version": "0.4.9"}, "SGLang 0.4.9 is too old"),
+        (
+            {"model_path": "/a/other", "served_model_name": "x"},
+            "model_path='/a/other', must end with judge: set serving.models.judge.path",
+        ),
+        ({"model_type": "llama"}, "model_type='llama', must be qwen3"),
+        ({"is_generation": False}, "is_generation=False, must be True"),
+        ({"dtype": "bfloat16"}, "dtype=bfloat16, must be float32: start it with --dtype float32"),
+        ({"dtype": "auto"}, "dtype=auto, which is float16, must be float32"),
+        ({"quantization": "fp8"}, "quantization='fp8', must be None"),
+        ({"load_format": "dummy"}, "its weights are random"),
+        ({"disaggregation_mode": "decode"}, "disaggregation_mode='decode', must be null"),
+        (
+            {"max_req_input_len": 29},
+            "max_req_input_len=29 tokens, must be at least 30: start it with --context-length 38",
+        ),
+    ],
+)
+@pytest.mark.shows("4.23")
+def test_a_difference_names_field_value_and_remedy(
+    folder: Path, said: dict[str, object], line: str
+) -> None:
+    expected = expect_server(judged_by(folder, "http://h:1"), "judge")
+    assert differences(expected, INFO, INFO) == []
+    assert differences(expected, INFO, {"model_path": "/other/place/judge/"}) == []
+    (found,) = differences(expected, INFO | said, {})
+    assert line in found
+
+
+@pytest.mark.shows("4.23")
+def test_differences_of_all_servers_are_one_error(folder: Path) -> None:
+    with (
+        elsewhere() as fine,
+        elsewhere(dtype="float16", quantization="awq", load_format="dummy") as other,
+        elsewhere(key=KEY) as closed,
+    ):
+        closed.vocab_size = 300
+        urls = (fine.url, other.url, closed.url)
+        text = refusal(folder, *urls)
+        lines = [line for line in text.splitlines() if "http" in line]
+        assert "2 of 3 servers of serving.models.judge.urls cannot be used" in text
+        assert [line.partition(": ")[0] for line in lines] == [other.url] * 3 + [closed.url]
+        assert "set serving.models.judge.key_variable" in lines[3]
+        (line,) = refusal(folder, closed.url, key=KEY).splitlines()[1:]
+        assert f"vocab_size=300, must be {VOCAB_SIZE}" in line
+        fine.info["version"] = "0.5.17"  # which does not name its range
+        fine.vocab_size = 300
+        with started(folder, fine.url):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("spoils", "reason"),
+    [
+        ({"meta_info": {}}, "answered in another form than SGLang's (KeyError)"),
+        ({"output_ids": [1, 2]}, "does not return what training needs"),
+    ],
+)
+def test_a_server_without_log_probs_is_refused(
+    folder: Path, spoils: dict[str, Any], reason: str
+) -> None:
+    with elsewhere() as server:
+        server.spoils = spoils
+        text = refusal(folder, server.url)
+    assert "it does not answer a request for a token with its log-prob: " in text
+    assert reason in text
+
+
+@contextmanager
+def talker(says: bytes | None) -> Iterator[str]:
+    """A program that answers each connection with these bytes; None: it never says a word."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    kept: list[socket.socket] = []
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            kept.append(connection)
+            if says is not None:
+                connection.recv(1 << 16)
+                connection.sendall(says)
+                connection.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        thread.join()
+        for connection in kept:
+            connection.close()
+
+
+def _http(text: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text)
+
+
+def test_a_server_that_gives_no_token_is_named_in_time(folder: Path) -> None:
+    with elsewhere() as server:
+        server.is_stuck = True
+        text = refusal(folder, server.url)
+    assert "it gave no token within rollout.stage_timeout_s=2 s" in text
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        (None, "did not answer within 1 s"),
+        (b"", "did not answer"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "did not answer in HTTP"),
+        (_http(b"\xff\xfe\x80"), "did not answer in HTTP"),
+        (_http(b"<html>It works!</html>"), "it is no SGLang"),
+        (_http(b"[1]"), "it is no SGLang"),
+        (_http(b'{"model": "vllm"}'), "none of SGLang"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "status 404"),
+        (b"HTTP/1.1 502 Bad\r\nContent-Length: 5\r\n\r\nnginx", "status 502: nginx"),
+    ],
+)
+@pytest.mark.shows("4.23")
+def test_another_program_on_the_port_is_named(
+    folder: Path, says: bytes | None, reason: str
+) -> None:
+    with talker(says) as url:
+        text = refusal(folder, url)
+    assert f"{url}: " in text
+    assert reason in text
+    assert refusal(folder, url).count("serving.models.judge.urls") == 2  # nobody is there now
+
+
+@pytest.mark.shows("4.24")
+def test_weights_of_servers_are_compared_on_demand(folder: Path) -> None:
+    with elsewhere() as one, elsewhere() as two, elsewhere() as other:
+        with started(folder, one.url, two.url, verified="always"):
+            pass
+        other.sums = {"model.norm.weight": "1", "lm_head.weight": "3"}
+        text = refusal(folder, one.url, two.url, other.url, verified="always")
+        (line,) = text.splitlines()[1:]
+        assert line.startswith(f"{other.url}: 1 of its tensors are not those of {one.url}: ")
+        assert "rank 0: lm_head.weight;" in line
+        other.sums = None
+        text = refusal(folder, one.url, other.url, verified="always")
+        assert f"{other.url}: it gives no checksums of its weights" in text
+        assert "status 404" in text
+        asked = len(one.asked)
+        with started(folder, one.url, other.url, verified="first"):
+            pass
+        assert "/weights_checker" not in {path for path, _ in one.asked[asked:]}
+
+
+# -- the key -------------------------------------------------------------------------------------
+
+
+@pytest.mark.shows("4.23")
+def test_a_key_reaches_its_servers_alone_and_no_text(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    caplog.set_level(logging.DEBUG)
+    texts = []
+    with elsewhere(key=KEY) as server, elsewhere() as stranger:
+        config = judged_by(folder, server.url, keys="JUDGE_KEY")
+        keys = ServerKeys.read(config)
+        texts += [repr(keys), repr(config), repr(vars(ExternalModel(config, "judge", keys=keys)))]
+        with started(folder, server.url, key=keys.of("judge")) as model:
+            assert last_tokens(model.ask(CONTEXTS, PARAMS, timeout_s=20)) == REPEATED
+            server.repeats_headers = True
+            texts += map(str, model.ask(CONTEXTS, PARAMS, timeout_s=20))
+        assert "you sent Bearer (key)" in texts[-1]
+        assert {sent for _, sent in server.asked} == {f"Bearer {KEY}"}
+        server.repeats_headers = False
+        texts.append(refusal(folder, server.url, key="wrong"))
+        assert "it refuses the key (status 401)" in texts[-1]
+        server.moves_to = stranger.url
+        texts.append(refusal(folder, server.url, key=KEY))
+        assert "status 307" in texts[-1]
+        assert stranger.asked == []
+    assert not [text for text in [*texts, caplog.text] if KEY in text]
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.shows("4.23")
+def test_only_these_routes_are_used_and_no_server_ends(folder: Path) -> None:
+    with elsewhere() as one, elsewhere() as two:
+        with started(folder, one.url, two.url) as model:
+            for _ in range(2):
+                assert last_tokens(model.ask(CONTEXTS, PARAMS, timeout_s=20)) == REPEATED
+            assert model.ask([], PARAMS, timeout_s=20) == []
+        routes = {path for server in (one, two) for path, _ in server.asked}
+        assert routes == {"/server_info", "/model_info", "/generate"}
+        assert min(one.num_responses, two.num_responses) > 6
+        with started(folder, one.url) as model:  # they serve others, too
+            assert len(model.ask(CONTEXTS, PARAMS, timeout_s=20)) == len(CONTEXTS)
+
+
+def test_requests_of_a_lost_server_go_to_the_others(folder: Path) -> None:
+    with elsewhere() as dying, elsewhere() as staying:
+        dying.dies_after = 5  # of which 2 are its comparison
+        with started(folder, dying.url, staying.url) as model:
+            for _ in range(3):
+                assert last_tokens(model.ask(CONTEXTS, PARAMS, timeout_s=20)) == REPEATED
+            assert dying.is_gone
+            staying.stop()
+            reasons = set(model.ask(CONTEXTS, PARAMS, timeout_s=20))
+            assert all("judge: no rollout engine serves" in str(reason) for reason in reasons)
+            assert all(server.url in str(reasons) for server in (dying, staying))
+
+
+def test_a_server_that_comes_back_is_compared_and_asked(folder: Path) -> None:
+    with elsewhere() as server, started(folder, server.url) as model:
+        for _ in range(3):
+            server.is_gone = True
+            answers = model.ask(CONTEXTS, PARAMS, timeout_s=20)
+            assert {type(each) for each in answers} == {str}
+            server.is_gone = False
+            before = len(server.asked)
+            assert last_tokens(model.ask(CONTEXTS, PARAMS, timeout_s=20)) == REPEATED
+            assert server.asked[before][0] in ("/server_info", "/model_info")
+        server.is_gone = True
+        model.ask(CONTEXTS[:1], PARAMS, timeout_s=20)
+        server.is_gone = False
+        server.info |= {"weight_version": "7", "dtype": "float16"}
+        (reason,) = model.ask(CONTEXTS[:1], PARAMS, timeout_s=20)
+        assert "weight_version=7, was default" in str(reason)
+        assert "dtype=float16, must be float32" in str(reason)
+
+
+def test_a_server_that_is_back_within_a_call_answers(folder: Path) -> None:
+    with elsewhere() as server, started(folder, server.url) as model:
+        server.dies_after = server.num_responses + 4
+
+        def come_back() -> None:
+            while not server.is_gone:
+                threading.Event().wait(0.01)
+            server.dies_after = None
+            server.is_gone = False
+
+        thread = threading.Thread(target=come_back)
+        thread.start()
+        assert last_tokens(model.ask(CONTEXTS, PARAMS, timeout_s=20)) == REPEATED
+        thread.join()
+
+
+def test_other_weights_during_a_call_end_it(folder: Path) -> None:
+    with elsewhere() as server, started(folder, server.url) as model:
+        server.info["weight_version"] = "8"
+        with pytest.raises(DriftError, match="version 8, and it was compared with version default"):
+            model.ask(CONTEXTS, PARAMS, timeout_s=20)
+
+
+def test_a_server_that_is_silent_costs_the_time_limit(folder: Path) -> None:
+    with elsewhere() as server, started(folder, server.url) as model:
+        server.stop()
+        with talker(None):
+            answers = model.ask(CONTEXTS[:2], PARAMS, timeout_s=0.05)
+    assert set(answers) == {"judge did not answer within reward.timeout_s=0.05 s"}
+    assert json.loads(json.dumps(answers)) == answers

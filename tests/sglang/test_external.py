@@ -1,0 +1,160 @@
+"""The real SGLang as a server that others run: compared, asked with its key, and left running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from hybridrl.errors import ExternalEngineError
+from hybridrl.sampler import RequestParams
+from hybridrl.serving.external import ExternalModel, ServerKeys
+from hybridrl.workers.rollout.sglang.arguments import build_arguments, environment
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.sglang.process import free_port
+from hybridrl.workers.rollout.sglang.server import start_child
+from tests.config.values import config_of
+from tests.end_to_end.test_judge import judged, require_judged
+from tests.serving.elsewhere import files_with
+from tests.serving.test_frozen import with_tokenizer
+from tests.sglang.engines import greedy_of_hugging_face, server_spec
+from tests.sglang.strangers import server_of
+from tests.tiny_models import make_tiny_model
+from tests.workers.rollout.engines import make_prompts
+
+GREEDY = RequestParams(max_new_tokens=12, temperature=0.0)
+PROMPTS = make_prompts([3, 9, 5, 2])
+CONTEXTS = list(PROMPTS.token_ids_PL.unbind())
+
+
+@pytest.fixture
+def url(engine: SGLangEngine, served_model: Path) -> str:
+    """A server whose weights are those of a folder, as of one that others started."""
+    engine.pause()
+    engine.drain(timeout_s=10.0)
+    server_of(engine).require_success(
+        "/update_weights_from_disk", model_path=str(served_model), load_format="auto"
+    )
+    engine.finish_update(version=0)
+    engine.continue_generation()
+    return server_of(engine).client.base_url
+
+
+@pytest.fixture
+def judge_folder(served_model: Path, tmp_path: Path) -> Path:
+    """The model without its weights, as the run has it."""
+    folder = with_tokenizer(tmp_path / served_model.name)
+    (folder / "config.json").write_bytes((served_model / "config.json").read_bytes())
+    return folder
+
+
+@contextmanager
+def judge_at(
+    url: str, folder: Path, *overrides: str, key: str, max_context_tokens: int = 60
+) -> Iterator[ExternalModel]:
+    config = config_of(
+        "serving.models={policy: {groups: {m: {num_devices: 1}}}, judge: {path: "
+        f"'{folder}', max_context_tokens: {max_context_tokens}, urls: [{url}]}}}}",
+        *("serving.num_devices_per_node=1", *overrides),
+        *("reward.function=judge", "reward.args={model: judge, template: '{response}'}"),
+    )
+    model = ExternalModel(config, "judge", keys=ServerKeys({"judge": key}))
+    try:
+        model.start()
+        yield model
+    finally:
+        model.shutdown()
+
+
+@pytest.mark.shows("4.23")
+def test_a_judge_elsewhere_answers_as_hugging_face(
+    engine: SGLangEngine, url: str, judge_folder: Path, served_model: Path
+) -> None:
+    expected = greedy_of_hugging_face(served_model, PROMPTS, num_tokens=12)
+    before = server_of(engine).process.pid
+    for _ in range(2):
+        with judge_at(url, judge_folder, key=server_of(engine).key) as judge:
+            answers = judge.ask(CONTEXTS, GREEDY, timeout_s=60)
+        for answer, sample in zip(answers, expected, strict=True):
+            assert not isinstance(answer, str), answer
+            assert answer.token_ids.tolist() == sample.token_ids.tolist()
+            torch.testing.assert_close(answer.logprobs, sample.logprobs, atol=2e-5, rtol=0)
+    assert server_of(engine).process.pid == before
+    assert server_of(engine).server_info()["status"] == "ready"
+
+
+@pytest.mark.shows("4.24")
+def test_weights_of_real_servers_are_compared_on_demand(
+    engine: SGLangEngine, url: str, judge_folder: Path
+) -> None:
+    urls = f"{url}, {url.replace('127.0.0.1', 'localhost')}"  # the same one twice
+    key = server_of(engine).key
+    with judge_at(urls, judge_folder, "rollout.verify_weights=always", key=key) as judge:
+        sums = [each.checksums().result() for each in judge._engines]
+    assert sums[0] == sums[1]
+    assert "rank 0: model.norm.weight" in sums[0]
+
+
+@pytest.mark.shows("4.23")
+def test_a_real_server_that_differs_is_named(
+    engine: SGLangEngine, url: str, judge_folder: Path
+) -> None:
+    key = server_of(engine).key
+    for changes, line in (
+        ({"key": ""}, "it requires a key: set serving.models.judge.key_variable"),
+        ({"key": "wrong"}, "it refuses the key (status 401)"),
+        ({"key": key, "max_context_tokens": 99}, "max_req_input_len=98 tokens, must be at least"),
+    ):
+        with (
+            pytest.raises(ExternalEngineError) as refused,
+            judge_at(url, judge_folder, **changes),
+        ):
+            pass
+        assert line in str(refused.value)
+        assert key not in str(refused.value)
+
+
+@contextmanager
+def started_by_others(folder: Path, key: str) -> Iterator[str]:
+    """A server with a tokenizer, as people start one, with a key."""
+    spec = server_spec(folder)
+    port = free_port()
+    arguments = build_arguments(spec, name="judge", port=port, key=key)
+    arguments |= {"load_format": "auto", "skip_tokenizer_init": False}
+    process, file = start_child(arguments, variables=environment(spec))
+    url = f"http://127.0.0.1:{port}"
+    try:
+        process.wait_until_ready(lambda: answers(f"{url}/health"), timeout_s=150.0)
+        yield url
+        assert answers(f"{url}/health")  # whoever used it did not end it
+    finally:
+        process.end()
+        file.unlink()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5.0).is_success
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.shows("4.23")
+def test_a_run_is_judged_by_a_server_with_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "a-secret-of-the-judge"
+    monkeypatch.setenv("JUDGE_KEY", key)
+    model = with_tokenizer(make_tiny_model(tmp_path / "judge", vocab_size=260))
+    with started_by_others(model, key) as url:
+        keys = f"urls: ['{url}'], key_variable: JUDGE_KEY"
+        lines = judged(tmp_path, servers=(keys, "serving.num_devices_per_node=1"))
+        require_judged(lines)
+    assert files_with(key, tmp_path / "run") == []

@@ -1,0 +1,120 @@
+"""Weights from files or a sender, compared on demand with what the engine loads from files."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridrl.errors import LedgerError
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.weight_broadcast import WeightOffer
+from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
+from hybridrl.workers.sharding.weight_sender import WeightBroadcaster
+from tests.tiny_models import make_tiny_model
+from tests.workers.rollout.engines import rollout_config
+from tests.workers.train.engines import CPU
+
+Verified = Literal["never", "first", "always"]
+
+
+class CountingEngine(HFRolloutEngine):
+    """Counts comparisons, and may spoil one tensor on its way."""
+
+    num_compared = 0
+    spoils = ""
+
+    def verify_weights(self) -> None:
+        self.num_compared += 1
+        super().verify_weights()
+
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        return super().stage(
+            [(n, t + 1.0 if self.spoils and self.spoils in n else t) for n, t in bucket]
+        )
+
+
+def managed_engine(folder: Path, verified: Verified) -> tuple[ManagedEngine, CountingEngine]:
+    config = replace(rollout_config(), verify_weights=verified)
+    engine = CountingEngine(folder, config=config, max_context_tokens=32, device=CPU)
+    managed = ManagedEngine(engine, config=config, device=CPU)
+    managed.start()
+    managed.resume_weights()
+    return managed, engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def load(managed: ManagedEngine, source: WeightSource, *, version: int) -> None:
+    if isinstance(source, WeightOffer):
+        source = source.to_group(1)
+    load_weights(managed, source, version=version, bucket_bytes=2**14, timeout_s=60.0)
+
+
+@pytest.fixture(params=["files", "broadcast"])
+def source(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> object:
+    if request.param == "files":
+        yield folder
+        return
+    sender = WeightBroadcaster(host="127.0.0.1", dtype=torch.float32, timeout_s=60.0)
+    try:
+        sender.begin()
+        sender.write(stage_by_reference(list(load_file(folder / "model.safetensors").items())), [])
+        yield sender.source()
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize(("verified", "counts"), [("never", 0), ("first", 1), ("always", 3)])
+@pytest.mark.shows("4.24")
+def test_weights_are_compared_as_often_as_asked(
+    folder: Path,
+    source: WeightSource,
+    verified: Verified,
+    counts: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    managed, engine = managed_engine(folder, verified)
+    for version in range(3):
+        load(managed, source, version=version)
+        assert engine.version == version
+    assert engine.num_compared == counts
+    assert not list(tmp_path.glob("hybridrl-received-*"))
+    expected = load_file(folder / "model.safetensors")
+    served = dict(engine._model.named_parameters())
+    for name, tensor in expected.items():
+        torch.testing.assert_close(served[name].data, tensor, atol=0, rtol=0)
+    managed.restart()
+    managed.start()
+    managed.resume_weights()
+    load(managed, source, version=3)
+    assert engine.num_compared == counts + (verified != "never")
+
+
+@pytest.mark.shows("4.24")
+def test_a_tensor_that_differs_is_named_and_compared_again(
+    folder: Path, source: WeightSource
+) -> None:
+    managed, engine = managed_engine(folder, "first")
+    for _ in range(2):
+        engine.spoils = "layers.1.mlp.down_proj"
+        with pytest.raises(LedgerError, match=r"1 weights .*model\.layers\.1\.mlp\.down_proj"):
+            load(managed, source, version=0)
+        assert not managed.is_proved
+    engine.spoils = ""
+    load(managed, source, version=0)
+    assert managed.is_proved
+    engine.spoils = "norm"  # which nobody looks at any more
+    load(managed, source, version=1)
