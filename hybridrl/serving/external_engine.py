@@ -129,6 +129,10 @@ class ExternalEngine:
         """Refuse."""
         self._refuse("a signal")
 
+    def cut(self) -> NoReturn:
+        """Refuse."""
+        self._refuse("a fault on purpose")
+
     def _refuse(self, what: str) -> NoReturn:
         raise PhaseError(f"{what} was meant for {self.url}, which others run and lead")
 
