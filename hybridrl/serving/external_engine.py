@@ -205,7 +205,7 @@ class ExternalEngine:
                     "return_logprob": True,
                     "token_ids_logprob": [_NO_TOKEN],
                 },
-                timeout_s=self._config.stage_timeout_s,
+                timeout_s=self._config.request_timeout_s,
             )
         except ServerError as error:
             size = _VOCAB_SIZE.search(error.text)
