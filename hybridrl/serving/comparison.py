@@ -1,4 +1,4 @@
-"""What a server that runs elsewhere says of itself, compared field by field with what is needed."""
+"""The comparison of a server that runs elsewhere with the needs of its model, field by field."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MADE_UP = "dummy"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedServer:
-    """What a model of the configuration needs of a server that answers for it."""
+    """The needs of a frozen model: a server that answers for it must meet all."""
 
     key: str
     """Of the model in the configuration."""
@@ -48,7 +48,7 @@ class ExpectedServer:
 
 
 def expect_server(config: ExperimentConfig, model: str) -> ExpectedServer:
-    """Return what a frozen model needs.
+    """Return the needs of a frozen model.
 
     Args:
         config: of the run.

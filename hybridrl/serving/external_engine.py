@@ -40,7 +40,7 @@ _BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 
 
 class ExternalEngine:
-    """An ``EngineHandle`` for requests alone: who started the server also leads its life."""
+    """An ``EngineHandle`` for requests alone: its owner starts and ends the server."""
 
     def __init__(
         self, url: str, *, expected: ExpectedServer, config: RolloutConfig, key: str
@@ -134,7 +134,7 @@ class ExternalEngine:
         self._refuse("a fault on purpose")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise PhaseError(f"{what} was meant for {self.url}, which others run and lead")
+        raise PhaseError(f"{what} was meant for {self.url}, which others run")
 
     # -- on the client's loop --------------------------------------------------------------------
 
@@ -157,11 +157,11 @@ class ExternalEngine:
     async def _compare(self) -> None:
         limit_s = self._config.stage_timeout_s
         try:
-            found = await asyncio.wait_for(self._differences(), limit_s)
+            lines = await asyncio.wait_for(self._differences(), limit_s)
         except TimeoutError:
-            found = [f"it gave no token within rollout.stage_timeout_s={limit_s:g} s"]
-        if found:
-            raise ExternalEngineError("\n".join(f"{self.url}: {line}" for line in found))
+            lines = [f"it gave no token within rollout.stage_timeout_s={limit_s:g} s"]
+        if lines:
+            raise ExternalEngineError("\n".join(f"{self.url}: {line}" for line in lines))
 
     async def _differences(self) -> list[str]:
         try:
@@ -170,14 +170,14 @@ class ExternalEngine:
             )
         except (EngineError, DeadlineError) as error:
             return [self._advice(error)]
-        found = differences(self._expected, server_info, model_info)
+        lines = differences(self._expected, server_info, model_info)
         if isinstance(model_info, dict):
-            found += self._changed_version(str(model_info.get("weight_version")))
-        if found:
-            return found
+            lines += self._changed_version(str(model_info.get("weight_version")))
+        if lines:
+            return lines
         if names_vocabulary(server_info):
-            found += await self._unlike_a_vocabulary()
-        return found + await self._unlike_an_answer()
+            lines += await self._unlike_a_vocabulary()
+        return lines + await self._unlike_an_answer()
 
     async def _get(self, path: str) -> object:
         answer: object = await self._client.request(path, timeout_s=_CALL_S, method="GET")
@@ -209,7 +209,7 @@ class ExternalEngine:
                     "return_logprob": True,
                     "token_ids_logprob": [_NO_TOKEN],
                 },
-                timeout_s=self._config.stage_timeout_s,
+                timeout_s=self._config.request_timeout_s,
             )
         except ServerError as error:
             size = _VOCAB_SIZE.search(error.text)
