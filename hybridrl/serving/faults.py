@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridrl.config.serving import FaultConfig, FaultKind
 from hybridrl.errors import EngineError
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import AskGroup
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class FaultPlan:
     async def _ask(
         self,
         ask: AskGroup,
-        engine: EngineHandle,
+        engine: SamplingEngine,
         token_ids: Sequence[int] | Tensor,
         params: RequestParams,
         keys: Sequence[int],

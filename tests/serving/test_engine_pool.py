@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes
 
@@ -69,7 +69,7 @@ class Losses:
         self.reasons: dict[int, str] = {}
         self.is_promising = False
 
-    def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
+    def report(self, index: int, handle: SamplingEngine, reason: str) -> bool:
         self.reasons[index] = reason
         return self.is_promising
 
@@ -81,7 +81,7 @@ def pool_of(
     losses: Losses | None = None,
 ) -> EnginePool:
     pool = EnginePool(
-        {index: cast(EngineHandle, engine) for index, engine in enumerate(engines)},
+        {index: cast(SamplingEngine, engine) for index, engine in enumerate(engines)},
         num_slots=num_slots,
         max_context_tokens=32,
         vocab_size=10,
@@ -244,7 +244,7 @@ def test_all_wait_for_the_replacement_of_the_only_engine() -> None:
             one.fail(EngineError("it is gone"))
         await settle()
         assert not any(task.done() for task in tasks)
-        pool.join(0, cast(EngineHandle, new))
+        pool.join(0, cast(SamplingEngine, new))
         await settle()
         while new.open:
             new.answer()
@@ -262,7 +262,7 @@ def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> None:
         pool = pool_of(one, losses=losses)
         task = ask(pool, 0)
         await settle()
-        pool.join(0, cast(EngineHandle, new))
+        pool.join(0, cast(SamplingEngine, new))
         await settle()
         one.fail(EngineError("it is gone"))
         await settle()
@@ -329,7 +329,7 @@ def test_interrupted_responses_continue_on_other_engines() -> None:
         other.answer_with(sample(3))
         other.answer_with(cut(2), sample(3))  # and the other engine is next
         pool.suspend(1)
-        pool.resume(0, cast(EngineHandle, one), version=4)
+        pool.resume(0, cast(SamplingEngine, one), version=4)
         await settle()
         assert one.asked[1:] == [([5, 2], 3, [2])]
         one.answer(version=4)
@@ -355,7 +355,7 @@ def test_requests_wait_while_all_engines_are_suspended() -> None:
             task = ask(pool, version)
             await settle()
             assert not one.open
-            pool.resume(0, cast(EngineHandle, one), version=version)
+            pool.resume(0, cast(SamplingEngine, one), version=version)
             await settle()
             one.answer(version=version)
             assert (await task)[0].weight_version == version
@@ -378,8 +378,8 @@ def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
             await settle()
             other.answer_with(cut())
             pool.suspend(1)
-            pool.resume(0, cast(EngineHandle, one), version=3)
-            pool.resume(1, cast(EngineHandle, other), version=3)
+            pool.resume(0, cast(SamplingEngine, one), version=3)
+            pool.resume(1, cast(SamplingEngine, other), version=3)
             await settle()
             (holder,) = [engine for engine in (one, other) if engine.open]
             if holder is other:
@@ -402,7 +402,7 @@ def test_an_answer_of_before_the_update_has_its_version() -> None:
         task = ask(pool, 5)
         await settle()
         pool.suspend(0)
-        pool.resume(0, cast(EngineHandle, one), version=4)
+        pool.resume(0, cast(SamplingEngine, one), version=4)
         await settle()
         one.answer(version=3)
         assert (await task)[0].weight_version == 3
@@ -423,7 +423,7 @@ def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
         pool.suspend(0)
         tasks = [ask(pool, context) for context in (5, 6)]
         await settle()
-        pool.resume(0, cast(EngineHandle, new), version=4)
+        pool.resume(0, cast(SamplingEngine, new), version=4)
         await settle()
         assert (one.contexts, new.contexts) == ([], [5, 6])
         for task in tasks:
@@ -497,7 +497,7 @@ async def update_engines(pool: EnginePool, engines: list[Cutting], data: st.Data
         engines[index].version = version
     await settle()
     for index in chosen:
-        pool.resume(index, cast(EngineHandle, engines[index]), version=version)
+        pool.resume(index, cast(SamplingEngine, engines[index]), version=version)
     await settle()
 
 

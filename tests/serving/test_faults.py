@@ -15,7 +15,7 @@ from hybridrl.config.serving import FaultConfig, FaultKind
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.faults import FaultPlan
 
@@ -33,7 +33,7 @@ class SignalledEngine:
 
 
 async def answer(
-    engine: EngineHandle,
+    engine: SamplingEngine,
     token_ids: Sequence[int] | Tensor,
     params: RequestParams,
     keys: Sequence[int],
@@ -52,7 +52,7 @@ class Rig:
         self.pool = self.new_pool()
 
     def new_pool(self) -> EnginePool:
-        engines = {index: cast(EngineHandle, each) for index, each in enumerate(self.engines)}
+        engines = {index: cast(SamplingEngine, each) for index, each in enumerate(self.engines)}
         return EnginePool(
             engines, num_slots=2, max_context_tokens=9, vocab_size=9, version=3, timeout_s=60.0
         )

@@ -82,7 +82,9 @@ def test_only_the_policy_gets_weights_of_the_trainer(
     config = two_models(judge)
     weights_in(judge, 7)
     old, new = weights_in(tmp_path / "old", 0), weights_in(tmp_path / "new", 1)
-    manager = RolloutManager(config, judge, placements=[], variables={}, places={}, folder=tmp_path)
+    manager = RolloutManager(
+        config, judge, placements=[], variables={}, places={}, folder=tmp_path, key="a-key"
+    )
     manager.start()
     for version, folder in enumerate((old, new)):
         assert manager.need_weights(version)

@@ -38,11 +38,11 @@ def servings(draw: st.DrawFn) -> ServingConfig:
     )
 
 
-def plans_of(serving: ServingConfig, num_offloaded: int = 0) -> tuple[ServerPlan, ...]:
+def plans_of(serving: ServingConfig, num_shared: int = 0) -> tuple[ServerPlan, ...]:
     return lay_out(
         serving.placed_groups,
         num_devices_per_node=serving.num_devices_per_node,
-        num_offloaded=num_offloaded,
+        num_shared_per_node=num_shared,
     )
 
 
@@ -55,12 +55,12 @@ def devices_of(engine: EnginePlan, per_node: int) -> list[int]:
 
 
 @pytest.mark.shows("4.2")
-@given(serving=servings(), num_offloaded=st.integers(0, 40))
+@given(serving=servings(), num_shared=st.integers(0, 40))
 def test_groups_take_the_devices_one_after_the_other(
-    serving: ServingConfig, num_offloaded: int
+    serving: ServingConfig, num_shared: int
 ) -> None:
     free = list(range(10**6))
-    by_model = {plan.model: plan for plan in plans_of(serving, num_offloaded)}
+    by_model = {plan.model: plan for plan in plans_of(serving, num_shared)}
     for name, model in serving.models.items():
         groups = by_model[name].groups if model.groups else ()
         for plan, (group_name, group) in zip(groups, model.groups.items(), strict=True):
@@ -71,7 +71,7 @@ def test_groups_take_the_devices_one_after_the_other(
                 engines = []
             assert [devices_of(e, serving.num_devices_per_node) for e in plan.engines] == engines
             assert plan.name == group_name
-            assert plan.needs_offload == (taken[0] < num_offloaded)
+            assert plan.needs_offload == (taken[0] < num_shared)
 
 
 @pytest.mark.shows("4.4")
@@ -112,9 +112,9 @@ def test_groups_on_devices_of_the_trainer_are_offloaded() -> None:
     groups = {name: ServerGroupConfig(num_devices=4) for name in "abc"}
     model = ServedModelConfig(groups=groups)
     serving = ServingConfig(num_devices_per_node=8, colocated=True, models={"m": model})
-    (plan,) = plans_of(serving, num_offloaded=6)
+    (plan,) = plans_of(serving, num_shared=6)
     assert [group.needs_offload for group in plan.groups] == [True, True, False]
-    (plan,) = plans_of(serving, num_offloaded=0)
+    (plan,) = plans_of(serving, num_shared=0)
     assert not any(group.needs_offload for group in plan.groups)
 
 

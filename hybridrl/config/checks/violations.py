@@ -18,6 +18,7 @@ from hybridrl.config.checks import (
     evaluation,
     frozen_models,
     fsdp2,
+    fused_groups,
     lora,
     megatron,
     megatron_args,
@@ -92,7 +93,7 @@ _ROLLOUT = (lora.check_lora_base, *replay.RULES)
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "algorithm": (*parts.RULES, *algorithm.RULES),
     "rollout": (*rollout.RULES, *_ROLLOUT, megatron.check_routing_replay),
-    "serving": (*serving.RULES, *frozen_models.RULES),
+    "serving": (*serving.RULES, *fused_groups.RULES, *frozen_models.RULES),
     "agent": agent.RULES,
     "critic": critic.RULES,
     "batch sizes": batch_sizes.RULES,
@@ -102,7 +103,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
 }
 _EVAL_RULES: Mapping[str, tuple[Rule, ...]] = {
     "rollout": (*rollout.RULES, *_ROLLOUT),
-    "serving": (*serving.RULES, *frozen_models.RULES),
+    "serving": (*serving.RULES, *fused_groups.RULES, *frozen_models.RULES),
     "agent": agent.RULES,
     "reward": reward.RULES,
     "reward models": reward_models.RULES,
