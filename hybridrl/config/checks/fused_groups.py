@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.serving import PlacedGroup
+from hybridrl.config.serving import HALVES, PlacedGroup
 from hybridrl.config.spelling import resetting
 from hybridrl.errors import ConfigError, instruction
 
@@ -79,8 +79,7 @@ def check_fused_groups_are_engines_of_ranks(config: ExperimentConfig) -> Iterato
                 config.serving.models[group.model].path,
                 f"group {group.name} is on devices of the trainer, whose ranks lead engines of the "
                 "policy alone",
-                fix=f"list the groups of {group.model} behind those of the policy",
-                remedies=[_OWN],
+                fix=f"list {group.model} behind the policy, whose groups take these devices",
             )
         if section.worker_type != "regular":
             key = f"{group.key}.worker_type"
@@ -121,16 +120,15 @@ def check_fused_engines_are_reached(config: ExperimentConfig) -> Iterator[Config
             rule="with serving.colocated=true requests go through the router, which drops experts",
             remedies=[("rollout.routed_experts=false",), ("serving=none",)],
         )
-    for group in config.serving.placed_groups:
-        if group.config.worker_type in ("prefill", "decode") and not config.is_fused(group):
-            key = f"{group.key}.worker_type"
-            yield ConfigError(
-                key,
-                group.config.worker_type,
-                "halves of a request are not built beside engines of the ranks "
-                "(serving.colocated=true)",
-                remedies=[(f"{key}=regular",)],
-            )
+    groups = [g for g in config.serving.placed_groups if not config.is_fused(g)]
+    if halves := [g.name for g in groups if g.config.worker_type in HALVES]:
+        yield ConfigError(
+            "serving.colocated",
+            got=True,
+            rule="halves of a request are not built beside engines of the ranks (groups "
+            f"{', '.join(halves)})",
+            remedies=[_OWN],
+        )
 
 
 def check_faults_reach_their_engines(config: ExperimentConfig) -> Iterator[ConfigError]:

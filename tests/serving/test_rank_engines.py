@@ -1,0 +1,187 @@
+"""Engines that ranks lend: real requests over HTTP, and engines that are lost meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from hybridrl.errors import EngineError, PhaseError, RequestError, ServerDiedError
+from hybridrl.metrics import Sum
+from hybridrl.sampler import Program, RequestParams, Sample, T
+from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.rank_engines import RankEngine, RankEngines, watch_rank_engines
+from hybridrl.workers.rollout.directory import Door
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.request_listener import RequestListener
+from hybridrl.workers.rollout.single_turn import single_turn
+from tests.tiny_models import make_tiny_model
+from tests.workers.rollout.engines import (
+    VOCAB_SIZE,
+    make_prompts,
+    ready_engine,
+    sampling_params,
+    tokens_of,
+)
+
+PROMPTS = make_prompts([3, 9, 5, 2] * 2)
+SAMPLING = sampling_params(group=2, tokens=12)
+SHORT = RequestParams(max_new_tokens=4, temperature=1.0)
+KEY = "a-key"
+FIRST = 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def ranks(model: Path) -> Iterator[list[tuple[HFRolloutEngine, RequestListener]]]:
+    engines = [ready_engine(model, num_slots=4) for _ in range(2)]
+    listeners = [RequestListener(engine, door=Door(key=KEY)) for engine in engines]
+    yield list(zip(engines, listeners, strict=True))
+    for listener in listeners:
+        listener.end()
+
+
+@pytest.fixture
+def lent() -> RankEngines:
+    return RankEngines(key=KEY, first_index=FIRST, timeout_s=60.0)
+
+
+class Phase:
+    """A pool over engines of ranks, as the manager makes it."""
+
+    def __init__(self, lent: RankEngines) -> None:
+        self.lent = lent
+        self.pool = EnginePool(
+            lent.serving(),
+            num_slots=4,
+            max_context_tokens=32,
+            vocab_size=VOCAB_SIZE,
+            version=0,
+            timeout_s=60.0,
+        )
+        self.pool.on_lost = self._lose
+        self.pool.ask = watch_rank_engines(self.pool.ask)
+
+    def _lose(self, index: int, engine: SamplingEngine, reason: str) -> bool:
+        assert isinstance(engine, RankEngine)
+        self.lent.lose(index, engine, reason)
+        return False
+
+    def run(self, program: Program[T]) -> T:
+        return asyncio.run(program(self.pool))
+
+
+def test_ranks_sample_for_the_manager_bit_by_bit(
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: RankEngines, model: Path
+) -> None:
+    engine = ready_engine(model)
+    expected = engine.run(single_turn(PROMPTS, SAMPLING))
+    for _ in range(3):
+        with lent.lent([listener.open() for _, listener in ranks]):
+            samples = Phase(lent).run(single_turn(PROMPTS, SAMPLING))
+        for rank, listener in ranks:
+            listener.close()
+            rank.pause()
+            assert rank.drain(timeout_s=10) == 0
+            rank.continue_generation()
+            assert rank.last_stats is not None  # each had a share
+        assert tokens_of(samples) == tokens_of(expected)
+        assert {sample.weight_version for sample in samples} == {0}
+        assert lent.lost() == ()
+
+
+def test_each_refusal_has_its_own_error(
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: RankEngines
+) -> None:
+    listener = ranks[0][1]
+    url = listener.open()
+    with lent.lent([url]):
+        engine = lent.serving()[FIRST]
+        assert engine.address().result() == url
+        assert engine.probe().result(60) != engine.probe().result(60)
+        with pytest.raises(RequestError, match="vocabulary"):
+            engine.sample_group([VOCAB_SIZE], SHORT, keys=(1,)).result(60)
+        with pytest.raises(PhaseError, match="a rank leads the engine"):
+            engine.signal(9)
+        listener.close()
+        with pytest.raises(EngineError, match="status 500: PhaseError: a request was refused"):
+            engine.sample_group([1], SHORT, keys=(1,)).result(60)
+    strange = RankEngine(url, key="another", timeout_s=60.0)
+    with pytest.raises(EngineError, match="the key is wrong"):
+        strange.sample_group([1], SHORT, keys=(1,)).result(60)
+    strange.disconnect()
+
+
+@pytest.mark.shows("4.15")
+def test_requests_of_a_lost_engine_go_to_another(
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: RankEngines, model: Path
+) -> None:
+    expected = ready_engine(model).run(single_turn(PROMPTS, SAMPLING))
+    ranks[0][1].open()  # the second one refuses all requests
+    urls = [listener._url for _, listener in ranks]
+    with lent.lent(urls):
+        phase = Phase(lent)
+        samples = phase.run(single_turn(PROMPTS, SAMPLING))
+        assert list(lent.serving()) == [FIRST]
+    assert tokens_of(samples) == tokens_of(expected)
+    assert lent.lost() == (1,)
+    assert phase.pool.metrics()["rollout/repeated_requests"].value > 0
+    assert lent.take_metrics()["rollout/lost_engines"] == Sum(1)
+    ranks[1][1].open()
+    with lent.lent(urls):
+        assert lent.lost() == ()
+        assert list(lent.serving()) == [FIRST, FIRST + 1]
+        assert lent.take_metrics()["rollout/replaced_engines"] == Sum(1)
+
+
+def test_a_hung_engine_is_waited_for_no_longer(lent: RankEngines) -> None:
+    async def hang(
+        engine: SamplingEngine,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        keys: Sequence[int],
+    ) -> list[Sample]:
+        await asyncio.Event().wait()
+        return []
+
+    async def program(phase: Phase) -> None:
+        phase.pool.ask = watch_rank_engines(hang)
+        request = asyncio.ensure_future(phase.pool.sample_group([1], SHORT, keys=(1,)))
+        await asyncio.sleep(0)
+        while not lent.serving()[FIRST]._open:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(lent.lose, FIRST, lent.serving()[FIRST], "no progress")
+        with pytest.raises(ServerDiedError, match=r"serves; engine 5: .*no progress"):
+            await request
+
+    with lent.lent(["http://127.0.0.1:9"]):
+        asyncio.run(program(Phase(lent)))
+    assert lent.lost() == (0,)
+
+
+def test_a_cancelled_request_loses_no_engine(lent: RankEngines) -> None:
+    async def hang(*_: object) -> list[Sample]:
+        await asyncio.Event().wait()
+        return []
+
+    async def program(phase: Phase) -> None:
+        phase.pool.ask = watch_rank_engines(hang)
+        request = asyncio.ensure_future(phase.pool.sample_group([1], SHORT, keys=(1,)))
+        while not lent.serving()[FIRST]._open:
+            await asyncio.sleep(0)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert not lent.serving()[FIRST]._open
+
+    with lent.lent(["http://127.0.0.1:9"]):
+        asyncio.run(program(Phase(lent)))
+    assert lent.lost() == ()
