@@ -19,6 +19,7 @@ from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.frozen import Answer, FrozenModel
@@ -161,7 +162,10 @@ class RolloutManager:
             pool.ask = self._faults.spoil(pool.ask)
             return asyncio.run(program(pool))
         lent = self._rank_engines.serving()
-        engines = [*self._policy.serving_engines().values(), *lent.values()]
+        engines: list[SamplingEngine] = [
+            *self._policy.serving_engines().values(),
+            *lent.values(),
+        ]
 
         # No method: Ray would run all methods of the actor in its own event loop.
         async def run() -> T:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
-from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Sum
-from hybridrl.sampler import Program, RequestParams, Sample, T
+from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.rank_engines import RankEngine, RankEngines, watch_rank_engines
+from hybridrl.serving.rank_engines import RankEngine, RankEngines
 from hybridrl.workers.rollout.directory import Door
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener
@@ -50,33 +52,26 @@ def ranks(model: Path) -> Iterator[list[tuple[HFRolloutEngine, RequestListener]]
 
 
 @pytest.fixture
-def lent() -> RankEngines:
-    return RankEngines(key=KEY, first_index=FIRST, timeout_s=60.0)
+def lent() -> Iterator[RankEngines]:
+    engines = RankEngines(key=KEY, first_index=FIRST, timeout_s=60.0, health_timeout_s=0.5)
+    yield engines
+    engines.end()
 
 
-class Phase:
-    """A pool over engines of ranks, as the manager makes it."""
+def new_pool() -> EnginePool:
+    """A pool without engines of the manager's own."""
+    return EnginePool(
+        {},
+        num_slots=4,
+        max_context_tokens=32,
+        vocab_size=VOCAB_SIZE,
+        version=0,
+        timeout_s=60.0,
+    )
 
-    def __init__(self, lent: RankEngines) -> None:
-        self.lent = lent
-        self.pool = EnginePool(
-            lent.serving(),
-            num_slots=4,
-            max_context_tokens=32,
-            vocab_size=VOCAB_SIZE,
-            version=0,
-            timeout_s=60.0,
-        )
-        self.pool.on_lost = self._lose
-        self.pool.ask = watch_rank_engines(self.pool.ask)
 
-    def _lose(self, index: int, engine: SamplingEngine, reason: str) -> bool:
-        assert isinstance(engine, RankEngine)
-        self.lent.lose(index, engine, reason)
-        return False
-
-    def run(self, program: Program[T]) -> T:
-        return asyncio.run(program(self.pool))
+def sample(pool: EnginePool) -> list[Sample]:
+    return asyncio.run(single_turn(PROMPTS, SAMPLING)(pool))
 
 
 def test_ranks_sample_for_the_manager_bit_by_bit(
@@ -85,8 +80,9 @@ def test_ranks_sample_for_the_manager_bit_by_bit(
     engine = ready_engine(model)
     expected = engine.run(single_turn(PROMPTS, SAMPLING))
     for _ in range(3):
-        with lent.lent([listener.open() for _, listener in ranks]):
-            samples = Phase(lent).run(single_turn(PROMPTS, SAMPLING))
+        pool = new_pool()
+        with lent.joining(pool, [listener.open() for _, listener in ranks]):
+            samples = sample(pool)
         for rank, listener in ranks:
             listener.close()
             rank.pause()
@@ -103,7 +99,7 @@ def test_each_refusal_has_its_own_error(
 ) -> None:
     listener = ranks[0][1]
     url = listener.open()
-    with lent.lent([url]):
+    with lent.joining(new_pool(), [url]):
         engine = lent.serving()[FIRST]
         assert engine.address().result() == url
         assert engine.probe().result(60) != engine.probe().result(60)
@@ -127,61 +123,59 @@ def test_requests_of_a_lost_engine_go_to_another(
     expected = ready_engine(model).run(single_turn(PROMPTS, SAMPLING))
     ranks[0][1].open()  # the second one refuses all requests
     urls = [listener._url for _, listener in ranks]
-    with lent.lent(urls):
-        phase = Phase(lent)
-        samples = phase.run(single_turn(PROMPTS, SAMPLING))
+    pool = new_pool()
+    with lent.joining(pool, urls):
+        samples = sample(pool)
         assert list(lent.serving()) == [FIRST]
     assert tokens_of(samples) == tokens_of(expected)
     assert lent.lost() == (1,)
-    assert phase.pool.metrics()["rollout/repeated_requests"].value > 0
+    assert pool.metrics()["rollout/repeated_requests"].value > 0
     assert lent.take_metrics()["rollout/lost_engines"] == Sum(1)
     ranks[1][1].open()
-    with lent.lent(urls):
+    with lent.joining(new_pool(), urls):
         assert lent.lost() == ()
         assert list(lent.serving()) == [FIRST, FIRST + 1]
         assert lent.take_metrics()["rollout/replaced_engines"] == Sum(1)
 
 
-def test_a_hung_engine_is_waited_for_no_longer(lent: RankEngines) -> None:
-    async def hang(
-        engine: SamplingEngine,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        keys: Sequence[int],
-    ) -> list[Sample]:
-        await asyncio.Event().wait()
-        return []
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """A port that takes connections and answers nothing, as a stopped process does."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
-    async def program(phase: Phase) -> None:
-        phase.pool.ask = watch_rank_engines(hang)
-        request = asyncio.ensure_future(phase.pool.sample_group([1], SHORT, keys=(1,)))
-        await asyncio.sleep(0)
-        while not lent.serving()[FIRST]._open:
-            await asyncio.sleep(0)
-        await asyncio.to_thread(lent.lose, FIRST, lent.serving()[FIRST], "no progress")
-        with pytest.raises(ServerDiedError, match=r"serves; engine 5: .*no progress"):
-            await request
 
-    with lent.lent(["http://127.0.0.1:9"]):
-        asyncio.run(program(Phase(lent)))
+@pytest.mark.shows("4.14")
+def test_a_hung_engine_is_waited_for_no_longer(
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: RankEngines, model: Path
+) -> None:
+    expected = ready_engine(model).run(single_turn(PROMPTS, SAMPLING))
+    with silent_server() as hung:
+        pool = new_pool()
+        with lent.joining(pool, [hung, ranks[0][1].open()]):
+            assert tokens_of(sample(pool)) == tokens_of(expected)
+        assert lent.lost() == (0,)
+        pool = new_pool()
+        with (
+            lent.joining(pool, [hung]),
+            pytest.raises(ServerDiedError, match=r"serves; engine 5: no progress within"),
+        ):
+            sample(pool)
     assert lent.lost() == (0,)
 
 
-def test_a_cancelled_request_loses_no_engine(lent: RankEngines) -> None:
-    async def hang(*_: object) -> list[Sample]:
-        await asyncio.Event().wait()
-        return []
+def test_engines_of_the_manager_are_replaced_as_before(lent: RankEngines) -> None:
+    reported: list[int] = []
 
-    async def program(phase: Phase) -> None:
-        phase.pool.ask = watch_rank_engines(hang)
-        request = asyncio.ensure_future(phase.pool.sample_group([1], SHORT, keys=(1,)))
-        while not lent.serving()[FIRST]._open:
-            await asyncio.sleep(0)
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-        assert not lent.serving()[FIRST]._open
+    def replace(index: int, engine: SamplingEngine, reason: str) -> bool:
+        reported.append(index)
+        return True
 
-    with lent.lent(["http://127.0.0.1:9"]):
-        asyncio.run(program(Phase(lent)))
-    assert lent.lost() == ()
+    pool, own = new_pool(), RankEngines(key="", first_index=0, timeout_s=1, health_timeout_s=1)
+    pool.on_lost = replace
+    with lent.joining(pool, ["http://127.0.0.1:9"]):
+        assert pool.on_lost(0, cast(SamplingEngine, own), "gone")
+        assert not pool.on_lost(FIRST, lent.serving()[FIRST], "gone")
+    assert reported == [0]
+    assert lent.lost() == (0,)
+    own.end()

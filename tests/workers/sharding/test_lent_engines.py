@@ -261,7 +261,7 @@ class WatchingServers(RecordingServers):
     def __init__(self, engine: RecordingEngine) -> None:
         super().__init__()
         self.engine = engine
-        self.seen: list[tuple[int, bool]] = []
+        self.seen: list[tuple[int | None, bool]] = []
 
     def update(self, source: WeightSource, *, version: int) -> None:
         super().update(source, version=version)
