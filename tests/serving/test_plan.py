@@ -131,7 +131,7 @@ def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
     config = load_config(compose(["recipes=mixed_cpu"]))
     assert [group.name for group in plan_servers(config)[0].groups] == ["main", "own"]
     (own,) = plan_own_engines(config)
-    assert own.engine_device_offsets == (1,)
+    assert [engine.first_device for engine in own.engines] == [1]
     assert config.has_fused_engines
     assert config.has_own_engines
     assert (config.num_devices, config.num_own_server_devices) == (2, 1)

@@ -53,7 +53,7 @@ def ranks(model: Path) -> Iterator[list[tuple[HFRolloutEngine, RequestListener]]
 
 @pytest.fixture
 def lent() -> Iterator[RankEngines]:
-    engines = RankEngines(key=KEY, first_index=FIRST, timeout_s=60.0, health_timeout_s=0.5)
+    engines = RankEngines(key=KEY, first_index=FIRST, timeout_s=60.0, health_timeout_s=60.0)
     yield engines
     engines.end()
 
@@ -146,22 +146,17 @@ def silent_server() -> Iterator[str]:
 
 
 @pytest.mark.shows("4.14")
-def test_a_hung_engine_is_waited_for_no_longer(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: RankEngines, model: Path
-) -> None:
-    expected = ready_engine(model).run(single_turn(PROMPTS, SAMPLING))
-    with silent_server() as hung:
-        pool = new_pool()
-        with lent.joining(pool, [hung, ranks[0][1].open()]):
-            assert tokens_of(sample(pool)) == tokens_of(expected)
-        assert lent.lost() == (0,)
-        pool = new_pool()
-        with (
-            lent.joining(pool, [hung]),
-            pytest.raises(ServerDiedError, match=r"serves; engine 5: no progress within"),
-        ):
-            sample(pool)
+def test_a_hung_engine_is_waited_for_no_longer() -> None:
+    lent = RankEngines(key=KEY, first_index=FIRST, timeout_s=60.0, health_timeout_s=0.3)
+    pool = new_pool()
+    with (
+        silent_server() as hung,
+        pytest.raises(ServerDiedError, match=r"serves; engine 5: no progress within"),
+        lent.joining(pool, [hung]),
+    ):
+        sample(pool)
     assert lent.lost() == (0,)
+    lent.end()
 
 
 def test_engines_of_the_manager_are_replaced_as_before(lent: RankEngines) -> None:
