@@ -277,7 +277,7 @@ def plan_of(num_engines: int) -> ServerPlan:
         colocated=False,
         models={"policy": ServedModelConfig(groups=groups)},
     )
-    (plan,) = lay_out(serving.placed_groups, num_devices_per_node=8, num_offloaded=0)
+    (plan,) = lay_out(serving.placed_groups, num_devices_per_node=8, num_shared_per_node=0)
     return plan
 
 

@@ -23,7 +23,7 @@ from hybridrl.config.model import ModelConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.reward_model import RewardModelConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.config.serving import ServingConfig
+from hybridrl.config.serving import PlacedGroup, ServingConfig
 from hybridrl.config.sft import SftConfig
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.config.trainer import TrainerConfig
@@ -141,7 +141,7 @@ class ExperimentConfig:
 
     @property
     def has_servers(self) -> bool:
-        """Whether rollout engines are servers beside the ranks, instead of within them."""
+        """Whether a rollout manager has the requests: of engines beside the ranks, or of theirs."""
         return self.samples and bool(self.serving.models)
 
     @property
@@ -167,11 +167,40 @@ class ExperimentConfig:
         return self.cluster.num_nodes * self.serving.num_devices_per_node
 
     @property
+    def num_shared_per_node(self) -> int:
+        """Devices of the servers on each node that are the trainer's, too: the first ones."""
+        return self.cluster.num_ranks_per_node if self.serving.colocated else 0
+
+    @property
+    def num_own_server_devices(self) -> int:
+        """Devices of all servers that are not the trainer's; 0 without servers."""
+        per_node = max(0, self.serving.num_devices_per_node - self.num_shared_per_node)
+        return self.cluster.num_nodes * per_node if self.has_servers else 0
+
+    @property
+    def has_fused_engines(self) -> bool:
+        """Whether the ranks of the policy have rollout engines."""
+        return self.samples and (not self.serving.models or self.serving.colocated)
+
+    @property
+    def has_own_engines(self) -> bool:
+        """Whether the policy has engines on devices of their own, which get published weights."""
+        return self.has_servers and any(
+            group.model == self.serving.policy and group.config.num_engines
+            for group in self.serving.placed_groups
+            if not self.is_fused(group)
+        )
+
+    def is_fused(self, group: PlacedGroup) -> bool:
+        """Whether the engines of a group are those of the ranks: they share the devices."""
+        device = group.first_device % self.serving.num_devices_per_node
+        return device < self.num_shared_per_node
+
+    @property
     def num_devices(self) -> int:
         """Devices of all ranks and servers, each once."""
-        num_servers = 0 if self.serving.colocated else self.num_server_devices
         num_critics = self.num_critic_ranks if self.has_critic_pool else 0
-        return self.cluster.num_ranks + num_critics + (num_servers if self.has_servers else 0)
+        return self.cluster.num_ranks + num_critics + self.num_own_server_devices
 
     @property
     def num_steps_key(self) -> str:

@@ -1,4 +1,4 @@
-"""The ``serving`` section: rollout engines on devices of their own, in groups behind a server."""
+"""The ``serving`` section: rollout engines in groups behind a server, most on their own devices."""
 
 from __future__ import annotations
 
@@ -110,8 +110,9 @@ class ServingConfig:
     take all of them, in the order of the configuration."""
 
     colocated: bool
-    """True: the first device of the servers is the first of the trainer, and groups on devices of
-    the trainer sleep while it computes. False: servers have devices of their own."""
+    """True: the first devices of the servers on a node are those of the trainer. Groups there are
+    the engines of the ranks, which sleep while the trainer computes. False: servers have devices of
+    their own."""
 
     weights: WeightRoute = "files"
     """Way of the weights to the servers. ``files``: a folder in ``$TMPDIR``, which all nodes must

@@ -260,8 +260,9 @@ class _Rank:
 
     @property
     def _has_engine(self) -> bool:
-        """Whether a rank has a rollout engine: servers have devices of their own."""
-        return not self.is_critic_pool and not self.config.has_servers
+        """Whether a rank has a rollout engine. Without one it may read a recording."""
+        servers_alone = self.config.has_servers and not self.config.has_fused_engines
+        return not self.is_critic_pool and not servers_alone
 
     @property
     def _is_served(self) -> bool:

@@ -1,4 +1,4 @@
-"""Memory of the devices of rollout servers, group by group."""
+"""Memory of the devices of rollout servers that are not the trainer's, group by group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plan_servers(config: ExperimentConfig) -> Iterator[GroupMemory]:
     capacity = capacity_bytes(config.cluster) if config.cluster.device == "cuda" else None
     for group in config.serving.placed_groups:
         path = config.serving.models[group.model].path
-        if not group.config.num_engines:
+        if not group.config.num_engines or config.is_fused(group):
             continue
         size = group.config.devices_per_engine
         memory = RolloutMemory(

@@ -85,7 +85,7 @@ def run(
         root_name = _EVALUATION if config.mode == "eval" else _COMPOSITION_ROOT
         imported = thread.submit(import_module, root_name)
         num_more_ranks = config.num_critic_ranks if config.has_critic_pool else 0
-        num_more_ranks += config.num_server_devices if config.has_servers else 0
+        num_more_ranks += config.num_own_server_devices
         with (
             ray_cluster(config.cluster, num_more_ranks=num_more_ranks),
             ended_by_signals(show_workers_no_more),

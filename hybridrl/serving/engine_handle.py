@@ -1,4 +1,4 @@
-"""One rollout engine in a process of its own, as its group calls it."""
+"""One rollout engine, as the manager's requests and its group call it."""
 
 from __future__ import annotations
 
@@ -15,37 +15,20 @@ from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.weight_files import WeightSource
 
 
-class EngineHandle(Protocol):
-    """Calls return at once. A future holds the error of the engine, or of its lost process."""
+class SamplingEngine(Protocol):
+    """An engine that answers requests, whoever leads it.
 
-    def build(self) -> Future[None]:
-        """Build the engine; called once."""
-        ...
+    Calls return at once. A future holds the error of the engine, or of its lost process.
+    """
 
     def address(self) -> Future[str | None]:
         """Return the address of the engine's server; None if requests are calls of this handle."""
-        ...
-
-    def act(self, action: Action) -> Future[None]:
-        """Run one edge of the life cycle on the managed engine."""
-        ...
-
-    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
-        """Load all weights from ``source``, as ``version``."""
         ...
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
     ) -> Future[list[Sample]]:
         """Sample several continuations of one context; see ``Sampler``."""
-        ...
-
-    def interrupt(self) -> Future[None]:
-        """End open responses at their present token; see ``RolloutEngine.interrupt``."""
-        ...
-
-    def take_metrics(self) -> Future[Metrics]:
-        """Return the engine's metrics since the last time, and reset them."""
         ...
 
     def probe(self) -> Future[object]:
@@ -56,16 +39,40 @@ class EngineHandle(Protocol):
         """Whether the process is there, as far as it is known."""
         ...
 
-    def end(self) -> None:
-        """End the engine and its process. Idempotent."""
-        ...
-
     def signal(self, number: int) -> None:
         """Send a signal to the engine's processes, as a fault on purpose; see ``faults.py``."""
         ...
 
     def cut(self) -> None:
         """Lose all that travels to and from the engine, but ``end``; a fault on purpose, too."""
+        ...
+
+
+class EngineHandle(SamplingEngine, Protocol):
+    """An engine in a process of its own, which the manager leads."""
+
+    def build(self) -> Future[None]:
+        """Build the engine; called once."""
+        ...
+
+    def act(self, action: Action) -> Future[None]:
+        """Run one edge of the life cycle on the managed engine."""
+        ...
+
+    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
+        """Load all weights from ``source``, as ``version``."""
+        ...
+
+    def interrupt(self) -> Future[None]:
+        """End open responses at their present token; see ``RolloutEngine.interrupt``."""
+        ...
+
+    def take_metrics(self) -> Future[Metrics]:
+        """Return the engine's metrics since the last time, and reset them."""
+        ...
+
+    def end(self) -> None:
+        """End the engine and its process. Idempotent."""
         ...
 
 

@@ -22,7 +22,7 @@ from hybridrl.errors import (
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.serving.continuations import sample_to_the_end
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_queue import EngineQueue, Member
 from hybridrl.workers.rollout.prefixes import KnownPrefixes, prefix_sums
 
@@ -33,14 +33,14 @@ _NUM_TRIES = 4
 
 
 AskGroup = Callable[
-    [EngineHandle, Sequence[int] | Tensor, RequestParams, Sequence[int]],
+    [SamplingEngine, Sequence[int] | Tensor, RequestParams, Sequence[int]],
     Coroutine[Any, Any, list[Sample]],
 ]
 """Sends a request to one engine: context, parameters, and a key for each response."""
 
 
 async def ask_process(
-    engine: EngineHandle,
+    engine: SamplingEngine,
     token_ids: Sequence[int] | Tensor,
     params: RequestParams,
     keys: Sequence[int],
@@ -49,7 +49,7 @@ async def ask_process(
     return await asyncio.wrap_future(engine.sample_group(token_ids, params, keys=keys))
 
 
-def _never_replaced(index: int, handle: EngineHandle, reason: str) -> bool:
+def _never_replaced(index: int, handle: SamplingEngine, reason: str) -> bool:
     return False
 
 
@@ -64,7 +64,7 @@ class EnginePool(Sampler):
 
     def __init__(
         self,
-        engines: Mapping[int, EngineHandle],
+        engines: Mapping[int, SamplingEngine],
         *,
         num_slots: int,
         max_context_tokens: int,
@@ -87,7 +87,7 @@ class EnginePool(Sampler):
         self.prefixes: KnownPrefixes | None = None
         """Contexts in the caches of engines, to which later turns return; None: there are none."""
         self.max_context_tokens = max_context_tokens
-        self.on_lost: Callable[[int, EngineHandle, str], bool] = _never_replaced
+        self.on_lost: Callable[[int, SamplingEngine, str], bool] = _never_replaced
         """Called with an engine that did not answer, and the reason; returns at once whether a
         replacement comes: then ``join`` or ``give_up`` follows."""
         self._members = {index: Member(index, handle, version) for index, handle in engines.items()}
@@ -109,11 +109,11 @@ class EnginePool(Sampler):
         """An engine comes: ``join`` or ``give_up`` follows. Before the first request."""
         self._coming.add(index)
 
-    def join(self, index: int, handle: EngineHandle) -> None:
+    def join(self, index: int, handle: SamplingEngine) -> None:
         """Send requests to this engine, too, whose weights are the newest. Thread-safe."""
         self._soon(self._joining(index, handle))
 
-    def _joining(self, index: int, handle: EngineHandle) -> Callable[[], None]:
+    def _joining(self, index: int, handle: SamplingEngine) -> Callable[[], None]:
         def join() -> None:
             self._coming.discard(index)
             self._suspended.discard(index)
@@ -138,7 +138,7 @@ class EnginePool(Sampler):
 
         self._soon(suspend)
 
-    def resume(self, index: int, handle: EngineHandle, *, version: int) -> None:
+    def resume(self, index: int, handle: SamplingEngine, *, version: int) -> None:
         """Send requests to this engine again, which has weights of this version. Thread-safe.
 
         Engines that ``join`` later have this version, too.
@@ -162,7 +162,7 @@ class EnginePool(Sampler):
         join = self._joining(index, handle)
         self._soon(resume)
 
-    def drop(self, index: int, handle: EngineHandle, reason: str) -> None:
+    def drop(self, index: int, handle: SamplingEngine, reason: str) -> None:
         """Send this engine's open requests to others: it does not answer. Thread-safe, idempotent.
 
         One of them reports the loss, as if it had failed by itself.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.workers.rollout.prefixes import STAY
 
 _ENTRIES_PER_ENGINE = 8
@@ -20,7 +20,7 @@ class Member:
     """An engine of the pool."""
 
     index: int
-    handle: EngineHandle
+    handle: SamplingEngine
     version: int
     """Of its weights."""
 

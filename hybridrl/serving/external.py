@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
 
-from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DeadlineError, EngineError, ExternalEngineError, first_of
 from hybridrl.sampler import RequestParams
 from hybridrl.serving.answers import Answer, answer_all
 from hybridrl.serving.comparison import expect_server
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.external_engine import VERSION, ExternalEngine
+from hybridrl.serving.server_keys import ServerKeys
 
 log = logging.getLogger(__name__)
 
@@ -30,26 +29,6 @@ _NUM_TRIES = 3
 
 _WAIT_S = 1.0
 """Before each of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerKeys:
-    """API keys of servers that run elsewhere, on their way from the driver to the manager."""
-
-    by_model: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def read(cls, config: ExperimentConfig) -> ServerKeys:
-        """Read the keys from the environment of this process."""
-        external = config.serving.external
-        return cls({name: env.get(model.key_variable or "") for name, model in external.items()})
-
-    def of(self, model: str) -> str:
-        """Return the key of a model's servers; empty if they require none."""
-        return self.by_model.get(model, "")
-
-
-NO_KEYS = ServerKeys()
 
 
 class ExternalModel:
@@ -119,7 +98,7 @@ class ExternalModel:
         async def answer() -> list[Answer]:
             returning = [asyncio.ensure_future(self._reconnect(pool, i)) for i in lost]
 
-            def lose(index: int, handle: EngineHandle, reason: str) -> bool:
+            def lose(index: int, handle: SamplingEngine, reason: str) -> bool:
                 self._lost.add(index)
                 returning.append(asyncio.ensure_future(self._reconnect(pool, index)))
                 return True

@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridrl.config.serving import FaultConfig, FaultKind
 from hybridrl.errors import EngineError
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import AskGroup
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class FaultPlan:
         self._phase = 0
         self._num_requests = 0
         self._due: dict[int, list[FaultKind]] = {}
-        self._cut: set[EngineHandle] = set()
+        self._cut: set[SamplingEngine] = set()
 
     def spoil(self, ask: AskGroup) -> AskGroup:
         """Begin a phase: draw its faults, and return how to ask engines in it."""
@@ -70,7 +70,7 @@ class FaultPlan:
     async def _ask(
         self,
         ask: AskGroup,
-        engine: EngineHandle,
+        engine: SamplingEngine,
         token_ids: Sequence[int] | Tensor,
         params: RequestParams,
         keys: Sequence[int],
@@ -95,7 +95,7 @@ class FaultPlan:
         return samples
 
     async def _pass_on(
-        self, asking: Coroutine[Any, Any, list[Sample]], engine: EngineHandle
+        self, asking: Coroutine[Any, Any, list[Sample]], engine: SamplingEngine
     ) -> list[Sample]:
         """Return an answer, unless the engine was cut off, by this request or meanwhile."""
         answers = await asyncio.gather(asking, return_exceptions=True)

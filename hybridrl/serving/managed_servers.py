@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ray
@@ -32,10 +32,12 @@ class ManagedServers(Servers):
         *,
         timeout_s: float,
         weights: WeightRoute = "files",
+        key: str = "",
     ) -> None:
         self._manager = manager
         self.timeout_s = timeout_s
         self.weights = weights
+        self.key = key
 
     @property
     def host(self) -> str:
@@ -52,13 +54,23 @@ class ManagedServers(Servers):
         self._call("update", self._manager.update, source, version)
 
     def sample(
-        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingParams,
+        *,
+        version: int,
+        fused: Sequence[str] = (),
     ) -> tuple[list[Sample], Metrics]:
         """See ``Servers``."""
         answer: tuple[list[Sample], Metrics] = self._call(
-            "sample", self._manager.sample, prompts, sampling, version
+            "sample", self._manager.sample, prompts, sampling, version, list(fused)
         )
         return answer
+
+    def lost_engines(self) -> Collection[int]:
+        """See ``Servers``."""
+        lost: Collection[int] = self._call("lost_engines", self._manager.lost_engines)
+        return lost
 
     def ask(
         self,

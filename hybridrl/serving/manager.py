@@ -1,4 +1,7 @@
-"""The rollout manager: an actor without a device that holds the servers and samples with them."""
+"""The rollout manager: an actor without a device that holds the servers and samples with them.
+
+Engines of the ranks are lent to it for a call.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,20 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
 from hybridrl.serving.answers import Answer
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.external import NO_KEYS, ExternalModel, ServerKeys
+from hybridrl.serving.external import ExternalModel
 from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.frozen import FrozenModel
 from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.launching import ActorLaunch
 from hybridrl.serving.placement import EnginePlace
-from hybridrl.serving.plan import ServerPlan, plan_servers
+from hybridrl.serving.plan import ServerPlan, plan_own_engines
 from hybridrl.serving.policy_router import PolicyRouter
+from hybridrl.serving.rank_engines import RankEngines
 from hybridrl.serving.recovery import Recovery, watch_engines
 from hybridrl.serving.server import RolloutServer
+from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.serving.settings import frozen_config
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_agent_rollout
@@ -48,7 +54,7 @@ class RolloutManager:
         variables: Mapping[str, str],
         places: Mapping[int, EnginePlace],
         folder: Path,
-        keys: ServerKeys = NO_KEYS,
+        keys: ServerKeys,
     ) -> None:
         """Start nothing yet.
 
@@ -59,13 +65,12 @@ class RolloutManager:
             variables: environment of the engines' processes.
             places: of engines, by their first devices.
             folder: for files of weights.
-            keys: of servers that run elsewhere.
+            keys: of servers.
         """
         install_reducers()
         self._config = config
         self._agent = build_agent_rollout(config, model_folder)
-        self._router = PolicyRouter(config, model_folder) if config.has_router else None
-        key = "" if self._router is None else self._router.key
+        self._router = PolicyRouter(config, model_folder, keys.own) if config.has_router else None
 
         def launch(plan: ServerPlan) -> ActorLaunch:
             served = config.serving.models[plan.model]
@@ -78,10 +83,10 @@ class RolloutManager:
                 variables=variables,
                 places=places,
                 prefills=plan.engines_of_type("prefill"),
-                key=key if is_policy else "",
+                key=keys.own if is_policy and config.has_router else "",
             )
 
-        plans = {plan.model: plan for plan in plan_servers(config)}
+        plans = {plan.model: plan for plan in plan_own_engines(config)}
         policy = plans[config.serving.policy]
         self._policy = RolloutServer(
             policy, launch(policy), config=config.rollout, kept=KeptWeights(folder)
@@ -90,6 +95,12 @@ class RolloutManager:
         self._vocab_size = read_architecture(model_folder).vocab_size
         self._faults = FaultPlan(config.serving.faults, seed=config.seed)
         self._monitor = watch_engines(self._policy, self._recovery, config.serving)
+        self._rank_engines = RankEngines(
+            key=keys.own,
+            first_index=self._policy.num_engines,
+            timeout_s=config.rollout.request_timeout_s,
+            health_timeout_s=config.serving.health_timeout_s,
+        )
         self._frozen: dict[str, FrozenModel | ExternalModel] = {
             name: ExternalModel(config, name, keys=keys)
             if served.urls
@@ -121,7 +132,11 @@ class RolloutManager:
         self._policy.update(source, version=version)
 
     def sample(
-        self, prompts: PromptBatch, sampling: SamplingParams, version: int
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingParams,
+        version: int,
+        fused: Sequence[str] = (),
     ) -> tuple[list[Sample], Metrics]:
         """Sample with all engines; see ``Servers.sample``."""
         pool = self._policy.pool(
@@ -133,10 +148,15 @@ class RolloutManager:
             pool.prefixes = KnownPrefixes()
         make_program = self._agent.program if self._agent else single_turn
         begin = time.perf_counter()
-        with self._recovery.filling(pool), self._monitor.watching():
+        with (
+            self._recovery.filling(pool),
+            self._monitor.watching(),
+            self._rank_engines.joining(pool, fused),
+        ):
             samples = self._run(make_program(prompts, sampling), pool, version=version)
         seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
-        of_others = [each.take_metrics() for each in (self._agent, self._router) if each]
+        others = (self._agent, self._router, self._rank_engines if fused else None)
+        of_others = [each.take_metrics() for each in others if each]
         of_server = [pool.metrics(), self._policy.take_metrics(), self._engine_metrics()]
         return samples, merge([*of_server, *of_others]) | seconds
 
@@ -146,7 +166,11 @@ class RolloutManager:
         if router is None:
             pool.ask = self._faults.spoil(pool.ask)
             return asyncio.run(program(pool))
-        engines = self._policy.serving_engines().values()
+        lent = self._rank_engines.serving()
+        engines: list[SamplingEngine] = [
+            *self._policy.serving_engines().values(),
+            *lent.values(),
+        ]
 
         # No method: Ray would run all methods of the actor in its own event loop.
         async def run() -> T:
@@ -154,7 +178,15 @@ class RolloutManager:
                 pool.ask = self._faults.spoil(ask)
                 return await program(pool)
 
-        return asyncio.run(run())
+        try:
+            return asyncio.run(run())
+        finally:
+            if lent:  # they pause soon
+                router.hide()
+
+    def lost_engines(self) -> tuple[int, ...]:
+        """Return the lost ones of those that were lent to the last call, by their order."""
+        return self._rank_engines.lost()
 
     def ask(
         self, model: str, contexts: Sequence[Tensor], params: RequestParams, timeout_s: float
@@ -165,6 +197,7 @@ class RolloutManager:
     def shutdown(self) -> None:
         """End engines and tools."""
         self._monitor.end()
+        self._rank_engines.end()
         self._recovery.end()
         for model in self._frozen.values():
             model.shutdown()

@@ -6,7 +6,7 @@ Devices of all servers are counted through, node by node; groups take them in or
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hybridrl.config.experiment import ExperimentConfig
@@ -53,8 +53,8 @@ class GroupPlan:
     """Nodes that an engine lies on."""
 
     needs_offload: bool
-    """Whether the engines give their memory back while the trainer computes: they use its devices.
-    Others never do, and their memory need not be releasable."""
+    """Whether the engines are those of the ranks, and give their memory back while the trainer
+    computes: they use its devices. Others never do, and their memory need not be releasable."""
 
     engines: tuple[EnginePlan, ...]
     """Empty for a placeholder, which uses up its devices all the same."""
@@ -100,21 +100,21 @@ class ServerPlan:
 
 
 def lay_out(
-    groups: Sequence[PlacedGroup], *, num_devices_per_node: int, num_offloaded: int
+    groups: Sequence[PlacedGroup], *, num_devices_per_node: int, num_shared_per_node: int
 ) -> tuple[ServerPlan, ...]:
     """Lay groups over devices and nodes.
 
     Args:
         groups: in order, those of one model adjacent; checked by ``config/checks/serving.py``.
         num_devices_per_node: devices of servers on each node.
-        num_offloaded: devices that the trainer uses, too, and takes back in turns; the first ones.
-            0 if servers have devices of their own.
+        num_shared_per_node: devices of each node that the trainer uses, too, and takes back in
+            turns; the first ones. 0 if servers have devices of their own.
     """
     return tuple(
         ServerPlan(
             model,
             tuple(
-                _lay_out_group(group, per_node=num_devices_per_node, num_offloaded=num_offloaded)
+                _lay_out_group(group, per_node=num_devices_per_node, num_shared=num_shared_per_node)
                 for group in of_model
             ),
         )
@@ -128,11 +128,19 @@ def plan_servers(config: ExperimentConfig) -> tuple[ServerPlan, ...]:
     return lay_out(
         serving.placed_groups,
         num_devices_per_node=serving.num_devices_per_node,
-        num_offloaded=config.cluster.num_ranks if serving.colocated else 0,
+        num_shared_per_node=config.num_shared_per_node,
     )
 
 
-def _lay_out_group(group: PlacedGroup, *, per_node: int, num_offloaded: int) -> GroupPlan:
+def plan_own_engines(config: ExperimentConfig) -> tuple[ServerPlan, ...]:
+    """Lay out the groups that are not engines of the ranks. A model may be left without groups."""
+    return tuple(
+        replace(plan, groups=tuple(group for group in plan.groups if not group.needs_offload))
+        for plan in plan_servers(config)
+    )
+
+
+def _lay_out_group(group: PlacedGroup, *, per_node: int, num_shared: int) -> GroupPlan:
     config, per_engine = group.config, group.config.devices_per_engine
     firsts = range(group.first_device, group.first_device + config.num_devices, per_engine)
     return GroupPlan(
@@ -141,7 +149,7 @@ def _lay_out_group(group: PlacedGroup, *, per_node: int, num_offloaded: int) -> 
         first_device=group.first_device,
         num_devices=config.num_devices,
         num_nodes_per_engine=-(-per_engine // per_node),
-        needs_offload=group.first_device < num_offloaded,
+        needs_offload=group.first_device % per_node < num_shared,
         engines=tuple(
             EnginePlan(first, per_engine, _slices(first, per_engine, per_node=per_node))
             for first in firsts[: config.num_engines]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import AskGroup
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.router import RouterProcess
@@ -96,11 +95,11 @@ class Routes:
         """
         self.samplers: list[ServerSampler] = []
         self._open_sampler = open_sampler
-        self._routes: dict[EngineHandle, asyncio.Task[ServerSampler]] = {}
+        self._routes: dict[SamplingEngine, asyncio.Task[ServerSampler]] = {}
 
     async def ask(
         self,
-        engine: EngineHandle,
+        engine: SamplingEngine,
         token_ids: Sequence[int] | Tensor,
         params: RequestParams,
         keys: Sequence[int],
@@ -111,7 +110,7 @@ class Routes:
         sampler = await asyncio.shield(self._routes[engine])  # others wait for it, too
         return await sampler.sample_group(token_ids, params, keys=keys)
 
-    async def _open(self, engine: EngineHandle) -> ServerSampler:
+    async def _open(self, engine: SamplingEngine) -> ServerSampler:
         sampler = await self._open_sampler(await address_of(engine))
         self.samplers.append(sampler)
         return sampler
@@ -120,15 +119,15 @@ class Routes:
 class PolicyRouter:
     """The router of the policy, and the programs that sample through it."""
 
-    def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
+    def __init__(self, config: ExperimentConfig, model_folder: Path, key: str) -> None:
         """Start nothing yet.
 
         Args:
             config: of the run.
             model_folder: Hugging Face folder of the model.
+            key: of the router and its servers; made for this run.
         """
-        self.key = secrets.token_urlsafe()
-        """Of the router and its servers; made for this run."""
+        self.key = key
         self._config = config
         self._vocab_size = read_architecture(model_folder).vocab_size
         self._front: RouterFront | None = None
@@ -161,7 +160,7 @@ class PolicyRouter:
 
     @asynccontextmanager
     async def open(
-        self, engines: Collection[EngineHandle], *, version: int
+        self, engines: Collection[SamplingEngine], *, version: int
     ) -> AsyncIterator[AskGroup]:
         """Open the way to engines for one program; engines that come later are added.
 
@@ -230,7 +229,7 @@ def _kill_hung(_: int, router: RouterProcess, reason: str) -> None:
         router.kill()
 
 
-async def address_of(engine: EngineHandle) -> str:
+async def address_of(engine: SamplingEngine) -> str:
     """Return the address of an engine's server.
 
     Raises:

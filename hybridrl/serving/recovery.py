@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridrl.config.serving import ServingConfig
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.server import RolloutServer
@@ -65,7 +65,7 @@ class Recovery:
         finally:
             self._do(self._close)
 
-    def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
+    def report(self, index: int, handle: SamplingEngine, reason: str) -> bool:
         """Replace an engine that failed; others get its open requests. Any thread; returns at once.
 
         Returns:
@@ -141,7 +141,7 @@ class Recovery:
     def _close(self) -> None:
         self._pool = None
 
-    def _lose(self, index: int, handle: EngineHandle, reason: str) -> None:
+    def _lose(self, index: int, handle: SamplingEngine, reason: str) -> None:
         if self._server.lose(index, handle):
             log.warning("a rollout engine is replaced: engine=%d reason=%s", index, reason)
             self._start()

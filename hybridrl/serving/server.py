@@ -14,7 +14,7 @@ import torch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import DeadlineError, PhaseError, TransferError
 from hybridrl.metrics import Metrics
-from hybridrl.serving.engine_handle import EngineHandle, Launch
+from hybridrl.serving.engine_handle import EngineHandle, Launch, SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.group import Futures, ServerGroup
 from hybridrl.serving.kept_weights import KeptWeights
@@ -215,7 +215,7 @@ class RolloutServer:
 
     # -- engines that are lost -------------------------------------------------------------------
 
-    def lose(self, index: int, handle: EngineHandle) -> bool:
+    def lose(self, index: int, handle: SamplingEngine) -> bool:
         """Note an engine that failed by its own fault; False if it is noted or replaced already."""
         with self._lock:
             life = self._require_started()

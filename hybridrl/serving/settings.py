@@ -90,6 +90,9 @@ def rehearsed_configs(
         group = plans[placed.model, placed.name]
         if not group.engines:
             continue
+        if group.needs_offload:  # as its rank starts it
+            yield placed, config
+            continue
         args: dict[str, ArgumentValue] = dict(placed.config.engine_args)
         if group.worker_type in HALVES:
             args["disaggregation_mode"] = group.worker_type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,11 @@ import ray
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.serving.external import ServerKeys
 from hybridrl.serving.managed_servers import ManagedServers
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.placement import find_places
-from hybridrl.serving.plan import plan_servers
+from hybridrl.serving.plan import plan_own_engines
+from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.serving.settings import driver_variables
 from hybridrl.single_controller import RayResourcePool
 
@@ -37,32 +38,59 @@ def start_servers(
         ResourceError: the cluster lacks the resources.
         StageError: an engine did not start.
     """
-    cluster = config.cluster
+    cluster, rollout = config.cluster, config.rollout
     variables = {**driver_variables(config, env.everything()), **variables}
+    folder = Path(mkdtemp(prefix="hybridrl-served-weights-"))
+    key = secrets.token_urlsafe()
+    try:
+        with _own_devices(config) as placements:
+            manager = _start_manager(config, model_folder, placements, variables, folder, key)
+            limit_s = cluster.start_timeout_s + rollout.start_timeout_s
+            num_frozen = len(config.serving.frozen)
+            limit_s += num_frozen * (rollout.start_timeout_s + rollout.stage_timeout_s)
+            starting = ManagedServers(manager, timeout_s=limit_s)
+            try:
+                starting.start()
+                yield ManagedServers(
+                    manager,
+                    timeout_s=cluster.call_timeout_s,
+                    weights=config.serving.weights,
+                    key=key,
+                )
+            finally:
+                starting.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # which a dead manager leaves behind
+
+
+@contextmanager
+def _own_devices(config: ExperimentConfig) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """Reserve the devices of the servers that are not the trainer's.
+
+    Yields options of Ray for a process on each device of the servers, in order. The place of a
+    device of the trainer, where the manager starts no process, has those of the first other one of
+    its node.
+    """
+    cluster, num_shared = config.cluster, config.num_shared_per_node
+    num_own = config.num_own_server_devices // cluster.num_nodes
+    if not num_own:
+        yield ()
+        return
     pool = RayResourcePool(
-        process_on_nodes=[config.serving.num_devices_per_node] * cluster.num_nodes,
+        process_on_nodes=[num_own] * cluster.num_nodes,
         use_gpu=cluster.device == "cuda",
         num_cpus_per_rank=cluster.num_cpus_per_rank,
         wait_s=cluster.start_timeout_s,
         is_spread=True,
     )
-    placements = pool.lease()
-    folder = Path(mkdtemp(prefix="hybridrl-served-weights-"))
+    own = pool.lease()
     try:
-        manager = _start_manager(config, model_folder, placements, variables, folder)
-        rollout = config.rollout
-        limit_s = cluster.start_timeout_s + rollout.start_timeout_s
-        limit_s += len(config.serving.frozen) * (rollout.start_timeout_s + rollout.stage_timeout_s)
-        starting = ManagedServers(manager, timeout_s=limit_s)
-        try:
-            starting.start()
-            yield ManagedServers(
-                manager, timeout_s=cluster.call_timeout_s, weights=config.serving.weights
-            )
-        finally:
-            starting.shutdown()
+        yield [
+            own[first + max(0, number - num_shared)]
+            for first in range(0, len(own), num_own)
+            for number in range(config.serving.num_devices_per_node)
+        ]
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # which a dead manager leaves behind
         pool.give_back()
 
 
@@ -72,8 +100,9 @@ def _start_manager(
     placements: Sequence[Mapping[str, Any]],
     variables: Mapping[str, str],
     folder: Path,
+    key: str,
 ) -> Any:  # noqa: ANN401 - Ray's
-    places = find_places(config, plan_servers(config), placements, variables=variables)
+    places = find_places(config, plan_own_engines(config), placements, variables=variables)
     environment = {"env_vars": dict(variables)} if variables else {}
     actor_class = ray.remote(RolloutManager)
     return actor_class.options(num_cpus=0, runtime_env=environment).remote(
@@ -83,5 +112,5 @@ def _start_manager(
         variables=variables,
         places=places,
         folder=folder,
-        keys=ServerKeys.read(config),
+        keys=ServerKeys.read(config, own=key),
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from hybridrl.planning.frozen_base import plan_base
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
+    build_access,
     build_agent_rollout,
     build_directory,
     build_follower,
@@ -42,13 +44,17 @@ from hybridrl.workers.build import (
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
+from hybridrl.workers.rollout.directory import Door
+from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.sglang.arguments import ServerPlace, device_name
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from hybridrl.workers.sharding.fused_engines import share_addresses, start_engine
+from hybridrl.workers.sharding.lent_engines import LentEngines
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.mixed_engines import MixedRollout
 from hybridrl.workers.sharding.served_engines import Servers
 from hybridrl.workers.train.checkpoint import Notes
 from hybridrl.workers.train.protocol import LearningEngine, TokenLoss
@@ -78,7 +84,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         Args:
             config: of the run; ``model.path``, if it is set, is absolute.
             model_folder: Hugging Face folder to start from, absolute.
-            servers: that sample instead of rollout engines of the ranks.
+            servers: that have the requests, instead of the ranks; None: there are none.
         """
         device = start_process_group(
             device=config.cluster.device,
@@ -117,7 +123,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._vocab_size = int(read_settings(model_folder)["vocab_size"])
         self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._actor)
-        self._agent = build_agent_rollout(config, model_folder) if self._has_engine else None
+        has_requests = self._has_engine and servers is None
+        self._agent = build_agent_rollout(config, model_folder) if has_requests else None
         meter.end()
 
     def _start_rollout(
@@ -126,12 +133,12 @@ class ActorRolloutWorker(CheckpointedWorker):
         """Start the rollout engine, if this rank has one; a collective call."""
         config, control = self._config, self._control
         servers = self._servers
-        # Rank 0 asks the servers for all responses.
-        size = config.rollout.tensor_parallel_size if servers is None else self.world_size
-        self._has_engine = self.rank % size == 0 and servers is None
+        size = config.rollout.tensor_parallel_size
+        self._has_engine = config.has_fused_engines and self.rank % size == 0
+        door = None if servers is None else Door(host=servers.host, key=servers.key)
         self._directory = (
-            build_directory(config.rollout, num_engines=self.world_size // size)
-            if servers is None
+            build_directory(config.rollout, num_engines=self.world_size // size, door=door)
+            if config.has_fused_engines
             else None
         )
         gpus = control.gather("devices", device_name(device))
@@ -146,15 +153,17 @@ class ActorRolloutWorker(CheckpointedWorker):
         engine = start_engine(
             build if self._has_engine else None, config=config.rollout, control=control
         )
+        # Rank 0 asks the servers for all responses.
+        num_asking = self.world_size if servers is not None else size
         self.register_mesh(
             "rollout",
-            dp_rank=self.rank // size,
-            dp_size=self.world_size // size,
-            is_output_rank=self.rank % size == 0,
+            dp_rank=self.rank // num_asking,
+            dp_size=self.world_size // num_asking,
+            is_output_rank=self.rank % num_asking == 0,
         )
-        follows = not self._has_engine and servers is None
-        return ShardingManager(
-            engine=servers or engine,
+        follows = config.has_fused_engines and not self._has_engine
+        sharding = ShardingManager(
+            engine=self._engines_of(engine),
             follower=build_follower(config.rollout, device) if follows else None,
             config=config.rollout,
             device=device,
@@ -162,6 +171,26 @@ class ActorRolloutWorker(CheckpointedWorker):
             meter=meter,
             lora=config.lora if config.lora.sends_adapters else None,
         )
+        self._lent = None
+        if config.has_fused_engines and servers is not None and door is not None:
+            self._lent = LentEngines(
+                servers,
+                access=None if engine is None else build_access(engine, self._directory, door=door),
+                engine=engine,
+                control=control,
+                mark_lost=sharding.mark_lost,
+            )
+        return sharding
+
+    def _engines_of(
+        self, engine: RolloutEngine | None
+    ) -> RolloutEngine | Servers | MixedRollout | None:
+        """Return whom the weights of this rank reach."""
+        if self._servers is None or not self._config.has_fused_engines:
+            return self._servers or engine
+        if not self._config.has_own_engines:
+            return engine
+        return MixedRollout(engine, self._servers)
 
     def _load_parts(self) -> None:
         """Import the parts of the algorithm, and read what they ask for, once."""
@@ -185,17 +214,11 @@ class ActorRolloutWorker(CheckpointedWorker):
         Raises:
             DriftError: the engine returned token ids that the model does not have.
         """
-        responses = None
         with self.sharding.rollout_phase() as engine:
-            if self._directory is not None:
+            if self._directory is not None and self._lent is None:
                 share_addresses(self._directory, self._control)
-            if engine is not None:
-                with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
-                    make_program = self._agent.program if self._agent else single_turn
-                    responses = engine.run(make_program(prompts, sampling))
-            elif self._servers is not None and self.rank == 0:
-                with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
-                    responses = self._sample_on(self._servers, prompts, sampling)
+            with self._sampling(prompts):
+                responses = self._sample(engine, prompts, sampling)
         if responses is None:
             return None
         if self._agent is not None:
@@ -205,11 +228,32 @@ class ActorRolloutWorker(CheckpointedWorker):
         require_known_tokens(rollouts, vocab_size=self._vocab_size)
         return rollouts
 
-    def _sample_on(
-        self, servers: Servers, prompts: PromptBatch, sampling: SamplingParams
-    ) -> list[Sample]:
+    @contextmanager
+    def _sampling(self, prompts: PromptBatch) -> Iterator[None]:
+        samples = self._has_engine if self._servers is None else self.rank == 0
+        if not samples:
+            yield
+            return
+        with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
+            yield
+
+    def _sample(
+        self, engine: RolloutEngine | None, prompts: PromptBatch, sampling: SamplingParams
+    ) -> list[Sample] | None:
+        """Sample on the rank's engine, or with the manager; None where others do."""
+        if self._servers is None:
+            make_program = self._agent.program if self._agent else single_turn
+            return None if engine is None else engine.run(make_program(prompts, sampling))
         version = self._policy_version
-        samples, metrics = servers.sample(prompts, sampling, version=version)
+        if self._lent is not None:
+            answer = self._lent.sample(prompts, sampling, version=version)
+        elif self.rank == 0:
+            answer = self._servers.sample(prompts, sampling, version=version)
+        else:
+            answer = None
+        if answer is None:
+            return None
+        samples, metrics = answer
         self._carried = merge([self._carried, metrics])
         return samples
 
@@ -348,5 +392,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         super().close()
         if self._agent is not None:
             self._agent.close()
+        if self._lent is not None:
+            self._lent.end()
         self.sharding.shutdown()
         end_process_group()

@@ -52,6 +52,7 @@ _GEMMA = (*_FOLDER, "model.path=gemma")
 PLAYED = ("agent=environment", "data=calculator", "reward.function=agent")
 SCORER = ("reward.function=model",)
 SERVERS = ("serving=own",)
+COLOCATED = (*SERVERS, "serving.colocated=true", "rollout.sleep=true")
 JUDGED = (
     "serving.models={p: {groups: {m: {num_devices: 1}}}, "
     "judge: {path: model, groups: {m: {num_devices: 1}}}}"
@@ -172,14 +173,73 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "rollout.engine=hf has no halves",
     ),
     (
-        (*SERVERS, "serving.colocated=true"),
+        (*SERVERS, "serving.colocated=true", "cluster.num_ranks_per_node=2"),
         "serving.colocated",
         "groups policy.main and the trainer want the same devices",
     ),
     (
-        (*SERVERS, "serving.colocated=true", "rollout.sleep=true"),
+        (*COLOCATED, "cluster.num_ranks_per_node=4"),
+        "serving.num_devices_per_node",
+        "all 4 devices of the trainer on a node are devices of the servers, too",
+    ),
+    (
+        (*COLOCATED,),
+        "serving.models.policy.groups.main.num_devices",
+        "1 of these devices are the trainer's and the others are not",
+    ),
+    (
+        (*COLOCATED, _groups(a="num_devices: 1, worker_type: placeholder", b="num_devices: 1")),
+        "serving.models.policy.groups.a.worker_type",
+        "the ranks lead regular engines alone",
+    ),
+    (
+        (
+            *(*SGLANG, *COLOCATED),
+            _groups(
+                a="num_devices: 1, engine_args: {chunked_prefill_size: 64}", b="num_devices: 1"
+            ),
+        ),
+        "serving.models.policy.groups.a.engine_args",
+        "would be ignored: the engines of ranks take those of rollout.engine_args",
+    ),
+    (
+        (
+            *(*SGLANG, *COLOCATED, "cluster.num_ranks_per_node=2"),
+            _groups(main="num_devices: 2, devices_per_engine: 2"),
+        ),
+        "serving.models.policy.groups.main.devices_per_engine",
+        "its engines are those of the ranks, with rollout.tensor_parallel_size=1",
+    ),
+    (
+        (
+            *COLOCATED,
+            "serving.models={judge: {path: model, groups: {m: {num_devices: 1}}}, "
+            "p: {groups: {m: {num_devices: 1}}}}",
+        ),
+        "serving.models.judge.path",
+        "group m is on devices of the trainer",
+    ),
+    (
+        (
+            *(*SGLANG, *COLOCATED, "serving.num_devices_per_node=3"),
+            _groups(
+                a="num_devices: 1",
+                b="num_devices: 1, worker_type: prefill",
+                c="num_devices: 1, worker_type: decode",
+            ),
+        ),
         "serving.colocated",
-        "is planned and not built",
+        "halves of a request are not built beside engines of the ranks",
+    ),
+    (
+        (*MOE, *COLOCATED, "cluster.num_ranks_per_node=2", "rollout.routed_experts=true"),
+        "rollout.routed_experts",
+        "requests go through the router, which drops experts",
+    ),
+    (
+        (*COLOCATED, "cluster.num_ranks_per_node=2", "serving.faults={it: {kind: stop}}"),
+        "serving.faults.it.kind",
+        "the manager sends no signals to engines of ranks",
     ),
     ((*SERVERS, "rollout.sleep=true"), "rollout.sleep", "servers have devices of their own"),
     (

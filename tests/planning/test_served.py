@@ -56,3 +56,17 @@ def test_a_device_of_a_server_has_its_share_of_the_model(given: tuple[str, ...])
 
 def test_without_servers_a_plan_says_nothing_of_them(given: tuple[str, ...]) -> None:
     assert list(plan_servers(config_of(*given))) == []
+
+
+@pytest.mark.shows("4.3")
+def test_engines_of_ranks_are_in_the_memory_of_ranks_alone(given: tuple[str, ...]) -> None:
+    mixed = (
+        *("cluster.num_ranks_per_node=4", "serving.num_devices_per_node=5", "rollout.sleep=true"),
+        *("serving.colocated=true", "serving.models={policy: {groups: {}}}"),
+        "serving.models.policy.groups={fused: {num_devices: 4}, own: {num_devices: 1}}",
+    )
+    assert [memory.group.name for memory in plan_servers(config_of(*given, *mixed))] == ["own"]
+    fused = plan_of(*given, "cluster.num_ranks_per_node=4", "rollout.sleep=true")
+    served = plan_of(*given, *mixed)
+    assert served.item_names == fused.item_names
+    assert served.peak_bytes(served.fullest) == fused.peak_bytes(fused.fullest)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.policy_router import PolicyRouter
@@ -83,14 +83,14 @@ def ip(*words: str) -> None:
 @pytest.mark.shows("4.14")
 def test_requests_leave_an_engine_whose_network_is_cut(tmp_path: Path) -> None:
     pytest.importorskip("sglang_router")
-    routed = PolicyRouter(CONFIG, make_tiny_model(tmp_path / "model"))
+    routed = PolicyRouter(CONFIG, make_tiny_model(tmp_path / "model"), "a-key")
     with (
         cable() as name,
         echo_server(seconds=0.3) as (near, _),
         echo_server(seconds=0.3, host=THERE, within=("ip", "netns", "exec", name)) as (far, _),
     ):
         engines = {index: Reached(url) for index, url in enumerate((far, near))}
-        handles = {index: cast(EngineHandle, each) for index, each in engines.items()}
+        handles = {index: cast(SamplingEngine, each) for index, each in engines.items()}
 
         async def program() -> list[list[Sample]]:
             pool = EnginePool(
@@ -103,7 +103,7 @@ def test_requests_leave_an_engine_whose_network_is_cut(tmp_path: Path) -> None:
             )
             monitor = HealthMonitor(
                 lambda: dict(engines),
-                lambda index, engine, why: pool.drop(index, cast(EngineHandle, engine), why),
+                lambda index, engine, why: pool.drop(index, cast(SamplingEngine, engine), why),
                 timeout_s=2.0,
             )
             try:

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes
 
@@ -69,7 +69,7 @@ class Losses:
         self.reasons: dict[int, str] = {}
         self.is_promising = False
 
-    def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
+    def report(self, index: int, handle: SamplingEngine, reason: str) -> bool:
         self.reasons[index] = reason
         return self.is_promising
 
@@ -81,7 +81,7 @@ def pool_of(
     losses: Losses | None = None,
 ) -> EnginePool:
     pool = EnginePool(
-        {index: cast(EngineHandle, engine) for index, engine in enumerate(engines)},
+        {index: cast(SamplingEngine, engine) for index, engine in enumerate(engines)},
         num_slots=num_slots,
         max_context_tokens=32,
         vocab_size=10,
@@ -132,11 +132,11 @@ def test_open_requests_of_a_dropped_engine_go_elsewhere_at_once() -> None:
         tasks = [ask(pool, context, num_keys=2) for context in range(3)]
         await settle()
         assert (one.contexts, other.contexts) == ([0], [1])
-        pool.drop(0, cast(EngineHandle, OpenEngine()), "a report of an engine before it")
+        pool.drop(0, cast(SamplingEngine, OpenEngine()), "a report of an engine before it")
         await settle()
         assert losses.reasons == {}
         for _ in range(2):
-            pool.drop(0, cast(EngineHandle, one), "it does not get on")
+            pool.drop(0, cast(SamplingEngine, one), "it does not get on")
         await settle()
         assert losses.reasons == {0: "it does not get on"}
         assert one.open[0][1].cancelled()
@@ -160,8 +160,8 @@ def test_a_dropped_engine_is_waited_for_if_one_comes_in_its_place() -> None:
         pool = pool_of(one, losses=losses)
         task = ask(pool, 5)
         await settle()
-        pool.drop(0, cast(EngineHandle, one), "it does not get on")
-        pool.join(0, cast(EngineHandle, coming))
+        pool.drop(0, cast(SamplingEngine, one), "it does not get on")
+        pool.join(0, cast(SamplingEngine, coming))
         await settle()
         assert coming.contexts == [5]
         coming.answer()
@@ -291,7 +291,7 @@ def test_all_wait_for_the_replacement_of_the_only_engine() -> None:
             one.fail(EngineError("it is gone"))
         await settle()
         assert not any(task.done() for task in tasks)
-        pool.join(0, cast(EngineHandle, new))
+        pool.join(0, cast(SamplingEngine, new))
         await settle()
         while new.open:
             new.answer()
@@ -309,7 +309,7 @@ def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> None:
         pool = pool_of(one, losses=losses)
         task = ask(pool, 0)
         await settle()
-        pool.join(0, cast(EngineHandle, new))
+        pool.join(0, cast(SamplingEngine, new))
         await settle()
         one.fail(EngineError("it is gone"))
         await settle()
@@ -376,7 +376,7 @@ def test_interrupted_responses_continue_on_other_engines() -> None:
         other.answer_with(sample(3))
         other.answer_with(cut(2), sample(3))  # and the other engine is next
         pool.suspend(1)
-        pool.resume(0, cast(EngineHandle, one), version=4)
+        pool.resume(0, cast(SamplingEngine, one), version=4)
         await settle()
         assert one.asked[1:] == [([5, 2], 3, [2])]
         one.answer(version=4)
@@ -402,7 +402,7 @@ def test_requests_wait_while_all_engines_are_suspended() -> None:
             task = ask(pool, version)
             await settle()
             assert not one.open
-            pool.resume(0, cast(EngineHandle, one), version=version)
+            pool.resume(0, cast(SamplingEngine, one), version=version)
             await settle()
             one.answer(version=version)
             assert (await task)[0].weight_version == version
@@ -425,8 +425,8 @@ def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
             await settle()
             other.answer_with(cut())
             pool.suspend(1)
-            pool.resume(0, cast(EngineHandle, one), version=3)
-            pool.resume(1, cast(EngineHandle, other), version=3)
+            pool.resume(0, cast(SamplingEngine, one), version=3)
+            pool.resume(1, cast(SamplingEngine, other), version=3)
             await settle()
             (holder,) = [engine for engine in (one, other) if engine.open]
             if holder is other:
@@ -449,7 +449,7 @@ def test_an_answer_of_before_the_update_has_its_version() -> None:
         task = ask(pool, 5)
         await settle()
         pool.suspend(0)
-        pool.resume(0, cast(EngineHandle, one), version=4)
+        pool.resume(0, cast(SamplingEngine, one), version=4)
         await settle()
         one.answer(version=3)
         assert (await task)[0].weight_version == 3
@@ -470,7 +470,7 @@ def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
         pool.suspend(0)
         tasks = [ask(pool, context) for context in (5, 6)]
         await settle()
-        pool.resume(0, cast(EngineHandle, new), version=4)
+        pool.resume(0, cast(SamplingEngine, new), version=4)
         await settle()
         assert (one.contexts, new.contexts) == ([], [5, 6])
         for task in tasks:
@@ -544,7 +544,7 @@ async def update_engines(pool: EnginePool, engines: list[Cutting], data: st.Data
         engines[index].version = version
     await settle()
     for index in chosen:
-        pool.resume(index, cast(EngineHandle, engines[index]), version=version)
+        pool.resume(index, cast(SamplingEngine, engines[index]), version=version)
     await settle()
 
 

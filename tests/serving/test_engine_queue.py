@@ -9,12 +9,12 @@ from typing import cast
 import pytest
 
 from hybridrl.errors import ServerDiedError
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_queue import EngineQueue, Member
 
 
 def members_of(queue: EngineQueue, number: int) -> list[Member]:
-    members = [Member(index, cast(EngineHandle, None), 0) for index in range(number)]
+    members = [Member(index, cast(SamplingEngine, None), 0) for index in range(number)]
     for member in members:
         queue.add(member)
     return members

@@ -21,7 +21,8 @@ from hybridrl.sampler import RequestParams
 from hybridrl.serving import external, external_engine
 from hybridrl.serving.answers import Answer
 from hybridrl.serving.comparison import differences, expect_server
-from hybridrl.serving.external import ExternalModel, ServerKeys
+from hybridrl.serving.external import ExternalModel
+from hybridrl.serving.server_keys import ServerKeys
 from tests.config.values import config_of
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, elsewhere
 from tests.serving.test_frozen import with_tokenizer
@@ -65,7 +66,7 @@ def started(
     folder: Path, *urls: str, key: str = "", verified: str = "never"
 ) -> Iterator[ExternalModel]:
     config = judged_by(folder, *urls, verified=verified)
-    model = ExternalModel(config, "judge", keys=ServerKeys({"judge": key}))
+    model = ExternalModel(config, "judge", keys=ServerKeys(by_model={"judge": key}))
     try:
         model.start()
         yield model
@@ -262,7 +263,7 @@ def test_a_key_reaches_its_servers_alone_and_no_text(
     texts = []
     with elsewhere(key=KEY) as server, elsewhere() as stranger:
         config = judged_by(folder, server.url, keys="JUDGE_KEY")
-        keys = ServerKeys.read(config)
+        keys = ServerKeys.read(config, own="a-key")
         texts += [repr(keys), repr(config), repr(vars(ExternalModel(config, "judge", keys=keys)))]
         with started(folder, server.url, key=keys.of("judge")) as model:
             assert last_tokens(model.ask(CONTEXTS, PARAMS, timeout_s=20)) == REPEATED

@@ -15,7 +15,7 @@ from hybridrl.config.serving import FaultConfig, FaultKind
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.faults import FaultPlan
 
@@ -37,7 +37,7 @@ class SignalledEngine:
 
 
 async def answer(
-    engine: EngineHandle,
+    engine: SamplingEngine,
     token_ids: Sequence[int] | Tensor,
     params: RequestParams,
     keys: Sequence[int],
@@ -56,7 +56,7 @@ class Rig:
         self.pool = self.new_pool()
 
     def new_pool(self) -> EnginePool:
-        engines = {index: cast(EngineHandle, each) for index, each in enumerate(self.engines)}
+        engines = {index: cast(SamplingEngine, each) for index, each in enumerate(self.engines)}
         return EnginePool(
             engines, num_slots=2, max_context_tokens=9, vocab_size=9, version=3, timeout_s=60.0
         )
@@ -99,7 +99,7 @@ def test_an_engine_that_has_a_request_gets_the_signal(kind: FaultKind, number: i
 def test_answers_of_a_cut_engine_are_lost_until_it_is_dropped() -> None:
     rig = Rig("cut", within=3)
 
-    async def late(engine: EngineHandle, *request: Any) -> list[Sample]:
+    async def late(engine: SamplingEngine, *request: Any) -> list[Sample]:
         for _ in range(20):  # so that both engines have requests when one is cut
             await asyncio.sleep(0)
         return await answer(engine, *request)
@@ -112,7 +112,7 @@ def test_answers_of_a_cut_engine_are_lost_until_it_is_dropped() -> None:
             await asyncio.sleep(0)
         [cut] = [index for index, engine in enumerate(rig.engines) if engine.is_cut]
         assert [task.done() for task in tasks].count(False) == 2  # one was asked before the cut
-        rig.pool.drop(cut, cast(EngineHandle, rig.engines[cut]), "it is not reached")
+        rig.pool.drop(cut, cast(SamplingEngine, rig.engines[cut]), "it is not reached")
         return [int(sample.token_ids[0]) for (sample,) in await asyncio.gather(*tasks)]
 
     assert asyncio.run(program()) == [0, 1, 2, 3]

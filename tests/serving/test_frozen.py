@@ -20,6 +20,7 @@ from hybridrl.serving.answers import Answer
 from hybridrl.serving.frozen import FrozenModel
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.plan import EnginePlan, GroupPlan, plan_servers
+from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.serving.starting import start_servers
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.config.values import config_of
@@ -86,7 +87,15 @@ def test_only_the_policy_gets_weights_of_the_trainer(
     config = two_models(judge)
     weights_in(judge, 7)
     old, new = weights_in(tmp_path / "old", 0), weights_in(tmp_path / "new", 1)
-    manager = RolloutManager(config, judge, placements=[], variables={}, places={}, folder=tmp_path)
+    manager = RolloutManager(
+        config,
+        judge,
+        placements=[],
+        variables={},
+        places={},
+        folder=tmp_path,
+        keys=ServerKeys("a-key"),
+    )
     manager.start()
     for version, folder in enumerate((old, new)):
         assert manager.need_weights(version)

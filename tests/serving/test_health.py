@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from hybridrl.errors import EngineError
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.health import HealthMonitor
 from tests.serving.recording_handle import RecordingHandle
 from tests.workers.sharding.recording import Journal
@@ -37,10 +37,10 @@ class Rig:
         self.monitor = HealthMonitor(self._serving, self._report, timeout_s=timeout_s)
         self.monitor.end()  # the thread alone
 
-    def _serving(self) -> dict[int, EngineHandle]:
+    def _serving(self) -> dict[int, SamplingEngine]:
         return dict(enumerate(self.engines))
 
-    def _report(self, index: int, engine: EngineHandle, reason: str) -> None:
+    def _report(self, index: int, engine: SamplingEngine, reason: str) -> None:
         self.reports.append((index, reason))
 
     def resume(self) -> None:

@@ -6,10 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrl.config.load import load_config
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig
 from hybridrl.errors import ResourceError
+from hybridrl.main import compose
 from hybridrl.network import host_and_port
-from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, lay_out
+from hybridrl.serving.plan import (
+    EnginePlan,
+    GroupPlan,
+    ServerPlan,
+    lay_out,
+    plan_own_engines,
+    plan_servers,
+)
 from hybridrl.serving.ports import PortCursor, assign_addresses
 
 TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
@@ -38,11 +47,11 @@ def servings(draw: st.DrawFn) -> ServingConfig:
     )
 
 
-def plans_of(serving: ServingConfig, num_offloaded: int = 0) -> tuple[ServerPlan, ...]:
+def plans_of(serving: ServingConfig, num_shared: int = 0) -> tuple[ServerPlan, ...]:
     return lay_out(
         serving.placed_groups,
         num_devices_per_node=serving.num_devices_per_node,
-        num_offloaded=num_offloaded,
+        num_shared_per_node=num_shared,
     )
 
 
@@ -55,12 +64,12 @@ def devices_of(engine: EnginePlan, per_node: int) -> list[int]:
 
 
 @pytest.mark.shows("4.2")
-@given(serving=servings(), num_offloaded=st.integers(0, 40))
+@given(serving=servings(), num_shared=st.integers(0, 40))
 def test_groups_take_the_devices_one_after_the_other(
-    serving: ServingConfig, num_offloaded: int
+    serving: ServingConfig, num_shared: int
 ) -> None:
-    free = list(range(10**6))
-    by_model = {plan.model: plan for plan in plans_of(serving, num_offloaded)}
+    free, per_node = list(range(10**6)), serving.num_devices_per_node
+    by_model = {plan.model: plan for plan in plans_of(serving, num_shared)}
     for name, model in serving.models.items():
         groups = by_model[name].groups if model.groups else ()
         for plan, (group_name, group) in zip(groups, model.groups.items(), strict=True):
@@ -71,7 +80,7 @@ def test_groups_take_the_devices_one_after_the_other(
                 engines = []
             assert [devices_of(e, serving.num_devices_per_node) for e in plan.engines] == engines
             assert plan.name == group_name
-            assert plan.needs_offload == (taken[0] < num_offloaded)
+            assert plan.needs_offload == (taken[0] % per_node < num_shared)
 
 
 @pytest.mark.shows("4.4")
@@ -109,13 +118,32 @@ def test_unequal_groups_have_no_number_of_nodes() -> None:
 
 @pytest.mark.shows("4.3")
 def test_groups_on_devices_of_the_trainer_are_offloaded() -> None:
-    groups = {name: ServerGroupConfig(num_devices=4) for name in "abc"}
+    groups = {name: ServerGroupConfig(num_devices=2) for name in "abcd"}
     model = ServedModelConfig(groups=groups)
-    serving = ServingConfig(num_devices_per_node=8, colocated=True, models={"m": model})
-    (plan,) = plans_of(serving, num_offloaded=6)
-    assert [group.needs_offload for group in plan.groups] == [True, True, False]
-    (plan,) = plans_of(serving, num_offloaded=0)
-    assert not any(group.needs_offload for group in plan.groups)
+    serving = ServingConfig(num_devices_per_node=4, colocated=True, models={"m": model})
+    for num_shared, offloaded in {0: "", 2: "ac", 4: "abcd"}.items():
+        (plan,) = plans_of(serving, num_shared=num_shared)  # on two nodes
+        assert "".join(group.name for group in plan.groups if group.needs_offload) == offloaded
+
+
+@pytest.mark.shows("4.3")
+def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
+    config = load_config(compose(["recipes=mixed_cpu"]))
+    assert [group.name for group in plan_servers(config)[0].groups] == ["main", "own"]
+    (own,) = plan_own_engines(config)
+    assert [engine.first_device for engine in own.engines] == [1]
+    assert config.has_fused_engines
+    assert config.has_own_engines
+    assert (config.num_devices, config.num_own_server_devices) == (2, 1)
+    config = load_config(compose(["recipes=colocated_cpu"]))
+    assert plan_own_engines(config)[0].engines == ()
+    assert config.has_fused_engines
+    assert not config.has_own_engines
+    assert (config.num_devices, config.num_own_server_devices) == (2, 0)
+    config = load_config(compose(["serving=own"]))
+    assert plan_own_engines(config) == plan_servers(config)
+    assert not config.has_fused_engines
+    assert config.has_own_engines
 
 
 @pytest.mark.shows("4.7")

@@ -18,7 +18,7 @@ from hybridrl.errors import DriftError, ServerDiedError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import router as router_module
-from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.policy_router import PolicyRouter
 from hybridrl.workers.rollout.sglang.process import ServerProcess
@@ -47,7 +47,8 @@ class Addressed:
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyRouter]:
     pytest.importorskip("sglang_router")
-    routed = PolicyRouter(CONFIG, make_tiny_model(tmp_path_factory.mktemp("model") / "model"))
+    model = make_tiny_model(tmp_path_factory.mktemp("model") / "model")
+    routed = PolicyRouter(CONFIG, model, "a-key")
     routed.start()
     yield routed
     routed.end()
@@ -65,11 +66,11 @@ Ask = Callable[[EnginePool], Coroutine[None, None, list[Sample]]]
 def run(
     routed: PolicyRouter, urls: Iterable[str], ask: Ask, *, version: int = 0
 ) -> tuple[list[Sample], dict[int, str], Metrics]:
-    engines = {i: cast(EngineHandle, Addressed(url)) for i, url in enumerate(urls)}
+    engines = {i: cast(SamplingEngine, Addressed(url)) for i, url in enumerate(urls)}
 
     losses: dict[int, str] = {}
 
-    def note(index: int, _: EngineHandle, reason: str) -> bool:
+    def note(index: int, _: SamplingEngine, reason: str) -> bool:
         losses[index] = reason
         return False
 
@@ -155,7 +156,7 @@ def test_a_replacement_gets_requests_in_the_same_phase(routed: PolicyRouter) -> 
             kill(servers[dying])
             task = asyncio.ensure_future(twelve(pool))
             await asyncio.sleep(0.3)
-            pool.join(0, cast(EngineHandle, Addressed(coming)))
+            pool.join(0, cast(SamplingEngine, Addressed(coming)))
             return await task
 
         samples, _, _ = run(routed, [dying], ask)

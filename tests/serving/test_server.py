@@ -52,7 +52,9 @@ def plan_of(*groups: tuple[WorkerType, int], num_offloaded: int = 0) -> ServerPl
         colocated=bool(num_offloaded),
         models={"policy": ServedModelConfig(groups=named)},
     )
-    (plan,) = lay_out(serving.placed_groups, num_devices_per_node=64, num_offloaded=num_offloaded)
+    (plan,) = lay_out(
+        serving.placed_groups, num_devices_per_node=64, num_shared_per_node=num_offloaded
+    )
     return plan
 
 

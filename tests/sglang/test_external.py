@@ -12,7 +12,8 @@ import torch
 
 from hybridrl.errors import ExternalEngineError
 from hybridrl.sampler import RequestParams
-from hybridrl.serving.external import ExternalModel, ServerKeys
+from hybridrl.serving.external import ExternalModel
+from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.workers.rollout.sglang.arguments import build_arguments, environment
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.process import free_port
@@ -62,7 +63,7 @@ def judge_at(
         *("serving.num_devices_per_node=1", *overrides),
         *("reward.function=judge", "reward.args={model: judge, template: '{response}'}"),
     )
-    model = ExternalModel(config, "judge", keys=ServerKeys({"judge": key}))
+    model = ExternalModel(config, "judge", keys=ServerKeys(by_model={"judge": key}))
     try:
         model.start()
         yield model

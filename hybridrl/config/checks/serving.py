@@ -107,30 +107,6 @@ def check_models_have_engines(config: ExperimentConfig) -> Iterator[ConfigError]
                 )
 
 
-def check_shared_devices_are_given_back(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Groups on devices of the trainer sleep while it computes; others never do."""
-    serving, sleeps = config.serving, config.rollout.sleep
-    if not serving.models:
-        return
-    if serving.colocated and not sleeps:
-        shared = [g for g in serving.placed_groups if g.first_device < config.cluster.num_ranks]
-        names = ", ".join(f"{group.model}.{group.name}" for group in shared)
-        yield ConfigError(
-            "serving.colocated",
-            got=True,
-            rule=f"groups {names} and the trainer want the same devices, and rollout.sleep=false "
-            "gives none back",
-            remedies=[("serving.colocated=false",)],
-        )
-    if not serving.colocated and sleeps:
-        yield ConfigError(
-            "rollout.sleep",
-            got=True,
-            rule="would be ignored: servers have devices of their own (serving.colocated=false)",
-            remedies=[("rollout.sleep=false",)],
-        )
-
-
 def check_group_arguments(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Arguments of a group are SGLang's, as those of ``rollout.engine_args``."""
     for group in config.serving.placed_groups:
@@ -144,17 +120,8 @@ def check_group_arguments(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_topology_is_built(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Servers run regular engines on devices of their own; docs/serving.md."""
-    serving = config.serving
-    planned = "is planned and not built (docs/serving.md)"
-    if serving.models and serving.colocated:
-        yield ConfigError(
-            "serving.colocated",
-            got=True,
-            rule=f"{planned}; engines on the trainer's devices are those of its ranks",
-            remedies=[("serving.colocated=false", "rollout.sleep=false"), ("serving=none",)],
-        )
-    for group in serving.placed_groups:
+    """Encoders are not built; docs/serving.md."""
+    for group in config.serving.placed_groups:
         if group.config.worker_type not in _BUILT_TYPES:
             key = f"{group.key}.worker_type"
             rule = "is not built: encoders read images, and the models that hybridrl trains do not"
@@ -200,7 +167,7 @@ def check_engines_can_share_devices(config: ExperimentConfig) -> Iterator[Config
             rule = "rollout.engine=hf has no halves: SGLang alone hands keys and values on"
             yield ConfigError(key, group.config.worker_type, rule, remedies=[("rollout=sglang",)])
     key, size = "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size
-    if size > 1:
+    if size > 1 and not config.serving.colocated:
         yield ConfigError(
             key,
             size,
@@ -236,7 +203,6 @@ RULES = (
     check_engines_fill_their_groups,
     check_one_model_is_the_policy,
     check_models_have_engines,
-    check_shared_devices_are_given_back,
     check_group_arguments,
     check_topology_is_built,
     check_weights_have_a_receiver,

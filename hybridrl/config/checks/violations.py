@@ -19,6 +19,7 @@ from hybridrl.config.checks import (
     external_models,
     frozen_models,
     fsdp2,
+    fused_groups,
     lora,
     megatron,
     megatron_args,
@@ -93,7 +94,12 @@ _ROLLOUT = (lora.check_lora_base, *replay.RULES)
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "algorithm": (*parts.RULES, *algorithm.RULES),
     "rollout": (*rollout.RULES, *_ROLLOUT, megatron.check_routing_replay),
-    "serving": (*serving.RULES, *frozen_models.RULES, *external_models.RULES),
+    "serving": (
+        *serving.RULES,
+        *fused_groups.RULES,
+        *frozen_models.RULES,
+        *external_models.RULES,
+    ),
     "agent": agent.RULES,
     "critic": critic.RULES,
     "batch sizes": batch_sizes.RULES,
@@ -103,7 +109,12 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
 }
 _EVAL_RULES: Mapping[str, tuple[Rule, ...]] = {
     "rollout": (*rollout.RULES, *_ROLLOUT),
-    "serving": (*serving.RULES, *frozen_models.RULES, *external_models.RULES),
+    "serving": (
+        *serving.RULES,
+        *fused_groups.RULES,
+        *frozen_models.RULES,
+        *external_models.RULES,
+    ),
     "agent": agent.RULES,
     "reward": reward.RULES,
     "reward models": reward_models.RULES,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -21,9 +22,12 @@ from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.mixed_engines import MixedEngines, MixedRollout
 from hybridrl.workers.sharding.served_engines import ServedEngines, Servers
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import OffloadableModel, TrainEngine
+
+log = logging.getLogger(__name__)
 
 _MOVES_MEMORY = {
     *("start", "restart", "offload_optimizer", "resume_weights", "sync", "offload_parameters"),
@@ -39,7 +43,7 @@ class ShardingManager:
     def __init__(
         self,
         *,
-        engine: RolloutEngine | Servers | None,
+        engine: RolloutEngine | Servers | MixedRollout | None,
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
@@ -54,7 +58,7 @@ class ShardingManager:
 
         Args:
             engine: this rank's rollout engine; None on a rank without one. Servers if no rank has
-                one.
+                one, or both if there are both.
             config: the rollout section.
             device: the device that all share.
             control: the control group of all ranks.
@@ -69,19 +73,25 @@ class ShardingManager:
         self._stages: Metrics = {}
         self._is_rollout_open = False
         self._colocated = ColocatedEngines(device=device, control=control)
-        self._engines: FusedEngines | ServedEngines
+        self._engines: FusedEngines | ServedEngines | MixedEngines
         if isinstance(engine, Servers):
             self._skew_timeout = (engine.timeout_s, "cluster.call_timeout_s")
             self._engines = ServedEngines(engine, config=config, device=device, control=control)
         else:
-            self._engines = FusedEngines(
-                None if engine is None else ManagedEngine(engine, config=config, device=device),
+            led = engine.engine if isinstance(engine, MixedRollout) else engine
+            self._engines = fused = FusedEngines(
+                None if led is None else ManagedEngine(led, config=config, device=device),
                 config=config,
                 device=device,
                 control=control,
                 follower=follower,
                 resends_base=lora is None or lora.base == "resend",
             )
+            if isinstance(engine, MixedRollout):
+                served = ServedEngines(
+                    engine.servers, config=config, device=device, control=control
+                )
+                self._engines = MixedEngines(fused, served)
         if self._engines.managed is not None:
             self._engines.managed.neighbours = self._colocated.holders
             if config.engine == "hf":  # it allocates from torch, in this process
@@ -154,6 +164,14 @@ class ShardingManager:
         self._engines.trained_version = version
         self.meter.settle()
 
+    def mark_lost(self, engines: Collection[int]) -> None:
+        """Take engines of the group for lost: they are asked nothing, and restarted at the end.
+
+        Call it within a rollout phase, on all ranks alike.
+        """
+        log.warning("engines of the ranks are lost, and restart after the phase: %s", engines)
+        self._life.mark_broken(engines)
+
     @property
     def states(self) -> tuple[State, ...]:
         """State of each engine of the worker group."""
@@ -167,7 +185,7 @@ class ShardingManager:
 
     def shutdown(self) -> None:
         """End this rank's rollout engine, and remove the weights published for others."""
-        if isinstance(self._engines, ServedEngines):
+        if not isinstance(self._engines, FusedEngines):
             self._engines.close()
         if self._engines.managed is not None:
             self._engines.managed.engine.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from hybridrl.batch import PromptBatch
@@ -24,6 +25,13 @@ class NoEngines(Servers):
         """Refuse likewise."""
         self.need_weights(version=version)
 
-    def sample(self, prompts: PromptBatch, sampling: SamplingParams, *, version: int) -> NoReturn:
+    def sample(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingParams,
+        *,
+        version: int,
+        fused: Sequence[str] = (),
+    ) -> NoReturn:
         """Refuse likewise."""
         self.need_weights(version=version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -46,6 +46,9 @@ class Servers(ABC):
     weights: WeightRoute = "files"
     """How weights reach them (``serving.weights``)."""
 
+    key: str = ""
+    """That engines of the ranks require of the manager; empty if ranks lend none."""
+
     @property
     def host(self) -> str:
         """Address at which all engines reach this process."""
@@ -72,7 +75,12 @@ class Servers(ABC):
 
     @abstractmethod
     def sample(
-        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingParams,
+        *,
+        version: int,
+        fused: Sequence[str] = (),
     ) -> tuple[list[Sample], Metrics]:
         """Sample G responses to each of P prompts.
 
@@ -80,6 +88,7 @@ class Servers(ABC):
             prompts: all prompts of a call.
             sampling: how to sample.
             version: of the policy that must sample them.
+            fused: addresses of engines of the ranks, lent for this call; they serve this version.
 
         Returns:
             P * G samples in prompt order, those to the same prompt adjacent; and metrics.
@@ -89,6 +98,15 @@ class Servers(ABC):
             DeadlineError: no answer in time.
             DriftError: an engine sampled with other weights.
         """
+
+    def lost_engines(self) -> Collection[int]:
+        """Return which of the engines that were lent to the last call did not work.
+
+        Raises:
+            ServerDiedError: the servers are gone.
+            DeadlineError: no answer in time.
+        """
+        return ()
 
 
 def update_with_tries(update: Callable[[], None]) -> None:
@@ -109,7 +127,7 @@ def update_with_tries(update: Callable[[], None]) -> None:
 
 
 class ServedEngines:
-    """The weights of the trainer on their way to servers; no rank has an engine."""
+    """The weights of the trainer on their way to servers. It leads no engine."""
 
     managed = None
     num_engines = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,12 @@ class RecordingServers(Servers):
         return [source for source, _ in self.updates if isinstance(source, Path)]
 
     def sample(
-        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingParams,
+        *,
+        version: int,
+        fused: Sequence[str] = (),
     ) -> tuple[list[Sample], Metrics]:
         raise NotImplementedError
 

@@ -1,0 +1,160 @@
+"""HTTP for an engine in this process: the rollout manager asks it as it asks a server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from hybridrl.errors import EngineError, PhaseError, RequestError
+from hybridrl.json_text import to_json_text
+from hybridrl.network import host_and_port
+from hybridrl.sampler import T
+from hybridrl.workers.rollout.directory import Door, EngineDirectory
+from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.rollout.request_server import RequestServer
+from hybridrl.workers.rollout.sample_messages import (
+    PROGRESS_ROUTE,
+    SAMPLE_ROUTE,
+    answer_body,
+    read_request,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 1 << 26
+_END_S = 1.0
+_REFUSED = 400
+"""Status of a request that each engine would refuse."""
+
+
+class EngineAccess(Protocol):
+    """How other processes ask the engine of a rank, while it serves."""
+
+    def open(self) -> str:
+        """Admit requests; the engine must do so, too. Returns the URL. Idempotent.
+
+        Raises:
+            EngineError: the engine cannot answer any.
+        """
+        ...
+
+    def close(self) -> None:
+        """Admit no further request. Idempotent."""
+        ...
+
+    def end(self) -> None:
+        """Listen no more. Idempotent."""
+        ...
+
+
+class ServerAccess:
+    """The engine is a server itself: whoever has its key may ask it while it is not paused."""
+
+    def __init__(self, directory: EngineDirectory) -> None:
+        """Look the server up in ``directory``, whose door has a key that others know."""
+        self._directory = directory
+
+    def open(self) -> str:
+        """Return the address of the server at present: it changes with a restart."""
+        if self._directory.own is None:
+            raise EngineError("the server of this rank did not start")
+        return self._directory.own.url
+
+    def close(self) -> None:
+        """Do nothing: the life cycle pauses the server."""
+
+    def end(self) -> None:
+        """Do nothing: the server ends with the engine."""
+
+
+class RequestListener:
+    """Listens for requests to an engine of this process, and answers while it is open."""
+
+    def __init__(self, engine: RolloutEngine, *, door: Door) -> None:
+        """Listen on a free port, and refuse all requests.
+
+        Args:
+            engine: that samples.
+            door: address of this machine, and the key that callers must send.
+        """
+        self._engine = engine
+        self._requests = RequestServer(engine)
+        self._door = door
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="request listener", daemon=True
+        )
+        self._thread.start()
+        self._url = self._run(self._listen())
+
+    def open(self) -> str:
+        """Admit requests. See ``EngineAccess``."""
+        self._requests.open()
+        return self._url
+
+    def close(self) -> None:
+        """Admit no further request."""
+        self._requests.close()
+
+    def end(self) -> None:
+        """Close all connections."""
+        if self._loop.is_closed():
+            return
+        self._requests.close()
+        self._run(self._runner.cleanup())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _listen(self) -> str:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
+        app.router.add_post(SAMPLE_ROUTE, self._sample)
+        app.router.add_get(PROGRESS_ROUTE, self._progress)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=_END_S
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._door.host, 0).start()
+        return f"http://{host_and_port(self._door.host, self._runner.addresses[0][1])}"
+
+    @web.middleware
+    async def _guard(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Require the key, and answer an error with its words."""
+        _, _, key = request.headers.get("Authorization", "").rpartition(" ")
+        if not secrets.compare_digest(key.encode(), self._door.key.encode()):
+            return _json({"error": "the key is wrong"}, status=401)
+        try:
+            return await handler(request)
+        except web.HTTPException:
+            raise
+        except RequestError as error:
+            return _json({"error": str(error)}, status=_REFUSED)
+        except (EngineError, PhaseError) as error:
+            return _json({"error": f"{type(error).__name__}: {error}"}, status=500)
+
+    async def _sample(self, request: web.Request) -> web.Response:
+        tokens, params, keys = read_request(await request.json())
+        samples = await asyncio.wrap_future(self._requests.sample_group(tokens, params, keys=keys))
+        return _json(answer_body(samples))
+
+    async def _progress(self, _: web.Request) -> web.Response:
+        await asyncio.wrap_future(self._requests.turn())
+        moment = await asyncio.to_thread(self._engine.progress)
+        return _json({"loads": [{"timestamp": moment}]})
+
+
+def _json(fields: object, *, status: int = 200) -> web.Response:
+    return web.Response(text=to_json_text(fields), status=status, content_type="application/json")

@@ -1,0 +1,62 @@
+"""Runs whose ranks lend their engines to the rollout manager, alone and beside an own engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridrl.run.launch import run
+from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.serving.processes import engine_processes
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+SMALL = ("eval.every_num_steps=0", "rollout.num_slots=4", VARIED)
+COLOCATED = (*SMALL, "recipes=colocated_cpu", "trainer.num_steps=4")
+MIXED = (*SMALL, "recipes=mixed_cpu", "trainer.num_steps=3")
+
+
+def faults(kind: str, *, every: int) -> str:
+    return f"serving.faults={{it: {{kind: {kind}, every_num_phases: {every}, within_requests: 4}}}}"
+
+
+def require_good(lines: list[dict[str, float]], *, num_steps: int) -> None:
+    """No prompt is lost or doubled, and each token is of the newest weights."""
+    assert [line["data/prompts"] for line in lines] == [4 * (n + 1) for n in range(num_steps)]
+    assert all(line["policy/sampler_mismatch_nats/max"] < 1e-3 for line in lines)
+    assert [line["policy/version"] for line in lines] == list(range(1, num_steps + 1))
+
+
+@pytest.mark.shows("4.1", "4.15")
+def test_a_lost_engine_of_a_rank_is_back_in_the_next_phase(tmp_path: Path) -> None:
+    run(small_config(tmp_path / "run", *COLOCATED, faults("error", every=2)), resolved_yaml="")
+    lines = read_metrics(tmp_path / "run")
+    require_good(lines, num_steps=4)
+    assert [line["rollout/lost_engines"] for line in lines] == [0, 1, 0, 1]
+    assert [line["rollout/replaced_engines"] for line in lines] == [0, 0, 1, 0]
+    assert [line["rollout/repeated_requests"] > 0 for line in lines] == [False, True, False, True]
+    assert all(line["time/restart_s"] > 0 for line in lines[1::2])
+
+
+@pytest.mark.shows("4.3")
+def test_own_engines_serve_beside_those_of_the_ranks(tmp_path: Path) -> None:
+    run(small_config(tmp_path / "run", *MIXED), resolved_yaml="")
+    lines = read_metrics(tmp_path / "run")
+    require_good(lines, num_steps=3)
+    assert [line["rollout/lost_engines"] for line in lines] == [0, 0, 0]
+    wait_until(lambda: not engine_processes())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", [COLOCATED, MIXED], ids=["colocated", "mixed"])
+def test_a_killed_manager_starts_the_workers_again(recipe: tuple[str, ...], tmp_path: Path) -> None:
+    restarts = ("checkpoint.every_num_steps=1", "checkpoint.max_restarts=4")
+    kill = faults("kill_manager", every=3)
+    run(small_config(tmp_path / "run", *recipe, *restarts, kill), resolved_yaml="")
+    lines = read_metrics(tmp_path / "run")
+    require_good(lines, num_steps=len(lines))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "sample: the rollout manager is gone" in log
+    assert "workers are started again" in log

@@ -1,0 +1,176 @@
+"""Engines that ranks lend: real requests over HTTP, and engines that are lost meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from hybridrl.errors import EngineError, PhaseError, RequestError, ServerDiedError
+from hybridrl.metrics import Sum
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.rank_engines import RankEngine, RankEngines
+from hybridrl.workers.rollout.directory import Door
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.request_listener import RequestListener
+from hybridrl.workers.rollout.single_turn import single_turn
+from tests.tiny_models import make_tiny_model
+from tests.workers.rollout.engines import (
+    VOCAB_SIZE,
+    make_prompts,
+    ready_engine,
+    sampling_params,
+    tokens_of,
+)
+
+PROMPTS = make_prompts([3, 9, 5, 2] * 2)
+SAMPLING = sampling_params(group=2, tokens=12)
+SHORT = RequestParams(max_new_tokens=4, temperature=1.0)
+KEY = "a-key"
+FIRST = 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def ranks(model: Path) -> Iterator[list[tuple[HFRolloutEngine, RequestListener]]]:
+    engines = [ready_engine(model, num_slots=4) for _ in range(2)]
+    listeners = [RequestListener(engine, door=Door(key=KEY)) for engine in engines]
+    yield list(zip(engines, listeners, strict=True))
+    for listener in listeners:
+        listener.end()
+
+
+@pytest.fixture
+def lent() -> Iterator[RankEngines]:
+    engines = RankEngines(key=KEY, first_index=FIRST, timeout_s=60.0, health_timeout_s=60.0)
+    yield engines
+    engines.end()
+
+
+def new_pool() -> EnginePool:
+    """A pool without engines of the manager's own."""
+    return EnginePool(
+        {},
+        num_slots=4,
+        max_context_tokens=32,
+        vocab_size=VOCAB_SIZE,
+        version=0,
+        timeout_s=60.0,
+    )
+
+
+def sample(pool: EnginePool) -> list[Sample]:
+    return asyncio.run(single_turn(PROMPTS, SAMPLING)(pool))
+
+
+def test_ranks_sample_for_the_manager_bit_by_bit(
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: RankEngines, model: Path
+) -> None:
+    engine = ready_engine(model)
+    expected = engine.run(single_turn(PROMPTS, SAMPLING))
+    for _ in range(3):
+        pool = new_pool()
+        with lent.joining(pool, [listener.open() for _, listener in ranks]):
+            samples = sample(pool)
+        for rank, listener in ranks:
+            listener.close()
+            rank.pause()
+            assert rank.drain(timeout_s=10) == 0
+            rank.continue_generation()
+            assert rank.last_stats is not None  # each had a share
+        assert tokens_of(samples) == tokens_of(expected)
+        assert {sample.weight_version for sample in samples} == {0}
+        assert lent.lost() == ()
+
+
+def test_each_refusal_has_its_own_error(
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: RankEngines
+) -> None:
+    listener = ranks[0][1]
+    url = listener.open()
+    with lent.joining(new_pool(), [url]):
+        engine = lent.serving()[FIRST]
+        assert engine.address().result() == url
+        assert engine.probe().result(60) != engine.probe().result(60)
+        with pytest.raises(RequestError, match="vocabulary"):
+            engine.sample_group([VOCAB_SIZE], SHORT, keys=(1,)).result(60)
+        with pytest.raises(PhaseError, match="a rank leads the engine"):
+            engine.signal(9)
+        listener.close()
+        with pytest.raises(EngineError, match="status 500: PhaseError: a request was refused"):
+            engine.sample_group([1], SHORT, keys=(1,)).result(60)
+    strange = RankEngine(url, key="another", timeout_s=60.0)
+    with pytest.raises(EngineError, match="the key is wrong"):
+        strange.sample_group([1], SHORT, keys=(1,)).result(60)
+    strange.disconnect()
+
+
+@pytest.mark.shows("4.15")
+def test_requests_of_a_lost_engine_go_to_another(
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: RankEngines, model: Path
+) -> None:
+    expected = ready_engine(model).run(single_turn(PROMPTS, SAMPLING))
+    ranks[0][1].open()  # the second one refuses all requests
+    urls = [listener._url for _, listener in ranks]
+    pool = new_pool()
+    with lent.joining(pool, urls):
+        samples = sample(pool)
+        assert list(lent.serving()) == [FIRST]
+    assert tokens_of(samples) == tokens_of(expected)
+    assert lent.lost() == (1,)
+    assert pool.metrics()["rollout/repeated_requests"].value > 0
+    assert lent.take_metrics()["rollout/lost_engines"] == Sum(1)
+    ranks[1][1].open()
+    with lent.joining(new_pool(), urls):
+        assert lent.lost() == ()
+        assert list(lent.serving()) == [FIRST, FIRST + 1]
+        assert lent.take_metrics()["rollout/replaced_engines"] == Sum(1)
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """A port that takes connections and answers nothing, as a stopped process does."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.shows("4.14")
+def test_a_hung_engine_is_waited_for_no_longer() -> None:
+    lent = RankEngines(key=KEY, first_index=FIRST, timeout_s=60.0, health_timeout_s=0.3)
+    pool = new_pool()
+    with (
+        silent_server() as hung,
+        pytest.raises(ServerDiedError, match=r"serves; engine 5: no progress within"),
+        lent.joining(pool, [hung]),
+    ):
+        sample(pool)
+    assert lent.lost() == (0,)
+    lent.end()
+
+
+def test_engines_of_the_manager_are_replaced_as_before(lent: RankEngines) -> None:
+    reported: list[int] = []
+
+    def replace(index: int, engine: SamplingEngine, reason: str) -> bool:
+        reported.append(index)
+        return True
+
+    pool, own = new_pool(), RankEngines(key="", first_index=0, timeout_s=1, health_timeout_s=1)
+    pool.on_lost = replace
+    with lent.joining(pool, ["http://127.0.0.1:9"]):
+        assert pool.on_lost(0, cast(SamplingEngine, own), "gone")
+        assert not pool.on_lost(FIRST, lent.serving()[FIRST], "gone")
+    assert reported == [0]
+    assert lent.lost() == (0,)
+    own.end()

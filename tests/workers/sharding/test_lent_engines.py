@@ -1,0 +1,305 @@
+"""Engines that ranks lend to the manager: order of the stages, lost engines, random faults."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.batch import PromptBatch
+from hybridrl.errors import EngineError, ServerDiedError
+from hybridrl.metrics import Metrics
+from hybridrl.sampler import Sample, SamplingParams
+from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.lent_engines import LentEngines
+from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.mixed_engines import MixedRollout
+from hybridrl.workers.sharding.states import State
+from hybridrl.workers.sharding.weight_files import WeightSource
+from tests.ranks import run_ranks
+from tests.workers.rollout.engines import make_prompts, sampling_params
+from tests.workers.sharding.recording import (
+    CPU,
+    TENANT,
+    Journal,
+    RecordingDevice,
+    RecordingEngine,
+    RecordingTrainEngine,
+    recording_device,
+    rollout_config,
+)
+from tests.workers.sharding.test_random_fire import ENGINE_CALLS, TENANT_CALLS
+from tests.workers.sharding.test_served_engines import RecordingServers, require_sent
+
+PROMPTS = make_prompts([3])
+SAMPLING = sampling_params(group=1, tokens=1)
+
+
+@dataclass
+class RecordingAccess:
+    """The way to an engine, which notes when it is open, beside the calls of the engine."""
+
+    rank: int
+    journal: Journal
+    is_open: bool = False
+
+    def open(self) -> str:
+        with self.journal.entry(self.rank, "open"):
+            self.is_open = True
+        return f"engine {self.rank}"
+
+    def close(self) -> None:
+        with self.journal.entry(self.rank, "close"):
+            self.is_open = False
+
+    def end(self) -> None:
+        self.close()
+
+
+@dataclass
+class Manager(RecordingServers):
+    """Notes who is lent to it; loses the engines that a test names."""
+
+    journal: Journal = field(default_factory=Journal)
+    lost: tuple[int, ...] = ()
+    failure: Exception | None = None
+    calls: list[tuple[int, list[str]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        RecordingServers.__init__(self)
+
+    def sample(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingParams,
+        *,
+        version: int,
+        fused: Sequence[str] = (),
+    ) -> tuple[list[Sample], Metrics]:
+        with self.journal.entry(0, "sample"):
+            self.calls.append((version, list(fused)))
+        if self.failure is not None:
+            raise self.failure
+        return [], {}
+
+    def lost_engines(self) -> Collection[int]:
+        return self.lost
+
+
+def lend(device: RecordingDevice, manager: Manager, *, rank: int) -> LentEngines:
+    return LentEngines(
+        manager,
+        access=RecordingAccess(rank, device.journal),
+        engine=device.engine,
+        control=device.manager._control,
+        mark_lost=device.manager.mark_lost,
+    )
+
+
+def phase(device: RecordingDevice, lent: LentEngines) -> None:
+    with device.manager.rollout_phase() as engine:
+        assert engine is device.engine
+        lent.sample(PROMPTS, SAMPLING, version=device.version)
+
+
+def _three_cycles(rank: int) -> tuple[list[list[str]], list[tuple[int, list[str]]]]:
+    device = recording_device(rank, sleep=True)
+    manager = Manager(journal=device.journal)
+    lent = lend(device, manager, rank=rank)
+    by_phase = []
+    for _ in range(3):
+        device.journal.events.clear()
+        phase(device, lent)
+        by_phase.append(device.journal.calls(rank))
+        device.train()
+    return by_phase, manager.calls
+
+
+@pytest.mark.shows("4.1", "4.21")
+def test_the_manager_samples_between_the_stages_of_all_ranks() -> None:
+    (first, calls), (second, no_calls) = run_ranks(2, _three_cycles)
+    urls = ["engine 0", "engine 1"]
+    assert calls == [(0, urls), (1, urls), (2, urls)]
+    assert no_calls == []
+    for of_rank in (first, second):
+        for names in of_rank:
+            assert names.index("continue_generation") < names.index("open")
+            assert names.index("open") < names.index("close") < names.index("pause")
+    for names in first:
+        assert names.index("open") < names.index("sample") < names.index("close")
+
+
+def _lose_one(rank: int) -> list[tuple[State, ...]]:
+    device = recording_device(rank, sleep=True)
+    manager = Manager(journal=device.journal)
+    lent = lend(device, manager, rank=rank)
+    states, restarts = [], []
+    for lost in ((), (1,), (), (0, 1), ()):
+        manager.lost = lost
+        device.journal.events.clear()
+        phase(device, lent)
+        calls = device.journal.calls(rank)
+        restarts.append("restart" in calls)
+        assert ("drain" in calls) != ("restart" in calls)  # a lost one is asked nothing
+        states.append(device.manager.states)
+        device.train()
+    assert restarts == [False, rank == 1, False, True, False]
+    return states
+
+
+@pytest.mark.shows("4.12")
+def test_engines_that_the_manager_lost_restart_after_the_phase() -> None:
+    first, second = run_ranks(2, _lose_one)
+    assert first == second == [(State.ASLEEP, State.ASLEEP)] * 5
+
+
+def _fail_to_sample(rank: int) -> list[str]:
+    device = recording_device(rank, sleep=True)
+    manager = Manager(journal=device.journal)
+    lent = lend(device, manager, rank=rank)
+    endings = []
+    for failure in (None, ServerDiedError("the manager is gone"), None):
+        manager.failure = failure
+        try:
+            phase(device, lent)
+        except EngineError as error:
+            endings.append(str(error))
+        else:
+            endings.append("well")
+        assert not lent._access.is_open  # type: ignore[union-attr]
+        device.train()
+    return endings
+
+
+def test_an_error_of_the_manager_is_raised_and_engines_sleep() -> None:
+    first, second = run_ranks(2, _fail_to_sample)
+    assert first == ["well", "the manager is gone", "well"]
+    assert second == ["well"] * 3
+
+
+def _fire(rank: int, seeds: range) -> list[list[str]]:
+    logging.disable(logging.WARNING)
+    return [_phases_under_fire(rank, random.Random(seed)) for seed in seeds]
+
+
+def _phases_under_fire(rank: int, chance: random.Random) -> list[str]:
+    device = recording_device(rank, sleep=chance.random() < 0.75)
+    manager = Manager(journal=device.journal)
+    lent = lend(device, manager, rank=rank)
+    endings = []
+    for _ in range(3):
+        for _ in range(chance.randint(0, 2)):
+            call = chance.choice([*ENGINE_CALLS, *TENANT_CALLS, ("open", "")])
+            victim, when = chance.randrange(2), chance.choice(["before", "after"])
+            if victim == rank:
+                target = TENANT if call in TENANT_CALLS else rank
+                device.journal.fail(target, *call, when=when, times=1)
+        manager.lost = chance.choice([(), (), (0,), (1,), (0, 1)])
+        try:
+            phase(device, lent)
+        except StageError as error:
+            endings.append(str(error))
+        else:
+            endings.append("well")
+        device.journal.faults.clear()
+        assert not lent._access.is_open  # type: ignore[union-attr]
+        manager.lost = ()
+        assert device.serve(), endings
+        device.train()
+    return endings
+
+
+def test_random_faults_take_ranks_with_a_manager_out_alike() -> None:
+    first, second = run_ranks(2, _fire, range(15))
+    assert first == second
+    assert any(ending != "well" for endings in first for ending in endings)
+
+
+class Mixed:
+    """A rank with an engine, beside servers with others."""
+
+    def __init__(self, *, sleep: bool = True) -> None:
+        self.servers = RecordingServers()
+        journal = Journal()
+        engine = RecordingEngine(0, journal)
+        manager = ShardingManager(
+            engine=MixedRollout(engine, self.servers),
+            config=rollout_config(sleep=sleep),
+            device=CPU,
+            control=ControlGroup(timeout_s=20.0),
+        )
+        trainer = RecordingTrainEngine(journal)
+        manager.attach_policy(trainer)
+        self.device = RecordingDevice(journal, engine, trainer, manager)
+
+    def cycle(self) -> None:
+        assert self.device.serve()
+        require_sent(self.servers, self.device.trainer)
+        assert self.servers.version == self.device.version
+        self.device.train()
+
+
+@pytest.mark.shows("4.3")
+def test_both_kinds_get_the_weights_of_each_step() -> None:
+    mixed = Mixed()
+    for _ in range(3):
+        mixed.cycle()
+    assert [version for _, version in mixed.servers.updates] == [0, 1, 2]
+    assert not any(folder.exists() for folder in mixed.servers.folders())
+    mixed.device.manager.shutdown()
+
+
+class WatchingServers(RecordingServers):
+    """Notes which weights the engine of the rank has when the others get theirs."""
+
+    def __init__(self, engine: RecordingEngine) -> None:
+        super().__init__()
+        self.engine = engine
+        self.seen: list[tuple[int | None, bool]] = []
+
+    def update(self, source: WeightSource, *, version: int) -> None:
+        super().update(source, version=version)
+        self.seen.append((self.engine.version, self.engine.is_admitting))
+
+
+def test_own_engines_load_after_the_fused_and_before_these_serve() -> None:
+    mixed = Mixed()
+    assert mixed.device.engine is not None
+    servers = WatchingServers(mixed.device.engine)
+    mixed.device.manager._engines._served._servers = servers  # type: ignore[union-attr]
+    mixed.servers = servers
+    for _ in range(3):
+        mixed.cycle()
+    assert servers.seen == [(0, False), (1, False), (2, False)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.sampled_from([None, *ENGINE_CALLS, *TENANT_CALLS])),
+        min_size=3,
+        max_size=4,
+    )
+)
+def test_no_fault_leaves_the_kinds_with_different_weights(
+    faults: list[tuple[int, tuple[str, str] | None]],
+) -> None:
+    mixed = Mixed()
+    for num_errors, call in faults:
+        mixed.servers.errors = [
+            StageError("sync", {0: "gone"}, of="engine") for _ in range(num_errors)
+        ]
+        if call is not None:
+            target = TENANT if call in TENANT_CALLS else 0
+            mixed.device.journal.fail(target, *call, when="before", times=1)
+        with suppress(StageError):
+            mixed.device.serve()
+        mixed.servers.errors.clear()
+        mixed.device.journal.faults.clear()
+        mixed.cycle()
