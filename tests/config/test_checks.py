@@ -239,7 +239,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*COLOCATED, "cluster.num_ranks_per_node=2", "serving.faults={it: {kind: stop}}"),
         "serving.faults.it.kind",
-        "the manager sends no signals to engines of ranks",
+        "the manager ends and cuts no engines of ranks",
     ),
     ((*SERVERS, "rollout.sleep=true"), "rollout.sleep", "servers have devices of their own"),
     (
