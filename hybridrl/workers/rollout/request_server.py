@@ -105,10 +105,13 @@ class RequestServer:
         turned: Future[None] = Future()
         with self._lock:
             session = self._session
-            if session is None or session.has_ended:
-                turned.set_result(None)
-            else:
-                session.loop.call_soon_threadsafe(turned.set_result, None)
+            try:
+                if session is not None and not session.has_ended:
+                    session.loop.call_soon_threadsafe(turned.set_result, None)
+                    return turned
+            except RuntimeError:  # the engine failed: the program's loop is closed
+                pass
+        turned.set_result(None)
         return turned
 
     async def _answer(

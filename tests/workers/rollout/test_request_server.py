@@ -74,6 +74,30 @@ def test_a_server_that_is_opened_before_it_ended_serves_on(tiny_model: Path) -> 
     server.close()
 
 
+def test_a_caller_that_goes_away_does_not_hold_the_program(tiny_model: Path) -> None:
+    engine, server = opened(tiny_model)
+    answer = request(server, 1)
+    assert not answer.cancel()
+    server.close()
+    engine.pause()
+    assert engine.drain(timeout_s=60) == 0
+    assert len(answer.result(0)) == 1
+
+
+def test_the_loop_turns_before_while_and_after_it_is_open(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, num_slots=4)
+    server = RequestServer(engine)
+    server.turn().result(0)
+    server.open()
+    answer = request(server, 1)
+    server.turn().result(60)
+    server.close()
+    engine.pause()
+    engine.drain(timeout_s=60)
+    assert len(answer.result(0)) == 1
+    server.turn().result(60)
+
+
 class StuckEngine:
     """Admits programs as engines do, and answers no request."""
 
@@ -142,6 +166,7 @@ def test_a_request_to_an_engine_that_just_failed_is_refused() -> None:
     assert engine.has_failed.wait(60)
     with pytest.raises(PhaseError, match="a request was refused"):
         server.sample_group([1, 2], SHORT, keys=(2,))
+    server.turn().result(0)
     server.close()
     engine.may_return.set()
     with pytest.raises(EngineError, match="a request got no answer"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from torch import Tensor
 from hybridrl.batch import PromptBatch
 from hybridrl.config.serving import WeightRoute
 from hybridrl.errors import ServerDiedError
-from hybridrl.metrics import Metrics
+from hybridrl.metrics import Metrics, Sum
 from hybridrl.models.load import WeightFiles
 from hybridrl.sampler import Sample, SamplingParams
+from hybridrl.workers.sharding import served_engines, weight_proof
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.served_engines import Servers
@@ -42,12 +44,18 @@ class RecordingServers(Servers):
         self.version = -1
         self.updates: list[tuple[WeightSource, int]] = []
         self.errors: list[Exception] = []
+        self.is_gone = False
+        self.takes_s = 0.0
+        """Seconds that an update takes."""
 
     def need_weights(self, *, version: int) -> bool:
+        if self.is_gone:
+            raise ServerDiedError("the manager is gone")
         return self.version != version
 
     def update(self, source: WeightSource, *, version: int) -> None:
         self.updates.append((source, version))
+        time.sleep(self.takes_s)
         if self.errors:
             raise self.errors.pop(0)
         if isinstance(source, WeightOffer):
@@ -74,12 +82,14 @@ class RecordingServers(Servers):
         raise NotImplementedError
 
 
-def rank_with(servers: Servers) -> tuple[ShardingManager, RecordingTrainEngine]:
+def rank_with(
+    servers: Servers, *, stage_timeout_s: float = 20.0
+) -> tuple[ShardingManager, RecordingTrainEngine]:
     manager = ShardingManager(
         engine=servers,
         config=rollout_config(sleep=False),
         device=CPU,
-        control=ControlGroup(timeout_s=20.0),
+        control=ControlGroup(timeout_s=stage_timeout_s),
     )
     trainer = RecordingTrainEngine(Journal())
     manager.attach_policy(trainer)
@@ -105,6 +115,9 @@ def test_servers_get_weights_that_they_lack(weights: WeightRoute) -> None:
     require_sent(servers, trainer)
     pass_phase(manager)
     assert [version for _, version in servers.updates] == [0]
+    num_bytes = sum(tensor.nbytes for tensor in servers.weights_by_name.values())
+    assert manager.take_metrics()["memory/synced_bytes"] == Sum(num_bytes)
+    assert "memory/synced_bytes" not in manager.take_metrics()
     trainer.step()
     manager.weights_changed(version=1)
     pass_phase(manager)
@@ -165,3 +178,56 @@ def test_one_rank_sends_and_all_fail_alike() -> None:
     first, second = run_ranks(2, _serve_on_a_rank)
     assert (first[0], second[0]) == (2, 0)
     assert first[1] == second[1] == "sync failed on rank 0: ServerDiedError: gone"
+
+
+def test_servers_that_are_gone_before_a_sync_end_the_phase() -> None:
+    servers = RecordingServers()
+    servers.is_gone = True
+    manager, _ = rank_with(servers)
+    with pytest.raises(StageError, match="ServerDiedError: the manager is gone"):
+        pass_phase(manager)
+    manager.shutdown()
+
+
+def test_weights_that_cannot_be_written_are_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    servers = RecordingServers()
+    manager, _ = rank_with(servers)
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_proof, "save_file", refuse)
+        with pytest.raises(StageError, match=r"no space left .*serving\.weights=broadcast"):
+            pass_phase(manager)
+    assert servers.updates == []
+    pass_phase(manager)
+    assert len(servers.updates) == 1
+    manager.shutdown()
+
+
+def _divide_a_stream(rank: int) -> int:
+    """Ranks find room for buckets of other sizes."""
+    served_engines.bucket_bytes_for = lambda *_: 2**20 if rank else 40
+    servers = RecordingServers()
+    manager, trainer = rank_with(servers)
+    pass_phase(manager)
+    if rank == 0:
+        require_sent(servers, trainer)
+    manager.shutdown()
+    return len(servers.updates)
+
+
+def test_ranks_divide_the_weights_into_the_same_buckets() -> None:
+    assert run_ranks(2, _divide_a_stream) == [1, 0]
+
+
+def _update_slowly(rank: int) -> None:
+    servers = RecordingServers()
+    servers.takes_s = 2.0
+    manager, _ = rank_with(servers, stage_timeout_s=0.5)
+    pass_phase(manager)
+    manager.shutdown()
+
+
+def test_ranks_wait_for_an_update_longer_than_for_a_stage() -> None:
+    run_ranks(2, _update_slowly)
