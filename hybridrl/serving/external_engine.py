@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import NoReturn
 
 from torch import Tensor
@@ -112,9 +113,8 @@ class ExternalEngine:
 
     def end(self) -> None:
         """Close the connections; the server runs on. Idempotent."""
-        sampler, self._sampler = self._sampler, None
-        if sampler is not None:
-            self._client.run(sampler.__aexit__())
+        with suppress(EngineError):  # it was ended before
+            self._client.run(self._end())
         self._client.close()
 
     def act(self, action: Action) -> NoReturn:
@@ -154,11 +154,27 @@ class ExternalEngine:
                 f"{error}): set rollout.verify_weights=first, which asks for none"
             ) from error
 
+    async def _end(self) -> None:
+        """Give up all that is asked, and close the connections."""
+        own = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not own]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._sampler is not None:
+            await self._sampler.__aexit__()
+            self._sampler = None
+        await asyncio.sleep(0)  # connections close in the next turn of the loop
+
     async def _compare(self) -> None:
         limit_s = self._config.stage_timeout_s
-        try:
-            lines = await asyncio.wait_for(self._differences(), limit_s)
-        except TimeoutError:
+        comparison = asyncio.ensure_future(self._differences())
+        # No wait_for: a request whose own limit ends just then would take the cancellation for it.
+        await asyncio.wait({comparison}, timeout=limit_s)
+        if comparison.done():
+            lines = comparison.result()
+        else:
+            comparison.cancel()
             lines = [f"it gave no token within rollout.stage_timeout_s={limit_s:g} s"]
         if lines:
             raise ExternalEngineError("\n".join(f"{self.url}: {line}" for line in lines))
