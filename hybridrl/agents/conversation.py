@@ -47,7 +47,9 @@ class Conversation:
         self._prompt = prompt
         self._setting = setting
         text = prompt.row.prompt
-        self._messages = [Message("user", text)] if isinstance(text, str) else [*text]
+        self._messages = setting.template.harmless_row(
+            [Message("user", text)] if isinstance(text, str) else text
+        )
         self._sequences = [OpenSequence(prompt.token_ids)]
         """In the order of their last turns: ``sample`` continues the last one."""
         self._is_begun = False

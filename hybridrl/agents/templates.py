@@ -133,6 +133,10 @@ class TurnTemplate:
         """Return messages whose special tokens have lost their meaning: a space is in them."""
         return [Message(message.role, self._specials.harmless(message.content)) for message in messages]
 
+    def harmless_row(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages of a row as its prompt was rendered from them."""
+        return self._specials.harmless_messages(messages)
+
     def require_increments(self, *, history: History, roles: Sequence[str]) -> None:
         """Compare increments with full renderings, for results of tools and for a user's turn.
 
