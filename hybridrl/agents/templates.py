@@ -131,7 +131,9 @@ class TurnTemplate:
 
     def harmless(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages whose special tokens have lost their meaning: a space is in them."""
-        return [Message(message.role, self._specials.harmless(message.content)) for message in messages]
+        return [
+            Message(message.role, self._specials.harmless(message.content)) for message in messages
+        ]
 
     def harmless_row(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages of a row as its prompt was rendered from them."""
