@@ -63,13 +63,3 @@ def test_each_task_runs_at_most_one_step_behind_its_answer(answers: list[bool]) 
     resumed = Answers(answers).run()
     answered = [number for number, is_answer in enumerate(answers, start=1) if is_answer]
     assert all(0 <= ran - done <= 1 for ran, done in zip(resumed, answered, strict=True))
-
-
-def test_a_timer_is_met_while_there_is_work() -> None:
-    async def program(_: Sampler) -> int:
-        await asyncio.sleep(0.0)
-        await asyncio.sleep(1e-6)
-        return endless.num_steps
-
-    endless = Answers([False] * 100_000)
-    assert run_program(program, NO_SAMPLER, ProgramCall(), step=endless.step) == 2
