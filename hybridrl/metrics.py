@@ -312,17 +312,19 @@ _PATTERNS = {
 }
 
 
-_OF_SET = re.compile(r"eval/(?!reward/|length/)[^/]+/")
+_OF_SET = re.compile(r"eval/(?!reward/|length/|agent/)[^/]+/")
 _INTERVAL = re.compile(r"/(low|high)$")
 
 
 def find_declaration(name: str) -> Declaration | None:
     """Return the declaration of a metric; a word in braces in the table stands for any word.
 
-    A metric of a named evaluation set, and an end of an interval, have that of the metric itself.
+    A metric of a named evaluation set, and an end of an interval, have that of the metric itself;
+    ``eval/agent/...`` has that of ``agent/...``.
     """
     if name.startswith("eval/"):
         name = _OF_SET.sub("eval/", _INTERVAL.sub("", name))
+        name = name.removeprefix("eval/") if name.startswith("eval/agent/") else name
     if name in DECLARATIONS:
         return DECLARATIONS[name]
     matching = (wildcard for wildcard, pattern in _PATTERNS.items() if pattern.fullmatch(name))
@@ -355,6 +357,7 @@ def to_markdown() -> str:
         "The cost of sampling is counted from one update to the next, with evaluations in between.",
         "With `eval.sets`, metrics of a set have its name after `eval/`: `eval/gsm8k/reward/mean`.",
         "`/low` and `/high` after one are the ends of its 95 % interval by bootstrap over prompts.",
+        "Conversations of an evaluation have `eval/agent/...`, with the words of `agent/...`.",
     ]
     area = ""
     for declaration in DECLARATIONS.values():

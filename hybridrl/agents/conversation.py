@@ -47,7 +47,9 @@ class Conversation:
         self._prompt = prompt
         self._setting = setting
         text = prompt.row.prompt
-        self._messages = [Message("user", text)] if isinstance(text, str) else [*text]
+        self._messages = setting.template.harmless_row(
+            [Message("user", text)] if isinstance(text, str) else text
+        )
         self._sequences = [OpenSequence(prompt.token_ids)]
         """In the order of their last turns: ``sample`` continues the last one."""
         self._is_begun = False
@@ -108,7 +110,7 @@ class Conversation:
         """
         sample = await self.sample_turn(self._sequences[-1])
         self._end_if("tokens", reached=sample.is_truncated)
-        text: str = self._setting.tokenizer.decode(sample.token_ids[:-1])
+        text: str = self._setting.tokenizer.decode(sample.token_ids[:-1].tolist())
         self._messages.append(Message("assistant", text))
         return text
 
@@ -128,14 +130,14 @@ class Conversation:
             context = template.rewritten(self._messages, new)
         self._messages += new
         sequence = self._sequences[-1]
-        known = sequence.token_ids.tolist()
         if context is None:
             appended = template.increment(new)
-        elif context[: len(known)] == known:  # rendered differently, and in the same tokens
-            appended = context[len(known) :]
         else:
-            self.begin(torch.tensor(context))
-            return
+            known = sequence.token_ids.tolist()
+            if context[: len(known)] != known:
+                self.begin(torch.tensor(context))
+                return
+            appended = context[len(known) :]  # rendered differently, and in the same tokens
         self.append_tokens(sequence, torch.tensor(appended), new)
 
     async def sample_turn(

@@ -36,7 +36,7 @@ class OpenSequence:
     def close(self) -> TokenSequence | None:
         """Return it without tokens behind the last sampled turn; None if nothing was sampled."""
         turns = [
-            replace(turn, calls=tuple(self._calls.get(index, ())))
+            replace(turn, calls=tuple(self._calls[index])) if index in self._calls else turn
             for index, turn in enumerate(self.turns)
         ]
         while turns and turns[-1].logprobs is None:

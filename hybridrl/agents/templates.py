@@ -15,6 +15,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data.rows import Message
+from hybridrl.data.special_tokens import SpecialTokens
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
 
@@ -34,7 +35,7 @@ _CASES = {
 
 
 class TurnTemplate:
-    """Renders what follows a sampled turn. Stateless but for the tokenizer."""
+    """Renders what follows a sampled turn."""
 
     def __init__(
         self,
@@ -54,6 +55,9 @@ class TurnTemplate:
         self._tools = tuple(tools)
         texts = tokenizer.batch_decode([[token_id] for token_id in stop_token_ids])
         self._stops = dict(zip(texts, stop_token_ids, strict=True))
+        self._specials = SpecialTokens(tokenizer, others=texts)
+        self._form_before: dict[tuple[str, ...], int] = {}
+        """By roles of new messages: index of the form that the turn before them has."""
 
     def beginning(
         self,
@@ -72,7 +76,7 @@ class TurnTemplate:
             AgentError: the template cannot render them, or renders nothing.
         """
         fields = map(_fields_of, messages)
-        new = [{**each, "content": self._harmless(each["content"])} for each in fields]
+        new = [{**each, "content": self._specials.harmless(each["content"])} for each in fields]
         token_ids = self._encode(self._render(new, tools=self._tools if tools is None else tools))
         if not token_ids:
             raise AgentError("the chat template renders the chat as no tokens; correct it")
@@ -127,7 +131,13 @@ class TurnTemplate:
 
     def harmless(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages whose special tokens have lost their meaning: a space is in them."""
-        return [Message(message.role, self._harmless(message.content)) for message in messages]
+        return [
+            Message(message.role, self._specials.harmless(message.content)) for message in messages
+        ]
+
+    def harmless_row(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages of a row as its prompt was rendered from them."""
+        return self._specials.harmless_messages(messages)
 
     def require_increments(self, *, history: History, roles: Sequence[str]) -> None:
         """Compare increments with full renderings, for results of tools and for a user's turn.
@@ -197,16 +207,30 @@ class TurnTemplate:
         return stop, text[end + len(stop) :]
 
     def _assistant(self, new: Sequence[Mapping[str, Any]], text: str) -> dict[str, Any]:
-        """Return the first form of a turn with ``text`` that the template accepts and shows."""
+        """Return a turn with ``text`` in the first form that the template accepts and shows.
+
+        New messages of the same roles have the same form: one rendering instead of several.
+        """
+        roles = tuple(message["role"] for message in new)
+        forms = list(_assistant_turns(text, has_call=roles[0] == "tool"))
+        if roles not in self._form_before:
+            self._form_before[roles] = self._find_form(forms, roles, text)
+        return forms[self._form_before[roles]]
+
+    def _find_form(
+        self, forms: Sequence[Mapping[str, Any]], roles: Sequence[str], text: str
+    ) -> int:
+        # Not with the messages that somebody else wrote: they may hold the text, too.
+        new = [{"role": role, "content": "42"} for role in roles]
         error: AgentError | None = None
-        for form in _assistant_turns(text, has_call=new[0]["role"] == "tool"):
+        for index, form in enumerate(forms):
             try:
                 rendered = self._render([_QUESTION, form, *new])
             except AgentError as refusal:
                 error = refusal
                 continue
             if text in rendered:
-                return form
+                return index
         raise error or AgentError(
             "the chat template leaves the assistant's turn out of the conversation, so nothing can "
             "be appended to it; correct the template"
@@ -247,11 +271,6 @@ class TurnTemplate:
                 "as a special token in tokenizer.json"
             )
         return token_ids
-
-    def _harmless(self, text: str) -> str:
-        for special in self._tokenizer.all_special_tokens:
-            text = text.replace(special, f"{special[0]} {special[1:]}")
-        return text
 
 
 def _fields_of(message: Message | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from hybridrl.config.model_folder import read_settings
 from hybridrl.data.preferences import PreferencePair
 from hybridrl.data.prompts import TokenizedRow, render_chat
 from hybridrl.data.rows import Message
+from hybridrl.data.special_tokens import special_tokens_of
 from hybridrl.errors import DataError
 
 
@@ -23,8 +24,9 @@ def render_conversation(
 ) -> str:
     """Return the text of a prompt and a response to it.
 
-    With a chat template it is the complete chat, whose last turn is the response. Without one the
-    response follows the prompt's text.
+    With a chat template it is the complete chat, whose last turn is the response; special tokens in
+    the response become text, so that it cannot end its turn. Without one the response follows the
+    prompt's text.
 
     Raises:
         DataError: the template rejects the chat.
@@ -34,7 +36,7 @@ def render_conversation(
     prompt = row.row.prompt
     messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     return render_chat(
-        [*messages, Message("assistant", response)],
+        [*messages, Message("assistant", special_tokens_of(tokenizer).harmless(response))],
         tokenizer,
         origin=row.row.origin,
         is_complete=True,

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data.rows import Message, Row
+from hybridrl.data.special_tokens import special_tokens_of
 from hybridrl.errors import DataError
 
 Rendered = tuple[str, Sequence[int]]
@@ -94,6 +95,8 @@ def render_chat(
 ) -> str:
     """Render messages with the tokenizer's chat template.
 
+    Special tokens in their contents become text, but for the assistant's (``special_tokens.py``).
+
     Args:
         messages: of the chat so far.
         tokenizer: has a template.
@@ -104,7 +107,8 @@ def render_chat(
     Raises:
         DataError: the template rejects them.
     """
-    conversation = [{"role": message.role, "content": message.content} for message in messages]
+    harmless = special_tokens_of(tokenizer).harmless_messages(messages)
+    conversation = [{"role": message.role, "content": message.content} for message in harmless]
     try:
         text: str = tokenizer.apply_chat_template(
             conversation,

@@ -49,8 +49,10 @@ _ONE_SET = "eval"
 _SHOWN = {
     "eval/length/response_tokens/mean": "tokens",
     "eval/truncated_fraction": "truncated",
+    "eval/agent/turns/mean": "turns",
+    "eval/agent/tool_error_fraction": "tool errors",
 }
-"""Columns of the table besides those of quality."""
+"""Columns of the table besides those of quality; the others of agents are in the files alone."""
 
 
 def evaluate_model(config: ExperimentConfig, *, record: RunFolder) -> None:
@@ -111,7 +113,11 @@ def _evaluate(config: ExperimentConfig, record: RunFolder) -> tuple[list[EvalRep
             reward = TextReward(scorer, tokenizer, by_models, early, by_judges)
             record.begin_step(1)
             record.phase("evaluate")
-            reports, metrics = build_evaluator(config, policy, reward, tokenizer).evaluate(tasks)
+            evaluator = build_evaluator(
+                *(config, policy, reward, tokenizer),
+                take_agent_metrics=policy.take_agent_metrics,
+            )
+            reports, metrics = evaluator.evaluate(tasks)
     for report in reports:
         record.samples(0, samples.take_report(report))
     return reports, metrics
@@ -137,8 +143,8 @@ def _results(config: ExperimentConfig, reports: Sequence[EvalReport]) -> Mapping
 
 def describe_reports(reports: Sequence[EvalReport]) -> str:
     """Return a table, one line a set: sizes, and each number with its interval."""
-    names = dict.fromkeys(n for report in reports for n in report.metrics if _is_quality(n))
-    columns = [*names, *_SHOWN]
+    names = dict.fromkeys(name for report in reports for name in report.metrics)
+    columns = [*filter(_is_quality, names), *(name for name in _SHOWN if name in names)]
     header = ["set", "prompts", "responses", *(_title(name) for name in columns)]
     lines = [header]
     for report in reports:
@@ -152,7 +158,9 @@ def describe_reports(reports: Sequence[EvalReport]) -> str:
 
 
 def _is_quality(name: str) -> bool:
-    return name not in _SHOWN and not name.endswith(("/low", "/high"))
+    return not (
+        name in _SHOWN or name.startswith("eval/agent/") or name.endswith(("/low", "/high"))
+    )
 
 
 def _title(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -12,6 +12,7 @@ from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.answers import response_answers
 from hybridrl.data.source import build_prompt_step
+from hybridrl.metrics import Metrics
 from hybridrl.run.rows import load_eval_rows
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
@@ -82,10 +83,13 @@ def build_evaluator(
     policy: Generates,
     reward: Reward,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    take_agent_metrics: Callable[[], Metrics],
 ) -> Evaluator:
     """Build the evaluator of these responses and scores."""
     return Evaluator(
         policy=policy,
+        take_agent_metrics=None if config.agent.is_single_turn else take_agent_metrics,
         reward=reward,
         extract=partial(response_answers, tokenizer=tokenizer),
         correct_reward=config.eval.correct_reward,

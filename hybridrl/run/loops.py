@@ -229,7 +229,10 @@ class _ReinforcementLearning:
         if not self.held_out:
             return lambda step: {}
         rollouts = self._rollouts_of(workers)
-        evaluator = build_evaluator(self.config, rollouts, rollouts, self.tokenizer)
+        evaluator = build_evaluator(
+            *(self.config, rollouts, rollouts, self.tokenizer),
+            take_agent_metrics=cast(Policy, workers["actor"]).take_agent_metrics,
+        )
         samples = eval_sample_taker(self.config, self.tokenizer)
 
         def evaluate(step: int) -> Metrics:

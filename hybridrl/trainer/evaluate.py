@@ -46,6 +46,10 @@ class Evaluator:
     """Samples the same held-out prompts with the same seeds each time."""
 
     policy: Generates
+    take_agent_metrics: Callable[[], Metrics] | None
+    """Returns the metrics of conversations since the last time; None: responses are single turns,
+    which have none."""
+
     reward: Reward
     extract: Callable[[RolloutBatch], list[str]]
     """Returns the normalised answer of each response; empty if it has none."""
@@ -80,6 +84,7 @@ class Evaluator:
     def _evaluate(self, task: EvalTask) -> EvalReport:
         with self.reward.while_sampling(task.task, task.sampling) as sampling:
             rollouts = self.policy.generate(task.task.prompts, sampling)
+        agent = self.take_agent_metrics() if self.take_agent_metrics else {}
         scores = self.reward(rollouts, task.task)
         lengths_B = response_lengths(rollouts.response_mask_BL)
         num_rows = float(len(rollouts))
@@ -91,6 +96,7 @@ class Evaluator:
                 for source, mean in rewards_by_source(task.task, scores).items()
             },
             **self._quality(task.settings, rollouts, scores),
+            **{f"eval/{name}": metric for name, metric in agent.items()},
         }
         return EvalReport(task, rollouts, scores, metrics)
 

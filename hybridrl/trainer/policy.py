@@ -54,6 +54,10 @@ class Exchanges(Protocol):
 class Policy(Generates, Exchanges, Protocol):
     """A worker group of ``ActorRolloutWorker``; each method is one remote call to all ranks."""
 
+    def take_agent_metrics(self) -> Metrics:
+        """Return the metrics of conversations since the last update or call, and forget them."""
+        ...
+
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
         """Score with the weights before the update, and with the reference."""
         ...

@@ -257,6 +257,16 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._carried = merge([self._carried, metrics])
         return samples
 
+    @register(TRAIN_METRICS)
+    def take_agent_metrics(self) -> Metrics:
+        """Return the metrics of conversations since the last update or call, and forget them.
+
+        So those of an evaluation do not count among the conversations of the next step.
+        """
+        taken = {name: m for name, m in self._carried.items() if name.startswith("agent/")}
+        self._carried = {name: m for name, m in self._carried.items() if name not in taken}
+        return taken
+
     @register(TRAIN)
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
         """Score the rollouts with the weights before the update, and with the reference.

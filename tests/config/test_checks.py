@@ -749,6 +749,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "gives k equal responses",
     ),
     (("eval.sets={reward: {num_prompts: 5}}",), "eval.sets.reward", "metrics have this word"),
+    (("eval.sets={agent: {num_prompts: 5}}",), "eval.sets.agent", "metrics have this word"),
     (
         ("data.task=null", "data.train_files=[train.jsonl]", "eval.sets={a: {files: null}}"),
         "eval.every_num_steps",

@@ -68,6 +68,13 @@ def test_evaluation_holds_conversations_with_tools(learned: Path, tmp_path: Path
         read_metrics(folder)[0]["eval/reward/mean"] for folder in (with_tool, without)
     )
     assert accuracy == read_metrics(learned)[-1]["eval/reward/mean"]
+    (of_run, of_model, none) = (
+        read_metrics(f)[-1] for f in (learned, with_tool, tmp_path / "without")
+    )
+    names = {"eval/agent/turns/mean", "eval/agent/tool_calls/mean", "eval/agent/sequences/mean"}
+    assert {name: of_run[name] for name in names} == {name: of_model[name] for name in names}
+    assert of_run["eval/agent/tool_calls/mean"] > 0.5
+    assert not any(name.startswith("eval/agent/") for name in none)
     assert accuracy_without < 0.1
     for folder in (learned, with_tool):
         samples = _samples(folder, split="eval")

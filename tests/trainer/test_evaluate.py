@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -16,7 +16,7 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.metrics import Metrics, check_declared
+from hybridrl.metrics import Mean, Metrics, check_declared
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
@@ -77,9 +77,15 @@ def task_of(name: str, sources: Sequence[str], **given: object) -> EvalTask:
     return EvalTask(settings, build_prompt_step(rows, first_index=0, seed=0), sampling)
 
 
-def evaluate(speaker: Speaker, *tasks: EvalTask, num_resamples: int = 100) -> Metrics:
+def evaluate(
+    speaker: Speaker,
+    *tasks: EvalTask,
+    num_resamples: int = 100,
+    take_agent_metrics: Callable[[], Metrics] | None = None,
+) -> Metrics:
     evaluator = Evaluator(
         policy=speaker,
+        take_agent_metrics=take_agent_metrics,
         reward=Exact(),
         extract=lambda rollouts: response_answers(rollouts, tokenizer=TOKENIZER),
         correct_reward=1.0,
@@ -119,3 +125,13 @@ def test_named_sets_have_own_sampling_and_names() -> None:
     assert values["eval/sampled/reward/mean"] == 0.25
     assert values["eval/reward/mean"] == 0.625
     assert not [name for name in metrics if name.endswith("/low")]
+
+
+def test_conversations_of_each_set_have_metrics_of_its_own() -> None:
+    waiting = [{"agent/turns/mean": Mean(6.0, 2)}, {"agent/turns/mean": Mean(1.0, 1)}]
+    tasks = [task_of("", ["a"]), task_of("other", ["a"])]
+    metrics = evaluate(
+        Speaker("1", "1"), *tasks, take_agent_metrics=lambda: waiting.pop(0), num_resamples=0
+    )
+    assert metrics["eval/agent/turns/mean"].value == 3.0
+    assert metrics["eval/other/agent/turns/mean"].value == 1.0

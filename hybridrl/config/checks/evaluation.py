@@ -11,7 +11,7 @@ from hybridrl.config.paths import flaw_of_file
 from hybridrl.config.rollout import COLDEST
 from hybridrl.errors import ConfigError, suggest_name
 
-_WORDS_OF_METRICS = ("reward", "length")
+_WORDS_OF_METRICS = ("reward", "length", "agent")
 
 
 def check_eval_has_data(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -70,12 +70,13 @@ def _check_params(params: RequestParams, *, num_responses: int, vocab_size: int)
     for name, value, is_kept, rule in rules:
         if not is_kept:
             raise RequestError(f"cannot sample with {name}={value}: set it {rule}")
-    for token in params.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"stop token {token} is not in the model's vocabulary of {vocab_size} tokens; "
-                "use the tokenizer that belongs to model.path"
-            )
+    stops = params.stop_token_ids
+    if stops and not 0 <= min(stops) <= max(stops) < vocab_size:
+        token = next(token for token in stops if not 0 <= token < vocab_size)
+        raise RequestError(
+            f"stop token {token} is not in the model's vocabulary of {vocab_size} tokens; "
+            "use the tokenizer that belongs to model.path"
+        )
 
 
 def sample(logits_NV: Tensor, uniform_N: Tensor, sampling: DrawParams) -> tuple[Tensor, Tensor]:
