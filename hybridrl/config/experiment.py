@@ -145,6 +145,11 @@ class ExperimentConfig:
         return self.samples and bool(self.serving.models)
 
     @property
+    def samples_ahead(self) -> bool:
+        """Whether servers sample for later steps while the trainer learns."""
+        return self.has_servers and self.mode != "eval" and self.trainer.max_staleness > 0
+
+    @property
     def samples(self) -> bool:
         """Whether there are rollout engines: no offline mode has any, and no replay."""
         return self.offline is None and self.rollout.replay is None

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from hybridrl.config.limits import ArgumentValue, Count, Ranks, Rows, Seconds, Tokens
 
 WeightRoute = Literal["files", "broadcast"]
+OnUpdate = Literal["interrupt", "finish"]
 WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
 
 HALVES = ("prefill", "decode")
@@ -117,6 +118,11 @@ class ServingConfig:
     weights: WeightRoute = "files"
     """Way of the weights to the servers. ``files``: a folder in ``$TMPDIR``, which all nodes must
     share. ``broadcast``: memory of rank 0's node, and a gloo group over the network."""
+
+    on_update: OnUpdate = "interrupt"
+    """With ``trainer.max_staleness``: what new weights do to responses that are being sampled.
+    ``interrupt``: they stop at a token, and continue with the new weights. ``finish``: the new
+    weights wait for the longest of them."""
 
     models: Mapping[str, ServedModelConfig]
     """Models by name, each with ``groups`` and ``path``. Empty: no servers; the ranks of the policy

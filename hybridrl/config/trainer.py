@@ -24,6 +24,13 @@ class TrainerConfig:
     num_prompts_per_step: Rows
     """Prompts P per step; P x rollout.num_responses_per_prompt responses are sampled."""
 
+    max_staleness: Annotated[
+        int, Within(at_least=0, at_most=1000, why="rollouts are too old by then")
+    ]
+    """Steps between the weights that sample a row's first token and the step that learns from it,
+    at most. 0: a step samples, then learns. Above 0 engines on devices of their own sample ahead,
+    while the trainer learns; needs ``serving.models`` and a rollout correction."""
+
     max_skipped_updates: CountOrZero
     """Consecutive updates that may be skipped for a non-finite loss or gradient before a stop."""
 

@@ -32,7 +32,7 @@ from hybridrl.run.rows import load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.batches import Batches, DrawnBatches
+from hybridrl.trainer.batches import AheadBatches, Batches, DrawnBatches
 from hybridrl.trainer.build_algorithm import (
     Algorithm,
     Ingredients,
@@ -156,7 +156,7 @@ class _ReinforcementLearning:
     def loop_of(self, workers: Workers) -> Loop:
         config = self.config
         rollouts = self._rollouts_of(workers)
-        batches = self._batches_of(rollouts)
+        batches = self._batches_of(workers, rollouts)
         algorithm_of = self._algorithm_of(workers, rollouts, batches)
         num_samples = config.tracking.num_samples_per_step
         samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="train")
@@ -188,7 +188,16 @@ class _ReinforcementLearning:
             guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
         )
 
-    def _batches_of(self, rollouts: Rollouts) -> Batches:
+    def _batches_of(self, workers: Workers, rollouts: Rollouts) -> Batches:
+        trainer = self.config.trainer
+        if self.config.samples_ahead:
+            return AheadBatches(
+                self.source,
+                cast(Policy, workers["actor"]),
+                num_prompts=trainer.num_prompts_per_step,
+                num_ahead=trainer.max_staleness,
+                num_steps=trainer.num_steps,
+            )
         return DrawnBatches(
             draw=lambda: self.recording.draw(self.source),
             engines=rollouts,

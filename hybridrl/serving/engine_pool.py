@@ -102,6 +102,7 @@ class EnginePool(Sampler):
         self._timeout_s = timeout_s
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._gave_back = asyncio.Event()
 
     # -- members ---------------------------------------------------------------------------------
 
@@ -179,6 +180,12 @@ class EnginePool(Sampler):
 
         self._soon(drop)
 
+    async def drained(self) -> None:
+        """Wait until no response is open: those of suspended engines have ended, or were lost."""
+        while any(member.num_open for member in self._members.values()):
+            self._gave_back.clear()
+            await self._gave_back.wait()
+
     def give_up(self, index: int, reason: str) -> None:
         """Expect no engine of this index any more, nor its return if suspended. Thread-safe."""
 
@@ -244,10 +251,17 @@ class EnginePool(Sampler):
                 return samples
             finally:
                 self._queue.give_back(member, len(keys))
+                self._gave_back.set()
         raise ServerDiedError(
             f"a request was sent to {_NUM_TRIES} rollout engines, and each was lost; the last one: "
             f"{reason}"
         )
+
+    def take_metrics(self) -> Metrics:
+        """Describe the requests since the last call, and count from 0 again."""
+        metrics = self.metrics()
+        self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
+        return metrics
 
     def metrics(self) -> Metrics:
         """Describe the program's requests under declared names."""

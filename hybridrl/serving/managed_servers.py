@@ -72,6 +72,15 @@ class ManagedServers(Servers):
         lost: Collection[int] = self._call("lost_engines", self._manager.lost_engines)
         return lost
 
+    def exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
+    ) -> tuple[PromptBatch, list[Sample], Metrics]:
+        """See ``Servers``."""
+        answer: tuple[PromptBatch, list[Sample], Metrics] = self._call(
+            "exchange", self._manager.exchange, prompts, sampling, version
+        )
+        return answer
+
     def ask(
         self,
         model: str,

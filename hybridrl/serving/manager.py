@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import Tensor
 from hybridrl.batch import PromptBatch
 from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
 from hybridrl.serving.answers import Answer
+from hybridrl.serving.background import BackgroundSampling
 from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.external import ExternalModel
@@ -27,11 +30,14 @@ from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.frozen import FrozenModel
 from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.launching import ActorLaunch
+from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.placement import EnginePlace
 from hybridrl.serving.plan import ServerPlan, plan_own_engines
+from hybridrl.serving.policy_requests import PolicyRequests
 from hybridrl.serving.policy_router import PolicyRouter
 from hybridrl.serving.rank_engines import RankEngines
 from hybridrl.serving.recovery import Recovery, watch_engines
+from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer
 from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.serving.settings import frozen_config
@@ -93,7 +99,9 @@ class RolloutManager:
         )
         self._recovery = Recovery(self._policy, start_timeout_s=config.rollout.start_timeout_s)
         self._vocab_size = read_architecture(model_folder).vocab_size
-        self._faults = FaultPlan(config.serving.faults, seed=config.seed)
+        self._requests = PolicyRequests(
+            self._router, FaultPlan(config.serving.faults, seed=config.seed)
+        )
         self._monitor = watch_engines(self._policy, self._recovery, config.serving)
         self._rank_engines = RankEngines(
             key=keys.own,
@@ -101,12 +109,30 @@ class RolloutManager:
             timeout_s=config.rollout.request_timeout_s,
             health_timeout_s=config.serving.health_timeout_s,
         )
+        self._ahead: BackgroundSampling | None = None
         self._frozen: dict[str, FrozenModel | ExternalModel] = {
             name: ExternalModel(config, name, keys=keys)
             if served.urls
             else FrozenModel(config, plans[name], launch(plans[name]))
             for name, served in config.serving.frozen.items()
         }
+
+    def _sample_ahead(self) -> BackgroundSampling:
+        config = self._config
+        buffer = SampleBuffer(
+            num_prompts=config.trainer.num_prompts_per_step,
+            max_staleness=config.trainer.max_staleness,
+        )
+        pool = self._pool(-1)
+        return BackgroundSampling(
+            self._policy,
+            pool,
+            OpenGroups(pool, self._make_program, buffer),
+            requests=self._requests,
+            recovery=self._recovery,
+            monitor=self._monitor,
+            on_update=config.serving.on_update,
+        )
 
     def start(self) -> None:
         """Start all engines of all models, and the router.
@@ -118,6 +144,8 @@ class RolloutManager:
         if self._router is not None:
             self._router.start()
         self._policy.start()
+        if self._config.samples_ahead:
+            self._ahead = self._sample_ahead()
         for model in self._frozen.values():
             model.start()
 
@@ -127,9 +155,10 @@ class RolloutManager:
 
     def update(self, source: WeightSource, version: int) -> None:
         """Bring all engines of the policy to these weights; see ``Servers.update``."""
-        if self._router is not None:
-            self._router.hide()
-        self._policy.update(source, version=version)
+        with nullcontext() if self._ahead is None else self._ahead.updating(version):
+            if self._router is not None:
+                self._router.hide()
+            self._policy.update(source, version=version)
 
     def sample(
         self,
@@ -139,6 +168,38 @@ class RolloutManager:
         fused: Sequence[str] = (),
     ) -> tuple[list[Sample], Metrics]:
         """Sample with all engines; see ``Servers.sample``."""
+        program = self._make_program(prompts, sampling)
+        if self._ahead is not None:
+            return self._ahead.run(program), {}
+        pool = self._pool(version)
+        begin = time.perf_counter()
+        with (
+            self._recovery.filling(pool),
+            self._monitor.watching(),
+            self._rank_engines.joining(pool, fused),
+        ):
+            samples = self._run(program, pool, version=version)
+        seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
+        of_ranks = self._rank_engines.take_metrics() if fused else {}
+        return samples, merge([pool.metrics(), self._take_metrics(), of_ranks]) | seconds
+
+    def exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams, version: int
+    ) -> tuple[PromptBatch, list[Sample], Metrics]:
+        """Admit prompts, and wait for a batch; see ``Servers.exchange``."""
+        if self._ahead is None:
+            raise PhaseError("trainer.max_staleness=0: nothing is sampled ahead")
+        step = version // self._config.algorithm.num_updates_per_step
+        answered, metrics = self._ahead.exchange(prompts, sampling, step=step)
+        return answered.prompts, answered.samples, merge([metrics, self._take_metrics()])
+
+    def _make_program(
+        self, prompts: PromptBatch, sampling: SamplingParams
+    ) -> Program[list[Sample]]:
+        make = self._agent.program if self._agent else single_turn
+        return make(prompts, sampling)
+
+    def _pool(self, version: int) -> EnginePool:
         pool = self._policy.pool(
             max_context_tokens=self._config.max_row_tokens,
             vocab_size=self._vocab_size,
@@ -146,26 +207,10 @@ class RolloutManager:
         )
         if self._agent is not None and self._router is not None:
             pool.prefixes = KnownPrefixes()
-        make_program = self._agent.program if self._agent else single_turn
-        begin = time.perf_counter()
-        with (
-            self._recovery.filling(pool),
-            self._monitor.watching(),
-            self._rank_engines.joining(pool, fused),
-        ):
-            samples = self._run(make_program(prompts, sampling), pool, version=version)
-        seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
-        others = (self._agent, self._router, self._rank_engines if fused else None)
-        of_others = [each.take_metrics() for each in others if each]
-        of_server = [pool.metrics(), self._policy.take_metrics(), self._engine_metrics()]
-        return samples, merge([*of_server, *of_others]) | seconds
+        return pool
 
     def _run(self, program: Program[T], pool: EnginePool, *, version: int) -> T:
         """Run a program on the engines of a pool, through the router if there is one."""
-        router = self._router
-        if router is None:
-            pool.ask = self._faults.spoil(pool.ask)
-            return asyncio.run(program(pool))
         lent = self._rank_engines.serving()
         engines: list[SamplingEngine] = [
             *self._policy.serving_engines().values(),
@@ -174,15 +219,18 @@ class RolloutManager:
 
         # No method: Ray would run all methods of the actor in its own event loop.
         async def run() -> T:
-            async with router.open(engines, version=version) as ask:
-                pool.ask = self._faults.spoil(ask)
+            async with self._requests.open(engines, version=version) as pool.ask:
                 return await program(pool)
 
         try:
             return asyncio.run(run())
         finally:
-            if lent:  # they pause soon
-                router.hide()
+            if lent and self._router is not None:  # they pause soon
+                self._router.hide()
+
+    def _take_metrics(self) -> Metrics:
+        of_others = [each.take_metrics() for each in (self._agent, self._router) if each]
+        return merge([self._policy.take_metrics(), self._engine_metrics(), *of_others])
 
     def lost_engines(self) -> tuple[int, ...]:
         """Return the lost ones of those that were lent to the last call, by their order."""
@@ -197,6 +245,8 @@ class RolloutManager:
     def shutdown(self) -> None:
         """End engines and tools."""
         self._monitor.end()
+        if self._ahead is not None:
+            self._ahead.end()
         self._rank_engines.end()
         self._recovery.end()
         for model in self._frozen.values():

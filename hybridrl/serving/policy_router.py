@@ -132,6 +132,8 @@ class PolicyRouter:
         self._vocab_size = read_architecture(model_folder).vocab_size
         self._front: RouterFront | None = None
         self._monitor: HealthMonitor[RouterProcess] | None = None
+        self._samplers: list[ServerSampler] = []
+        """Of the program that is open."""
         self._metrics: Metrics = {}
 
     def start(self) -> None:
@@ -186,8 +188,14 @@ class PolicyRouter:
                 return await stack.enter_async_context(self._sampler(front, url, version))
 
             routes = Routes(open_sampler)
+            self._samplers = routes.samplers
             yield routes.ask
         self._metrics = merge([sampler.metrics() for sampler in routes.samplers])
+
+    def interrupt(self) -> None:
+        """Let open requests return with the tokens that they have. In the program's loop."""
+        for sampler in self._samplers:
+            sampler.interrupt()
 
     def take_metrics(self) -> Metrics:
         """Describe the last program under declared names."""

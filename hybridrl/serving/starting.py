@@ -105,7 +105,10 @@ def _start_manager(
     places = find_places(config, plan_own_engines(config), placements, variables=variables)
     environment = {"env_vars": dict(variables)} if variables else {}
     actor_class = ray.remote(RolloutManager)
-    return actor_class.options(num_cpus=0, runtime_env=environment).remote(
+    # The end of a run must not wait behind a batch.
+    num_calls = 2 if config.samples_ahead else 1
+    options = {"num_cpus": 0, "runtime_env": environment, "max_concurrency": num_calls}
+    return actor_class.options(**options).remote(
         config,
         model_folder,
         placements=placements,

@@ -97,8 +97,6 @@ class AheadBatches:
         drawn = self._source.next(wanted - len(is_open)) if wanted > len(is_open) else None
         if drawn is not None:
             is_open.add(drawn)
-        rollouts = self._engines.exchange(
-            None if drawn is None else drawn.prompts, sampling, num_prompts=self._num_prompts
-        )
+        rollouts = self._engines.exchange(None if drawn is None else drawn.prompts, sampling)
         size = sampling.num_responses_per_prompt
         return Sampled(is_open.take(rollouts.prompt_index_B[::size].tolist()), rollouts)

@@ -35,18 +35,15 @@ class Generates(Protocol):
 class Exchanges(Protocol):
     """Samples on while the trainer learns: takes prompts in, and gives those that are answered."""
 
-    def exchange(
-        self, prompts: PromptBatch | None, sampling: SamplingParams, *, num_prompts: int
-    ) -> RolloutBatch:
+    def exchange(self, prompts: PromptBatch | None, sampling: SamplingParams) -> RolloutBatch:
         """Send the newest weights, admit ``prompts``, and wait for a batch.
 
         Args:
             prompts: to admit; None: no more.
             sampling: how to sample them.
-            num_prompts: P, of the batch; as many are open.
 
         Returns:
-            The responses to P admitted prompts, those to the same prompt adjacent.
+            The responses to as many admitted prompts as a step has, those to the same one adjacent.
         """
         ...
 

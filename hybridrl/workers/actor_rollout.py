@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
+from hybridrl.errors import DriftError, PhaseError
 from hybridrl.metrics import Last, Max, Mean, Metrics, from_json, merge, to_json
 from hybridrl.planning.frozen_base import plan_base
 from hybridrl.sampler import Sample, SamplingParams
@@ -227,6 +228,51 @@ class ActorRolloutWorker(CheckpointedWorker):
         rollouts = assemble_rollouts(prompts, responses, policy_version=version)
         require_known_tokens(rollouts, vocab_size=self._vocab_size)
         return rollouts
+
+    @register(ROLLOUT)
+    def exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams
+    ) -> RolloutBatch | None:
+        """Send the newest weights, admit prompts, and wait for a batch of those admitted so far.
+
+        Engines sample the others while the trainer learns.
+
+        Args:
+            prompts: to admit; None: no more.
+            sampling: how to sample them.
+
+        Returns:
+            P * G rows, responses to the same prompt adjacent, with the versions that sampled their
+            tokens. None on ranks other than the first.
+
+        Raises:
+            DriftError: a response began with weights older than ``trainer.max_staleness``.
+            PhaseError: the ranks have the rollout engines, or nothing is sampled ahead.
+        """
+        servers = self._servers
+        if servers is None:
+            raise PhaseError("the ranks have the rollout engines: nothing can be sampled ahead")
+        version = self._policy_version
+        with self.sharding.rollout_phase():
+            if self.rank != 0:
+                return None
+            with self.sharding.meter("generate"), trace.span("exchange"):
+                answered, responses, metrics = servers.exchange(prompts, sampling, version=version)
+        self._carried = merge([self._carried, metrics])
+        self._require_recent(responses)
+        rollouts = assemble_rollouts(answered, responses, policy_version=version, has_versions=True)
+        require_known_tokens(rollouts, vocab_size=self._vocab_size)
+        return rollouts
+
+    def _require_recent(self, responses: Sequence[Sample]) -> None:
+        first = min(response.weight_version for response in responses)
+        limit = self._config.trainer.max_staleness
+        if self._policy_version - first > limit * self._config.algorithm.num_updates_per_step:
+            raise DriftError(
+                f"a response began with weights of version {first}, and the policy is at version "
+                f"{self._policy_version}, more than trainer.max_staleness={limit} steps later; "
+                "nothing of this batch is used"
+            )
 
     @contextmanager
     def _sampling(self, prompts: PromptBatch) -> Iterator[None]:

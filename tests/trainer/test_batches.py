@@ -27,20 +27,19 @@ SAMPLING = SamplingParams(num_responses_per_prompt=2, max_response_tokens=4, tem
 class BackgroundEngines:
     """Answers any of the prompts that it was given; each row is the prompt, twice."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, *, num_prompts: int) -> None:
+        self._num_prompts = num_prompts
         self.open: dict[int, tuple[int, int]] = {}
         self.admitted: list[int] = []
         self._random = random
 
-    def exchange(
-        self, prompts: PromptBatch | None, sampling: SamplingParams, *, num_prompts: int
-    ) -> RolloutBatch:
+    def exchange(self, prompts: PromptBatch | None, sampling: SamplingParams) -> RolloutBatch:
         if prompts is not None:
             tokens = prompts.token_ids_PL.values()[row_offsets(prompts.token_ids_PL)[:-1]].tolist()
             index_P, seed_P = prompts.prompt_index_P.tolist(), prompts.seed_P.tolist()
             self.admitted += index_P
             self.open |= dict(zip(index_P, zip(tokens, seed_P, strict=True), strict=True))
-        chosen = self._random.sample(sorted(self.open), num_prompts)
+        chosen = self._random.sample(sorted(self.open), self._num_prompts)
         rows = [self.open.pop(index)[0] for index in chosen]
         group = sampling.num_responses_per_prompt
         tokens_B = [torch.tensor([token, 99]) for token in rows for _ in range(group)]
@@ -77,7 +76,8 @@ def test_each_prompt_is_learned_from_once_over_kills(
     saved, saved_step = json.dumps(asdict(source_of_prompts(num_prompts).state())), 0
     seeds: dict[int, tuple[int, int]] = {}
     for dies_in in [*kills, num_steps + 1]:
-        engines, source = BackgroundEngines(random), source_of_prompts(num_prompts)
+        engines = BackgroundEngines(random, num_prompts=num_prompts)
+        source = source_of_prompts(num_prompts)
         source.restore(SamplerState(**json.loads(saved)))
         batches = AheadBatches(
             source, engines, num_prompts=num_prompts, num_ahead=num_ahead, num_steps=num_steps
@@ -102,7 +102,7 @@ def test_each_prompt_is_learned_from_once_over_kills(
 
 
 def test_as_many_prompts_are_drawn_as_steps_are_left() -> None:
-    engines, source = BackgroundEngines(Random(0)), source_of_prompts(2)
+    engines, source = BackgroundEngines(Random(0), num_prompts=2), source_of_prompts(2)
     batches = AheadBatches(source, engines, num_prompts=2, num_ahead=2, num_steps=4)
     drawn = []
     for step in range(1, 5):
@@ -114,7 +114,7 @@ def test_as_many_prompts_are_drawn_as_steps_are_left() -> None:
 
 
 def test_a_further_batch_of_a_step_draws_further_prompts() -> None:
-    engines, source = BackgroundEngines(Random(0)), source_of_prompts(2)
+    engines, source = BackgroundEngines(Random(0), num_prompts=2), source_of_prompts(2)
     batches = AheadBatches(source, engines, num_prompts=2, num_ahead=1, num_steps=4)
     batches.begin(1)
     batches(SAMPLING)

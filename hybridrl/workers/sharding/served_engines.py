@@ -108,6 +108,27 @@ class Servers(ABC):
         """
         return ()
 
+    def exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
+    ) -> tuple[PromptBatch, list[Sample], Metrics]:
+        """Admit prompts, which are sampled while the trainer learns, and wait for a batch.
+
+        Args:
+            prompts: to admit; None: no more.
+            sampling: how to sample them.
+            version: of the policy.
+
+        Returns:
+            P prompts that were admitted now or before; P * G samples in their order; and metrics.
+
+        Raises:
+            PhaseError: the servers sample for the present step alone.
+            ServerDiedError: the servers are gone, or all engines.
+            DeadlineError: no answer in time.
+            DriftError: an engine sampled with weights that it does not have.
+        """
+        raise PhaseError("these servers do not sample ahead; set trainer.max_staleness above 0")
+
 
 def update_with_tries(update: Callable[[], None]) -> None:
     """Update servers; an engine that dies in one try is replaced in the next.

@@ -1,0 +1,145 @@
+"""Sampling that goes on while the trainer learns, and stops for new weights alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import CancelledError
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+
+from hybridrl.batch import PromptBatch
+from hybridrl.config.serving import OnUpdate
+from hybridrl.errors import ServerDiedError
+from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.sampler import Program, SamplingParams, T
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.health import HealthMonitor
+from hybridrl.serving.idle_clock import IdleClock
+from hybridrl.serving.loop_thread import LoopThread
+from hybridrl.serving.open_groups import Answered, OpenGroups
+from hybridrl.serving.policy_requests import PolicyRequests
+from hybridrl.serving.recovery import Recovery
+from hybridrl.serving.server import RolloutServer
+from hybridrl.workers.rollout.prefixes import KnownPrefixes
+
+
+class BackgroundSampling:
+    """One pool of engines, and programs that sample with it over many versions of the weights.
+
+    Between updates it does what a synchronous phase does: lost engines are replaced, hung ones are
+    found, requests go through the router if there is one. ``updating`` closes that, brings all open
+    requests to an end or to a token, and opens it again with the new weights. Programs notice
+    nothing: their requests wait meanwhile.
+    """
+
+    def __init__(
+        self,
+        server: RolloutServer,
+        pool: EnginePool,
+        groups: OpenGroups,
+        *,
+        requests: PolicyRequests,
+        recovery: Recovery,
+        monitor: HealthMonitor,
+        on_update: OnUpdate,
+    ) -> None:
+        """Sample nothing yet.
+
+        Args:
+            server: of the policy.
+            pool: without engines; the server's join it after each update.
+            groups: that sample with the pool.
+            requests: opens the way to engines; a phase is the time between two updates.
+            recovery: of the server.
+            monitor: of the server.
+            on_update: whether open responses end before weights are loaded, or are interrupted.
+        """
+        self._server = server
+        self._pool = pool
+        self._groups = groups
+        self._requests = requests
+        self._recovery = recovery
+        self._monitor = monitor
+        self._on_update = on_update
+        self._loop = LoopThread("background sampling")
+        self._clock = IdleClock()
+        self._phase = ExitStack()
+        self._metrics: Metrics = {}
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """Let no request be open in the block, after which the engines have the new weights.
+
+        After an error nothing is sampled until the next update succeeds.
+
+        Args:
+            version: of the weights that are loaded in the block.
+        """
+        begin = time.perf_counter()
+        self._phase.close()
+        yield
+        with ExitStack() as opened:
+            self._open(opened, version)
+            self._phase = opened.pop_all()
+        seconds: Metrics = {"time/update_engines_s": Max(time.perf_counter() - begin)}
+        self._metrics = merge([self._metrics, seconds])
+
+    def exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams, *, step: int
+    ) -> tuple[Answered, Metrics]:
+        """Admit prompts, and wait for a batch; see ``OpenGroups.exchange``."""
+        try:
+            answered = self._loop.run(self._groups.exchange(prompts, sampling, step=step))
+        except CancelledError as error:
+            raise ServerDiedError("the rollout manager ended before a batch was there") from error
+        return answered, self._take_metrics()
+
+    def run(self, program: Program[T]) -> T:
+        """Run a program beside the open groups, with the weights of the last update."""
+        return self._loop.run(program(self._pool))
+
+    def end(self) -> None:
+        """End all programs. Idempotent."""
+        self._loop.end()
+
+    def _take_metrics(self) -> Metrics:
+        async def take() -> Metrics:
+            parts = (self._pool, self._clock, self._groups)
+            return merge([part.take_metrics() for part in parts])
+
+        metrics, self._metrics = self._metrics, {}
+        return merge([metrics, self._loop.run(take())])
+
+    # -- between two updates ---------------------------------------------------------------------
+
+    def _open(self, opened: ExitStack, version: int) -> None:
+        """Send requests to the engines that serve."""
+        phase = self._sending(version)
+        self._loop.run(phase.__aenter__())
+        opened.callback(lambda: self._loop.run(phase.__aexit__(None, None, None)))
+        opened.enter_context(self._monitor.watching())
+        opened.callback(lambda: self._loop.run(self._stop()))
+        # First of all: an engine that comes while others stop waits for the next phase.
+        opened.enter_context(self._recovery.filling(self._pool))
+
+    @asynccontextmanager
+    async def _sending(self, version: int) -> AsyncIterator[None]:
+        engines = self._server.serving_engines()
+        async with self._requests.open(engines.values(), version=version) as ask:
+            self._pool.ask = self._clock.counting(ask)
+            if self._pool.prefixes is not None:
+                self._pool.prefixes = KnownPrefixes()  # new weights empty the caches
+            for index, engine in engines.items():
+                self._pool.resume(index, engine, version=version)
+            yield
+
+    async def _stop(self) -> None:
+        """Send no more requests, and wait until none is open."""
+        engines = self._server.serving_engines()
+        for index in engines:
+            self._pool.suspend(index)
+        await asyncio.sleep(0)  # a suspension takes effect in the next turn of the loop
+        if self._on_update == "interrupt":
+            await self._requests.interrupt(engines.values())
+        await self._pool.drained()
