@@ -13,6 +13,7 @@ from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import ServerDiedError
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.sampler import Program, SamplingParams, T
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.idle_clock import IdleClock
@@ -41,7 +42,7 @@ class BackgroundSampling:
         *,
         requests: PolicyRequests,
         recovery: Recovery,
-        monitor: HealthMonitor,
+        monitor: HealthMonitor[EngineHandle],
         on_update: OnUpdate,
     ) -> None:
         """Sample nothing yet.

@@ -53,6 +53,7 @@ PLAYED = ("agent=environment", "data=calculator", "reward.function=agent")
 SCORER = ("reward.function=model",)
 SERVERS = ("serving=own",)
 COLOCATED = (*SERVERS, "serving.colocated=true", "rollout.sleep=true")
+AHEAD = (*SERVERS, "trainer.max_staleness=2", "algorithm.rollout_correction=importance")
 JUDGED = (
     "serving.models={p: {groups: {m: {num_devices: 1}}}, "
     "judge: {path: model, groups: {m: {num_devices: 1}}}}"
@@ -83,6 +84,20 @@ def _scorer(model_type: str, num_labels: int = 1, kind: str = "Sequence") -> str
 # What the user typed, the key that is named, and a word of the rule.
 BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("serving.weights=broadcast",), "serving.weights", "would be ignored: the ranks"),
+    (("trainer.max_staleness=1",), "trainer.max_staleness", "the ranks of the policy have"),
+    (
+        (*AHEAD, "algorithm.rollout_correction=null"),
+        "algorithm.rollout_correction",
+        "trainer.max_staleness=2 learns from tokens of earlier weights",
+    ),
+    ((*AHEAD, "mode=certify"), "trainer.max_staleness", "compares a resumed run bitwise"),
+    ((*AHEAD, "rollout.dump=true"), "trainer.max_staleness", "all prompts of a call in one file"),
+    (
+        (*AHEAD, "agent=proxy", "agent.command=[true]"),
+        "trainer.max_staleness",
+        "agent.loop=proxy has one server",
+    ),
+    (("serving=own", "serving.on_update=finish"), "serving.on_update", "would be ignored: trainer"),
     (
         (_groups(main="num_devices: 3"),),
         "serving.num_devices_per_node",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from hybridrl.config.checks import (
     agent,
     algorithm,
+    asynchronous,
     batch_sizes,
     cluster,
     critic,
@@ -94,6 +95,7 @@ _ROLLOUT = (lora.check_lora_base, *replay.RULES)
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "algorithm": (*parts.RULES, *algorithm.RULES),
     "rollout": (*rollout.RULES, *_ROLLOUT, megatron.check_routing_replay),
+    "asynchronous": asynchronous.RULES,
     "serving": (
         *serving.RULES,
         *fused_groups.RULES,

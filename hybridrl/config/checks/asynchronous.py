@@ -1,0 +1,81 @@
+"""Rules about runs whose engines sample ahead of the trainer; docs/asynchronous.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridrl.config.agent import PROXY
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import ConfigError
+
+_KEY = "trainer.max_staleness"
+_OFF = (f"{_KEY}=0",)
+_WEIGHED = "algorithm.rollout_correction=importance"
+
+
+def check_engines_can_sample_ahead(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Only engines on devices of their own sample while the trainer learns."""
+    steps = config.trainer.max_staleness
+    if not steps:
+        return
+    if not config.has_servers:
+        rule = "the ranks of the policy have the rollout engines, which sleep while the ranks learn"
+        remedies: list[tuple[str, ...]] = [_OFF]
+        if config.rollout.replay is not None:
+            rule = "rollout.replay samples nothing"
+        else:
+            remedies.append(("serving=own", "rollout.sleep=false", _WEIGHED))
+        yield ConfigError(_KEY, steps, rule, remedies=remedies)
+    refusals = (
+        (
+            config.mode == "certify",
+            "mode=certify compares a resumed run bitwise, and a checkpoint has no tokens of open "
+            "responses: they are sampled again, with newer weights",
+        ),
+        (
+            config.rollout.dump,
+            "rollout.dump has all prompts of a call in one file, and here a call answers others",
+        ),
+        (
+            config.agent.loop == PROXY,
+            f"agent.loop={PROXY} has one server for its programs, which ends with their step",
+        ),
+    )
+    for is_refused, rule in refusals:
+        if is_refused:
+            yield ConfigError(_KEY, steps, rule, remedies=[_OFF])
+
+
+def check_stale_responses_are_corrected(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Tokens of earlier weights are weighed, or it is said that they are not."""
+    algorithm = config.algorithm
+    is_corrected = algorithm.rollout_correction is not None or algorithm.old_logprobs == "sampler"
+    if config.samples_ahead and not is_corrected:
+        yield ConfigError(
+            "algorithm.rollout_correction",
+            None,
+            f"{_KEY}={config.trainer.max_staleness} learns from tokens of earlier weights, and "
+            "nothing weighs them",
+            remedies=[(_WEIGHED,), ("algorithm.old_logprobs=sampler",)],
+            fix=f"set {_WEIGHED}, or algorithm.old_logprobs=sampler; to leave them unweighed, "
+            f"{_WEIGHED} algorithm.rollout_correction_args.level=none",
+        )
+
+
+def check_updates_meet_open_responses(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """In a synchronous run no response is open when weights are loaded."""
+    on_update = config.serving.on_update
+    if on_update != "interrupt" and not config.samples_ahead:
+        yield ConfigError(
+            "serving.on_update",
+            on_update,
+            f"would be ignored: {_KEY}=0 leaves no response open while weights are loaded",
+            remedies=[("serving.on_update=interrupt",)],
+        )
+
+
+RULES = (
+    check_engines_can_sample_ahead,
+    check_stale_responses_are_corrected,
+    check_updates_meet_open_responses,
+)

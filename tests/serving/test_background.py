@@ -1,0 +1,236 @@
+"""Sampling ahead over many updates: real pool, server, recovery and monitor over small engines."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from hybridrl.batch import PromptBatch, jagged
+from hybridrl.config.serving import OnUpdate
+from hybridrl.errors import HybridRLError, RequestError, ServerDiedError
+from hybridrl.metrics import Metrics
+from hybridrl.random_streams import response_keys
+from hybridrl.sampler import Sample, Sampler, SamplingParams
+from hybridrl.serving.background import BackgroundSampling
+from hybridrl.serving.faults import FaultPlan
+from hybridrl.serving.health import HealthMonitor
+from hybridrl.serving.kept_weights import KeptWeights
+from hybridrl.serving.open_groups import Answered, OpenGroups
+from hybridrl.serving.plan import EnginePlan, GroupPlan
+from hybridrl.serving.policy_requests import PolicyRequests
+from hybridrl.serving.recovery import Recovery
+from hybridrl.serving.sample_buffer import SampleBuffer
+from hybridrl.serving.server import RolloutServer
+from hybridrl.workers.rollout.single_turn import single_turn
+from tests.serving.decoding_handle import MOST_TOKENS, DecodingHandle, length_of, token_of
+from tests.serving.test_server import plan_of
+from tests.workers.sharding.recording import WEIGHTS, Journal, Policy, rollout_config
+
+GROUP = 2
+SAMPLING = SamplingParams(
+    num_responses_per_prompt=GROUP, max_response_tokens=MOST_TOKENS, temperature=1.0
+)
+
+
+def prompts_at(indices: range) -> PromptBatch | None:
+    if not indices:
+        return None
+    return PromptBatch(
+        token_ids_PL=jagged([torch.tensor([index % 50]) for index in indices]),
+        prompt_index_P=torch.tensor(list(indices)),
+        seed_P=torch.tensor([1000 + index for index in indices]),
+        batch_size=[len(indices)],
+    )
+
+
+class Rig:
+    """Two engines, and all that samples ahead with them."""
+
+    def __init__(
+        self, folder: Path, *, num_prompts: int, max_staleness: int, on_update: OnUpdate
+    ) -> None:
+        self.folder = folder
+        self.num_prompts, self.max_staleness = num_prompts, max_staleness
+        self.plan = plan_of(("regular", 2))
+        self.launched: list[DecodingHandle] = []
+        self.server = RolloutServer(
+            self.plan,
+            self._launch,
+            config=rollout_config(start_timeout_s=20.0, stage_timeout_s=20.0),
+            kept=KeptWeights(folder / "kept"),
+        )
+        weights = {name: torch.tensor(Policy.WHOLE.truth(name, 0)) for name in WEIGHTS}
+        for name in ("new", "kept"):
+            (folder / name).mkdir()
+        save_file(weights, folder / "new" / "model.safetensors")
+        self.server.start()
+        self.recovery = Recovery(self.server, start_timeout_s=20.0)
+        self.monitor = HealthMonitor(
+            self.server.serving_engines, self.recovery.report, timeout_s=60.0
+        )
+        pool = self.server.pool(max_context_tokens=MOST_TOKENS + 1, vocab_size=100, version=-1)
+        buffer = SampleBuffer(num_prompts=num_prompts, max_staleness=max_staleness)
+        self.ahead = BackgroundSampling(
+            self.server,
+            pool,
+            OpenGroups(pool, single_turn, buffer),
+            requests=PolicyRequests(None, FaultPlan({}, seed=0)),
+            recovery=self.recovery,
+            monitor=self.monitor,
+            on_update=on_update,
+        )
+        self.num_admitted = 0
+
+    def _launch(self, group: GroupPlan, engine: EnginePlan) -> DecodingHandle:
+        self.launched.append(DecodingHandle(self.plan.engines.index(engine), Journal()))
+        return self.launched[-1]
+
+    def update(self, version: int) -> None:
+        with self.ahead.updating(version):
+            self.server.update(self.folder / "new", version=version)
+
+    def exchange(self, step: int, *, num_open: int) -> tuple[Answered, Metrics]:
+        """Admit prompts so that so many are open, and wait for a batch."""
+        new = range(self.num_admitted, self.num_admitted + num_open)
+        self.num_admitted = new.stop
+        return self.ahead.exchange(prompts_at(new), SAMPLING, step=step)
+
+    def end(self) -> None:
+        self.monitor.end()
+        self.ahead.end()
+        self.recovery.end()
+        self.server.shutdown()
+
+
+@contextmanager
+def rig_of(
+    *, num_prompts: int = 2, max_staleness: int = 1, on_update: OnUpdate = "interrupt"
+) -> Iterator[Rig]:
+    folder = Path(tempfile.mkdtemp())
+    rig = Rig(folder, num_prompts=num_prompts, max_staleness=max_staleness, on_update=on_update)
+    try:
+        yield rig
+    finally:
+        rig.end()
+        shutil.rmtree(folder)
+
+
+def require_exact(answered: Answered) -> None:
+    """Each response has the tokens that its key gives, whatever happened to its engines."""
+    seed_P, samples = answered.prompts.seed_P, answered.samples
+    keys = response_keys(seed_P[:, None], torch.arange(GROUP)).view(-1).tolist()
+    assert len(samples) == len(keys)
+    for key, sample in zip(keys, samples, strict=True):
+        expected = [token_of(key, position) for position in range(length_of(key))]
+        assert sample.token_ids.tolist() == expected
+        assert sample.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("on_update", ["interrupt", "finish"])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    max_staleness=st.integers(1, 3),
+    num_prompts=st.integers(1, 3),
+    num_steps=st.integers(2, 7),
+    kills=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 30)), max_size=2),
+    random=st.randoms(use_true_random=False),
+)
+def test_each_prompt_is_answered_once_and_never_too_old(
+    on_update: OnUpdate,
+    max_staleness: int,
+    num_prompts: int,
+    num_steps: int,
+    kills: list[tuple[int, int]],
+    random: Random,
+) -> None:
+    taken: list[int] = []
+    with rig_of(num_prompts=num_prompts, max_staleness=max_staleness, on_update=on_update) as rig:
+        for step in range(num_steps):
+            rig.update(step)
+            for at, steps in kills:
+                if at == step:
+                    random.choice(rig.launched).dies_after = steps
+            wanted = (min(max_staleness, num_steps - 1 - step) + 1) * num_prompts
+            num_open = rig.num_admitted - len(taken)
+            answered, _ = rig.exchange(step, num_open=wanted - num_open)
+            require_exact(answered)
+            for sample in answered.samples:
+                assert step - sample.weight_version <= max_staleness
+                versions = sample.versions_L.tolist()
+                assert versions == sorted(versions)
+                assert on_update == "interrupt" or len(set(versions)) == 1
+                assert versions[-1] <= step
+            taken += answered.prompts.prompt_index_P.tolist()
+    assert sorted(taken) == list(range(num_steps * num_prompts))
+
+
+def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
+    with rig_of(max_staleness=2) as rig:
+        versions = set()
+        for step in range(40):
+            rig.update(step)
+            answered, metrics = rig.exchange(step, num_open=6 if step == 0 else 2)
+            require_exact(answered)
+            versions |= {len(set(sample.versions_L.tolist())) for sample in answered.samples}
+            assert metrics["time/engines_idle_s"].value >= 0
+            assert metrics["time/update_engines_s"].value > 0
+            assert metrics["rollout/open_groups"].value == 4
+        assert versions > {1}  # some were sampled by several versions
+
+
+def test_other_programs_sample_beside_open_groups() -> None:
+    async def ask(sampler: Sampler) -> list[Sample]:
+        return await sampler.sample_group([3], SAMPLING.request_params(), keys=[7])
+
+    with rig_of() as rig:
+        rig.update(0)
+        rig.exchange(0, num_open=4)
+        rig.update(1)
+        (sample,) = rig.ahead.run(ask)
+        assert sample.versions_L.tolist() == [1] * length_of(7)
+        require_exact(rig.exchange(1, num_open=2)[0])
+
+
+def test_the_error_of_a_program_ends_the_next_batch() -> None:
+    with rig_of() as rig:
+        rig.update(0)
+        for handle in rig.launched:
+            handle.refusal = RequestError("the context is too long")
+        for num_open in (4, 0):
+            with pytest.raises(RequestError, match="too long"):
+                rig.exchange(0, num_open=num_open)
+
+
+def test_the_end_frees_a_trainer_that_waits_for_a_batch() -> None:
+    with rig_of() as rig, ThreadPoolExecutor(1) as thread:
+        rig.update(0)
+        for handle in rig.launched:
+            handle.is_frozen.set()
+        waiting = thread.submit(rig.exchange, 0, num_open=4)
+        for handle in rig.launched:
+            handle.has_requests.wait()
+        rig.ahead.end()
+        with pytest.raises(ServerDiedError, match="ended before a batch was there"):
+            waiting.result()
+
+
+def test_after_a_failed_update_nothing_is_sampled_until_the_next() -> None:
+    with rig_of() as rig:
+        rig.update(0)
+        rig.exchange(0, num_open=4)
+        with pytest.raises(HybridRLError, match="broken"), rig.ahead.updating(1):
+            raise HybridRLError("broken")
+        rig.update(1)
+        answered, _ = rig.exchange(1, num_open=2)
+        require_exact(answered)
