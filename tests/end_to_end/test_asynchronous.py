@@ -36,7 +36,6 @@ def test_a_run_samples_ahead_within_its_bound(
     keys = (f"trainer.max_staleness={max_staleness}", f"serving.on_update={on_update}")
     run(small_config(folder, *AHEAD, *keys), resolved_yaml="")
     lines = [line for line in read_metrics(folder) if line["step"]]
-    print(json.dumps(lines[-1], indent=1))
     staleness = [line["rollout/staleness_steps/max"] for line in lines]
     assert staleness[0] == 0
     assert max(staleness) <= max_staleness
