@@ -17,27 +17,61 @@ NUM_STEPS, NUM_PROMPTS = 6, 4
 AHEAD = (
     *("serving=own", "rollout.num_slots=4", f"trainer.num_steps={NUM_STEPS}"),
     *("algorithm.rollout_correction=importance", "eval.every_num_steps=4"),
-    "tracking.num_samples_per_step=16",
+    f"tracking.num_samples_per_step={NUM_PROMPTS}",
     VARIED,
 )
 
 
-def prompts_of(folder: Path) -> Counter[str]:
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    return [line for line in read_metrics(folder) if line["step"]]
+
+
+def require_each_prompt_once(folder: Path) -> None:
+    """All prompts of the run were learned from, each in one step."""
     lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    samples = [json.loads(line) for line in lines]
-    return Counter(each["prompt"] for each in samples if each["split"] == "train")
+    samples = [each for each in map(json.loads, lines) if each["split"] == "train"]
+    assert len(samples) == NUM_STEPS * NUM_PROMPTS
+    assert len({each["prompt"] for each in samples}) == NUM_STEPS * NUM_PROMPTS
+    assert set(Counter(each["step"] for each in samples).values()) == {NUM_PROMPTS}
 
 
-@pytest.mark.parametrize(("max_staleness", "on_update"), [(1, "interrupt"), (2, "finish")])
-def test_a_run_samples_ahead_within_its_bound(
+def require_bounded(folder: Path, max_staleness: int) -> None:
+    for number, line in enumerate(steps_of(folder)):
+        assert line["rollout/staleness_steps/max"] <= min(number, max_staleness)
+        assert line["time/wait_for_groups_s"] >= 0
+        assert line["time/engines_idle_s"] >= 0
+        assert line["rollout/open_groups"] == (
+            min(max_staleness, NUM_STEPS - 1 - number) * NUM_PROMPTS
+        )
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "on_update"),
+    [(2, "interrupt"), pytest.param(1, "finish", marks=pytest.mark.nightly)],
+)
+def test_a_run_samples_ahead_while_its_engines_are_killed(
     max_staleness: int, on_update: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    keys = (f"trainer.max_staleness={max_staleness}", f"serving.on_update={on_update}")
+    keys = (
+        *(f"trainer.max_staleness={max_staleness}", f"serving.on_update={on_update}"),
+        "serving.faults={kills: {kind: kill, every_num_phases: 2, within_requests: 3}}",
+    )
     run(small_config(folder, *AHEAD, *keys), resolved_yaml="")
-    lines = [line for line in read_metrics(folder) if line["step"]]
-    staleness = [line["rollout/staleness_steps/max"] for line in lines]
-    assert staleness[0] == 0
-    assert max(staleness) <= max_staleness
-    if on_update == "finish":
-        assert max(staleness) == max_staleness
+    require_bounded(folder, max_staleness)
+    require_each_prompt_once(folder)
+    lines = steps_of(folder)
+    assert max(line["rollout/staleness_steps/max"] for line in lines) > 0
+    assert sum(line["rollout/lost_engines"] for line in lines) >= 1
+    assert [line["step"] for line in lines if "eval/reward/mean" in line] == [4, 6]
+
+
+@pytest.mark.nightly
+def test_a_run_whose_manager_is_killed_learns_from_each_prompt_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    keys = (
+        *("trainer.max_staleness=2", "checkpoint.every_num_steps=1", "checkpoint.max_restarts=5"),
+        "serving.faults={kills: {kind: kill_manager, every_num_phases: 3, within_requests: 2}}",
+    )
+    run(small_config(folder, *AHEAD, *keys), resolved_yaml="")
+    require_each_prompt_once(folder)
