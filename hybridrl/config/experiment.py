@@ -147,7 +147,8 @@ class ExperimentConfig:
     @property
     def samples_ahead(self) -> bool:
         """Whether servers sample for later steps while the trainer learns."""
-        return self.has_servers and self.mode != "eval" and self.trainer.max_staleness > 0
+        is_alone = self.has_own_engines and not self.has_fused_engines
+        return is_alone and self.mode != "eval" and self.trainer.max_staleness > 0
 
     @property
     def samples(self) -> bool:

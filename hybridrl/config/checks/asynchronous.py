@@ -18,7 +18,7 @@ def check_engines_can_sample_ahead(config: ExperimentConfig) -> Iterator[ConfigE
     steps = config.trainer.max_staleness
     if not steps:
         return
-    if not config.has_servers:
+    if config.has_fused_engines or not config.has_own_engines:
         rule = "the ranks of the policy have the rollout engines, which sleep while the ranks learn"
         remedies: list[tuple[str, ...]] = [_OFF]
         if config.rollout.replay is not None:
