@@ -1,4 +1,4 @@
-"""Sampling that goes on while the trainer learns, and stops for new weights alone."""
+"""Sampling beside the trainer, over many updates of the weights."""
 
 from __future__ import annotations
 
