@@ -21,9 +21,9 @@ from hybridrl.errors import (
 )
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, Sampler
-from hybridrl.serving.continuations import sample_to_the_end
 from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_queue import EngineQueue, Member
+from hybridrl.workers.rollout.continuations import sample_to_the_end
 from hybridrl.workers.rollout.prefixes import KnownPrefixes, prefix_sums
 
 log = logging.getLogger(__name__)
@@ -348,7 +348,7 @@ class EnginePool(Sampler):
 
     def _count_interrupted(self, samples: Sequence[Sample]) -> None:
         lengths = [len(sample.token_ids) for sample in samples if sample.is_interrupted]
-        self._num_interrupted += len(lengths)
+        self._num_interrupted += sum(length > 0 for length in lengths)
         self._num_interrupted_tokens += sum(lengths)
 
 

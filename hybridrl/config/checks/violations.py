@@ -24,6 +24,7 @@ from hybridrl.config.checks import (
     megatron,
     megatron_args,
     model,
+    oversample,
     parts,
     preferences,
     replay,
@@ -93,7 +94,10 @@ _TRAINING_RULES: Mapping[str, tuple[Rule, ...]] = {
 _ROLLOUT = (lora.check_lora_base, *replay.RULES)
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "algorithm": (*parts.RULES, *algorithm.RULES),
-    "rollout": (*rollout.RULES, *_ROLLOUT, megatron.check_routing_replay),
+    "rollout": (
+        *(*rollout.RULES, *_ROLLOUT, *oversample.RULES),
+        megatron.check_routing_replay,
+    ),
     "serving": (
         *serving.RULES,
         *fused_groups.RULES,
