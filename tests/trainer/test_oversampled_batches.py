@@ -7,7 +7,7 @@ from dataclasses import asdict
 from random import Random
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged
@@ -51,6 +51,7 @@ class Engines:
         )
 
 
+@settings(max_examples=30)
 @given(
     num_engines=st.integers(1, 3),
     per_engine=st.integers(1, 3),
