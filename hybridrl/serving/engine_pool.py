@@ -207,7 +207,7 @@ class EnginePool(Sampler):
         """See ``Sampler``. An answer that no model can give counts as none.
 
         Interrupted responses continue on any engine that serves, each with the tokens that it has;
-        siblings that ended stay.
+        the others of their group that ended stay.
 
         Raises:
             ServerDiedError: no engine is left and none comes, or several were lost with it.
@@ -218,7 +218,7 @@ class EnginePool(Sampler):
     async def _answer(
         self, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
     ) -> list[Sample]:
-        """Return what one engine answers; responses may be interrupted."""
+        """Return the responses of one engine; some may be interrupted."""
         num_lost = 0
         while num_lost < _NUM_TRIES:
             member = await self._take(token_ids, len(keys))

@@ -54,7 +54,7 @@ class OversampledBatches:
         self._step = step
 
     def __call__(self, sampling: SamplingParams) -> Sampled:
-        """Let engines go on with the open prompts and drawn ones, until a batch is complete."""
+        """Let engines continue open prompts and begin drawn ones, until a batch is complete."""
         is_open = self._source.open
         wanted = min(self._num_open, (self._num_steps - self._step + 1) * self._num_prompts)
         if wanted > len(is_open):

@@ -18,9 +18,9 @@ Ask = Callable[[Tensor, RequestParams, Sequence[int]], Awaitable[list[Sample]]]
 async def sample_to_the_end(
     ask: Ask, token_ids: Sequence[int] | Tensor, params: RequestParams, keys: Sequence[int]
 ) -> list[Sample]:
-    """Sample several continuations of one context, and go on until none is interrupted.
+    """Sample several continuations of one context, until none is interrupted any more.
 
-    Siblings that ended stay as they are. A response keeps its key, so its random numbers are those
+    Those that ended stay as they are. A response keeps its key, so its random numbers are those
     of one that was not interrupted.
 
     Args:

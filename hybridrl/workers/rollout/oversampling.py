@@ -30,7 +30,7 @@ from hybridrl.workers.rollout.continuations import continue_once
 
 
 class Answered(NamedTuple):
-    """Prompts that are complete, and their responses, siblings adjacent."""
+    """Prompts that are complete, and their responses, those to one prompt adjacent."""
 
     prompts: PromptBatch
     samples: list[Sample]
@@ -60,7 +60,7 @@ class OpenResponses:
     def program(
         self, prompts: PromptBatch, sampling: SamplingParams, *, interrupt: Callable[[], None]
     ) -> Program[Answered]:
-        """Return the program that goes on with all prompts until enough are complete.
+        """Return the program that samples responses to all prompts until enough are complete.
 
         It answers the first ``num_complete`` of the complete prompts, in the order of ``prompts``.
 
@@ -81,7 +81,7 @@ class OpenResponses:
         async def program(sampler: Sampler) -> Answered:
             if len(self._complete()) < wanted:
                 rows = zip(index_P, prompts.token_ids_PL.unbind(), keys_PG, strict=True)
-                work = [self._go_on(sampler, sampling, *row) for row in rows]
+                work = [self._continue_group(sampler, sampling, *row) for row in rows]
                 for group in asyncio.as_completed(work):
                     await group
                     if len(self._complete()) >= wanted:
@@ -92,7 +92,7 @@ class OpenResponses:
 
         return program
 
-    async def _go_on(
+    async def _continue_group(
         self,
         sampler: Sampler,
         sampling: SamplingParams,
