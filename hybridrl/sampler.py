@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "interrupted"]
 
+NO_VERSION = -1
+"""In place of a policy version: no weights have sampled anything yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestParams:
@@ -223,6 +226,10 @@ class SamplingParams:
 
     reporter: Reporter | None = None
     """Hears of responses before the call returns."""
+
+    num_complete: int | None = None
+    """Prompts of each engine after whose last response the others are interrupted: they stay with
+    the engine's rank, and continue in a later call. None: the call answers all prompts."""
 
     def request_params(self) -> RequestParams:
         """Return the parameters of each request of the call."""

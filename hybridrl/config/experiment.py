@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any, Literal
@@ -149,6 +150,17 @@ class ExperimentConfig:
         """Whether servers sample for later steps while the trainer learns."""
         is_alone = self.has_own_engines and not self.has_fused_engines
         return is_alone and self.mode != "eval" and self.trainer.max_staleness > 0
+
+    @property
+    def oversamples(self) -> bool:
+        """Whether a phase begins more prompts than a step needs, and completes some of them."""
+        return self.samples and self.mode != "eval" and self.rollout.oversample > 1
+
+    @property
+    def num_open_prompts(self) -> int:
+        """Prompts that a phase begins or continues, with ``rollout.oversample``."""
+        wanted = self.rollout.oversample * self.trainer.num_prompts_per_step
+        return math.ceil(round(wanted, 6))  # 1.1 * 10 is above 11
 
     @property
     def samples(self) -> bool:

@@ -42,6 +42,13 @@ class RolloutConfig:
     num_responses_per_prompt: Rows
     """Group size G. Group-relative algorithms need G >= 2."""
 
+    oversample: Annotated[
+        float, Within(at_least=1.0, at_most=100.0, usual=1.5, why="rollouts are too old by then")
+    ]
+    """Prompts that are begun, over those of a step. Above 1 a phase ends when the prompts of a step
+    are complete; the others are interrupted at a token, and continue in the next phase with the
+    tokens that they have. Engines of the ranks alone; needs a rollout correction."""
+
     max_response_tokens: Tokens
     """Length limit, in tokens. A response that reaches it is marked truncated."""
 

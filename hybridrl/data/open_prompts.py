@@ -39,6 +39,10 @@ class OpenPrompts:
             only = PromptStep(task.prompts[[position]], (task.rows[position],))
             self._by_index[index] = only
 
+    def of(self, indices: Sequence[int]) -> PromptStep:
+        """Return open prompts, at least one, in this order; they stay open."""
+        return PromptStep.join([self._by_index[index] for index in indices])
+
     def take(self, indices: Sequence[int]) -> PromptStep:
         """Return prompts whose responses are there, in this order; they are open no more.
 

@@ -11,6 +11,7 @@ from typing import Protocol, cast
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.rollout import require_usable_agent
+from hybridrl.config.checks.batch_sizes import BatchSizes
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.sampler import RowOrder
 from hybridrl.data.source import PromptSource
@@ -44,6 +45,7 @@ from hybridrl.trainer.evaluate import EvalTask
 from hybridrl.trainer.judges import load_judges
 from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
+from hybridrl.trainer.oversampled_batches import OversampledBatches
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.reward_models import load_reward_models
@@ -189,13 +191,22 @@ class _ReinforcementLearning:
         )
 
     def _batches_of(self, workers: Workers, rollouts: Rollouts) -> Batches:
-        trainer = self.config.trainer
-        if self.config.samples_ahead:
+        config, trainer = self.config, self.config.trainer
+        if config.samples_ahead:
             return AheadBatches(
                 self.source,
                 cast(Policy, workers["actor"]),
                 num_prompts=trainer.num_prompts_per_step,
                 num_ahead=trainer.max_staleness,
+                num_steps=trainer.num_steps,
+            )
+        if config.oversamples:
+            return OversampledBatches(
+                self.source,
+                rollouts,
+                num_prompts=trainer.num_prompts_per_step,
+                num_open=config.num_open_prompts,
+                num_engines=BatchSizes.of(config).num_engines,
                 num_steps=trainer.num_steps,
             )
         return DrawnBatches(

@@ -21,9 +21,9 @@ from hybridrl.errors import (
 )
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, Sampler
-from hybridrl.serving.continuations import sample_to_the_end
 from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_queue import EngineQueue, Member
+from hybridrl.workers.rollout.continuations import sample_to_the_end
 from hybridrl.workers.rollout.prefixes import KnownPrefixes, prefix_sums
 
 log = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class EnginePool(Sampler):
         """See ``Sampler``. An answer that no model can give counts as none.
 
         Interrupted responses continue on any engine that serves, each with the tokens that it has;
-        siblings that ended stay.
+        the others of their group that ended stay.
 
         Raises:
             ServerDiedError: no engine is left and none comes, or several were lost with it.
@@ -225,7 +225,7 @@ class EnginePool(Sampler):
     async def _answer(
         self, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
     ) -> list[Sample]:
-        """Return what one engine answers; responses may be interrupted."""
+        """Return the responses of one engine; some may be interrupted."""
         num_lost = 0
         while num_lost < _NUM_TRIES:
             member = await self._take(token_ids, len(keys))
@@ -362,7 +362,7 @@ class EnginePool(Sampler):
 
     def _count_interrupted(self, samples: Sequence[Sample]) -> None:
         lengths = [len(sample.token_ids) for sample in samples if sample.is_interrupted]
-        self._num_interrupted += len(lengths)
+        self._num_interrupted += sum(length > 0 for length in lengths)
         self._num_interrupted_tokens += sum(lengths)
 
 

@@ -28,7 +28,7 @@ from hybridrl.diagnostics import trace
 from hybridrl.errors import DriftError, PhaseError
 from hybridrl.metrics import Last, Max, Mean, Metrics, from_json, merge, to_json
 from hybridrl.planning.frozen_base import plan_base
-from hybridrl.sampler import Sample, SamplingParams
+from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
     build_access,
@@ -46,6 +46,7 @@ from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
 from hybridrl.workers.rollout.directory import Door
+from hybridrl.workers.rollout.oversampling import Answered, OpenResponses
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.sglang.arguments import ServerPlace, device_name
 from hybridrl.workers.rollout.single_turn import single_turn
@@ -108,6 +109,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._policy_version = 0
         self._carried: Metrics = {}
         self._servers = servers
+        self._open = OpenResponses()
         self._control = control
         self.sharding = self._start_rollout(model_folder, device=device, meter=meter)
         self._actor = build_train_engine(config, model_folder, device)
@@ -210,7 +212,8 @@ class ActorRolloutWorker(CheckpointedWorker):
 
         Returns:
             n * G rows in prompt order, responses to the same prompt adjacent, with the version of
-            the policy that sampled them. None on a rank that has no engine.
+            the policy that sampled them. None on a rank that has no engine. With
+            ``sampling.num_complete`` rows of so many prompts; the others continue in a later call.
 
         Raises:
             DriftError: the engine returned token ids that the model does not have.
@@ -219,13 +222,18 @@ class ActorRolloutWorker(CheckpointedWorker):
             if self._directory is not None and self._lent is None:
                 share_addresses(self._directory, self._control)
             with self._sampling(prompts):
-                responses = self._sample(engine, prompts, sampling)
-        if responses is None:
+                answered = self._sample(engine, prompts, sampling)
+        if answered is None:
             return None
         if self._agent is not None:
             self._carried = merge([self._carried, self._agent.take_metrics()])
         version = self._policy_version
-        rollouts = assemble_rollouts(prompts, responses, policy_version=version)
+        rollouts = assemble_rollouts(
+            answered.prompts,
+            answered.samples,
+            policy_version=version,
+            has_versions=self._config.oversamples,
+        )
         require_known_tokens(rollouts, vocab_size=self._vocab_size)
         return rollouts
 
@@ -285,11 +293,10 @@ class ActorRolloutWorker(CheckpointedWorker):
 
     def _sample(
         self, engine: RolloutEngine | None, prompts: PromptBatch, sampling: SamplingParams
-    ) -> list[Sample] | None:
+    ) -> Answered | None:
         """Sample on the rank's engine, or with the manager; None where others do."""
         if self._servers is None:
-            make_program = self._agent.program if self._agent else single_turn
-            return None if engine is None else engine.run(make_program(prompts, sampling))
+            return None if engine is None else self._sample_here(engine, prompts, sampling)
         version = self._policy_version
         if self._lent is not None:
             answer = self._lent.sample(prompts, sampling, version=version)
@@ -301,7 +308,18 @@ class ActorRolloutWorker(CheckpointedWorker):
             return None
         samples, metrics = answer
         self._carried = merge([self._carried, metrics])
-        return samples
+        return Answered(prompts, samples)
+
+    def _sample_here(
+        self, engine: RolloutEngine, prompts: PromptBatch, sampling: SamplingParams
+    ) -> Answered:
+        if sampling.num_complete is not None:
+            program = self._open.program(prompts, sampling, interrupt=engine.interrupt)
+            answered = engine.run(program)
+            self._carried = merge([self._carried, self._open.metrics()])
+            return answered
+        make_program = self._agent.program if self._agent else single_turn
+        return Answered(prompts, engine.run(make_program(prompts, sampling)))
 
     @register(TRAIN_METRICS)
     def take_agent_metrics(self) -> Metrics:

@@ -54,6 +54,7 @@ SCORER = ("reward.function=model",)
 SERVERS = ("serving=own",)
 COLOCATED = (*SERVERS, "serving.colocated=true", "rollout.sleep=true")
 AHEAD = (*SERVERS, "trainer.max_staleness=2", "algorithm.rollout_correction=importance")
+OPEN = ("rollout.oversample=1.5", "algorithm.rollout_correction=importance")
 JUDGED = (
     "serving.models={p: {groups: {m: {num_devices: 1}}}, "
     "judge: {path: model, groups: {m: {num_devices: 1}}}}"
@@ -647,6 +648,30 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
     (("mode=certify", "rollout=sglang"), "rollout.engine", "a generator of its own"),
     (("rollout.transport=disk",), "rollout.transport", "ignored"),
+    (
+        ("rollout.oversample=2",),
+        "algorithm.rollout_correction",
+        "rollout.oversample=2 learns from tokens of earlier weights",
+    ),
+    (
+        (*OPEN, "cluster.num_ranks_per_node=4", "rollout.oversample=1.3"),
+        "rollout.oversample",
+        "21 open prompts (of trainer.num_prompts_per_step=16) must be a multiple of 4",
+    ),
+    ((*OPEN, "rollout.oversample=1.00000001"), "rollout.oversample", "more than a step has"),
+    (
+        (*OPEN, "agent=tool_calls", "data=calculator"),
+        "rollout.oversample",
+        "conversations are not interrupted",
+    ),
+    ((*OPEN, *SERVERS), "rollout.oversample", "set trainer.max_staleness instead"),
+    ((*OPEN, "rollout.dump=true"), "rollout.oversample", "all prompts of a call in one file"),
+    ((*OPEN, "mode=certify"), "rollout.oversample", "no tokens of open responses"),
+    (
+        (*SGLANG, *OPEN, "rollout.routed_experts=true"),
+        "rollout.oversample",
+        "experts of interrupted tokens",
+    ),
     (("rollout.replay=empty",), "rollout.replay", "rollout.dump=true"),
     (("rollout.replay=old", "rollout.dump=true"), "rollout.dump", "a second copy"),
     (("mode=certify", "rollout.replay=old"), "rollout.replay", "this is mode=certify"),

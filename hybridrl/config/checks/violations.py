@@ -25,6 +25,7 @@ from hybridrl.config.checks import (
     megatron,
     megatron_args,
     model,
+    oversample,
     parts,
     preferences,
     replay,
@@ -94,7 +95,10 @@ _TRAINING_RULES: Mapping[str, tuple[Rule, ...]] = {
 _ROLLOUT = (lora.check_lora_base, *replay.RULES)
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "algorithm": (*parts.RULES, *algorithm.RULES),
-    "rollout": (*rollout.RULES, *_ROLLOUT, megatron.check_routing_replay),
+    "rollout": (
+        *(*rollout.RULES, *_ROLLOUT, *oversample.RULES),
+        megatron.check_routing_replay,
+    ),
     "asynchronous": asynchronous.RULES,
     "serving": (
         *serving.RULES,

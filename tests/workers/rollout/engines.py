@@ -21,6 +21,7 @@ def rollout_config(*, num_slots: int = 8, dtype: str = "float32") -> RolloutConf
     return RolloutConfig(
         engine="hf",
         num_responses_per_prompt=2,
+        oversample=1.0,
         max_response_tokens=8,
         temperature=1.0,
         top_p=1.0,

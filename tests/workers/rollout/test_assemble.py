@@ -91,3 +91,26 @@ def test_experts_of_another_number_of_tokens_are_refused() -> None:
     responses[2] = _respond(2, 1, num_routed=4)
     with pytest.raises(EngineError, match="of 4 tokens of response 2, which has 4 with its"):
         assemble_rollouts(PROMPTS, responses, policy_version=0)
+
+
+def test_each_token_has_its_version_on_the_way_to_the_update() -> None:
+    responses = [replace(each, routed_experts_LJK=None, weight_version=5) for each in _routed()]
+    responses[0] = replace(responses[0], weight_versions=torch.tensor([5, 6]))
+    is_sampled = torch.tensor([True, False, True, True])
+    responses[3] = replace(responses[3], is_sampled=is_sampled)
+    rollouts = assemble_rollouts(PROMPTS, responses, policy_version=6, has_versions=True)
+    assert rollouts.policy_version_B.tolist() == [5] * 4
+    joined = concat_rows([take_rows(rollouts, 3, 4), take_rows(rollouts, 0, 2)])
+    batch = build_train_batch(joined, LogprobBatch(batch_size=[3]), joined.sampler_logprobs_BL)
+    versions_BL = batch.weight_versions_BL
+    assert versions_BL is not None
+    assert versions_BL.dtype == torch.int32
+    rows = [row.tolist() for row in versions_BL.unbind()]
+    assert rows == [[-1, -1, -1, 5, -1, 5, 5], [-1, 5, 6], [-1]]
+
+
+def test_without_stale_tokens_no_column_of_versions_travels() -> None:
+    responses = [replace(each, routed_experts_LJK=None) for each in _routed()]
+    rollouts = assemble_rollouts(PROMPTS, responses, policy_version=6)
+    assert rollouts.weight_versions_BL is None
+    assert rollouts.policy_version_B.tolist() == [6] * 4

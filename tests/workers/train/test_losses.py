@@ -185,3 +185,22 @@ def test_a_drift_of_the_sampler_beyond_the_limit_is_refused() -> None:
     with pytest.raises(DriftError, match="nan nats"):
         loss(replace(inputs, sampler_logprobs_T=sampler_T))
     replace(loss, max_drift_nats=None)(replace(inputs, sampler_logprobs_T=sampler_T))
+
+
+@pytest.mark.shows("1.18")
+def test_only_tokens_of_this_version_are_compared_for_drift() -> None:
+    """Others were sampled by another policy: what is far off for it is no sign of a fault."""
+    inputs = make_inputs()
+    versions_T = torch.full(inputs.sampler_logprobs_T.shape, 7, dtype=torch.int32)
+    versions_T[:2] = 6
+    old_T = inputs.sampler_logprobs_T.clone()
+    old_T[:2] += 5.0
+    old_T[2:] += 0.2
+    stale = replace(inputs, old_logprobs_T=old_T, weight_versions_T=versions_T)
+    loss = PolicyGradientLoss(policy_loss=Part.of(ppo_clip), max_drift_nats=0.3, policy_version=7)
+    loss(stale)
+    with pytest.raises(DriftError, match=r"0\.2 nats on average and 0\.2 nats at most"):
+        replace(loss, max_drift_nats=0.1)(stale)
+    with pytest.raises(DriftError, match=r"5 nats on average"):
+        replace(loss, policy_version=6)(stale)
+    replace(loss, policy_version=8)(stale)

@@ -105,7 +105,7 @@ class Request:
         self.draw_params = DrawParams(params.temperature, params.top_p, params.top_k)
 
     def answer_if_complete(self) -> None:
-        """Give the samples to whoever waits for them, if none is missing."""
+        """Give the samples to the task that waits for them, if none is missing."""
         if len(self.samples) == len(self.keys) and not self.future.done():
             self.future.set_result([self.samples[index] for index in range(len(self.keys))])
 

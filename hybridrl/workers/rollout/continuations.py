@@ -18,9 +18,9 @@ Ask = Callable[[Tensor, RequestParams, Sequence[int]], Awaitable[list[Sample]]]
 async def sample_to_the_end(
     ask: Ask, token_ids: Sequence[int] | Tensor, params: RequestParams, keys: Sequence[int]
 ) -> list[Sample]:
-    """Sample several continuations of one context, and go on until none is interrupted.
+    """Sample several continuations of one context, until none is interrupted any more.
 
-    Siblings that ended stay as they are. A response keeps its key, so its random numbers are those
+    Those that ended stay as they are. A response keeps its key, so its random numbers are those
     of one that was not interrupted.
 
     Args:
@@ -35,18 +35,26 @@ async def sample_to_the_end(
     context_L = torch.as_tensor(token_ids)
     samples = await ask(context_L, params, keys)
     while any(sample.is_interrupted for sample in samples):
-        samples = await _continue(ask, samples, context_L, params, keys)
+        samples = await continue_once(ask, samples, context_L, params, keys)
     return samples
 
 
-async def _continue(
+async def continue_once(
     ask: Ask,
     samples: Sequence[Sample],
     context_L: Tensor,
     params: RequestParams,
     keys: Sequence[int],
 ) -> list[Sample]:
-    """Ask once for what interrupted responses lack."""
+    """Ask once for what interrupted responses lack; they may be interrupted again.
+
+    Args:
+        ask: samples.
+        samples: the responses so far; those that ended stay.
+        context_L: int64 [L], of all.
+        params: of all, for responses without tokens.
+        keys: name the random stream of each.
+    """
     joined = list(samples)
 
     async def ask_for(members: Sequence[int]) -> None:

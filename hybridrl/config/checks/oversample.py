@@ -1,0 +1,95 @@
+"""Rules about prompts that are begun in one phase and completed in a later one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hybridrl.config.checks.batch_sizes import BatchSizes
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import ConfigError
+
+_KEY = "rollout.oversample"
+_OFF = (f"{_KEY}=1",)
+
+
+def check_oversample(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Open responses stay with the engines of the ranks, which ask for single responses."""
+    rollout = config.rollout
+    if not config.oversamples:
+        return
+    refusals = (
+        (
+            not config.agent.is_single_turn,
+            f"agent.loop={config.agent.loop}: conversations are not interrupted; with "
+            "rollout.oversample every response is a single turn",
+        ),
+        (
+            config.has_servers,
+            "serving.models has rollout engines on devices of their own: they need not stop for "
+            "the longest response; set trainer.max_staleness instead",
+        ),
+        (
+            rollout.routed_experts,
+            "rollout.routed_experts=true: the experts of interrupted tokens are not kept",
+        ),
+        (
+            rollout.dump or rollout.replay is not None,
+            "rollout.dump and rollout.replay have all prompts of a call in one file, and here a "
+            "call answers some of them",
+        ),
+        (
+            config.mode == "certify",
+            "mode=certify compares a resumed run bitwise, and a checkpoint has no tokens of open "
+            "responses: they are sampled again, with newer weights",
+        ),
+    )
+    for is_refused, rule in refusals:
+        if is_refused:
+            yield ConfigError(_KEY, rollout.oversample, rule, remedies=[_OFF])
+
+
+def check_open_prompts_divide(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Each rollout engine has as many open prompts as the others, and more than it completes."""
+    if not config.oversamples or config.has_servers:
+        return
+    num_engines = BatchSizes.of(config).num_engines
+    num_prompts, num_open = config.trainer.num_prompts_per_step, config.num_open_prompts
+    if num_open % num_engines == 0 and num_open > num_prompts:
+        return
+    above = max(-(-num_open // num_engines), num_prompts // num_engines + 1) * num_engines
+    yield ConfigError(
+        _KEY,
+        config.rollout.oversample,
+        f"{num_open} open prompts (of trainer.num_prompts_per_step={num_prompts}) must be a "
+        f"multiple of {num_engines} rollout engines, and more than a step has",
+        remedies=[(f"{_KEY}={_ratio(above, num_prompts)}",), _OFF],
+    )
+
+
+def _ratio(num_open: int, num_prompts: int) -> str:
+    """Return the smallest short decimal that gives so many open prompts."""
+    spellings = (f"{math.floor(num_open / num_prompts * 10**n) / 10**n:g}" for n in range(1, 6))
+    fitting = (s for s in spellings if math.ceil(round(float(s) * num_prompts, 6)) == num_open)
+    return next(fitting, str(num_open / num_prompts))
+
+
+def check_stale_tokens_are_corrected(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Tokens of earlier weights are weighed, or it is said that they are not."""
+    algorithm = config.algorithm
+    is_corrected = algorithm.rollout_correction is not None or algorithm.old_logprobs == "sampler"
+    if not config.oversamples or is_corrected:
+        return
+    weighed = "algorithm.rollout_correction=importance"
+    yield ConfigError(
+        "algorithm.rollout_correction",
+        None,
+        f"{_KEY}={config.rollout.oversample:g} learns from tokens of earlier weights, and nothing "
+        "weighs them",
+        remedies=[(weighed,), ("algorithm.old_logprobs=sampler",)],
+        fix=f"set {weighed}, or algorithm.old_logprobs=sampler; to leave them unweighed, "
+        f"{weighed} algorithm.rollout_correction_args.level=none",
+    )
+
+
+RULES = (check_oversample, check_open_prompts_divide, check_stale_tokens_are_corrected)
