@@ -210,7 +210,7 @@ class RayEngine:
         self._actor.signal.remote(number)
 
     def cut(self) -> None:
-        """Lose all answers that are on their way, and all further calls; nobody is told."""
+        """Lose all answers that are on their way, and all further calls, without a word."""
         self._is_cut = True
 
     def _call(self, method: Any, *args: object) -> Future[Any]:  # noqa: ANN401 - Ray's

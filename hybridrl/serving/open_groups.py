@@ -13,17 +13,10 @@ from hybridrl.metrics import Max, Metrics, Sum
 from hybridrl.sampler import Program, Reporter, Sample, Sampler, SamplingParams
 from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.single_controller.payload import concat_rows
+from hybridrl.workers.rollout.assemble import Answered
 
 MakeProgram = Callable[[PromptBatch, SamplingParams], Program[list[Sample]]]
 """Makes the program that samples G responses to each prompt, and reports them as they end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A batch: P prompts, and P * G responses in their order."""
-
-    prompts: PromptBatch
-    samples: list[Sample]
 
 
 @dataclass(frozen=True, slots=True)

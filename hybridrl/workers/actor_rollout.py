@@ -44,9 +44,9 @@ from hybridrl.workers.build import (
 )
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
-from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
+from hybridrl.workers.rollout.assemble import Answered, assemble_rollouts, require_known_tokens
 from hybridrl.workers.rollout.directory import Door
-from hybridrl.workers.rollout.oversampling import Answered, OpenResponses
+from hybridrl.workers.rollout.oversampling import OpenResponses
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.sglang.arguments import ServerPlace, device_name
 from hybridrl.workers.rollout.single_turn import single_turn

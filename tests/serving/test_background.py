@@ -26,12 +26,13 @@ from hybridrl.serving.background import BackgroundSampling
 from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.kept_weights import KeptWeights
-from hybridrl.serving.open_groups import Answered, OpenGroups
+from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.policy_requests import PolicyRequests
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer
+from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.serving.decoding_handle import MOST_TOKENS, DecodingHandle, length_of, token_of
 from tests.serving.test_server import plan_of

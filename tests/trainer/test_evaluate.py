@@ -128,7 +128,10 @@ def test_named_sets_have_own_sampling_and_names() -> None:
 
 
 def test_conversations_of_each_set_have_metrics_of_its_own() -> None:
-    waiting = [{"agent/turns/mean": Mean(6.0, 2)}, {"agent/turns/mean": Mean(1.0, 1)}]
+    waiting: list[Metrics] = [
+        {"agent/turns/mean": Mean(6.0, 2)},
+        {"agent/turns/mean": Mean(1.0, 1)},
+    ]
     tasks = [task_of("", ["a"]), task_of("other", ["a"])]
     metrics = evaluate(
         Speaker("1", "1"), *tasks, take_agent_metrics=lambda: waiting.pop(0), num_resamples=0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,13 @@ from torch.nn.functional import pad
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged, jagged_from
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.sampler import Sample
+
+
+class Answered(NamedTuple):
+    """Prompts that are complete, and their responses, those to one prompt adjacent."""
+
+    prompts: PromptBatch
+    samples: list[Sample]
 
 
 def assemble_rollouts(

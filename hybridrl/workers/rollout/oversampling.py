@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +25,8 @@ from hybridrl.sampler import (
     SamplingParams,
     interrupted_sample,
 )
+from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.continuations import continue_once
-
-
-class Answered(NamedTuple):
-    """Prompts that are complete, and their responses, those to one prompt adjacent."""
-
-    prompts: PromptBatch
-    samples: list[Sample]
 
 
 class OpenResponses:

@@ -207,7 +207,7 @@ def test_weights_that_cannot_be_written_are_never_sent(monkeypatch: pytest.Monke
 
 def _divide_a_stream(rank: int) -> int:
     """Ranks find room for buckets of other sizes."""
-    served_engines.bucket_bytes_for = lambda *_: 2**20 if rank else 40
+    served_engines.bucket_bytes_for = lambda *_: 2**20 if rank else 40  # type: ignore[attr-defined]
     servers = RecordingServers()
     manager, trainer = rank_with(servers)
     pass_phase(manager)
