@@ -29,7 +29,8 @@ pytestmark = pytest.mark.skipif(
     not can_be_made(), reason="needs root, ip and unshare, to make a network namespace"
 )
 
-HERE, THERE = "10.98.0.1", "10.98.0.2"
+_NUMBER = os.getpid() % 2**14  # a network of each process, since tests run side by side
+HERE, THERE = (f"10.98.{_NUMBER // 64}.{_NUMBER % 64 * 4 + host}" for host in (1, 2))
 PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
 CONFIG = config_of("serving=own", "rollout=sglang", "rollout.num_slots=2")
 LIMIT_S = 3600.0
