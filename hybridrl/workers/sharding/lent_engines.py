@@ -23,7 +23,7 @@ _TAKE_BACK = "take the engines back"
 
 
 class LentEngines:
-    """What the ranks do with the manager in a rollout phase. All methods are collective calls."""
+    """Lends the engines in each rollout phase. ``sample`` is a collective call."""
 
     def __init__(
         self,

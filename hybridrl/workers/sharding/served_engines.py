@@ -127,7 +127,7 @@ def update_with_tries(update: Callable[[], None]) -> None:
 
 
 class ServedEngines:
-    """The weights of the trainer on their way to servers. It leads no engine."""
+    """The weights of the trainer on their way to servers. It has no engine."""
 
     managed = None
     num_engines = 0
