@@ -16,7 +16,7 @@ from hybridrl.workers.sharding.weight_files import WeightSource
 
 
 class SamplingEngine(Protocol):
-    """An engine that answers requests: of the manager, or of a rank.
+    """An engine that answers requests; a rank or the manager moves it along its life.
 
     Calls return at once. A future holds the error of the engine, or of its lost process.
     """
@@ -49,7 +49,7 @@ class SamplingEngine(Protocol):
 
 
 class EngineHandle(SamplingEngine, Protocol):
-    """An engine in a process of its own, which the manager moves along the life cycle."""
+    """An engine in a process of its own, which the manager moves along its life."""
 
     def build(self) -> Future[None]:
         """Build the engine; called once."""

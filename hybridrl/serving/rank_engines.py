@@ -84,11 +84,11 @@ class RankEngine:
 
     def signal(self, number: int) -> NoReturn:
         """Refuse: the configuration allows no such fault here."""
-        raise PhaseError(f"signal {number} was not sent: the engine at {self.url} is a rank's")
+        raise PhaseError(f"signal {number} was not sent: the engine belongs to a rank:  {self.url}")
 
     def cut(self) -> NoReturn:
         """Refuse likewise."""
-        raise PhaseError(f"nothing was cut: the engine at {self.url} is a rank's")
+        raise PhaseError(f"nothing was cut: the engine belongs to a rank:  {self.url}")
 
     def lose(self) -> None:
         """Take it for lost: its rank restarts it after the phase."""

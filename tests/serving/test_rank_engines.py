@@ -103,9 +103,9 @@ def test_each_refusal_has_its_own_error(
         engine = lent.serving()[FIRST]
         assert engine.address().result() == url
         assert engine.probe().result(60) != engine.probe().result(60)
-        with pytest.raises(RequestError, match="vocabulary"):
+        with pytest.raises(RequestError, match="the model knows 0 to 63"):
             engine.sample_group([VOCAB_SIZE], SHORT, keys=(1,)).result(60)
-        with pytest.raises(PhaseError, match="a rank leads the engine"):
+        with pytest.raises(PhaseError, match="the engine belongs to a rank"):
             engine.signal(9)
         listener.close()
         with pytest.raises(EngineError, match="status 500: PhaseError: a request was refused"):

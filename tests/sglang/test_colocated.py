@@ -62,6 +62,6 @@ def kill_one_server(folder: Path, has_ended: threading.Event) -> None:
         metrics = folder / "run" / "metrics.jsonl"
         return has_ended.is_set() or (metrics.exists() and bool(read_metrics(folder / "run")))
 
-    wait_until(has_stepped, deadline_s=TIMEOUT_S)
+    wait_until(has_stepped, deadline_s=2 * TIMEOUT_S)
     if not has_ended.is_set():
         wait_for_a_busy_process(partial(processes_of, folder, "sglang::scheduler")).kill()

@@ -54,7 +54,7 @@ class EngineAccess(Protocol):
 
 
 class ServerAccess:
-    """The engine is a server itself: who has its key may ask it while it is not paused."""
+    """The engine is a server itself: clients with its key may ask it while it is not paused."""
 
     def __init__(self, directory: EngineDirectory) -> None:
         """Look the server up in ``directory``, whose door has a key that others know."""

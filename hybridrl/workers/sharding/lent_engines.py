@@ -23,7 +23,7 @@ _TAKE_BACK = "take the engines back"
 
 
 class LentEngines:
-    """Calls of the ranks to the manager in a rollout phase. All methods are collective calls."""
+    """Lends the engines in each rollout phase. ``sample`` is a collective call."""
 
     def __init__(
         self,
@@ -81,30 +81,41 @@ class LentEngines:
                     "generate", timeout_s=self._servers.timeout_s, key="cluster.call_timeout_s"
                 )
         finally:
-            if access is not None:
-                access.close()
-            self._note_lost()
+            self._take_back()
 
     def end(self) -> None:
         """Listen no more on this rank. Idempotent, and no collective call."""
         if self._access is not None:
             self._access.end()
 
-    def _note_lost(self) -> None:
+    def _take_back(self) -> None:
         """Let all ranks know which engines the manager lost, and which are gone."""
-        engine = self._engine
         reported: Collection[int] = ()
         if not self._control.rank:
             answer, error = attempt(self._servers.lost_engines)
             if answer is None:
                 log.warning("the manager does not say which engines it lost: %s", error)
             reported = answer or ()
-        _, is_gone = (None, None) if engine is None else attempt(engine.progress)
+        is_gone = self._is_gone()
         if not self._control.is_true_anywhere(_TAKE_BACK, flag=bool(reported or is_gone)):
             return
         reports = self._control.gather(_TAKE_BACK, tuple(reported))
-        gone = self._control.gather(_TAKE_BACK, None if engine is None else is_gone is not None)
+        gone = self._control.gather(_TAKE_BACK, is_gone)
         of_engines = [flag for flag in gone if flag is not None]
         self._mark_lost(
             sorted({*reports[0], *(index for index, flag in enumerate(of_engines) if flag)})
         )
+
+    def _is_gone(self) -> bool | None:
+        """Close the engine of this rank; return whether that, or the engine, fails. None: no one.
+
+        No error may leave this: the other ranks are about to exchange what they know.
+        """
+        if self._access is None or self._engine is None:
+            return None
+        for work in (self._access.close, self._engine.progress):
+            _, error = attempt(work)
+            if error is not None:
+                log.warning("the engine of this rank is gone: %s", error)
+                return True
+        return False

@@ -16,7 +16,7 @@ from hybridrl.workers.train.protocol import TrainEngine
 
 @dataclass(frozen=True, slots=True)
 class MixedRollout:
-    """Engines of the ranks, while servers have others beside them."""
+    """The engine of a rank, and servers that have engines beside those of the ranks."""
 
     engine: RolloutEngine | None
     """Of this rank; None on a rank without one."""
@@ -28,7 +28,7 @@ class MixedRollout:
 class MixedEngines:
     """An ``EngineSet`` of the ranks' engines, whose sync publishes the weights for others, too.
 
-    The rollout manager has the others. They stop only to take weights, so within the stage.
+    The others belong to the rollout manager. They stop only to take weights, so in this stage.
     """
 
     def __init__(self, fused: FusedEngines, served: ServedEngines) -> None:

@@ -298,7 +298,9 @@ class RecordingEngine:
             self._boot()
 
     def progress(self) -> object:
-        raise NotImplementedError  # handles have their own
+        if self.index in self.journal.dead:
+            raise InjectedFault(f"engine {self.index} is dead")
+        return len(self.journal.events)
 
     def has_died(self) -> bool:
         return not self.is_alive
