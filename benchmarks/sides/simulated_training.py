@@ -235,9 +235,7 @@ def simulate(
     return steps
 
 
-def summarize(
-    steps: Sequence[SimulatedStep], topology: Topology, *, num_first: int
-) -> Summary:
+def summarize(steps: Sequence[SimulatedStep], topology: Topology, *, num_first: int) -> Summary:
     """Describe steps without the first ones and the last ``num_ahead``, which begin and end a run.
 
     Raises:
@@ -251,9 +249,7 @@ def summarize(
     seconds = chosen[-1].ended_s - begin_s
     engines_s = chosen[-1].engines_busy_s - busy_before_s
     trainer_s = sum(step.ended_s - step.trains_s for step in chosen)
-    devices_s = (
-        engines_s * topology.devices_per_engine + trainer_s * topology.num_trainer_devices
-    )
+    devices_s = engines_s * topology.devices_per_engine + trainer_s * topology.num_trainer_devices
     staleness = [one for step in chosen for one in step.staleness]
     return Summary(
         steps_per_hour=3600 * len(chosen) / seconds,
