@@ -50,7 +50,7 @@ Lengths = Sequence[Sequence[Sequence[int]]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=80, help="of each real run; 0: no real run")
+    parser.add_argument("--steps", type=int, default=60, help="of each real run; 0: no real run")
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 4], metavar="K")
     parser.add_argument("--simulated-steps", type=int, default=14)
     parser.add_argument("--devices", nargs="+", type=int, default=[one for one, _ in _SIZES])

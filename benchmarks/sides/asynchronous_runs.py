@@ -20,7 +20,7 @@ _NUM_ROWS: Mapping[Split, int] = {"train": 4000, "eval": 256}
 _OVERRIDES = (
     *("serving=own", "serving.num_devices_per_node=1", "cluster.num_threads_per_rank=1"),
     "serving.models.policy.groups.main.num_devices=1",
-    *("algorithm.old_logprobs=recompute", "algorithm.rollout_correction=importance"),
+    "algorithm.rollout_correction=importance",
     *("data=files", "data.use_chat_template=false", f"data.max_prompt_tokens={_MAX_TOKENS}"),
     *(
         f"rollout.num_slots={NUM_PROMPTS * NUM_RESPONSES}",

@@ -100,15 +100,24 @@ def test_both_sides_in_turns_take_as_long_as_with_devices_of_their_own() -> None
 
 
 def test_a_group_waits_until_another_one_is_complete() -> None:
-    draw = lengths_in_order([1, 5], [2, 3], [1, 1])
+    draw = lengths_in_order([1, 5], [2, 3], [3, 3])
     costs = replace(COSTS, decode=DecodeCost(1.0, 0.0))
     (step,) = simulate(own(), costs, draw, num_prompts=3, num_steps=1)
-    # Slots: 4. Group 1 ends after 3 decode steps, and gives back both of its slots then.
-    assert step.engines_busy_s == 5.0
+    # Slots: 4. The second group gives back both of its slots after 3 decode steps, not one after 2.
+    assert step.engines_busy_s == 3 + 3
     costs = replace(costs, num_slots=2)
     draw = lengths_in_order([1, 5], [2, 3], [1, 1])
     (step,) = simulate(own(), costs, draw, num_prompts=3, num_steps=1)
     assert step.engines_busy_s == 5 + 3 + 1
+
+
+def test_a_group_that_waits_begins_with_the_new_weights() -> None:
+    costs = replace(COSTS, num_slots=1)
+    draw = lengths_in_order([8], [14], [4], [4])
+    steps = simulate(own(2, "finish"), costs, draw, num_prompts=1, num_steps=4)
+    # Group 2 waits for a slot while group 1 ends under the first weights, at 36 s.
+    assert moments(steps)[:3] == [(15.0, 18.0), (39.0, 42.75), (48.0, 50.5)]
+    assert [one.staleness for one in steps] == [[0], [1], [1], [1]]
 
 
 def test_a_straggler_is_overtaken_until_its_step_has_come() -> None:
