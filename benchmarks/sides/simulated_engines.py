@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Literal
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
 
 OnUpdate = Literal["finish", "interrupt"]
 """Open responses end under the old weights, or stop at a token and continue under the new ones."""
@@ -184,35 +186,28 @@ class SimulatedEngines:
         self._queue.append(group)
         self._hand_out()
 
-    def run(
-        self, *, until_s: float = math.inf, is_enough: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Decode until a time, or until it is enough.
+    def run_to(self, until_s: float) -> None:
+        """Decode until a time."""
+        while self._end_next(until_s):
+            pass
+        self.now_s = max(self.now_s, until_s)
+
+    def run_until(self, take: Callable[[], T | None]) -> T:
+        """Decode until there is something to take, and return it; asks after each response.
 
         Raises:
-            RuntimeError: neither comes: no response is open.
+            RuntimeError: no response is open, and there is nothing to take.
         """
-        while not is_enough():
-            event = self._next_event(until_s)
-            if event is None:
-                if math.isinf(until_s):
-                    raise RuntimeError("no response is open, and it is not enough")
-                self.now_s = max(self.now_s, until_s)
-                return
-            self.now_s, engine = event
-            engine.advance(self.now_s)
-            for group in engine.end_next(self._version):
-                self._note_load(engine)
-                self._num_started -= 1
-                self._on_complete(group)
-            self._note_next_end(engine)
-            self._hand_out()
+        while (taken := take()) is None:
+            if not self._end_next(math.inf):
+                raise RuntimeError("no response is open, and there is nothing to take")
+        return taken
 
     def update(self, version: int, *, transfer_s: float, on_update: OnUpdate) -> None:
         """Give new weights to all engines; no engine continues before all have them."""
         self._is_open = False
         if on_update == "finish":
-            self.run(is_enough=lambda: not self._num_started)
+            self.run_until(lambda: not self._num_started or None)
         for engine in self._engines:
             engine.advance(self.now_s)
         self.now_s += transfer_s
@@ -249,6 +244,21 @@ class SimulatedEngines:
     def _note_next_end(self, engine: SimulatedEngine) -> None:
         engine.stamp = next(self._number)
         heappush(self._events, (engine.next_end_s(), engine.stamp, engine))
+
+    def _end_next(self, until_s: float) -> bool:
+        """End the next response; False: none ends by then."""
+        event = self._next_event(until_s)
+        if event is None:
+            return False
+        self.now_s, engine = event
+        engine.advance(self.now_s)
+        for group in engine.end_next(self._version):
+            self._note_load(engine)
+            self._num_started -= 1
+            self._on_complete(group)
+        self._note_next_end(engine)
+        self._hand_out()
+        return True
 
     def _next_event(self, until_s: float) -> tuple[float, SimulatedEngine] | None:
         while self._events:

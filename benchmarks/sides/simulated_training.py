@@ -11,8 +11,10 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
+from benchmarks.sides.group_buffer import GroupBuffer
 from benchmarks.sides.simulated_engines import (
     DecodeCost,
     OnUpdate,
@@ -123,59 +125,44 @@ class Summary:
     max_staleness: int
 
 
-class GroupBuffer:
-    """Groups from their admission to the step that trains them.
+class _Groups:
+    """Groups from their admission to the step that trains them, by the rules of hybridrl.
 
-    At version v, (v + 1 + A) * P groups have been admitted in all. Step v takes the P oldest
-    complete ones. It waits for those that were admitted at version v - K or before, of which P at
-    most are left: (v + 1 + A - K) * P were admitted by then, and v * P are trained.
+    At step v, (v + 1 + A) * P groups have been admitted in all.
     """
 
-    def __init__(
-        self, *, num_prompts: int, max_staleness: int, num_ahead: int, num_steps: int
-    ) -> None:
+    def __init__(self, topology: Topology, *, num_prompts: int, num_steps: int) -> None:
         """Begin without groups; ``num_steps * num_prompts`` are admitted in all."""
+        self._buffer = GroupBuffer(num_prompts=num_prompts, max_staleness=topology.max_staleness)
+        self._num_ahead = topology.num_ahead
         self._num_prompts = num_prompts
-        self._max_staleness = max_staleness
-        self._num_ahead = num_ahead
         self._num_groups = num_steps * num_prompts
         self._num_admitted = 0
-        self._num_due = 0
-        """Those with a lower index must be trained by this step."""
         self._complete: dict[int, SimulatedGroup] = {}
-        self._oldest_open = 0
-        self._ended: set[int] = set()
+        self._has_changed = False
 
-    def admit(self, version: int) -> range:
-        """Return the groups that may begin at this version."""
-        first = self._num_admitted
-        self._num_admitted = self._limit(version)
-        self._num_due = self._limit(version - self._max_staleness)
-        return range(first, self._num_admitted)
-
-    def _limit(self, version: int) -> int:
-        """Return how many groups have been admitted at a version."""
-        ahead = (version + 1 + self._num_ahead) * self._num_prompts
-        return min(ahead, self._num_groups) if version >= 0 else 0
+    def admit(self, step: int) -> range:
+        """Return the groups that may begin at this step."""
+        first, ahead = self._num_admitted, step + 1 + self._num_ahead
+        self._num_admitted = min(ahead * self._num_prompts, self._num_groups)
+        admitted = range(first, self._num_admitted)
+        self._buffer.admit(admitted, step=step)
+        self._has_changed = True
+        return admitted
 
     def complete(self, group: SimulatedGroup) -> None:
-        """Keep a group whose responses have all ended."""
+        """Note a group whose responses have all ended."""
         self._complete[group.index] = group
-        self._ended.add(group.index)
-        while self._oldest_open in self._ended:
-            self._ended.remove(self._oldest_open)
-            self._oldest_open += 1
+        self._buffer.complete(group.index, ())
+        self._has_changed = True
 
-    def has_batch(self) -> bool:
-        """Whether the step need not wait any more."""
-        if len(self._complete) < self._num_prompts:
-            return False
-        return self._oldest_open >= self._num_due
-
-    def take(self) -> list[SimulatedGroup]:
-        """Return the P oldest complete groups, oldest first."""
-        oldest = sorted(self._complete)[: self._num_prompts]
-        return [self._complete.pop(index) for index in oldest]
+    def take(self, step: int) -> list[SimulatedGroup] | None:
+        """Return the groups that a step trains, oldest first; None: not yet."""
+        if not self._has_changed:
+            return None
+        self._has_changed = False
+        taken = self._buffer.take(step=step)
+        return None if taken is None else [self._complete.pop(index) for index in taken]
 
 
 def simulate(
@@ -198,30 +185,25 @@ def simulate(
         seed: of the lengths.
     """
     source = random.Random(seed)
-    buffer = GroupBuffer(
-        num_prompts=num_prompts,
-        max_staleness=topology.max_staleness,
-        num_ahead=topology.num_ahead,
-        num_steps=num_steps,
-    )
+    waiting = _Groups(topology, num_prompts=num_prompts, num_steps=num_steps)
     engines = SimulatedEngines(
         topology.num_engines,
         decode=costs.decode,
         num_slots=costs.num_slots,
         recompute_s_per_token=costs.recompute_s_per_token,
-        on_complete=buffer.complete,
+        on_complete=waiting.complete,
     )
     steps = []
     for version in range(num_steps):
         began_s = engines.now_s
         engines.update(version, transfer_s=costs.transfer_s, on_update=topology.on_update)
-        for index in buffer.admit(version):
+        for index in waiting.admit(version):
             engines.ask(SimulatedGroup(index, draw_lengths(source)))
-        engines.run(is_enough=buffer.has_batch)
-        trains_s, batch = engines.now_s, buffer.take()
+        batch = engines.run_until(partial(waiting.take, version))
+        trains_s = engines.now_s
         num_tokens = sum(group.num_tokens for group in batch)
         train_s = num_tokens * costs.train_s_per_token / topology.num_trainer_devices
-        engines.run(until_s=trains_s + costs.train_fixed_s + train_s)
+        engines.run_to(trains_s + costs.train_fixed_s + train_s)
         steps.append(
             SimulatedStep(
                 began_s=began_s,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean, quantiles
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.sides.simulated_engines import DecodeCost, OnUpdate
@@ -142,6 +142,16 @@ LENGTHS = HeavyTail(median_tokens=20, sigma=1.0, max_tokens=400, num_responses=3
     on_update=st.sampled_from(["finish", "interrupt"]),
     train_s_per_token=st.sampled_from([0.0, 0.1, 2.0]),
     seed=st.integers(0, 1000),
+)
+@example(  # two groups that must be trained at the same step, the older one last
+    num_engines=3,
+    num_slots=1,
+    num_prompts=1,
+    num_ahead=2,
+    slack=0,
+    on_update="interrupt",
+    train_s_per_token=0.0,
+    seed=97,
 )
 def test_every_group_is_trained_once_and_in_time(
     *,
