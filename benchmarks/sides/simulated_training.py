@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
-from benchmarks.sides.group_buffer import GroupBuffer
 from benchmarks.sides.simulated_engines import (
     DecodeCost,
     OnUpdate,
     SimulatedEngines,
     SimulatedGroup,
 )
+from hybridrl.serving.sample_buffer import SampleBuffer
 
 DrawLengths = Callable[[random.Random], Sequence[int]]
 """Draws the tokens of the responses to one prompt."""
@@ -133,7 +133,7 @@ class _Groups:
 
     def __init__(self, topology: Topology, *, num_prompts: int, num_steps: int) -> None:
         """Begin without groups; ``num_steps * num_prompts`` are admitted in all."""
-        self._buffer = GroupBuffer(num_prompts=num_prompts, max_staleness=topology.max_staleness)
+        self._buffer = SampleBuffer(num_prompts=num_prompts, max_staleness=topology.max_staleness)
         self._num_ahead = topology.num_ahead
         self._num_prompts = num_prompts
         self._num_groups = num_steps * num_prompts

@@ -59,7 +59,7 @@ class EnginePool(Sampler):
     An engine gets a request while fewer than ``num_slots`` responses are open on it. A request that
     an engine did not answer is sent to another one, as a new one: nothing of a lost answer counts.
     To load weights while the program runs: ``suspend`` an engine, ``interrupt`` its process or let
-    its requests end, load, and ``resume``.
+    its requests end, load, and ``readmit``.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EnginePool(Sampler):
             num_slots: sequences that decode at the same time on an engine.
             max_context_tokens: limit of context + response.
             vocab_size: tokens that the model knows.
-            version: of the policy that must sample, until ``resume`` names another one.
+            version: of the policy that must sample, until ``readmit`` names another one.
             timeout_s: seconds that one request may take.
         """
         self.ask: AskGroup = ask_process
@@ -126,7 +126,7 @@ class EnginePool(Sampler):
         return join
 
     def suspend(self, index: int) -> None:
-        """Send no request to this engine until ``resume``: it gets weights, and is not lost.
+        """Send no request to this engine until ``readmit``: it gets weights, and is not lost.
 
         Requests that it has keep their answers. Thread-safe; an unknown engine is left alone.
         """
@@ -139,7 +139,7 @@ class EnginePool(Sampler):
 
         self._soon(suspend)
 
-    def resume(self, index: int, handle: SamplingEngine, *, version: int) -> None:
+    def readmit(self, index: int, handle: SamplingEngine, *, version: int) -> None:
         """Send requests to this engine again, which has weights of this version. Thread-safe.
 
         Engines that ``join`` later have this version, too.
@@ -150,7 +150,7 @@ class EnginePool(Sampler):
             version: of its weights.
         """
 
-        def resume() -> None:
+        def readmit() -> None:
             self._version = version
             member = self._members.get(index)
             if member is None or member.handle is not handle:
@@ -161,7 +161,7 @@ class EnginePool(Sampler):
                 self._queue.add(member)
 
         join = self._joining(index, handle)
-        self._soon(resume)
+        self._soon(readmit)
 
     def drop(self, index: int, handle: SamplingEngine, reason: str) -> None:
         """Send this engine's open requests to others: it does not answer. Thread-safe, idempotent.

@@ -376,7 +376,7 @@ def test_interrupted_responses_continue_on_other_engines() -> None:
         other.answer_with(sample(3))
         other.answer_with(cut(2), sample(3))  # and the other engine is next
         pool.suspend(1)
-        pool.resume(0, cast(SamplingEngine, one), version=4)
+        pool.readmit(0, cast(SamplingEngine, one), version=4)
         await settle()
         assert one.asked[1:] == [([5, 2], 3, [2])]
         one.answer(version=4)
@@ -402,7 +402,7 @@ def test_requests_wait_while_all_engines_are_suspended() -> None:
             task = ask(pool, version)
             await settle()
             assert not one.open
-            pool.resume(0, cast(SamplingEngine, one), version=version)
+            pool.readmit(0, cast(SamplingEngine, one), version=version)
             await settle()
             one.answer(version=version)
             assert (await task)[0].weight_version == version
@@ -425,8 +425,8 @@ def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
             await settle()
             other.answer_with(cut())
             pool.suspend(1)
-            pool.resume(0, cast(SamplingEngine, one), version=3)
-            pool.resume(1, cast(SamplingEngine, other), version=3)
+            pool.readmit(0, cast(SamplingEngine, one), version=3)
+            pool.readmit(1, cast(SamplingEngine, other), version=3)
             await settle()
             (holder,) = [engine for engine in (one, other) if engine.open]
             if holder is other:
@@ -449,7 +449,7 @@ def test_an_answer_of_before_the_update_has_its_version() -> None:
         task = ask(pool, 5)
         await settle()
         pool.suspend(0)
-        pool.resume(0, cast(SamplingEngine, one), version=4)
+        pool.readmit(0, cast(SamplingEngine, one), version=4)
         await settle()
         one.answer(version=3)
         assert (await task)[0].weight_version == 3
@@ -470,7 +470,7 @@ def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
         pool.suspend(0)
         tasks = [ask(pool, context) for context in (5, 6)]
         await settle()
-        pool.resume(0, cast(SamplingEngine, new), version=4)
+        pool.readmit(0, cast(SamplingEngine, new), version=4)
         await settle()
         assert (one.contexts, new.contexts) == ([], [5, 6])
         for task in tasks:
@@ -544,7 +544,7 @@ async def update_engines(pool: EnginePool, engines: list[Cutting], data: st.Data
         engines[index].version = version
     await settle()
     for index in chosen:
-        pool.resume(index, cast(SamplingEngine, engines[index]), version=version)
+        pool.readmit(index, cast(SamplingEngine, engines[index]), version=version)
     await settle()
 
 
