@@ -25,9 +25,12 @@ from tests.end_to_end.two_machines import can_be_made
 from tests.serving.echo import echo_server
 from tests.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.skipif(
-    not can_be_made(), reason="needs root, ip and unshare, to make a network namespace"
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        not can_be_made(), reason="needs root, ip and unshare, to make a network namespace"
+    ),
+]
 
 _NUMBER = os.getpid() % 2**14  # a network of each process, since tests run side by side
 HERE, THERE = (f"10.98.{_NUMBER // 64}.{_NUMBER % 64 * 4 + host}" for host in (1, 2))
