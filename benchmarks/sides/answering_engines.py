@@ -95,3 +95,10 @@ class AnsweringEngine:
 
     def signal(self, number: int) -> None:
         """Do nothing: it has no process."""
+
+    def cut(self) -> None:
+        """Do nothing: nothing travels."""
+
+    def interrupt(self) -> Future[None]:
+        """Do nothing: nothing is open."""
+        return self._answers.give(None)

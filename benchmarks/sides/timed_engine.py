@@ -76,3 +76,11 @@ class TimedEngine:
     def signal(self, number: int) -> None:
         """Send a signal to the engine's processes."""
         self.engine.signal(number)
+
+    def cut(self) -> None:
+        """Lose all that travels to and from the engine."""
+        self.engine.cut()
+
+    def interrupt(self) -> Future[None]:
+        """End open responses at their present token."""
+        return self.engine.interrupt()
