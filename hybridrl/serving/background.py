@@ -67,6 +67,7 @@ class BackgroundSampling:
         self._loop = LoopThread("background sampling")
         self._clock = IdleClock()
         self._phase = ExitStack()
+        self._has_ended = False
         self._metrics: Metrics = {}
 
     @contextmanager
@@ -102,8 +103,15 @@ class BackgroundSampling:
         return self._loop.run(program(self._pool))
 
     def end(self) -> None:
-        """End all programs. Idempotent."""
-        self._loop.end()
+        """Cancel all programs, and end the phase without a wait for their requests. Idempotent.
+
+        Before ``recovery`` and ``monitor`` end.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self._loop.run(_cancel_others())
+            self._phase.close()
+            self._loop.end()
 
     def _take_metrics(self) -> Metrics:
         async def take() -> Metrics:
@@ -137,7 +145,9 @@ class BackgroundSampling:
             yield
 
     async def _stop(self) -> None:
-        """Send no more requests, and wait until none is open."""
+        """Send no more requests, and wait until none is open; after the end none is."""
+        if self._has_ended:
+            return
         engines = self._server.serving_engines()
         for index in engines:
             self._pool.suspend(index)
@@ -145,3 +155,11 @@ class BackgroundSampling:
         if self._on_update == "interrupt":
             await self._requests.interrupt(engines.values())
         await self._pool.drained()
+
+
+async def _cancel_others() -> None:
+    """Cancel all other tasks of this loop, and wait for their ends."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

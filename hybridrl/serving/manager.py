@@ -244,9 +244,9 @@ class RolloutManager:
 
     def shutdown(self) -> None:
         """End engines and tools."""
-        self._monitor.end()
         if self._ahead is not None:
             self._ahead.end()
+        self._monitor.end()
         self._rank_engines.end()
         self._recovery.end()
         for model in self._frozen.values():

@@ -53,6 +53,9 @@ class Recovery:
         self._starts: dict[int, _Start] = {}
         self._num_failed: Counter[int] = Counter()
         self._pool: EnginePool | None = None
+        self._lock = threading.Lock()
+        """Held while work is handed to the thread, so that none comes behind its end."""
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
         self._thread.start()
 
@@ -80,8 +83,10 @@ class Recovery:
         return True
 
     def end(self) -> None:
-        """End the thread. Idempotent."""
-        self._work.put(None)
+        """End the thread; from now on nothing is replaced. Idempotent."""
+        with self._lock:
+            self._has_ended = True
+            self._work.put(None)
         self._thread.join()
 
     # -- in the thread ---------------------------------------------------------------------------
@@ -99,7 +104,7 @@ class Recovery:
         self._work.put(run)
 
     def _do(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in the thread, and wait for it."""
+        """Run ``work`` in the thread, and wait for it; a no-op after the end."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -110,7 +115,10 @@ class Recovery:
             else:
                 done.set_result(None)
 
-        self._work.put(run)
+        with self._lock:
+            if self._has_ended:
+                return
+            self._work.put(run)
         done.result()
 
     def _run(self) -> None:

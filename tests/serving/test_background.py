@@ -108,8 +108,8 @@ class Rig:
         return self.ahead.exchange(prompts_at(new), SAMPLING, step=step)
 
     def end(self) -> None:
-        self.monitor.end()
         self.ahead.end()
+        self.monitor.end()
         self.recovery.end()
         self.server.shutdown()
 
