@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,6 +66,8 @@ class DecodingHandle(RecordingHandle):
                 self._is_serving = False
             elif action is ManagedEngine.continue_generation:
                 self._is_serving, self._is_interrupted = True, False
+            elif isinstance(action, partial) and "version" in action.keywords:  # of a replacement
+                self.version = action.keywords["version"]
         return super().act(action)
 
     def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
