@@ -67,7 +67,7 @@ class BackgroundSampling:
         self._loop = LoopThread("background sampling")
         self._clock = IdleClock()
         self._phase = ExitStack()
-        self._has_ended = False
+        self._is_ending = False
         self._metrics: Metrics = {}
 
     @contextmanager
@@ -103,15 +103,11 @@ class BackgroundSampling:
         return self._loop.run(program(self._pool))
 
     def end(self) -> None:
-        """Cancel all programs, and end the phase without a wait for their requests. Idempotent.
-
-        Before ``recovery`` and ``monitor`` end.
-        """
-        if not self._has_ended:
-            self._has_ended = True
-            self._loop.run(_cancel_others())
-            self._phase.close()
-            self._loop.end()
+        """End all programs. Idempotent; before the end of recovery and server."""
+        self._is_ending = True
+        self._loop.cancel_all()  # so no request is open
+        self._phase.close()
+        self._loop.end()
 
     def _take_metrics(self) -> Metrics:
         async def take() -> Metrics:
@@ -152,7 +148,7 @@ class BackgroundSampling:
         for index in engines:
             self._pool.suspend(index)
         await asyncio.sleep(0)  # a suspension takes effect in the next turn of the loop
-        if self._on_update == "interrupt":
+        if self._on_update == "interrupt" and not self._is_ending:
             await self._requests.interrupt(engines.values())
         await self._pool.drained()
 

@@ -111,15 +111,21 @@ class EnginePool(Sampler):
         self._coming.add(index)
 
     def join(self, index: int, handle: SamplingEngine) -> None:
-        """Send requests to this engine, too, whose weights are the newest. Thread-safe."""
+        """Send requests to this engine, too, whose weights are the newest. Thread-safe.
+
+        Idempotent: one that is here keeps its open requests.
+        """
         self._soon(self._joining(index, handle))
 
     def _joining(self, index: int, handle: SamplingEngine) -> Callable[[], None]:
         def join() -> None:
             self._coming.discard(index)
+            known = self._members.get(index)
+            if known is not None and known.handle is handle and index not in self._suspended:
+                return  # it has open requests, which are counted
             self._suspended.discard(index)
-            if index in self._members:
-                self._queue.remove(self._members[index])
+            if known is not None:
+                self._queue.remove(known)
             member = self._members[index] = Member(index, handle, self._version)
             self._queue.add(member)
 

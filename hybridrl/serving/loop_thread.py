@@ -28,6 +28,18 @@ class LoopThread:
         """Run a coroutine, and wait for its result."""
         return self.start(work).result()
 
+    def cancel_all(self) -> None:
+        """Cancel all tasks, and wait until they have ended. A no-op after the end."""
+
+        async def cancel() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        if self._thread.is_alive():
+            self.run(cancel())
+
     def end(self) -> None:
         """Cancel all tasks, and end the thread. Idempotent."""
         if self._thread.is_alive():

@@ -94,7 +94,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*AHEAD, "mode=certify"), "trainer.max_staleness", "compares a resumed run bitwise"),
     ((*AHEAD, "rollout.dump=true"), "trainer.max_staleness", "all prompts of a call in one file"),
     (
-        (*AHEAD, "agent=proxy", "agent.command=[sh]"),
+        (*AHEAD, "agent=proxy", "data=calculator", "agent.command=[sh]"),
         "trainer.max_staleness",
         "agent.loop=proxy has one server",
     ),

@@ -83,7 +83,9 @@ def test_a_run_whose_manager_is_killed_learns_from_each_prompt_once(tmp_path: Pa
     folder = tmp_path / "run"
     keys = (
         *("trainer.max_staleness=2", "checkpoint.every_num_steps=1", "checkpoint.max_restarts=5"),
+        "eval.every_num_steps=0",  # each phase is a step, and two steps save one
         "serving.faults={kills: {kind: kill_manager, every_num_phases: 3, within_requests: 2}}",
     )
     run(small_config(folder, *AHEAD, *keys), resolved_yaml="")
     require_each_prompt_once(folder)
+    assert "workers are started again" in (folder / "log.txt").read_text(encoding="utf-8")

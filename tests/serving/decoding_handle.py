@@ -66,7 +66,7 @@ class DecodingHandle(RecordingHandle):
                 self._is_serving = False
             elif action is ManagedEngine.continue_generation:
                 self._is_serving, self._is_interrupted = True, False
-            elif isinstance(action, partial):  # of a replacement: ``load_weights`` of this version
+            elif isinstance(action, partial) and "version" in action.keywords:  # of a replacement
                 self.version = action.keywords["version"]
         return super().act(action)
 

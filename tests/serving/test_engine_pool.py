@@ -480,6 +480,30 @@ def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
     asyncio.run(program())
 
 
+def test_an_engine_that_joins_twice_keeps_its_open_requests() -> None:
+    engine = OpenEngine()
+
+    async def program() -> None:
+        pool = pool_of(engine, num_slots=1)
+        task = ask(pool, 5)
+        await settle()
+        pool.join(0, cast(SamplingEngine, engine))  # as a late recovery does
+        waiting = ask(pool, 6)
+        await settle()
+        assert engine.contexts == [5]  # it has one slot
+        pool.suspend(0)
+        drained = asyncio.ensure_future(pool.drained())
+        await settle()
+        assert not drained.done()
+        engine.answer()
+        await settle()
+        assert drained.done()
+        assert task.done()
+        waiting.cancel()
+
+    asyncio.run(program())
+
+
 def test_a_suspended_engine_that_is_given_up_is_named() -> None:
     one = OpenEngine()
 
