@@ -141,9 +141,7 @@ class BackgroundSampling:
             yield
 
     async def _stop(self) -> None:
-        """Send no more requests, and wait until none is open; after the end none is."""
-        if self._has_ended:
-            return
+        """Send no more requests, and wait until none is open."""
         engines = self._server.serving_engines()
         for index in engines:
             self._pool.suspend(index)
@@ -151,11 +149,3 @@ class BackgroundSampling:
         if self._on_update == "interrupt" and not self._is_ending:
             await self._requests.interrupt(engines.values())
         await self._pool.drained()
-
-
-async def _cancel_others() -> None:
-    """Cancel all other tasks of this loop, and wait for their ends."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
