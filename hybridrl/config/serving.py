@@ -152,8 +152,11 @@ class ServingConfig:
 
     @property
     def policy(self) -> str:
-        """Name of the model that gets the weights of the trainer: of the first without a path."""
-        return next(name for name, model in self.models.items() if model.path is None)
+        """Name of the model that gets the weights of the trainer: of the first without a path.
+
+        Empty if all have one, which is refused.
+        """
+        return next((name for name, model in self.models.items() if model.path is None), "")
 
     def _place(self) -> Iterator[PlacedGroup]:
         first_device = 0
