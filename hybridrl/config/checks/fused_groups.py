@@ -47,7 +47,8 @@ def check_servers_have_the_trainers_devices(config: ExperimentConfig) -> Iterato
         f"with serving.colocated=true all {cluster.num_ranks_per_node} devices of the trainer on a "
         "node are devices of the servers, too",
         fix=f"add groups for {cluster.num_ranks_per_node} devices on each node, or make "
-        f"cluster.num_ranks_per_node={serving.num_devices_per_node}",
+        f"cluster.num_ranks_per_node={serving.num_devices_per_node}, or give the servers devices of "
+        f"their own: {' '.join(_OWN)}",
         remedies=[_OWN],
     )
 
