@@ -47,8 +47,8 @@ def check_servers_have_the_trainers_devices(config: ExperimentConfig) -> Iterato
         f"with serving.colocated=true all {cluster.num_ranks_per_node} devices of the trainer on a "
         "node are devices of the servers, too",
         fix=f"add groups for {cluster.num_ranks_per_node} devices on each node, or make "
-        f"cluster.num_ranks_per_node={serving.num_devices_per_node}, or give the servers devices of "
-        f"their own: {' '.join(_OWN)}",
+        f"cluster.num_ranks_per_node={serving.num_devices_per_node}, or give the servers own "
+        f"devices: {' '.join(_OWN)}",
         remedies=[_OWN],
     )
 
@@ -65,7 +65,7 @@ def check_groups_are_fused_or_own(config: ExperimentConfig) -> Iterator[ConfigEr
                 num_devices,
                 f"{sum(shared)} of these devices are the trainer's and the others are not; its "
                 "engines would sleep and not sleep",
-                fix="make two groups of it, one for each kind",
+                fix=f"make two groups of it, one for each kind, or {instruction(_OWN)}",
                 remedies=[_OWN],
             )
 
