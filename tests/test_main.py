@@ -146,7 +146,7 @@ def test_what_hydra_cannot_read_is_explained_without_traceback(
     expected = {
         "trainer=5": "trainer='5': a section is chosen by the name of one of its files",
         "lora=true": "Fix: set lora=NAME; known: default, none",
-        "recipes=null": "known: bypass_pg_is_cpu, ",
+        "recipes=null": "known: async_cpu, ",
         "rollout=[1]": "known: hf, sglang",
         f"actor={'a' * 300}": "there is no such file in this group",
         f"seed={'9' * 5000}": "a number of thousands of digits",
