@@ -249,7 +249,7 @@ def test_multirun_runs_the_configuration_of_each_value(tmp_path: Path) -> None:
 
 def test_help_lists_the_recipes(tmp_path: Path) -> None:
     done = call_main("--help", folder=tmp_path)
-    assert "recipes: bypass_pg_is_cpu, " in done.stdout
+    assert "recipes: async_cpu, " in done.stdout
     assert "recipes/cluster" not in done.stdout  # files for clusters, and no recipes
     assert "kuberay" not in done.stdout
     assert ".venv" not in done.stdout
