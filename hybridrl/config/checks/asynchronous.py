@@ -12,6 +12,12 @@ _KEY = "trainer.max_staleness"
 _OFF = (f"{_KEY}=0",)
 _WEIGHED = "algorithm.rollout_correction=importance"
 
+NOT_BITWISE = (
+    "mode=certify compares a resumed run bitwise, and a checkpoint has no tokens of open "
+    "responses: they are sampled again, with newer weights"
+)
+"""Why a run that leaves responses open over its steps is refused."""
+
 
 def check_engines_can_sample_ahead(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Only engines on devices of their own sample while the trainer learns."""
@@ -29,8 +35,7 @@ def check_engines_can_sample_ahead(config: ExperimentConfig) -> Iterator[ConfigE
     refusals = (
         (
             config.mode == "certify",
-            "mode=certify compares a resumed run bitwise, and a checkpoint has no tokens of open "
-            "responses: they are sampled again, with newer weights",
+            NOT_BITWISE,
         ),
         (
             config.rollout.dump,
@@ -46,20 +51,25 @@ def check_engines_can_sample_ahead(config: ExperimentConfig) -> Iterator[ConfigE
             yield ConfigError(_KEY, steps, rule, remedies=[_OFF])
 
 
-def check_stale_responses_are_corrected(config: ExperimentConfig) -> Iterator[ConfigError]:
+def check_stale_tokens_are_corrected(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Tokens of earlier weights are weighed, or it is said that they are not."""
     algorithm = config.algorithm
-    is_corrected = algorithm.rollout_correction is not None or algorithm.old_logprobs == "sampler"
-    if config.samples_ahead and not is_corrected:
-        yield ConfigError(
-            "algorithm.rollout_correction",
-            None,
-            f"{_KEY}={config.trainer.max_staleness} learns from tokens of earlier weights, and "
-            "nothing weighs them",
-            remedies=[(_WEIGHED,), ("algorithm.old_logprobs=sampler",)],
-            fix=f"set {_WEIGHED}, or algorithm.old_logprobs=sampler; to leave them unweighed, "
-            f"{_WEIGHED} algorithm.rollout_correction_args.level=none",
-        )
+    if algorithm.rollout_correction is not None or algorithm.old_logprobs == "sampler":
+        return
+    causes = (
+        (config.oversamples, f"rollout.oversample={config.rollout.oversample:g}"),
+        (config.samples_ahead, f"{_KEY}={config.trainer.max_staleness}"),
+    )
+    for is_cause, setting in causes:
+        if is_cause:
+            yield ConfigError(
+                "algorithm.rollout_correction",
+                None,
+                f"{setting} learns from tokens of earlier weights, and nothing weighs them",
+                remedies=[(_WEIGHED,), ("algorithm.old_logprobs=sampler",)],
+                fix=f"set {_WEIGHED}, or algorithm.old_logprobs=sampler; to leave them unweighed, "
+                f"{_WEIGHED} algorithm.rollout_correction_args.level=none",
+            )
 
 
 def check_updates_meet_open_responses(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -76,6 +86,6 @@ def check_updates_meet_open_responses(config: ExperimentConfig) -> Iterator[Conf
 
 RULES = (
     check_engines_can_sample_ahead,
-    check_stale_responses_are_corrected,
+    check_stale_tokens_are_corrected,
     check_updates_meet_open_responses,
 )

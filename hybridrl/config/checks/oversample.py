@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from hybridrl.config.checks.asynchronous import NOT_BITWISE
 from hybridrl.config.checks.batch_sizes import BatchSizes
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
@@ -40,8 +41,7 @@ def check_oversample(config: ExperimentConfig) -> Iterator[ConfigError]:
         ),
         (
             config.mode == "certify",
-            "mode=certify compares a resumed run bitwise, and a checkpoint has no tokens of open "
-            "responses: they are sampled again, with newer weights",
+            NOT_BITWISE,
         ),
     )
     for is_refused, rule in refusals:
@@ -74,22 +74,4 @@ def _ratio(num_open: int, num_prompts: int) -> str:
     return next(fitting, str(num_open / num_prompts))
 
 
-def check_stale_tokens_are_corrected(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Tokens of earlier weights are weighed, or it is said that they are not."""
-    algorithm = config.algorithm
-    is_corrected = algorithm.rollout_correction is not None or algorithm.old_logprobs == "sampler"
-    if not config.oversamples or is_corrected:
-        return
-    weighed = "algorithm.rollout_correction=importance"
-    yield ConfigError(
-        "algorithm.rollout_correction",
-        None,
-        f"{_KEY}={config.rollout.oversample:g} learns from tokens of earlier weights, and nothing "
-        "weighs them",
-        remedies=[(weighed,), ("algorithm.old_logprobs=sampler",)],
-        fix=f"set {weighed}, or algorithm.old_logprobs=sampler; to leave them unweighed, "
-        f"{weighed} algorithm.rollout_correction_args.level=none",
-    )
-
-
-RULES = (check_oversample, check_open_prompts_divide, check_stale_tokens_are_corrected)
+RULES = (check_oversample, check_open_prompts_divide)
