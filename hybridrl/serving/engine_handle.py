@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hybridrl.metrics import Metrics
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample, T
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.weight_files import WeightSource
@@ -74,6 +74,13 @@ class EngineHandle(SamplingEngine, Protocol):
     def end(self) -> None:
         """End the engine and its process. Idempotent."""
         ...
+
+
+def answered(value: T) -> Future[T]:
+    """Return a future that has its result: of a call that asks nobody."""
+    answer: Future[T] = Future()
+    answer.set_result(value)
+    return answer
 
 
 Launch = Callable[[GroupPlan, EnginePlan], EngineHandle]

@@ -20,6 +20,7 @@ from hybridrl.errors import DeadlineError, EngineError, ExternalEngineError, Pha
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.comparison import ExpectedServer, differences, names_vocabulary
+from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
@@ -81,9 +82,7 @@ class ExternalEngine:
 
     def address(self) -> Future[str | None]:
         """Return the URL."""
-        answer: Future[str | None] = Future()
-        answer.set_result(self.url)
-        return answer
+        return answered(self.url)
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
@@ -97,9 +96,7 @@ class ExternalEngine:
 
     def take_metrics(self) -> Future[Metrics]:
         """Return nothing: others ask the server, too."""
-        answer: Future[Metrics] = Future()
-        answer.set_result({})
-        return answer
+        return answered({})
 
     def probe(self) -> Future[object]:
         """Return the load that the server's scheduler wrote last."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrl.errors import PhaseError, RequestError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_handle import SamplingEngine, answered
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.losses import Losses
@@ -24,7 +24,7 @@ from hybridrl.workers.rollout.sample_messages import (
     read_answer,
     request_body,
 )
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
 
 _PROBE_S = 10.0
 _LEAST_SERVER_FAULT = 500
@@ -44,15 +44,13 @@ class RankEngine:
         self.url = url
         self._timeout_s = timeout_s
         self._client = ServerClient(
-            url, name=f"the engine of a rank at {url}", require_alive=_assume_alive, key=key
+            url, name=f"the engine of a rank at {url}", require_alive=assume_alive, key=key
         )
         self._is_lost = False
 
     def address(self) -> Future[str | None]:
         """Return its address."""
-        answer: Future[str | None] = Future()
-        answer.set_result(self.url)
-        return answer
+        return answered(self.url)
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
@@ -84,11 +82,11 @@ class RankEngine:
 
     def signal(self, number: int) -> NoReturn:
         """Refuse: the configuration allows no such fault here."""
-        raise PhaseError(f"signal {number} was not sent: the engine belongs to a rank:  {self.url}")
+        raise PhaseError(f"signal {number} was not sent: the engine belongs to a rank: {self.url}")
 
     def cut(self) -> NoReturn:
         """Refuse likewise."""
-        raise PhaseError(f"nothing was cut: the engine belongs to a rank:  {self.url}")
+        raise PhaseError(f"nothing was cut: the engine belongs to a rank: {self.url}")
 
     def lose(self) -> None:
         """Take it for lost: its rank restarts it after the phase."""
@@ -185,7 +183,3 @@ class RankEngines:
         self._lost.add(index - self._first_index)
         self._losses.note_lost([index])
         return False
-
-
-def _assume_alive(what: str) -> None:
-    """The process is another machine's, or another process's child."""
