@@ -17,12 +17,12 @@ from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.idle_clock import IdleClock
-from hybridrl.serving.loop_thread import LoopThread
 from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.policy_requests import PolicyRequests
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.assemble import Answered
+from hybridrl.workers.rollout.loop_thread import LoopThread
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
 
 

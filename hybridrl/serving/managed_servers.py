@@ -17,6 +17,7 @@ from hybridrl.metrics import Metrics
 from hybridrl.network import rendezvous_address
 from hybridrl.sampler import RequestParams, Sample, SamplingParams
 from hybridrl.serving.answers import Answer
+from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.sharding.served_engines import Servers
 from hybridrl.workers.sharding.weight_files import WeightSource
 
@@ -74,9 +75,9 @@ class ManagedServers(Servers):
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
-    ) -> tuple[PromptBatch, list[Sample], Metrics]:
+    ) -> tuple[Answered, Metrics]:
         """See ``Servers``."""
-        answer: tuple[PromptBatch, list[Sample], Metrics] = self._call(
+        answer: tuple[Answered, Metrics] = self._call(
             "exchange", self._manager.exchange, prompts, sampling, version
         )
         return answer

@@ -43,6 +43,7 @@ from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.serving.settings import frozen_config
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_agent_rollout
+from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.weight_files import WeightSource
@@ -185,13 +186,13 @@ class RolloutManager:
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, version: int
-    ) -> tuple[PromptBatch, list[Sample], Metrics]:
+    ) -> tuple[Answered, Metrics]:
         """Admit prompts, and wait for a batch; see ``Servers.exchange``."""
         if self._ahead is None:
             raise PhaseError("trainer.max_staleness=0: nothing is sampled ahead")
         step = version // self._config.algorithm.num_updates_per_step
         answered, metrics = self._ahead.exchange(prompts, sampling, step=step)
-        return answered.prompts, answered.samples, merge([metrics, self._take_metrics()])
+        return answered, merge([metrics, self._take_metrics()])
 
     def _make_program(
         self, prompts: PromptBatch, sampling: SamplingParams

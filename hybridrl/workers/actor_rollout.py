@@ -227,15 +227,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             return None
         if self._agent is not None:
             self._carried = merge([self._carried, self._agent.take_metrics()])
-        version = self._policy_version
-        rollouts = assemble_rollouts(
-            answered.prompts,
-            answered.samples,
-            policy_version=version,
-            has_versions=self._config.oversamples,
-        )
-        require_known_tokens(rollouts, vocab_size=self._vocab_size)
-        return rollouts
+        return self._assemble(answered, has_versions=self._config.oversamples)
 
     @register(ROLLOUT)
     def exchange(
@@ -265,10 +257,18 @@ class ActorRolloutWorker(CheckpointedWorker):
             if self.rank != 0:
                 return None
             with self.sharding.meter("generate"), trace.span("exchange"):
-                answered, responses, metrics = servers.exchange(prompts, sampling, version=version)
+                answered, metrics = servers.exchange(prompts, sampling, version=version)
         self._carried = merge([self._carried, metrics])
-        self._require_recent(responses)
-        rollouts = assemble_rollouts(answered, responses, policy_version=version, has_versions=True)
+        self._require_recent(answered.samples)
+        return self._assemble(answered, has_versions=True)
+
+    def _assemble(self, answered: Answered, *, has_versions: bool) -> RolloutBatch:
+        rollouts = assemble_rollouts(
+            answered.prompts,
+            answered.samples,
+            policy_version=self._policy_version,
+            has_versions=has_versions,
+        )
         require_known_tokens(rollouts, vocab_size=self._vocab_size)
         return rollouts
 

@@ -20,6 +20,11 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it runs nothing any more."""
+        return not self._thread.is_alive()
+
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin a coroutine, and do not wait."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -37,12 +42,12 @@ class LoopThread:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        if self._thread.is_alive():
+        if not self.has_ended:
             self.run(cancel())
 
     def end(self) -> None:
         """Cancel all tasks, and end the thread. Idempotent."""
-        if self._thread.is_alive():
+        if not self.has_ended:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 

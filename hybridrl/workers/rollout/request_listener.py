@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from aiohttp import web
 
 from hybridrl.errors import EngineError, PhaseError, RequestError
 from hybridrl.json_text import to_json_text
 from hybridrl.network import host_and_port
-from hybridrl.sampler import T
 from hybridrl.workers.rollout.directory import Door, EngineDirectory
+from hybridrl.workers.rollout.loop_thread import LoopThread
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.sample_messages import (
@@ -86,12 +85,8 @@ class RequestListener:
         self._engine = engine
         self._requests = RequestServer(engine)
         self._door = door
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="request listener", daemon=True
-        )
-        self._thread.start()
-        self._url = self._run(self._listen())
+        self._loop = LoopThread("request listener")
+        self._url = self._loop.run(self._listen())
 
     def open(self) -> str:
         """Admit requests. See ``EngineAccess``."""
@@ -104,16 +99,11 @@ class RequestListener:
 
     def end(self) -> None:
         """Close all connections."""
-        if self._loop.is_closed():
+        if self._loop.has_ended:
             return
         self._requests.close()
-        self._run(self._runner.cleanup())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        self._loop.run(self._runner.cleanup())
+        self._loop.end()
 
     async def _listen(self) -> str:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])

@@ -16,6 +16,7 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.network import LOOPBACK
 from hybridrl.sampler import Sample, SamplingParams
+from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.sharding.control import (
     ControlGroup,
     Failures,
@@ -110,7 +111,7 @@ class Servers(ABC):
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
-    ) -> tuple[PromptBatch, list[Sample], Metrics]:
+    ) -> tuple[Answered, Metrics]:
         """Admit prompts, which are sampled while the trainer learns, and wait for a batch.
 
         Args:
@@ -119,7 +120,7 @@ class Servers(ABC):
             version: of the policy.
 
         Returns:
-            P prompts that were admitted now or before; P * G samples in their order; and metrics.
+            P prompts that were admitted now or before, with P * G samples; and metrics.
 
         Raises:
             PhaseError: the servers sample for the present step alone.
