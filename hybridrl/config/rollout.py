@@ -30,6 +30,8 @@ ABORT_GRACE_S = 10.0
 FLUSH_TIMEOUT_S = 20.0
 """Seconds after that in which the server must show that it is idle."""
 
+MOST_OVERSAMPLED = 100.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
@@ -43,7 +45,8 @@ class RolloutConfig:
     """Group size G. Group-relative algorithms need G >= 2."""
 
     oversample: Annotated[
-        float, Within(at_least=1.0, at_most=100.0, usual=1.5, why="rollouts are too old by then")
+        float,
+        Within(at_least=1.0, at_most=MOST_OVERSAMPLED, usual=1.5, why="rollouts are too old then"),
     ]
     """Prompts that are begun, over those of a step. Above 1 a phase ends when the prompts of a step
     are complete; the others are interrupted at a token, and continue in the next phase with the

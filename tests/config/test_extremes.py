@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.experiment import ExperimentConfig
@@ -113,6 +113,7 @@ def tops() -> Iterator[tuple[str, object]]:
 
 @pytest.mark.timeout(2 * DEADLINE_S)
 @settings(max_examples=60, deadline=None)
+@example((), [("rollout.oversample", 100.0), ("cluster.num_nodes", 65536)])
 @given(st.sampled_from(SCENES[:4]), st.lists(st.sampled_from(list(tops())), max_size=12))
 def test_the_highest_numbers_are_checked_and_remedies_mend(
     scene: tuple[str, ...], changes: list[tuple[str, object]]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from hybridrl.config.checks.asynchronous import NOT_BITWISE
 from hybridrl.config.checks.batch_sizes import BatchSizes
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.rollout import MOST_OVERSAMPLED
 from hybridrl.errors import ConfigError
 
 _KEY = "rollout.oversample"
@@ -58,12 +59,13 @@ def check_open_prompts_divide(config: ExperimentConfig) -> Iterator[ConfigError]
     if num_open % num_engines == 0 and num_open > num_prompts:
         return
     above = max(-(-num_open // num_engines), num_prompts // num_engines + 1) * num_engines
+    is_too_much = above > MOST_OVERSAMPLED * num_prompts
     yield ConfigError(
         _KEY,
         config.rollout.oversample,
         f"{num_open} open prompts (of trainer.num_prompts_per_step={num_prompts}) must be a "
         f"multiple of {num_engines} rollout engines, and more than a step has",
-        remedies=[(f"{_KEY}={_ratio(above, num_prompts)}",), _OFF],
+        remedies=[_OFF] if is_too_much else [(f"{_KEY}={_ratio(above, num_prompts)}",), _OFF],
     )
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -98,3 +101,19 @@ def test_a_client_that_was_closed_says_so() -> None:
         client.close()
         with pytest.raises(EngineError, match="the server was ended"):
             client.call("/json", {}, timeout_s=1.0)
+
+
+def test_close_fails_requests_that_still_connect_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = BaseSelectorEventLoop.sock_connect
+
+    async def connect_slowly(*arguments: Any) -> None:
+        await asyncio.sleep(0.1)
+        await connect(*arguments)
+
+    monkeypatch.setattr(BaseSelectorEventLoop, "sock_connect", connect_slowly)
+    with answering(answer) as server, client_of(server.url) as client:
+        requests = [client.start(client.request("/slow", {}, timeout_s=60.0)) for _ in range(4)]
+        client.run(asyncio.sleep(0.05))
+        client.close()
+        assert all(isinstance(each.exception(0), ConnectionLostError) for each in requests)
+    gc.collect()  # an unclosed connection is a warning, which fails this test

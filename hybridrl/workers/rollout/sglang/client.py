@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -16,12 +15,16 @@ from typing import Any, TypeVar
 import aiohttp
 
 from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.workers.rollout.loop_thread import LoopThread
 
 T = TypeVar("T")
 Body = dict[str, Any]
 
 _KEEP_ALIVE_S = 2.0
 """The server drops a connection that was idle for 5 s; a request sent just then is lost."""
+
+_FAIL_S = 5.0
+"""How long a request may take to fail when its connection was closed."""
 
 _NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 _NO_HTTP = (aiohttp.ClientError, UnicodeDecodeError)
@@ -133,9 +136,7 @@ class ServerClient(Endpoint):
             key: that the server requires; empty if it requires none.
         """
         super().__init__(base_url, name=name, require_alive=require_alive, key=key)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=name)
-        self._thread.start()
+        self._loop = LoopThread(name)
 
     def call(
         self, path: str, body: Body | None = None, *, timeout_s: float, method: str = "POST"
@@ -160,20 +161,24 @@ class ServerClient(Endpoint):
         Raises:
             EngineError: the client was closed.
         """
-        if self._loop.is_closed():
+        if self._loop.has_ended:
             work.close()
             raise EngineError(f"{self._name} was ended, and is asked for something; restart it")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._loop.start(work)
 
     def close(self) -> None:
-        """Drop all connections and end the thread. Idempotent."""
-        if self._loop.is_closed():
-            return
+        """Drop all connections, fail the requests in flight, and end the thread. Idempotent."""
+        if not self._loop.has_ended:
+            self._loop.run(self._close())
+            self._loop.end()
+
+    async def _close(self) -> None:
+        requests = asyncio.all_tasks() - {asyncio.current_task()}
         if self._session is not None:
-            self.run(self._session.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            await self._session.close()
+        if requests:
+            await asyncio.wait(requests, timeout=_FAIL_S)
+        await asyncio.sleep(0)  # a transport that was closed is freed in the next round of the loop
 
 
 def _parsed(text: str) -> Any:  # noqa: ANN401
