@@ -29,11 +29,10 @@ from dataclasses import asdict, dataclass
 from io import SEEK_END, FileIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from filelock import FileLock, Timeout
 
-from hybridrl.agents.turn_records import CallRecord
 from hybridrl.algorithms.load import load_part
 from hybridrl.atomic_io import atomic_write_text, free_name
 from hybridrl.config.parts import METRICS_FUNCTION
@@ -42,6 +41,9 @@ from hybridrl.errors import RunFolderError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.run.line_files import METRICS, lost_lines, whole_lines
+
+if TYPE_CHECKING:  # it imports torch, which the parent of a driver must not
+    from hybridrl.agents.turn_records import CallRecord
 
 log = logging.getLogger(__name__)
 

@@ -48,6 +48,19 @@ def _started(folder: Path, driver: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("hybridrl.run.supervise", {"torch", "transformers", "ray"}),
+        ("hybridrl.run.launch", {"torch", "transformers"}),  # a thread imports them
+    ],
+)
+def test_a_run_starts_without_heavy_imports(module: str, heavy: set[str]) -> None:
+    code = f"import sys, {module}; sys.exit(str({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "set()"
+
+
 @pytest.mark.shows("R3.5")
 @pytest.mark.parametrize("death", ["os._exit(1)", "os.kill(os.getpid(), 9)"])
 def test_a_driver_that_dies_is_named_kept_and_started_again(tmp_path: Path, death: str) -> None:
