@@ -43,14 +43,16 @@ def check_request(
     _check_params(params, num_responses=num_responses, vocab_size=vocab_size)
     tokens_L = torch.as_tensor(token_ids, dtype=torch.int64, device="cpu")
     limit = max_context_tokens - 1
-    if len(tokens_L) == 0:
+    num_tokens = len(tokens_L)
+    if num_tokens == 0:
         raise RequestError("the prompt of a request is empty: it needs at least 1 token")
-    if len(tokens_L) > limit:
+    if num_tokens > limit:
         raise RequestError(
-            f"the prompt of a request has {len(tokens_L)} tokens, and the engine's context of "
+            f"the prompt of a request has {num_tokens} tokens, and the engine's context of "
             f"{limit + 1} leaves room for {limit}; lower data.max_prompt_tokens"
         )
-    smallest, largest = (int(bound) for bound in tokens_L.aminmax())
+    array_L = tokens_L.numpy()  # finds the bounds of few numbers sooner than torch
+    smallest, largest = int(array_L.min()), int(array_L.max())
     if smallest < 0 or largest >= vocab_size:
         raise RequestError(
             f"prompt tokens span {smallest} to {largest}, and the model knows 0 to "

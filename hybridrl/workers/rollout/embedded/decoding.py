@@ -104,7 +104,7 @@ class Decoding:
             raise EngineError(f"the engine samples no more, because it failed: {self._failure}")
         request.step = self._step
         request.future.add_done_callback(self._note_cancelled)
-        self.stats.num_context_tokens += len(request.token_ids) * len(request.keys)
+        self.stats.num_context_tokens += request.num_tokens * len(request.keys)
         self._waiting.append(request)
 
     def _note_cancelled(self, future: asyncio.Future[list[Sample]]) -> None:
@@ -239,7 +239,7 @@ class Decoding:
 
     def _prefill(self) -> Prefilled:
         """Run the contexts of the first waiting requests in one pass."""
-        rows = plan_pass((each.context, len(each.token_ids)) for each in self._waiting)
+        rows = plan_pass((each.context, each.num_tokens) for each in self._waiting)
         requests = list(islice(self._waiting, len(rows)))
         first = dict(zip(reversed(rows), reversed(requests), strict=True))
         distinct = [first[row] for row in range(len(first))]
@@ -251,7 +251,7 @@ class Decoding:
             request.prefilled, request.row = prefilled, row
         draw_uniforms(requests, max_tokens=self._slots.max_tokens, device=self._table_S.device)
         self.stats.num_prefill_passes += 1
-        self.stats.num_prefill_tokens += sum(len(each.token_ids) for each in distinct)
+        self.stats.num_prefill_tokens += sum(each.num_tokens for each in distinct)
         self.stats.num_prefill_tokens -= sum(prefix.num_tokens for prefix in prefixes if prefix)
         return prefilled
 
@@ -293,7 +293,7 @@ class Decoding:
 
     def _take_slot(self, request: Request) -> tuple[int, ...]:
         """Seat the request's next response; return its first column of the slot table."""
-        params, length, number = request.params, len(request.token_ids), request.num_seated
+        params, length, number = request.params, request.num_tokens, request.num_seated
         lane = self._free_lanes.pop()
         self._seats.append(Seat(request, number, lane, self._step, length - self._step))
         request.num_seated += 1

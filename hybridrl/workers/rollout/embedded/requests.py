@@ -75,6 +75,9 @@ class Request:
     future: asyncio.Future[list[Sample]]
     """Gets the samples; a cancelled one frees their slots."""
 
+    num_tokens: int = field(init=False)
+    """L."""
+
     context: bytes = field(init=False)
     """The token ids, to compare."""
 
@@ -100,6 +103,7 @@ class Request:
     """Of ``prefilled``."""
 
     def __post_init__(self) -> None:
+        self.num_tokens = len(self.token_ids)
         self.context = self.token_ids.numpy().tobytes()
         params = self.params
         self.draw_params = DrawParams(params.temperature, params.top_p, params.top_k)
@@ -119,7 +123,7 @@ def draw_uniforms(requests: Sequence[Request], *, max_tokens: int, device: torch
         device: of the numbers.
     """
     keys = [key for request in requests for key in request.keys]
-    lengths = [len(request.token_ids) for request in requests for _ in request.keys]
+    lengths = [request.num_tokens for request in requests for _ in request.keys]
     room = max(request.params.max_new_tokens for request in requests)
     token_M = torch.arange(min(room, max_tokens), device=device)
     key_N, length_N = torch.tensor([keys, lengths], device=device)
