@@ -161,7 +161,6 @@ class ExternalEngine:
         if self._sampler is not None:
             await self._sampler.__aexit__()
             self._sampler = None
-        await asyncio.sleep(0)  # connections close in the next turn of the loop
 
     async def _compare(self) -> None:
         limit_s = self._config.stage_timeout_s

@@ -65,6 +65,7 @@ def test_a_killed_worker_ends_the_run_by_name_and_leaves_no_process(tmp_path: Pa
     assert not alive
 
 
+@pytest.mark.nightly
 @pytest.mark.shows("R3.5")
 def test_a_killed_raylet_is_named_and_the_run_goes_on_to_its_end(tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -55,6 +55,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
             yield record
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # of the package
 def test_wandb_continues_the_same_run_after_a_resume(tmp_path: Path) -> None:
     for first, last in ((1, 2), (3, 4)):
