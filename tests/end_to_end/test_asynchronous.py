@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -10,9 +12,13 @@ import pytest
 
 from hybridrl.data.source import PromptSource
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.errors import WorkerDiedError
 from hybridrl.run.launch import run
 from hybridrl.run.rows import load_train_rows
 from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.end_to_end.test_faults import find_ranks, run_into
+from tests.serving.processes import engine_processes
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -59,7 +65,11 @@ def require_bounded(folder: Path, max_staleness: int) -> None:
 
 @pytest.mark.parametrize(
     ("max_staleness", "on_update"),
-    [(2, "interrupt"), pytest.param(1, "finish", marks=pytest.mark.nightly)],
+    [
+        (2, "interrupt"),
+        pytest.param(1, "finish", marks=pytest.mark.nightly),
+        pytest.param(2, "abort", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_run_samples_ahead_while_its_engines_are_killed(
     max_staleness: int, on_update: str, tmp_path: Path
@@ -75,6 +85,8 @@ def test_a_run_samples_ahead_while_its_engines_are_killed(
     lines = steps_of(folder)
     assert max(line["rollout/staleness_steps/max"] for line in lines) > 0
     assert sum(line["rollout/lost_engines"] for line in lines) >= 1
+    is_aborted = any("rollout/aborted_responses" in line for line in lines)
+    assert is_aborted is (on_update == "abort")
     assert [line["step"] for line in lines if "eval/reward/mean" in line] == [4, 6]
 
 
@@ -89,3 +101,15 @@ def test_a_run_whose_manager_is_killed_learns_from_each_prompt_once(tmp_path: Pa
     run(small_config(folder, *AHEAD, *keys), resolved_yaml="")
     require_each_prompt_once(folder)
     assert "workers are started again" in (folder / "log.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_while_engines_sample_leaves_no_process(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    keys = (*AHEAD, "trainer.max_staleness=2", "rollout.max_response_tokens=24")
+    error = run_into(folder, *keys, at="update", number=signal.SIGKILL)
+    assert isinstance(error, WorkerDiedError)
+    assert "update" in error.__notes__[-2]
+    assert steps_of(folder)[-1]["rollout/open_groups"] == 2 * NUM_PROMPTS
+    assert find_ranks(os.getpid()) == []
+    wait_until(lambda: not engine_processes())
