@@ -65,11 +65,7 @@ def require_bounded(folder: Path, max_staleness: int) -> None:
 
 @pytest.mark.parametrize(
     ("max_staleness", "on_update"),
-    [
-        (2, "interrupt"),
-        pytest.param(1, "finish", marks=pytest.mark.nightly),
-        pytest.param(2, "abort", marks=pytest.mark.nightly),
-    ],
+    [(2, "interrupt"), pytest.param(1, "finish", marks=pytest.mark.nightly)],
 )
 def test_a_run_samples_ahead_while_its_engines_are_killed(
     max_staleness: int, on_update: str, tmp_path: Path
@@ -85,9 +81,21 @@ def test_a_run_samples_ahead_while_its_engines_are_killed(
     lines = steps_of(folder)
     assert max(line["rollout/staleness_steps/max"] for line in lines) > 0
     assert sum(line["rollout/lost_engines"] for line in lines) >= 1
-    is_aborted = any("rollout/aborted_responses" in line for line in lines)
-    assert is_aborted is (on_update == "abort")
     assert [line["step"] for line in lines if "eval/reward/mean" in line] == [4, 6]
+
+
+@pytest.mark.nightly
+def test_open_responses_lose_their_tokens_to_new_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    slow = ("rollout.num_slots=1", "rollout.max_response_tokens=96")  # so responses are open
+    keys = ("trainer.max_staleness=2", "serving.on_update=abort", *slow)
+    run(small_config(folder, *AHEAD, *keys), resolved_yaml="")
+    require_bounded(folder, 2)
+    require_each_prompt_once(folder)
+    lines = steps_of(folder)
+    assert sum(line.get("rollout/aborted_responses", 0.0) for line in lines) > 0
+    assert sum(line.get("rollout/aborted_tokens", 0.0) for line in lines) > 0
+    assert not any("rollout/interrupted_responses" in line for line in lines)
 
 
 @pytest.mark.nightly

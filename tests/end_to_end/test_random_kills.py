@@ -113,4 +113,4 @@ def test_thirty_random_kills_lose_and_double_no_prompt(killed_run: KilledRun) ->
     assert max(line["rollout/staleness_steps/max"] for line in lines) == MAX_STALENESS
     require_the_stream_once(learned_in_each_step(folder), prompts_in_order(killed_run.config))
     restarts = (folder / "log.txt").read_text(encoding="utf-8").count("workers are started again")
-    assert restarts <= KILLS["rank"] + KILLS["manager"]
+    assert restarts <= killed_run.killed.total() - KILLS["driver"]

@@ -162,7 +162,7 @@ def require_exact(answered: Answered) -> None:
 
 
 @pytest.mark.parametrize("on_update", ["interrupt", "finish", "abort"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     max_staleness=st.integers(1, 3),
     num_prompts=st.integers(1, 3),
@@ -216,7 +216,7 @@ def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
 def test_aborted_responses_begin_again_with_the_new_weights() -> None:
     with rig_of(max_staleness=2, on_update="abort") as rig:
         lost: dict[str, float] = {"rollout/aborted_responses": 0.0, "rollout/aborted_tokens": 0.0}
-        for step in range(40):
+        for step in range(12):
             rig.update(step)
             answered, metrics = rig.exchange(step, num_open=6 if step == 0 else 2)
             require_exact(answered)
@@ -288,6 +288,7 @@ def test_an_engine_that_never_takes_new_weights_is_replaced() -> None:
         assert rig.server.version == 1
 
 
+@pytest.mark.nightly
 def test_engines_that_never_take_new_weights_end_the_update() -> None:
     with rig_of(stage_timeout_s=1.0) as rig:
         rig.update(0)
