@@ -273,6 +273,8 @@ def is_restartable(error: BaseException) -> bool:
     """
     if isinstance(error, RemoteCallError):
         return error.is_peer_failure or isinstance(error, WorkerDiedError)
+    if isinstance(error, EngineError):  # the driver starts and asks the run's own servers itself
+        return is_peer_failure(error) and not isinstance(error, ExternalEngineError)
     return isinstance(error, DeadlineError | DriverDiedError)
 
 

@@ -214,6 +214,8 @@ rollout/draft_acceptance_fraction | 1 | drafted tokens that the model took (SGLa
 rollout/aborted_requests | requests | generation requests cut off when the engine was drained
 rollout/retried_requests | requests | responses that were cut off and asked for again
 rollout/interrupted_responses | responses | ended at a token on request, and were continued later
+rollout/aborted_responses | responses | lost their tokens to new weights (on_update=abort)
+rollout/aborted_tokens | tokens | that they lost; they began again
 rollout/open_prompts | prompts | begun, and continued in the next phase (rollout.oversample)
 rollout/interrupted_tokens | tokens | of them at that moment: they are prefilled again
 rollout/staleness_steps/mean | steps | between the weights that sampled a token and its update

@@ -13,6 +13,7 @@ from hybridrl.errors import (
     DataError,
     DeadlineError,
     EngineError,
+    ExternalEngineError,
     HybridRLError,
     ModelError,
     RemoteCallError,
@@ -63,6 +64,8 @@ def _from(cause: Exception, error: Exception) -> Exception:
         _remote(StageError("drain failed on engine 0: ServerDiedError: SGLang was killed")),
         _remote(ServerDiedError("/generate: SGLang was killed by SIGKILL")),
         _remote(_from(RuntimeError("Broken pipe"), CheckpointError("could not be gathered"))),
+        ServerDiedError("start: the rollout manager is gone"),  # on the driver
+        StageError("start failed on engine 0: ServerDiedError: the process is gone"),
     ],
 )
 def test_a_death_a_hang_and_their_consequences_are_restartable(error: HybridRLError) -> None:
@@ -79,6 +82,8 @@ def test_a_death_a_hang_and_their_consequences_are_restartable(error: HybridRLEr
         _remote(EngineError("prompt 3 is empty: it needs at least 1 token")),
         _remote(EngineError("it did not start: SGLang ended with status 3")),
         EngineError("prompt 3 is empty"),
+        _from(DeadlineError("late"), ExternalEngineError("http://judge:1: it gives no checksums")),
+        StageError("start failed on engine 0: EngineError: SGLang ended with status 3"),
         ConfigError("a.b", 1, rule="must be 2", fix="set a.b=2"),
         RewardError("it raised"),
         DataError("rows.jsonl:2"),

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from hybridrl.config.limits import ArgumentValue, Count, Ranks, Rows, Seconds, Tokens
 
 WeightRoute = Literal["files", "broadcast"]
-OnUpdate = Literal["interrupt", "finish"]
+OnUpdate = Literal["interrupt", "finish", "abort"]
 WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
 
 HALVES = ("prefill", "decode")
@@ -122,7 +122,8 @@ class ServingConfig:
     on_update: OnUpdate = "interrupt"
     """With ``trainer.max_staleness``: what new weights do to responses that are being sampled.
     ``interrupt``: they stop at a token, and continue with the new weights. ``finish``: the new
-    weights wait for the longest of them."""
+    weights wait for the longest of them. ``abort``: they lose their tokens, and begin again with
+    the new weights."""
 
     models: Mapping[str, ServedModelConfig]
     """Models by name, each with ``groups`` and ``path``. Empty: no servers; the ranks of the policy

@@ -55,8 +55,10 @@ class BackgroundSampling:
             requests: opens the way to engines; a phase is the time between two updates.
             recovery: of the server.
             monitor: of the server.
-            on_update: whether open responses end before weights are loaded, or are interrupted.
+            on_update: whether open responses end before weights are loaded, or are interrupted,
+                and whether they then keep their tokens.
         """
+        pool.drops_interrupted = on_update == "abort"
         self._server = server
         self._pool = pool
         self._groups = groups
@@ -146,6 +148,6 @@ class BackgroundSampling:
         for index in engines:
             self._pool.suspend(index)
         await asyncio.sleep(0)  # a suspension takes effect in the next turn of the loop
-        if self._on_update == "interrupt" and not self._is_ending:
+        if self._on_update != "finish" and not self._is_ending:
             await self._requests.interrupt(engines.values())
         await self._pool.drained()

@@ -86,6 +86,8 @@ class EnginePool(Sampler):
         """Sends a request to an engine."""
         self.prefixes: KnownPrefixes | None = None
         """Contexts in the caches of engines, to which later turns return; None: there are none."""
+        self.drops_interrupted = False
+        """Whether interrupted responses lose their tokens, and begin again."""
         self.max_context_tokens = max_context_tokens
         self.on_lost: Callable[[int, SamplingEngine, str], bool] = _never_replaced
         """Called with an engine that did not answer, and the reason; returns at once whether a
@@ -253,6 +255,8 @@ class EnginePool(Sampler):
             else:
                 self._require_version(member.index, samples, version=version)
                 self._count_interrupted(samples)
+                if self.drops_interrupted:
+                    samples = [_without_tokens(s) if s.is_interrupted else s for s in samples]
                 self._remember(member, token_ids, *(each.token_ids for each in samples))
                 return samples
             finally:
@@ -272,7 +276,10 @@ class EnginePool(Sampler):
     def metrics(self) -> Metrics:
         """Describe the program's requests under declared names."""
         metrics: Metrics = {"rollout/repeated_requests": Sum(self._num_repeated)}
-        if self._num_interrupted:
+        if self._num_interrupted and self.drops_interrupted:
+            metrics["rollout/aborted_responses"] = Sum(self._num_interrupted)
+            metrics["rollout/aborted_tokens"] = Sum(self._num_interrupted_tokens)
+        elif self._num_interrupted:
             metrics["rollout/interrupted_responses"] = Sum(self._num_interrupted)
             metrics["rollout/interrupted_tokens"] = Sum(self._num_interrupted_tokens)
         return metrics
@@ -370,6 +377,14 @@ class EnginePool(Sampler):
         lengths = [len(sample.token_ids) for sample in samples if sample.is_interrupted]
         self._num_interrupted += sum(length > 0 for length in lengths)
         self._num_interrupted_tokens += sum(lengths)
+
+
+def _without_tokens(sample: Sample) -> Sample:
+    """Return an interrupted response as one that was interrupted before its first token."""
+    none_L = slice(0)
+    return Sample(
+        sample.token_ids[none_L], sample.logprobs[none_L], "interrupted", sample.weight_version
+    )
 
 
 def _require_uninterrupted(samples: Sequence[Sample]) -> None:

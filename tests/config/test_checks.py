@@ -100,6 +100,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("serving=own", "serving.on_update=finish"), "serving.on_update", "would be ignored: trainer"),
     (
+        (*AHEAD, *PLAYED, "serving.on_update=abort"),
+        "serving.on_update",
+        "agent.loop=environment holds conversations",
+    ),
+    (
         (_groups(main="num_devices: 3"),),
         "serving.num_devices_per_node",
         "have 1 devices for servers, and the groups of serving.models ask for 3",

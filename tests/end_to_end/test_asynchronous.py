@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -10,9 +12,13 @@ import pytest
 
 from hybridrl.data.source import PromptSource
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.errors import WorkerDiedError
 from hybridrl.run.launch import run
 from hybridrl.run.rows import load_train_rows
 from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.end_to_end.test_faults import find_ranks, run_into
+from tests.serving.processes import engine_processes
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -79,6 +85,20 @@ def test_a_run_samples_ahead_while_its_engines_are_killed(
 
 
 @pytest.mark.nightly
+def test_open_responses_lose_their_tokens_to_new_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    slow = ("rollout.num_slots=1", "rollout.max_response_tokens=96")  # so responses are open
+    keys = ("trainer.max_staleness=2", "serving.on_update=abort", *slow)
+    run(small_config(folder, *AHEAD, *keys), resolved_yaml="")
+    require_bounded(folder, 2)
+    require_each_prompt_once(folder)
+    lines = steps_of(folder)
+    assert sum(line.get("rollout/aborted_responses", 0.0) for line in lines) > 0
+    assert sum(line.get("rollout/aborted_tokens", 0.0) for line in lines) > 0
+    assert not any("rollout/interrupted_responses" in line for line in lines)
+
+
+@pytest.mark.nightly
 def test_a_run_whose_manager_is_killed_learns_from_each_prompt_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     keys = (
@@ -89,3 +109,15 @@ def test_a_run_whose_manager_is_killed_learns_from_each_prompt_once(tmp_path: Pa
     run(small_config(folder, *AHEAD, *keys), resolved_yaml="")
     require_each_prompt_once(folder)
     assert "workers are started again" in (folder / "log.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_while_engines_sample_leaves_no_process(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    keys = (*AHEAD, "trainer.max_staleness=2", "rollout.max_response_tokens=24")
+    error = run_into(folder, *keys, at="update", number=signal.SIGKILL)
+    assert isinstance(error, WorkerDiedError)
+    assert "update" in error.__notes__[-2]
+    assert steps_of(folder)[-1]["rollout/open_groups"] == 2 * NUM_PROMPTS
+    assert find_ranks(os.getpid()) == []
+    wait_until(lambda: not engine_processes())

@@ -53,11 +53,14 @@ class DecodingHandle(RecordingHandle):
         self.refusal: RequestError | None = None
         """Of all requests."""
         self.is_frozen, self.has_requests = threading.Event(), threading.Event()
+        self.takes_weights = True
+        """False: it never answers a load, and lives."""
         self.dies_after: int | None = None
         """Steps that it has left; None: it lives."""
         self._open: list[_Open] = []
         self._changed = threading.Condition()
         self._is_serving = self._is_interrupted = False
+        self.num_requests = 0
         threading.Thread(target=self._decode, daemon=True).start()
 
     def act(self, action: Action) -> Future[None]:
@@ -71,6 +74,8 @@ class DecodingHandle(RecordingHandle):
         return super().act(action)
 
     def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
+        if not self.takes_weights:
+            return Future()
         with self._changed:
             assert not self._open, "weights changed under an open response"
             self.version = version
@@ -90,6 +95,7 @@ class DecodingHandle(RecordingHandle):
             elif not self._is_serving:
                 future.set_exception(PhaseError("it is paused"))
             else:
+                self.num_requests += 1
                 self._open.append(_Open(context, keys, future, [[] for _ in keys]))
                 self.has_requests.set()
                 self._changed.notify()

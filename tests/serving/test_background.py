@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.serving import OnUpdate
-from hybridrl.errors import HybridRLError, RequestError, ServerDiedError
+from hybridrl.errors import HybridRLError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Sample, Sampler, SamplingParams
@@ -34,8 +34,11 @@ from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.sharding.control import StageError
+from hybridrl.workers.sharding.served_engines import update_with_tries
 from tests.serving.decoding_handle import MOST_TOKENS, DecodingHandle, length_of, token_of
 from tests.serving.test_server import plan_of
+from tests.waiting import wait_until
 from tests.workers.sharding.recording import WEIGHTS, Journal, Policy, rollout_config
 
 GROUP = 2
@@ -59,16 +62,24 @@ class Rig:
     """Two engines, and all that samples ahead with them."""
 
     def __init__(
-        self, folder: Path, *, num_prompts: int, max_staleness: int, on_update: OnUpdate
+        self,
+        folder: Path,
+        *,
+        num_prompts: int,
+        max_staleness: int,
+        on_update: OnUpdate,
+        stage_timeout_s: float,
     ) -> None:
         self.folder = folder
         self.num_prompts, self.max_staleness = num_prompts, max_staleness
         self.plan = plan_of(("regular", 2))
         self.launched: list[DecodingHandle] = []
+        self.stuck: set[int] = set()
+        """Engines whose next processes never load weights."""
         self.server = RolloutServer(
             self.plan,
             self._launch,
-            config=rollout_config(start_timeout_s=20.0, stage_timeout_s=20.0),
+            config=rollout_config(start_timeout_s=20.0, stage_timeout_s=stage_timeout_s),
             kept=KeptWeights(folder / "kept"),
         )
         weights = {name: torch.tensor(Policy.WHOLE.truth(name, 0)) for name in WEIGHTS}
@@ -81,11 +92,11 @@ class Rig:
             self.server.serving_engines, self.recovery.report, timeout_s=60.0
         )
         pool = self.server.pool(max_context_tokens=MOST_TOKENS + 1, vocab_size=100, version=-1)
-        buffer = SampleBuffer(num_prompts=num_prompts, max_staleness=max_staleness)
+        self.buffer = SampleBuffer(num_prompts=num_prompts, max_staleness=max_staleness)
         self.ahead = BackgroundSampling(
             self.server,
             pool,
-            OpenGroups(pool, single_turn, buffer),
+            OpenGroups(pool, single_turn, self.buffer),
             requests=PolicyRequests(None, FaultPlan({}, seed=0)),
             recovery=self.recovery,
             monitor=self.monitor,
@@ -94,8 +105,10 @@ class Rig:
         self.num_admitted = 0
 
     def _launch(self, group: GroupPlan, engine: EnginePlan) -> DecodingHandle:
-        self.launched.append(DecodingHandle(self.plan.engines.index(engine), Journal()))
-        return self.launched[-1]
+        handle = DecodingHandle(self.plan.engines.index(engine), Journal())
+        handle.takes_weights = handle.index not in self.stuck
+        self.launched.append(handle)
+        return handle
 
     def update(self, version: int) -> None:
         with self.ahead.updating(version):
@@ -116,10 +129,20 @@ class Rig:
 
 @contextmanager
 def rig_of(
-    *, num_prompts: int = 2, max_staleness: int = 1, on_update: OnUpdate = "interrupt"
+    *,
+    num_prompts: int = 2,
+    max_staleness: int = 1,
+    on_update: OnUpdate = "interrupt",
+    stage_timeout_s: float = 20.0,
 ) -> Iterator[Rig]:
     folder = Path(tempfile.mkdtemp())
-    rig = Rig(folder, num_prompts=num_prompts, max_staleness=max_staleness, on_update=on_update)
+    rig = Rig(
+        folder,
+        num_prompts=num_prompts,
+        max_staleness=max_staleness,
+        on_update=on_update,
+        stage_timeout_s=stage_timeout_s,
+    )
     try:
         yield rig
     finally:
@@ -138,8 +161,8 @@ def require_exact(answered: Answered) -> None:
         assert sample.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("on_update", ["interrupt", "finish"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("on_update", ["interrupt", "finish", "abort"])
+@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     max_staleness=st.integers(1, 3),
     num_prompts=st.integers(1, 3),
@@ -190,6 +213,24 @@ def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
         assert versions > {1}  # some were sampled by several versions
 
 
+@pytest.mark.nightly
+def test_aborted_responses_begin_again_with_the_new_weights() -> None:
+    num_responses = num_tokens = 0.0
+    with rig_of(num_prompts=4, max_staleness=3, on_update="abort") as rig:
+        for step in range(60):
+            rig.update(step)
+            answered, metrics = rig.exchange(step, num_open=16 if step == 0 else 4)
+            require_exact(answered)
+            assert all(len(set(each.versions_L.tolist())) == 1 for each in answered.samples)
+            assert "rollout/interrupted_responses" not in metrics
+            if "rollout/aborted_responses" in metrics:
+                num_responses += metrics["rollout/aborted_responses"].value
+                num_tokens += metrics["rollout/aborted_tokens"].value
+            if num_responses > 4 and step > 6:
+                break
+    assert 0 < num_responses <= num_tokens
+
+
 def test_other_programs_sample_beside_open_groups() -> None:
     async def ask(sampler: Sampler) -> list[Sample]:
         return await sampler.sample_group([3], SAMPLING.request_params(), keys=[7])
@@ -235,3 +276,44 @@ def test_after_a_failed_update_nothing_is_sampled_until_the_next() -> None:
         rig.update(1)
         answered, _ = rig.exchange(1, num_open=2)
         require_exact(answered)
+
+
+def test_an_engine_that_never_takes_new_weights_is_replaced() -> None:
+    with rig_of(stage_timeout_s=1.0) as rig:
+        rig.update(0)
+        rig.exchange(0, num_open=4)
+        rig.launched[1].takes_weights = False
+        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 1 s"):
+            rig.update(1)
+        update_with_tries(lambda: rig.update(1))
+        assert [handle.is_alive() for handle in rig.launched] == [True, False, True]
+        answered, _ = rig.exchange(1, num_open=2)
+        require_exact(answered)
+        assert rig.server.version == 1
+
+
+@pytest.mark.nightly
+def test_engines_that_never_take_new_weights_end_the_update() -> None:
+    with rig_of(stage_timeout_s=1.0) as rig:
+        rig.update(0)
+        rig.exchange(0, num_open=4)
+        rig.launched[1].takes_weights = False
+        rig.stuck = {1}
+        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 1 s"):
+            update_with_tries(lambda: rig.update(1))
+        assert [handle.index for handle in rig.launched] == [0, 1, 1, 1, 1]  # three tries
+
+
+def test_a_trainer_that_stays_away_finds_no_more_groups_than_fit() -> None:
+    """As a slow reward does: engines end what is open, and begin nothing."""
+    with rig_of(num_prompts=2, max_staleness=3) as rig:
+        rig.update(0)
+        rig.exchange(0, num_open=8)
+        wait_until(lambda: rig.buffer.num_complete == 6)
+        assert rig.buffer.num_open == 6
+        assert sum(handle.num_requests for handle in rig.launched) == 8
+        with pytest.raises(PhaseError, match="at most 8 may be open"):
+            rig.exchange(0, num_open=3)
+        answered, metrics = rig.exchange(0, num_open=2)
+        require_exact(answered)
+        assert metrics["rollout/open_groups"].value == 6

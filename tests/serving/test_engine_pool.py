@@ -392,6 +392,35 @@ def test_interrupted_responses_continue_on_other_engines() -> None:
     asyncio.run(program())
 
 
+def test_interrupted_responses_may_lose_their_tokens_instead() -> None:
+    """Of a group of three, one sibling has ended, one has tokens, and one has none."""
+    one, losses = OpenEngine(), Losses()
+
+    async def program() -> None:
+        pool = pool_of(one, num_slots=8, losses=losses)
+        pool.drops_interrupted = True
+        task = ask(pool, 5, num_keys=3)
+        await settle()
+        pool.suspend(0)
+        await settle()
+        one.answer_with(sample(3), cut(7, 8), cut())
+        pool.readmit(0, cast(SamplingEngine, one), version=4)
+        await settle()
+        assert one.asked[1:] == [([5], 4, [1, 2])]  # those that lost theirs share a request again
+        one.answer(version=4)
+        samples = await task
+        assert [s.token_ids.tolist() for s in samples] == [[1], [1], [1]]
+        assert [s.versions_L.tolist() for s in samples] == [[3], [4], [4]]
+        assert losses.reasons == {}
+        assert pool.metrics() == {
+            "rollout/repeated_requests": Sum(0),
+            "rollout/aborted_responses": Sum(1),
+            "rollout/aborted_tokens": Sum(2),
+        }
+
+    asyncio.run(program())
+
+
 def test_requests_wait_while_all_engines_are_suspended() -> None:
     one, losses = OpenEngine(), Losses()
 

@@ -73,7 +73,10 @@ def check_stale_tokens_are_corrected(config: ExperimentConfig) -> Iterator[Confi
 
 
 def check_updates_meet_open_responses(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """In a synchronous run no response is open when weights are loaded."""
+    """In a synchronous run no response is open when weights are loaded.
+
+    Only a single response begins again as a unit: earlier turns of a conversation stay.
+    """
     on_update = config.serving.on_update
     if on_update != "interrupt" and not config.samples_ahead:
         yield ConfigError(
@@ -81,6 +84,14 @@ def check_updates_meet_open_responses(config: ExperimentConfig) -> Iterator[Conf
             on_update,
             f"would be ignored: {_KEY}=0 leaves no response open while weights are loaded",
             remedies=[("serving.on_update=interrupt",)],
+        )
+    elif on_update == "abort" and not config.agent.is_single_turn:
+        yield ConfigError(
+            "serving.on_update",
+            on_update,
+            f"agent.loop={config.agent.loop} holds conversations, whose earlier turns and calls of "
+            "tools cannot begin again",
+            remedies=[("serving.on_update=interrupt",), ("serving.on_update=finish",)],
         )
 
 
