@@ -166,6 +166,25 @@ def test_servers_get_requests_only_while_they_are_shown(routed: PolicyRouter) ->
         assert routed.front.process.workers() == {}
 
 
+@pytest.mark.shows("4.22")
+def test_a_router_killed_while_it_takes_servers_is_replaced(
+    routed: PolicyRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, workers = routed.front.process, router_module.RouterProcess.workers
+
+    def killed_first(router: router_module.RouterProcess) -> dict[str, bool]:
+        if router is first:
+            kill(router.process)
+        return workers(router)
+
+    monkeypatch.setattr(router_module.RouterProcess, "workers", killed_first)
+    with echo_servers(2) as servers:
+        samples, lost, metrics = run(routed, servers, twelve)
+    assert seeds_of(samples) == SEEDS
+    assert lost == {}
+    assert metrics["rollout/router_restarts"] == Sum(1)
+
+
 def test_a_killed_server_costs_no_response_and_doubles_none(routed: PolicyRouter) -> None:
     with echo_servers(2, seconds=0.3) as servers:
 
