@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -34,6 +35,11 @@ def python_path() -> str:
 def everything() -> dict[str, str]:
     """Return all variables, for a child process."""
     return dict(os.environ)
+
+
+def everything_but(names: Collection[str]) -> dict[str, str]:
+    """Return all variables but these, for a child process that must not have them."""
+    return {name: value for name, value in os.environ.items() if name not in names}
 
 
 def cache_dir() -> Path:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import select
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -42,6 +42,7 @@ class AgentProgram:
         command: Sequence[str],
         *,
         variables: Mapping[str, str],
+        hidden_variables: Collection[str],
         input_text: str,
         threads: Executor,
     ) -> None:
@@ -50,6 +51,7 @@ class AgentProgram:
         Args:
             command: program and arguments.
             variables: of its environment, besides this process's own.
+            hidden_variables: names of this process's own that it does not get.
             input_text: its standard input.
             threads: holds a thread for as long as the program runs.
         """
@@ -64,7 +66,7 @@ class AgentProgram:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                env={**env.everything(), **variables},
+                env={**env.everything_but(hidden_variables), **variables},
             )
         finally:
             os.close(descriptor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -235,10 +235,23 @@ class Proxy:
     appended_roles = ("tool", "user")
 
     def __init__(
-        self, config: AgentConfig, template: TurnTemplate, tokenizer: PreTrainedTokenizerBase
+        self,
+        config: AgentConfig,
+        template: TurnTemplate,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        hidden_variables: Collection[str],
     ) -> None:
-        """Start nothing yet; ``agent.command`` is run for each conversation."""
+        """Start nothing yet; ``agent.command`` is run for each conversation.
+
+        Args:
+            config: of the agent.
+            template: of conversations.
+            tokenizer: of the policy.
+            hidden_variables: of the environment, which no program gets.
+        """
         self._config = config
+        self._hidden_variables = hidden_variables
         self._template = template
         self._tokenizer = tokenizer
         self._running: set[AgentProgram] = set()
@@ -318,6 +331,7 @@ class Proxy:
         return AgentProgram(
             self._config.command,
             variables=variables,
+            hidden_variables=self._hidden_variables,
             input_text=to_json_text(fields),
             threads=self._threads,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
@@ -104,8 +104,15 @@ class AgentRollout:
         tokenizer: PreTrainedTokenizerBase,
         *,
         stop_token_ids: Sequence[int],
+        hidden_variables: Collection[str] = (),
     ) -> None:
         """Load the agent and its tools.
+
+        Args:
+            config: of the agent.
+            tokenizer: of the policy.
+            stop_token_ids: that end a turn.
+            hidden_variables: of the environment, which programs (``proxy``) do not get.
 
         Raises:
             AgentError: see ``load_agent`` and ``load_tools``.
@@ -120,7 +127,9 @@ class AgentRollout:
         self._proxy: Proxy | None = None
         self._environments: Environments | None = None
         if config.loop == PROXY:
-            self._proxy = import_module(_PROXY).Proxy(config, self._template, tokenizer)
+            self._proxy = import_module(_PROXY).Proxy(
+                config, self._template, tokenizer, hidden_variables=hidden_variables
+            )
             self._agent: Callable[[], Agent] = self._proxy.agent
         elif config.loop == ENVIRONMENT:
             kind = load_environment(str(config.environment))

@@ -152,6 +152,11 @@ class ServingConfig:
         return {name: model for name, model in self.models.items() if model.urls}
 
     @property
+    def key_variables(self) -> frozenset[str]:
+        """Environment variables with keys of servers."""
+        return frozenset(model.key_variable for model in self.models.values() if model.key_variable)
+
+    @property
     def policy(self) -> str:
         """Name of the model that gets the weights of the trainer: of the first without a path.
 

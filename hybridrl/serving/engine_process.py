@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hybridrl.errors import ResourceError, ServerDiedError
 from hybridrl.guard import descendants
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.reserved_nodes import ReservedNode
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_rollout_engine
 from hybridrl.workers.rollout.directory import Door, EngineDirectory
@@ -161,14 +163,30 @@ def _parent_of(pid: int) -> int:
 class RayEngine:
     """An ``EngineHandle`` over such an actor."""
 
-    def __init__(self, actor: Any) -> None:  # noqa: ANN401 - Ray's
+    def __init__(
+        self,
+        actor: Any,  # noqa: ANN401 - Ray's
+        *,
+        nodes: Sequence[ReservedNode] = (),
+        node_wait_s: float = 0.0,
+    ) -> None:
+        """Take over an actor that starts.
+
+        Args:
+            actor: of ``EngineProcess``.
+            nodes: of the engine's processes; empty: Ray puts them anywhere.
+            node_wait_s: seconds that they may be without a node.
+        """
         self._actor = actor
+        self._nodes = nodes
+        self._node_wait_s = node_wait_s
         self._life = actor.live.remote().future()
         self._is_cut = False
 
     def build(self) -> Future[None]:
-        """Build the engine."""
-        return self._call(self._actor.build)
+        """Build the engine. If there is no node for it, the wait ends early."""
+        built: Future[None] = self._call(self._actor.build)
+        return first_of(built, *(node.missing(self._node_wait_s) for node in self._nodes))
 
     def address(self) -> Future[str | None]:
         """Return the address of the engine's server."""
@@ -221,6 +239,24 @@ class RayEngine:
     def end(self) -> None:
         """Kill the process; a server that it started ends with it. Idempotent."""
         ray.kill(self._actor)
+
+
+def first_of(*answers: Future[Any]) -> Future[None]:
+    """Return a future that ends as the first of these does."""
+    first: Future[None] = Future()
+    first.set_running_or_notify_cancel()
+
+    def settle(done: Future[Any]) -> None:
+        error = done.exception()
+        with suppress(InvalidStateError):  # another one was faster
+            if error is None:
+                first.set_result(None)
+            else:
+                first.set_exception(error)
+
+    for answer in answers:
+        answer.add_done_callback(settle)
+    return first
 
 
 def answer_of(

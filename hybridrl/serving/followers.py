@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.serving.engine_process import RayEngine, answer_of
+from hybridrl.serving.engine_process import RayEngine, answer_of, first_of
+from hybridrl.serving.reserved_nodes import ReservedNode
 from hybridrl.workers.rollout.sglang.arguments import ServerPlace, server_spec, show_devices
 from hybridrl.workers.rollout.sglang.follower import follow
 
@@ -38,27 +39,20 @@ class FollowerProcess:
 class FollowedEngine(RayEngine):
     """An engine over several nodes. It is lost as soon as one of them is."""
 
-    def __init__(self, actor: Any, *followers: Any) -> None:  # noqa: ANN401 - Ray's
-        super().__init__(actor)
+    def __init__(
+        self,
+        actor: Any,  # noqa: ANN401 - Ray's
+        *followers: Any,  # noqa: ANN401 - Ray's
+        nodes: Sequence[ReservedNode] = (),
+        node_wait_s: float = 0.0,
+    ) -> None:
+        super().__init__(actor, nodes=nodes, node_wait_s=node_wait_s)
         self._followers = followers
         self._lives = [answer_of(follower.live.remote()) for follower in followers]
 
     def build(self) -> Future[None]:
         """Build the engine. A follower that ends meanwhile ends the wait."""
-        built: Future[None] = Future()
-        built.set_running_or_notify_cancel()
-
-        def settle(done: Future[Any]) -> None:
-            error = done.exception()
-            with suppress(InvalidStateError):  # another one was faster
-                if error is None:
-                    built.set_result(None)
-                else:
-                    built.set_exception(error)
-
-        for future in (super().build(), *self._lives):
-            future.add_done_callback(settle)
-        return built
+        return first_of(super().build(), *self._lives)
 
     def is_alive(self) -> bool:
         """Whether the processes on all nodes are there."""

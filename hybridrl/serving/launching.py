@@ -16,6 +16,7 @@ from hybridrl.serving.engine_process import EngineProcess, RayEngine
 from hybridrl.serving.followers import FollowedEngine, FollowerProcess
 from hybridrl.serving.placement import EnginePlace
 from hybridrl.serving.plan import EnginePlan, GroupPlan
+from hybridrl.serving.reserved_nodes import ReservedNode
 from hybridrl.serving.settings import engine_config, frozen_config
 from hybridrl.workers.rollout.sglang.arguments import ServerPlace
 
@@ -49,6 +50,9 @@ class ActorLaunch:
     prefills: Sequence[EnginePlan] = ()
     """Prefill engines of the model."""
 
+    nodes: Mapping[int, ReservedNode] = field(default_factory=dict)
+    """Of ``find_reserved_nodes``."""
+
     key: str = field(default="", repr=False)
     """Of the router; empty: there is none."""
 
@@ -58,11 +62,19 @@ class ActorLaunch:
         Each takes a share of the first device of its node; the run's pool holds all devices.
         """
         actors = [self._start(group, engine, rank) for rank in range(len(engine.slices))]
-        return FollowedEngine(*actors) if len(actors) > 1 else RayEngine(actors[0])
+        nodes = [self.nodes.get(self._device(engine, rank)) for rank in range(len(actors))]
+        kind = FollowedEngine if len(actors) > 1 else RayEngine
+        return kind(
+            *actors,
+            nodes=tuple(filter(None, nodes)),
+            node_wait_s=self.config.cluster.start_timeout_s,
+        )
+
+    def _device(self, engine: EnginePlan, rank: int) -> int:
+        part = engine.slices[rank]
+        return part.node * self.config.serving.num_devices_per_node + part.first_device
 
     def _start(self, group: GroupPlan, engine: EnginePlan, rank: int) -> Any:  # noqa: ANN401 - Ray's
-        part = engine.slices[rank]
-        device = part.node * self.config.serving.num_devices_per_node + part.first_device
         environment = {"env_vars": dict(self.variables)} if self.variables else {}
         actor_class = ray.remote(FollowerProcess if rank else EngineProcess)
         served = self.config.serving.models[self.model]
@@ -71,7 +83,7 @@ class ActorLaunch:
             self._arguments(group, engine, rank),
             num_devices=engine.num_devices,
         )
-        options = {**self.placements[device], "runtime_env": environment}
+        options = {**self.placements[self._device(engine, rank)], "runtime_env": environment}
         if not rank:
             options["max_concurrency"] = config.rollout.num_slots + _OTHER_CALLS
         return actor_class.options(**options).remote(

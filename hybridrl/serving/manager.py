@@ -37,6 +37,7 @@ from hybridrl.serving.policy_requests import PolicyRequests
 from hybridrl.serving.policy_router import PolicyRouter
 from hybridrl.serving.rank_engines import RankEngines
 from hybridrl.serving.recovery import Recovery, watch_engines
+from hybridrl.serving.reserved_nodes import find_reserved_nodes
 from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer
 from hybridrl.serving.server_keys import ServerKeys
@@ -79,6 +80,8 @@ class RolloutManager:
         self._agent = build_agent_rollout(config, model_folder)
         self._router = PolicyRouter(config, model_folder, keys.own) if config.has_router else None
 
+        nodes = find_reserved_nodes(placements)
+
         def launch(plan: ServerPlan) -> ActorLaunch:
             served = config.serving.models[plan.model]
             is_policy = plan.model == config.serving.policy
@@ -90,6 +93,7 @@ class RolloutManager:
                 variables=variables,
                 places=places,
                 prefills=plan.engines_of_type("prefill"),
+                nodes=nodes,
                 key=keys.own if is_policy and config.has_router else "",
             )
 

@@ -96,6 +96,7 @@ class Routes:
         self.samplers: list[ServerSampler] = []
         self._open_sampler = open_sampler
         self._routes: dict[SamplingEngine, asyncio.Task[ServerSampler]] = {}
+        self._is_interrupted = False
 
     async def ask(
         self,
@@ -113,7 +114,15 @@ class Routes:
     async def _open(self, engine: SamplingEngine) -> ServerSampler:
         sampler = await self._open_sampler(await address_of(engine))
         self.samplers.append(sampler)
+        if self._is_interrupted:  # meanwhile: no request was sent
+            sampler.interrupt()
         return sampler
+
+    def interrupt(self) -> None:
+        """Let open requests return with the tokens that they have, and later ones with none."""
+        self._is_interrupted = True
+        for sampler in self.samplers:
+            sampler.interrupt()
 
 
 class PolicyRouter:
@@ -132,7 +141,7 @@ class PolicyRouter:
         self._vocab_size = read_architecture(model_folder).vocab_size
         self._front: RouterFront | None = None
         self._monitor: HealthMonitor[RouterProcess] | None = None
-        self._samplers: list[ServerSampler] = []
+        self._routes: Routes | None = None
         """Of the program that is open."""
         self._metrics: Metrics = {}
 
@@ -188,14 +197,14 @@ class PolicyRouter:
                 return await stack.enter_async_context(self._sampler(front, url, version))
 
             routes = Routes(open_sampler)
-            self._samplers = routes.samplers
+            self._routes = routes
             yield routes.ask
         self._metrics = merge([sampler.metrics() for sampler in routes.samplers])
 
     def interrupt(self) -> None:
         """Let open requests return with the tokens that they have. In the program's loop."""
-        for sampler in self._samplers:
-            sampler.interrupt()
+        if self._routes is not None:
+            self._routes.interrupt()
 
     def take_metrics(self) -> Metrics:
         """Describe the last program under declared names."""

@@ -137,7 +137,7 @@ class RouterFront:
             if self._router.is_alive():
                 self._order = self._router.show(urls)
                 return
-        except DeadlineError as error:  # it hangs
+        except (DeadlineError, ServerDiedError, ConnectionLostError) as error:  # it hangs, or died
             log.warning("the router is started again: reason=%s", error)
         self._order = urls
         self._restart()

@@ -145,7 +145,12 @@ def build_agent_rollout(config: ExperimentConfig, model_folder: Path) -> AgentRo
         return None
     tokenizer = load_tokenizer(model_folder, needs_chat_template=True)
     stop_token_ids = load_stop_token_ids(model_folder, tokenizer)
-    return AgentRollout(config.agent, tokenizer, stop_token_ids=stop_token_ids)
+    return AgentRollout(
+        config.agent,
+        tokenizer,
+        stop_token_ids=stop_token_ids,
+        hidden_variables=config.serving.key_variables,
+    )
 
 
 def build_directory(

@@ -58,6 +58,11 @@ def asks_for_nonsense() -> None:
         ask([{"role": "tool"}, "x"])
 
 
+def keeps_its_environment() -> None:
+    folder = Path(os.environ["FOLDER"])
+    (folder / str(os.getpid())).write_text(json.dumps(dict(os.environ)), encoding="utf-8")
+
+
 def endless() -> None:
     chat = [{"role": "user", "content": "Q"}]
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -13,14 +14,17 @@ import pytest
 from torch import Tensor
 
 from hybridrl.agents.rollout import AgentRollout
+from hybridrl.config.serving import ServedModelConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import EngineError
 from hybridrl.guard import process_name
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample
+from hybridrl.workers.build import build_agent_rollout
 from tests.agents.fake_sampler import FakeSampler
 from tests.agents.test_rollout import PROMPTS, SAMPLING
 from tests.config.values import config_of
+from tests.tiny_models import make_tiny_model
 
 STARTER = build_starter_tokenizer()
 PROGRAM = Path(__file__).with_name("programs.py")
@@ -34,6 +38,12 @@ def _run(
     config = config_of("agent=proxy", "data=calculator", f"agent.command=[{sys.executable}]").agent
     config = replace(config, command=command, timeout_s=timeout_s, max_turns=max_turns)
     rollout = AgentRollout(config, STARTER, stop_token_ids=(STARTER.eos_token_id,))
+    return _sample(rollout, sampler)
+
+
+def _sample(
+    rollout: AgentRollout, sampler: FakeSampler | None = None
+) -> tuple[list[Sample], Metrics]:
     sampler = sampler or FakeSampler(STARTER, ["42"] * 20)
     samples = asyncio.run(rollout.program(PROMPTS, SAMPLING)(sampler))
     rollout.close()
@@ -71,6 +81,30 @@ def test_a_program_without_an_answer_is_counted(
     assert message in caplog.text
     assert metrics["agent/ended_by_error_fraction"] == Mean(4, 4)
     assert all(sample.is_truncated for sample in samples)
+
+
+def test_a_program_gets_no_key_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("JUDGE_KEY", "secret"), ("OTHER", "seen"), ("FOLDER", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    model = make_tiny_model(tmp_path / "model", vocab_size=260)
+    STARTER.save_pretrained(model)
+    config = config_of(
+        *("agent=proxy", "data=calculator"),
+        f"agent.command=[{sys.executable}, -S, {PROGRAM}, keeps_its_environment]",
+    )
+    judge = ServedModelConfig(urls=("http://judge:30000",), key_variable="JUDGE_KEY")
+    config = replace(config, serving=replace(config.serving, models={"judge": judge}))
+    rollout = build_agent_rollout(config, model)
+    assert rollout is not None
+
+    _sample(rollout)
+
+    environments = [json.loads(path.read_text()) for path in tmp_path.glob("[0-9]*")]
+    assert len(environments) == 4
+    for environment in environments:
+        assert environment["OTHER"] == "seen"
+        assert "JUDGE_KEY" not in environment
+        assert "secret" not in environment.values()
 
 
 def test_no_process_of_a_program_is_left(tmp_path: Path) -> None:

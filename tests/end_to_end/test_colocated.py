@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
+from hybridrl.errors import WorkerDiedError
 from hybridrl.run.launch import run
 from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.end_to_end.test_faults import run_into
 from tests.serving.processes import engine_processes
 from tests.waiting import wait_until
 
@@ -60,3 +64,30 @@ def test_a_killed_manager_starts_the_workers_again(recipe: tuple[str, ...], tmp_
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "sample: the rollout manager is gone" in log
     assert "workers are started again" in log
+
+
+@pytest.mark.nightly
+@pytest.mark.shows("4.22")
+@pytest.mark.parametrize("phase", ["generate", "update"])
+@pytest.mark.parametrize("recipe", [COLOCATED, MIXED], ids=["colocated", "mixed"])
+def test_a_killed_rank_ends_the_run_by_name(
+    recipe: tuple[str, ...], phase: str, tmp_path: Path
+) -> None:
+    error = run_into(tmp_path / "run", *recipe, at=phase, number=signal.SIGKILL)
+    assert isinstance(error, WorkerDiedError)
+    assert "killed by signal 9" in str(error) or "without a word" in str(error)
+    wait_until(lambda: not processes_of_the_run())
+
+
+def processes_of_the_run() -> list[str]:
+    """The ranks, the manager and own engines of this test."""
+    titles = [" ".join(words_of(one)) for one in psutil.Process().children(recursive=True)]
+    names = ("ActorRolloutWorker", "RolloutManager", "EngineProcess")
+    return [title for title in titles if any(name in title for name in names)]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []

@@ -9,9 +9,10 @@ from typing import cast
 
 import pytest
 
-from hybridrl.errors import EngineError
+from hybridrl.errors import EngineError, ResourceError
 from hybridrl.serving import engine_process
 from hybridrl.serving.engine_process import EngineProcess, RayEngine
+from hybridrl.serving.reserved_nodes import ReservedNode
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from tests.config.values import config_of
 from tests.workers.sharding.recording import Journal, RecordingEngine
@@ -52,7 +53,8 @@ class Actor:
     """The calls of an actor that these tests need."""
 
     def __init__(self) -> None:
-        self.live, self.probe, self.take_metrics = Call(), Call(), Call()
+        self.live, self.build = Call(), Call()
+        self.probe, self.take_metrics = Call(), Call()
 
 
 def test_nothing_reaches_an_engine_that_was_cut_or_comes_from_it() -> None:
@@ -69,3 +71,33 @@ def test_nothing_reaches_an_engine_that_was_cut_or_comes_from_it() -> None:
     actor.live.calls[0].set_exception(EngineError("it is gone"))
     assert engine.is_alive()  # as far as anybody can know
     assert not any(future.done() for future in (lost, failed, later))
+
+
+class Reservation:
+    """Resources of one node, which a node joins for or not."""
+
+    def __init__(self, *, has_node: bool) -> None:
+        self.has_node = has_node
+        self.waited_s: list[int] = []
+
+    def wait(self, seconds: int) -> bool:
+        self.waited_s.append(seconds)
+        return self.has_node
+
+
+@pytest.mark.shows("4.12")
+def test_an_engine_whose_node_is_lost_for_good_names_it() -> None:
+    actor, lost = Actor(), Reservation(has_node=False)
+    nodes = [ReservedNode(Reservation(has_node=True), "10.0.0.1"), ReservedNode(lost, "10.0.0.2")]
+    built = RayEngine(actor, nodes=nodes, node_wait_s=4.5).build()
+    with pytest.raises(ResourceError, match=r"node 10\.0\.0\.2 is lost.*start_timeout_s=4\.5 s"):
+        built.result(60)
+    assert lost.waited_s == [5]  # Ray counts full seconds
+
+
+def test_an_engine_on_a_node_is_built_when_its_process_says_so() -> None:
+    actor, kept = Actor(), Reservation(has_node=True)
+    built = RayEngine(actor, nodes=[ReservedNode(kept, "10.0.0.1")], node_wait_s=5.0).build()
+    assert not built.done()
+    actor.build.calls[-1].set_result(None)
+    assert built.result(60) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import cast
@@ -13,6 +13,7 @@ from typing import cast
 import httpx
 import psutil
 import pytest
+import torch
 
 from hybridrl.errors import DriftError, ServerDiedError
 from hybridrl.metrics import Metrics, Sum
@@ -20,8 +21,9 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import router as router_module
 from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.policy_router import PolicyRouter
+from hybridrl.serving.policy_router import PolicyRouter, Routes
 from hybridrl.workers.rollout.sglang.process import ServerProcess
+from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from tests.config.values import config_of
 from tests.serving.echo import echo_server
 from tests.tiny_models import make_tiny_model
@@ -115,6 +117,44 @@ def router_of(routed: PolicyRouter) -> ServerProcess:
     return routed.front.process.process
 
 
+class SlowToOpen:
+    """A sampler of one server that opens when a test says so; interrupted, it returns no tokens."""
+
+    def __init__(self) -> None:
+        self.may_open = asyncio.Event()
+        self.is_interrupted = False
+
+    async def open(self, _: str) -> ServerSampler:
+        await self.may_open.wait()
+        return cast(ServerSampler, self)
+
+    def interrupt(self) -> None:
+        self.is_interrupted = True
+
+    async def sample_group(
+        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int]
+    ) -> list[Sample]:
+        num_tokens = 0 if self.is_interrupted else params.max_new_tokens
+        tokens = torch.zeros(num_tokens, dtype=torch.int64)
+        return [Sample(tokens, torch.zeros(num_tokens), "interrupted", 0) for _ in keys]
+
+
+def test_a_request_whose_route_opens_is_interrupted_as_well() -> None:
+    async def program(*, interrupts: bool) -> list[int]:
+        server = SlowToOpen()
+        routes = Routes(server.open)
+        engine = cast(SamplingEngine, Addressed("http://server"))
+        asking = asyncio.ensure_future(routes.ask(engine, [1], PARAMS, [7]))
+        await asyncio.sleep(0)
+        if interrupts:
+            routes.interrupt()
+        server.may_open.set()
+        return [len(sample.token_ids) for sample in await asking]
+
+    assert asyncio.run(program(interrupts=False)) == [8]
+    assert asyncio.run(program(interrupts=True)) == [0]
+
+
 @pytest.mark.shows("2.11")
 def test_servers_get_requests_only_while_they_are_shown(routed: PolicyRouter) -> None:
     with echo_servers(2) as servers:
@@ -124,6 +164,25 @@ def test_servers_get_requests_only_while_they_are_shown(routed: PolicyRouter) ->
         routed.hide()
         routed.hide()
         assert routed.front.process.workers() == {}
+
+
+@pytest.mark.shows("4.22")
+def test_a_router_killed_while_it_takes_servers_is_replaced(
+    routed: PolicyRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, workers = routed.front.process, router_module.RouterProcess.workers
+
+    def killed_first(router: router_module.RouterProcess) -> dict[str, bool]:
+        if router is first:
+            kill(router.process)
+        return workers(router)
+
+    monkeypatch.setattr(router_module.RouterProcess, "workers", killed_first)
+    with echo_servers(2) as servers:
+        samples, lost, metrics = run(routed, servers, twelve)
+    assert seeds_of(samples) == SEEDS
+    assert lost == {}
+    assert metrics["rollout/router_restarts"] == Sum(1)
 
 
 def test_a_killed_server_costs_no_response_and_doubles_none(routed: PolicyRouter) -> None:

@@ -33,6 +33,7 @@ def words_of(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)  # three starts of a server, 25 s of CPU each, on cores that are shared
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("4.15")
 def test_a_killed_server_costs_no_sample_and_is_replaced(served_model: Path) -> None:

@@ -131,6 +131,16 @@ def require_agreement(
     folder: Path, *overrides: str, num_steps: int, timeout_s: float = TIMEOUT_S
 ) -> list[dict[str, float]]:
     """Run the command; check that it agrees with its trainer and ends its servers."""
+    lines = run_command(folder, *overrides, num_steps=num_steps, timeout_s=timeout_s)
+    mismatch = "policy/sampler_mismatch_nats/max"
+    assert len([line for line in lines if line.get(mismatch, 1.0) < 1e-3]) == num_steps
+    return lines
+
+
+def run_command(
+    folder: Path, *overrides: str, num_steps: int, timeout_s: float
+) -> list[dict[str, float]]:
+    """Run the command; check that it ends well and with its servers; return its metrics."""
     command = [
         *(sys.executable, "-m", "hybridrl.main", "rollout=sglang", "tracking.live=off"),
         *("rollout.start_timeout_s=150", "cluster.start_timeout_s=160", *overrides),
@@ -146,11 +156,8 @@ def require_agreement(
         env=os.environ | {"PYTHONPATH": str(ROOT)},  # stand-ins lie in the test tree
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = read_metrics(folder / "run")
-    mismatch = "policy/sampler_mismatch_nats/max"
-    assert len([line for line in lines if line.get(mismatch, 1.0) < 1e-3]) == num_steps
     assert servers_started_in(folder) == []
-    return lines
+    return read_metrics(folder / "run")
 
 
 def servers_started_in(folder: Path) -> list[str]:
