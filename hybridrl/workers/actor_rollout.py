@@ -26,7 +26,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
 from hybridrl.errors import DriftError, PhaseError
-from hybridrl.metrics import Last, Max, Mean, Metrics, from_json, merge, to_json
+from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.planning.frozen_base import plan_base
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register

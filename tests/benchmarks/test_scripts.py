@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -51,7 +51,8 @@ STARTS_OFTEN: Mapping[str, list[str]] = {
     "kills": ["--kills", "1"],
 }
 OTHERS = {  # tests of their own
-    *("against_trl", "algorithms", "calculator", "figures", "picture", "publish", "weight_sync")
+    *("against_trl", "algorithms", "calculator", "figures", "picture", "publish", "weight_sync"),
+    "staleness",
 }
 
 
@@ -103,6 +104,48 @@ def test_a_benchmark_that_starts_runs_again_and_again(name: str, tmp_path: Path)
 
 
 @pytest.mark.nightly
+def test_runs_that_sample_ahead_stand_beside_their_simulation() -> None:
+    small = [f"model.starter.{word}" for word in ("num_layers=1", "num_warmup_steps=4")]
+    sizes = ("--steps", "5", "--staleness", "1", "--devices", "8", "--simulated-steps", "10")
+    lines = run("asynchronous", *sizes, *small).splitlines()
+    (row,) = [line for line in lines if line.startswith("| 1 | ")]
+    said = [float(cell.replace(",", "")) for cell in row.strip("|").split("|")]
+    assert len(said) == 10
+    assert 0 < said[8] <= 1  # staleness
+
+
+def test_curves_of_runs_that_sample_ahead_are_drawn_from_kept_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finals = iter((0.5, 0.75, 0.25))
+
+    def train_none(words: Sequence[str], scratch: Path) -> Path:
+        rows = [{"step": 0, "eval/reward/mean": 0.25, "elapsed_s": 1.0}]
+        rows += [{"step": 1, "eval/reward/mean": next(finals), "elapsed_s": 61.0}]
+        if any(word.startswith("trainer.max_staleness") for word in words):
+            rows[1]["rollout/staleness_steps/mean"] = 3.5
+        (scratch / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return scratch
+
+    monkeypatch.setattr("benchmarks.staleness.train", train_none)
+    monkeypatch.setattr("benchmarks.staleness.starter_model", lambda *_: tmp_path)
+    picture = tmp_path / "curves.svg"
+    where = ("--cache", str(tmp_path / "cache"), "--picture", str(picture))
+    for seeds, settings in (
+        (("0",), ("K = 0",)),
+        (("0", "1"), ("K = 0",)),
+        (("0",), ("K = 4, weighed",)),
+    ):
+        words = ("--seeds", *seeds, "--settings", *settings, *where)
+        call("staleness", *words, patch=monkeypatch)
+    said = capsys.readouterr().out
+    assert "| K = 0 | 1 | 0.250 | 0.500 | 0.500 to 0.500 |  |  |" in said
+    assert "| K = 0 | 1 | 0.250 | 0.625 | 0.500 to 0.750 |  |  |" in said
+    assert "| K = 4, weighed | 1 | 0.250 | 0.250 | 0.250 to 0.250 | 3.50 |  |" in said
+    assert ">K = 4, weighed</text>" in picture.read_text()
+
+
+@pytest.mark.nightly
 def test_learning_curves_of_finished_runs_are_kept(tmp_path: Path) -> None:
     picture = tmp_path / "curves.svg"
     where = ("--cache", str(tmp_path / "cache"), "--picture", str(picture), *SMALL)
@@ -119,7 +162,7 @@ def test_learning_curves_of_finished_runs_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("against_trl", "algorithms", "publish"),
+        *("against_trl", "algorithms", "publish", "staleness"),
         *(name for name in (*OF_RANKS, *RUNS, *STARTS_OFTEN) if name != "memory_plan"),
     ],
 )

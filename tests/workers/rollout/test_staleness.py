@@ -32,7 +32,9 @@ def test_a_fraction_of_a_step_counts_as_the_step_that_it_began() -> None:
 
 
 @given(AGES, AGES)
-def test_ranks_together_have_the_histogram_of_all_tokens(first: list[int], second: list[int]) -> None:
+def test_ranks_together_have_the_histogram_of_all_tokens(
+    first: list[int], second: list[int]
+) -> None:
     parts = [describe_staleness(torch.tensor(ages).double()) for ages in (first, second)]
     merged, joint = merge(parts), describe_staleness(torch.tensor(first + second).double())
     assert {name: one.value for name, one in merged.items()} == {
