@@ -1,9 +1,10 @@
-"""Learning curves of runs that sample ahead: how many steps old rows may be, and what weighs them.
+"""Learning curves of rows that are K steps old when the run learns from them, weighed or not.
 
-Default task, one engine of its own and one rank, a learning rate ten times that of the default
-run: there the policy moves far enough within K steps that old rows matter. K = 0 is the synchronous
-run. Prints a table in Markdown and draws the curves. A finished run is kept in
-.cache/benchmarks/staleness, and is read from there the next time its command is given.
+The default task and model, at a learning rate ten times that of the default run: there the policy
+moves far enough within K steps that the age of rows matters. Engine and trainer take turns in one
+process (``benchmarks/sides/ahead_in_turns.py``), so that every row has its age exactly. Prints a
+table in Markdown and draws the curves. A finished run is kept in .cache/benchmarks/staleness, and
+is read from there the next time.
 
     OMP_NUM_THREADS=1 python -m benchmarks.staleness [KEY=VALUE ...] [--seeds 0 1 2]
 """
@@ -13,41 +14,37 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.algorithms import Run, draw, read_run, starter_model, train
+from benchmarks.algorithms import Run, draw, starter_model
 from benchmarks.figure_stamps import ROOT, digest_of
+from benchmarks.sides.ahead_in_turns import train_in_turns
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.json_text import to_json_text
 
-_AHEAD = (
-    *("serving=own", "serving.num_devices_per_node=1"),
-    "serving.models.policy.groups.main.num_devices=1",
-    "algorithm.rollout_correction=importance",
-)
-_UNWEIGHED = "algorithm.rollout_correction_args.level=none"
+_WEIGHED = "algorithm.rollout_correction=importance"
+_UNWEIGHED = (_WEIGHED, "algorithm.rollout_correction_args.level=none")
 
-SETTINGS: Mapping[str, Sequence[str]] = {
-    "K = 0": (),
-    "K = 1, weighed": (*_AHEAD, "trainer.max_staleness=1"),
-    "K = 4, weighed": (*_AHEAD, "trainer.max_staleness=4"),
-    "K = 4, unweighed": (*_AHEAD, "trainer.max_staleness=4", _UNWEIGHED),
+SETTINGS: Mapping[str, tuple[int, Sequence[str]]] = {
+    "K = 0": (0, ()),
+    "K = 1, weighed": (1, (_WEIGHED,)),
+    "K = 4, weighed": (4, (_WEIGHED,)),
+    "K = 4, unweighed": (4, _UNWEIGHED),
 }
-"""Overrides of each curve, by its title."""
+"""K and overrides of each curve, by its title."""
 
 _OVERRIDES = (
     *("actor.optimizer.lr=3e-4", "trainer.num_steps=60"),
-    *("eval.num_prompts=512", "eval.every_num_steps=15", "checkpoint.every_num_steps=0"),
-    *("trainer.export_hf=false", "tracking.live=off", "tracking.trackers=[]"),
-    "cluster.num_threads_per_rank=1",
+    *("eval.num_prompts=512", "eval.every_num_steps=10", "checkpoint.every_num_steps=0"),
+    *("tracking.num_samples_per_step=0", "cluster.num_threads_per_rank=1"),
 )
 _CACHE = ROOT / ".cache" / "benchmarks" / "staleness"
 _PICTURE = ROOT / "docs" / "images" / "staleness.svg"
-_METRICS = ("rollout/staleness_steps/mean", "policy/effective_sample_fraction")
+_EFFECTIVE = "policy/effective_sample_fraction"
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,8 @@ class Measured:
     """One finished run."""
 
     run: Run
-    metrics: Mapping[str, float]
-    """Means over all steps, of those of ``_METRICS`` that the run has."""
+    effective: float | None
+    """Share of the tokens that would estimate as well unweighed: mean of all steps."""
 
 
 def main() -> None:
@@ -73,61 +70,57 @@ def main() -> None:
     measured: dict[str, list[Measured]] = {title: [] for title in options.settings}
     for seed in options.seeds:
         for title in options.settings:
-            words = [*overrides, *SETTINGS[title], f"seed={seed}"]
-            given = [f"model.path={model}", "model.starter=null"]
-            measured[title].append(measure_once(words, given, title, options.cache))
+            words = [*overrides, *SETTINGS[title][1], f"seed={seed}"]
+            measured[title].append(measure_once(title, words, model, options.cache))
     print_table(measured)
     options.picture.parent.mkdir(parents=True, exist_ok=True)
     curves = {title: [one.run for one in runs] for title, runs in measured.items()}
     options.picture.write_text(draw(curves), encoding="utf-8")
 
 
-def measure_once(words: Sequence[str], model: Sequence[str], title: str, cache: Path) -> Measured:
+def measure_once(title: str, words: Sequence[str], model: Path, cache: Path) -> Measured:
     """Return a run from the cache; without one, train it and keep it there."""
-    command = " ".join(["python -m hybridrl.main", *words])
+    begin = time.perf_counter()
+    command = " ".join([title, *words])
     kept = cache / f"{digest_of(command, ())}.json"
     if not kept.is_file():
-        print(f"{title}: {command} ...", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            run_dir = train([*words, *model], Path(scratch))
-            record = {**asdict(read_run(run_dir)), "metrics": mean_metrics(run_dir)}
-        atomic_write_text(kept, to_json_text({"command": command, **record}) + "\n")
+        rows = train_in_turns(words, model, SETTINGS[title][0]).rows
+        minutes = (time.perf_counter() - begin) / 60
+        measured = asdict(read_rows(rows, minutes))
+        atomic_write_text(kept, to_json_text({"command": command, **measured}) + "\n")
     record = json.loads(kept.read_text(encoding="utf-8"))
-    run = Run(record["steps"], record["accuracies"], record["minutes"])
+    run = Run(**record["run"])
     said = " ".join(f"{accuracy:.3f}" for accuracy in run.accuracies)
     print(f"{title}, {words[-1]}: {said}, {run.minutes:.1f} min", file=sys.stderr, flush=True)
-    return Measured(run, record["metrics"])
+    return Measured(run, record["effective"])
 
 
-def mean_metrics(run_dir: Path) -> dict[str, float]:
-    """Average over the steps of a run."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    values = {name: [row[name] for row in rows if name in row] for name in _METRICS}
-    return {name: fmean(column) for name, column in values.items() if column}
+def read_rows(rows: Sequence[Mapping[str, float]], minutes: float) -> Measured:
+    """Read the metrics of all steps."""
+    evaluated = [row for row in rows if "eval/reward/mean" in row]
+    steps = [int(row["step"]) for row in evaluated]
+    shares = [row[_EFFECTIVE] for row in rows if _EFFECTIVE in row]
+    run = Run(steps, [row["eval/reward/mean"] for row in evaluated], minutes)
+    return Measured(run, fmean(shares) if shares else None)
 
 
 def print_table(measured: Mapping[str, Sequence[Measured]]) -> None:
     """Print what each setting came to."""
     num_seeds = len(next(iter(measured.values())))
-    print(f"Held-out accuracy of greedy responses, {num_seeds} seed(s); age and effective samples")
-    print("are means over all steps.\n")
-    print("| rows | steps | before | final, mean | final, min to max ", end="")
-    print("| age of a token, steps | effective samples |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print(f"Held-out accuracy of greedy responses, {num_seeds} seed(s).\n")
+    print("| rows | steps | before | halfway, mean | final, mean | final, min to max ", end="")
+    print("| best | effective samples |")
+    print("|---|" + "---:|" * 7)
     for title, runs in measured.items():
-        finals = [one.run.accuracies[-1] for one in runs]
-        before = fmean(one.run.accuracies[0] for one in runs)
-        metrics = " | ".join(_mean_of(runs, name) for name in _METRICS)
+        columns = list(zip(*(one.run.accuracies for one in runs), strict=True))
+        final, best = columns[-1], max(max(one.run.accuracies) for one in runs)
+        shares = [one.effective for one in runs if one.effective is not None]
+        effective = f"{fmean(shares):.2f}" if shares else ""
         print(
-            f"| {title} | {runs[0].run.steps[-1]} | {before:.3f} | {fmean(finals):.3f} "
-            f"| {min(finals):.3f} to {max(finals):.3f} | {metrics} |"
+            f"| {title} | {runs[0].run.steps[-1]} | {fmean(columns[0]):.3f} "
+            f"| {fmean(columns[len(columns) // 2]):.3f} | {fmean(final):.3f} "
+            f"| {min(final):.3f} to {max(final):.3f} | {best:.3f} | {effective} |"
         )
-
-
-def _mean_of(runs: Sequence[Measured], name: str) -> str:
-    values = [one.metrics[name] for one in runs if name in one.metrics]
-    return f"{fmean(values):.2f}" if values else ""
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.algorithms import Run, draw, print_table
+from benchmarks.sides.ahead_in_turns import Recorded, train_in_turns
 from hybridrl.run.starter import write_random_model
-from tests.end_to_end.small import SMALL, small_config
+from tests.end_to_end.small import SMALL, VARIED, small_config
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = {"__init__", "figure_stamps", "source_tree"}
@@ -114,35 +116,48 @@ def test_runs_that_sample_ahead_stand_beside_their_simulation() -> None:
     assert 0 < said[8] <= 1  # staleness
 
 
-def test_curves_of_runs_that_sample_ahead_are_drawn_from_kept_runs(
+def test_curves_of_stale_rows_are_drawn_from_kept_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finals = iter((0.5, 0.75, 0.25))
+    finals = iter((0.5, 0.75, 0.125))
 
-    def train_none(words: Sequence[str], scratch: Path) -> Path:
-        rows = [{"step": 0, "eval/reward/mean": 0.25, "elapsed_s": 1.0}]
-        rows += [{"step": 1, "eval/reward/mean": next(finals), "elapsed_s": 61.0}]
-        if any(word.startswith("trainer.max_staleness") for word in words):
-            rows[1]["rollout/staleness_steps/mean"] = 3.5
-        (scratch / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        return scratch
+    def trained(words: Sequence[str], model: Path, max_staleness: int) -> Recorded:
+        weighs = {"policy/effective_sample_fraction": 0.5} if max_staleness else {}
+        evaluated = ((0, 0.25), (1, 0.375), (2, next(finals)))
+        return Recorded(
+            [{"step": step, "eval/reward/mean": mean, **weighs} for step, mean in evaluated]
+        )
 
-    monkeypatch.setattr("benchmarks.staleness.train", train_none)
+    monkeypatch.setattr("benchmarks.staleness.train_in_turns", trained)
     monkeypatch.setattr("benchmarks.staleness.starter_model", lambda *_: tmp_path)
     picture = tmp_path / "curves.svg"
     where = ("--cache", str(tmp_path / "cache"), "--picture", str(picture))
-    for seeds, settings in (
-        (("0",), ("K = 0",)),
-        (("0", "1"), ("K = 0",)),
-        (("0",), ("K = 4, weighed",)),
-    ):
-        words = ("--seeds", *seeds, "--settings", *settings, *where)
+    asked = (("0", "K = 0"), ("0 1", "K = 0"), ("0", "K = 4, weighed"))
+    for seeds, setting in asked:  # the second one trains seed 1 alone
+        words = ("--seeds", *seeds.split(), "--settings", setting, *where)
         call("staleness", *words, patch=monkeypatch)
     said = capsys.readouterr().out
-    assert "| K = 0 | 1 | 0.250 | 0.500 | 0.500 to 0.500 |  |  |" in said
-    assert "| K = 0 | 1 | 0.250 | 0.625 | 0.500 to 0.750 |  |  |" in said
-    assert "| K = 4, weighed | 1 | 0.250 | 0.250 | 0.250 to 0.250 | 3.50 |  |" in said
+    assert "| K = 0 | 2 | 0.250 | 0.375 | 0.500 | 0.500 to 0.500 | 0.500 |  |" in said
+    assert "| K = 0 | 2 | 0.250 | 0.375 | 0.625 | 0.500 to 0.750 | 0.750 |  |" in said
+    assert "| K = 4, weighed | 2 | 0.250 | 0.375 | 0.125 | 0.125 to 0.125 | 0.375 | 0.50 |" in said
     assert ">K = 4, weighed</text>" in picture.read_text()
+
+
+@pytest.mark.nightly
+def test_rows_sampled_in_turns_are_k_steps_old(tmp_path: Path) -> None:
+    (steps,) = run_ranks(1, _steps_of_batches, tmp_path)
+    assert steps == [0, 1, 2, 2, 2]
+
+
+def _steps_of_batches(rank: int, folder: Path) -> list[int]:
+    shape = small_config(folder).model.starter
+    assert shape is not None
+    write_random_model(shape, folder / "model", seed=0)
+    words = [one for one in SMALL if not one.startswith("trainer.num_steps")]
+    words += ["trainer.num_steps=5", "eval.every_num_steps=0", VARIED]
+    words += ["algorithm.rollout_correction=importance"]
+    rows = train_in_turns(words, folder / "model", 2).rows
+    return [round(row["rollout/staleness_steps/max"]) for row in rows]
 
 
 @pytest.mark.nightly
