@@ -38,7 +38,7 @@ SETTINGS: Mapping[str, tuple[int, Sequence[str]]] = {
 """K and overrides of each curve, by its title."""
 
 _OVERRIDES = (
-    *("actor.optimizer.lr=3e-4", "trainer.num_steps=60"),
+    *("actor.optimizer.lr=3e-4", "trainer.num_steps=40"),
     *("eval.num_prompts=512", "eval.every_num_steps=10", "checkpoint.every_num_steps=0"),
     *("tracking.num_samples_per_step=0", "cluster.num_threads_per_rank=1"),
 )
