@@ -1,7 +1,7 @@
 """Names that users of other frameworks type, each with the hybridrl name to type instead.
 
-The other frameworks are verl, TRL, OpenRLHF, slime, and for asynchronous training AReaL. Former names of hybridrl itself are listed
-too. A test checks that every key in an answer exists.
+The other frameworks are verl, TRL, OpenRLHF and slime; for asynchronous training AReaL and NeMo RL.
+Former names of hybridrl itself are listed too. A test checks that every key in an answer exists.
 """
 
 from __future__ import annotations

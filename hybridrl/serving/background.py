@@ -25,7 +25,6 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.loop_thread import LoopThread
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
 
-
 _NONE_INTERRUPTED: Metrics = {
     "rollout/interrupted_responses": Sum(0),
     "rollout/interrupted_tokens": Sum(0),
