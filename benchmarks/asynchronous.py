@@ -50,7 +50,7 @@ Lengths = Sequence[Sequence[Sequence[int]]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60, help="of each real run; 0: no real run")
+    parser.add_argument("--steps", type=int, default=40, help="of each real run; 0: no real run")
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 4], metavar="K")
     parser.add_argument("--simulated-steps", type=int, default=14)
     parser.add_argument("--devices", nargs="+", type=int, default=[one for one, _ in _SIZES])
@@ -116,8 +116,8 @@ def print_runs(
     print(
         "| K | steps/h | gain | simulated | real / simulated | trainer waits, s a step | ", end=""
     )
-    print("engines idle, s a step | staleness, mean | accuracy |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print("engines idle, s a step | update of engines, s | staleness, mean | accuracy |")
+    print("|---:" * 10 + "|")
     for max_staleness, run in runs.items():
         simulated = simulate_run(costs, lengths, max_staleness=max_staleness)
         said = [
@@ -125,6 +125,7 @@ def print_runs(
             for name in (
                 "time/wait_for_groups_s",
                 "time/engines_idle_s",
+                "time/update_engines_s",
                 "rollout/staleness_steps/mean",
             )
         ]

@@ -220,6 +220,7 @@ rollout/open_prompts | prompts | begun, and continued in the next phase (rollout
 rollout/interrupted_tokens | tokens | of them at that moment: they are prefilled again
 rollout/staleness_steps/mean | steps | between the weights that sampled a token and its update
 rollout/staleness_steps/max | steps | the most of all tokens
+rollout/staleness_fraction/{steps} | 1 | tokens that were so many steps old: a histogram
 rollout/open_groups | groups | sampled for later steps, when a batch was taken
 rollout/waiting_groups | groups | of them, complete
 rollout/lost_engines | engines | servers' engines that died or failed a request
@@ -241,7 +242,7 @@ time/step_s | s | the full step
 time/generate_s | s | remote call that syncs weights and samples
 time/sample_s | s | sampling alone, slowest rank
 time/wait_for_groups_s | s | the trainer waits for a batch of responses (trainer.max_staleness)
-time/engines_idle_s | s | since the last batch: no engine sampled (trainer.max_staleness)
+time/engines_idle_s | s | since the last batch: no engine had a request (trainer.max_staleness)
 time/update_engines_s | s | engines get no new request: they end or stop, and load new weights
 time/routed_request_s | s | mean time of a request, as the router measures it
 time/replace_engine_s | s | from the loss of an engine to its replacement serving; the longest

@@ -28,7 +28,7 @@ _OVERRIDES = (
     ),
     *(f"trainer.num_prompts_per_step={NUM_PROMPTS}", f"rollout.max_response_tokens={_MAX_TOKENS}"),
     *(f"rollout.num_responses_per_prompt={NUM_RESPONSES}", "trainer.overwrite=true"),
-    *("eval.every_num_steps=20", f"eval.num_prompts={_NUM_ROWS['eval']}"),
+    *("eval.every_num_steps=10", f"eval.num_prompts={_NUM_ROWS['eval']}"),
     *("checkpoint.every_num_steps=0", "trainer.export_hf=false", "tracking.live=off"),
     "tracking.trackers=[]",
 )

@@ -158,8 +158,8 @@ class _Groups:
 
     def take(self, step: int) -> list[SimulatedGroup] | None:
         """Return the groups that a step trains, oldest first; None: not yet."""
-        if not self._has_changed:
-            return None
+        if not self._has_changed or len(self._complete) < self._num_prompts:
+            return None  # to ask the buffer after each response is most of a large simulation
         self._has_changed = False
         taken = self._buffer.take(step=step)
         return None if taken is None else [self._complete.pop(index) for index in taken]

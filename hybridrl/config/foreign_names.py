@@ -1,7 +1,7 @@
 """Names that users of other frameworks type, each with the hybridrl name to type instead.
 
-The other frameworks are verl, TRL, OpenRLHF and slime. Former names of hybridrl itself are listed
-too. A test checks that every key in an answer exists.
+The other frameworks are verl, TRL, OpenRLHF and slime; for asynchronous training AReaL and NeMo RL.
+Former names of hybridrl itself are listed too. A test checks that every key in an answer exists.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ _TRACKERS = "set tracking.trackers=[tensorboard,wandb]"
 _GPUS = "set cluster=one_gpu cluster.num_ranks_per_node"
 _REWARD_MODEL = "set reward.function=model reward.args.path=FOLDER"
 _AGENT = "set agent=tool_calls, or agent.loop=FILE.py:CLASS"
+_AHEAD = "set serving=own trainer.max_staleness, which counts steps"
+_PARTIAL = (
+    "set serving.on_update=interrupt with trainer.max_staleness; where the ranks have the engines, "
+    "rollout.oversample"
+)
+_WEIGHED = "set algorithm.rollout_correction=importance algorithm.rollout_correction_args.high=2"
 _TOOLS = "set agent=tool_calls agent.tools=[calculator,FILE.py:FUNCTION]"
 
 _KEYS: Mapping[str, str] = {
@@ -71,9 +77,20 @@ _KEYS: Mapping[str, str] = {
         f"gae.{name}": f"set algorithm.advantage_args.{name}" for name in ("gamma", "lam", "whiten")
     },
     **dict.fromkeys(
-        ("sampler_ratio_cap", "tis_imp_ratio_cap", "rollout_is", "use_tis"),
-        "set algorithm.rollout_correction=importance algorithm.rollout_correction_args.high=2",
+        (
+            *("sampler_ratio_cap", "tis_imp_ratio_cap", "rollout_is", "use_tis"),
+            *("use_decoupled_loss", "behav_imp_weight_cap", "compute_prox_log_prob"),
+        ),
+        _WEIGHED,
     ),
+    **dict.fromkeys(
+        (
+            *("async_training", "staleness_threshold", "one_step_off_policy"),
+            *("max_head_offpolicyness", "max_trajectory_age_steps"),
+        ),
+        _AHEAD,
+    ),
+    "partial_rollout": _PARTIAL,
     **dict.fromkeys(
         ("max_response_length", "max_completion_length", "max_new_tokens", "generate_max_len"),
         "set rollout.max_response_tokens",

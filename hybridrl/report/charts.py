@@ -31,6 +31,7 @@ Policy | Gradient norm | policy/grad_norm=before clipping | log limit=actor.opti
 Policy | Clipped tokens | policy/clip_low_fraction=below the range, policy/clip_high_fraction=above the range |
 Policy | Probability ratio | policy/ratio/mean=mean, policy/ratio/max=largest | log
 Policy | Trainer against sampler | policy/sampler_mismatch_nats/mean=mean distance, policy/sampler_mismatch_nats/max=largest distance | log
+Policy | Effective sample size | policy/effective_sample_fraction=share of the tokens |
 Policy | Learning rate | policy/lr=learning rate |
 Policy | Values of the critic | critic/*/mean=* |
 Policy | Explained variance of the critic | critic/explained_variance=explained variance |
@@ -40,11 +41,16 @@ Policy | Clipped values of the critic | critic/clip_fraction=moved too far |
 Policy | Updates left out | policy/skipped_updates=not finite |
 Responses | Response length | length/response_tokens/mean=training, eval/length/response_tokens/mean=held-out prompts, length/response_tokens/min=shortest, length/response_tokens/max=longest | limit=rollout.max_response_tokens
 Responses | How responses end | rollout/truncated_fraction=cut at the limit, rollout/empty_fraction=empty, eval/truncated_fraction=cut; held-out prompts |
+Responses | Age of the tokens | rollout/staleness_steps/mean=mean, rollout/staleness_steps/max=oldest | limit=trainer.max_staleness
+Responses | Tokens by age in steps | rollout/staleness_fraction/*=* | stack
+Responses | Groups for later steps | rollout/open_groups=open, rollout/waiting_groups=of them complete |
+Responses | Interrupted by new weights | rollout/interrupted_tokens=tokens, rollout/interrupted_responses=responses |
 Responses | Turns of a conversation | agent/turns/mean=turns, agent/tool_calls/mean=calls of tools |
 Responses | Tokens of a conversation | agent/sampled_tokens/mean=sampled, agent/appended_tokens/mean=appended | stack
 Responses | Calls that failed | agent/tool_error_fraction=answered with an error |
 Responses | Limits that end conversations | agent/ended_by_tokens_fraction=tokens, agent/ended_by_turns_fraction=turns, agent/ended_by_time_fraction=time, agent/ended_by_error_fraction=error |
 Time | Where a step's time goes | time/generate_s=generate, time/reward_s=reward, time/logprobs_s=log-probs, time/advantage_s=advantages, time/update_s=update, time/eval_s=evaluation | stack
+Time | Who waits for whom | time/wait_for_groups_s=the trainer for responses, time/engines_idle_s=the engines without a request, time/update_engines_s=requests for new weights |
 Time | Inside generate: stages of the life cycle | time/offload_optimizer_s=offload optimizer, time/resume_weights_s=resume weights, time/sync_s=sync, time/offload_parameters_s=offload parameters, time/resume_cache_s=resume cache, time/continue_s=continue, time/sample_s=sample, time/skew_s=skew, time/pause_s=pause, time/drain_s=drain, time/release_s=release, time/release_cache_s=release cache, time/onload_training_s=onload training, time/roll_back_s=roll back, time/unwind_s=unwind, time/restart_s=restart, time/start_s=start | stack
 Time | Work of the critic | time/critic_values_s=values, time/critic_update_s=update |
 Time | Throughput | throughput/response_tokens_per_s=sampling, throughput/train_tokens_per_s=training, throughput/tokens_per_s=step |

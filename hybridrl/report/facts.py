@@ -76,6 +76,8 @@ def facts_of(run: Run) -> Iterator[tuple[str, str]]:
     yield "engines", f"trains with {text('actor.engine')}{sampling}"
     nodes, ranks = text("cluster.num_nodes"), text("cluster.num_ranks_per_node")
     yield "ranks", f"{nodes} x {ranks} on {text('cluster.device')}"
+    if steps := run.settings.number("trainer.max_staleness"):
+        yield "sampling", f"ahead of the trainer: rows are at most {steps:g} steps old"
     if best := run.best_evaluation:
         yield "best evaluation", f"{best[0]:.3g}, at step {best[1]}"
     path = run.folder / MACHINE

@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from hybridrl.batch import PromptBatch
 from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import ServerDiedError
-from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.sampler import Program, SamplingParams, T
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
@@ -24,6 +24,12 @@ from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.loop_thread import LoopThread
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
+
+_NONE_INTERRUPTED: Metrics = {
+    "rollout/interrupted_responses": Sum(0),
+    "rollout/interrupted_tokens": Sum(0),
+}
+"""So that each step has them; engines mention only those that there were."""
 
 
 class BackgroundSampling:
@@ -117,7 +123,7 @@ class BackgroundSampling:
             return merge([part.take_metrics() for part in parts])
 
         metrics, self._metrics = self._metrics, {}
-        return merge([metrics, self._loop.run(take())])
+        return merge([metrics, _NONE_INTERRUPTED, self._loop.run(take())])
 
     # -- between two updates ---------------------------------------------------------------------
 

@@ -17,13 +17,18 @@ class IdleClock:
     """Adds the seconds in which no request is open, of any engine. For one event loop."""
 
     def __init__(self) -> None:
-        """Begin with no request."""
+        """Begin with no request. Seconds count from the first use of ``counting``."""
         self._num_open = 0
         self._idle_s = 0.0
-        self._since_s = time.perf_counter()
+        self._since_s: float | None = None
 
     def counting(self, ask: AskGroup) -> AskGroup:
-        """Return a way to ask engines that counts open requests."""
+        """Return a way to ask engines that counts open requests.
+
+        The start of the engines, which comes before, is not idleness.
+        """
+        if self._since_s is None:
+            self._since_s = time.perf_counter()
 
         async def counted(
             engine: SamplingEngine,
@@ -46,6 +51,8 @@ class IdleClock:
         return {"time/engines_idle_s": Max(idle_s)}
 
     def _change(self, number: int) -> None:
+        if self._since_s is None:
+            return
         now_s = time.perf_counter()
         if not self._num_open:
             self._idle_s += now_s - self._since_s

@@ -26,7 +26,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
 from hybridrl.errors import DriftError, PhaseError
-from hybridrl.metrics import Last, Max, Mean, Metrics, from_json, merge, to_json
+from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.planning.frozen_base import plan_base
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
@@ -50,6 +50,7 @@ from hybridrl.workers.rollout.oversampling import OpenResponses
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.sglang.arguments import ServerPlace, device_name
 from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.rollout.staleness import describe_staleness
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from hybridrl.workers.sharding.fused_engines import share_addresses, start_engine
@@ -411,10 +412,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             return {}
         per_step = self._config.algorithm.num_updates_per_step
         steps_T = torch.div(self._policy_version - versions_T.double(), per_step)
-        return {
-            "rollout/staleness_steps/mean": Mean(float(steps_T.sum()), len(steps_T)),
-            "rollout/staleness_steps/max": Max(float(steps_T.max())),
-        }
+        return describe_staleness(steps_T)
 
     def _checks_drift(self) -> bool:
         num_steps = self._policy_version // self._config.algorithm.num_updates_per_step

@@ -62,7 +62,7 @@ def test_real_steps_stand_beside_simulated_ones(capsys: pytest.CaptureFixture[st
     print_runs(runs, COSTS, LENGTHS)
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 0 |")]
     rate = f"{runs[0].steps_per_hour:,.0f}"
-    assert row == f"| 0 | {rate} | 1.00 | {rate} | 1.00 |  |  |  | 1.000 |"
+    assert row == f"| 0 | {rate} | 1.00 | {rate} | 1.00 |  |  |  |  | 1.000 |"
 
 
 def test_accuracy_is_read_at_equal_seconds_of_training(tmp_path: Path) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from benchmarks.algorithms import Run, draw, print_table
+from benchmarks.sides.ahead_in_turns import Recorded, train_in_turns
 from hybridrl.run.starter import write_random_model
-from tests.end_to_end.small import SMALL, small_config
+from tests.end_to_end.small import SMALL, VARIED, small_config
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = {"__init__", "figure_stamps", "source_tree"}
@@ -51,7 +53,8 @@ STARTS_OFTEN: Mapping[str, list[str]] = {
     "kills": ["--kills", "1"],
 }
 OTHERS = {  # tests of their own
-    *("against_trl", "algorithms", "calculator", "figures", "picture", "publish", "weight_sync")
+    *("against_trl", "algorithms", "calculator", "figures", "picture", "publish", "weight_sync"),
+    "staleness",
 }
 
 
@@ -103,6 +106,61 @@ def test_a_benchmark_that_starts_runs_again_and_again(name: str, tmp_path: Path)
 
 
 @pytest.mark.nightly
+def test_runs_that_sample_ahead_stand_beside_their_simulation() -> None:
+    small = [f"model.starter.{word}" for word in ("num_layers=1", "num_warmup_steps=4")]
+    sizes = ("--steps", "5", "--staleness", "1", "--devices", "8", "--simulated-steps", "10")
+    lines = run("asynchronous", *sizes, *small).splitlines()
+    (row,) = [line for line in lines if line.startswith("| 1 | ")]
+    said = [float(cell.replace(",", "")) for cell in row.strip("|").split("|")]
+    assert len(said) == 10
+    assert 0 < said[8] <= 1  # staleness
+
+
+def test_curves_of_stale_rows_are_drawn_from_kept_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finals = iter((0.5, 0.75, 0.125))
+
+    def trained(words: Sequence[str], model: Path, max_staleness: int) -> Recorded:
+        weighs = {"policy/effective_sample_fraction": 0.5} if max_staleness else {}
+        evaluated = ((0, 0.25), (1, 0.375), (2, next(finals)))
+        return Recorded(
+            [{"step": step, "eval/reward/mean": mean, **weighs} for step, mean in evaluated]
+        )
+
+    monkeypatch.setattr("benchmarks.staleness.train_in_turns", trained)
+    monkeypatch.setattr("benchmarks.staleness.starter_model", lambda *_: tmp_path)
+    picture = tmp_path / "curves.svg"
+    where = ("--cache", str(tmp_path / "cache"), "--picture", str(picture))
+    asked = (("0", "K = 0"), ("0 1", "K = 0"), ("0", "K = 4, weighed"))
+    for seeds, setting in asked:  # the second one trains seed 1 alone
+        words = ("--seeds", *seeds.split(), "--settings", setting, *where)
+        call("staleness", *words, patch=monkeypatch)
+    said = capsys.readouterr().out
+    assert "| K = 0 | 2 | 0.250 | 0.375 | 0.500 | 0.500 to 0.500 | 0.500 |  |" in said
+    assert "| K = 0 | 2 | 0.250 | 0.375 | 0.625 | 0.500 to 0.750 | 0.750 |  |" in said
+    assert "| K = 4, weighed | 2 | 0.250 | 0.375 | 0.125 | 0.125 to 0.125 | 0.375 | 0.50 |" in said
+    assert ">K = 4, weighed</text>" in picture.read_text()
+
+
+@pytest.mark.nightly
+def test_rows_sampled_in_turns_are_k_steps_old(tmp_path: Path) -> None:
+    (steps,) = run_ranks(1, _steps_of_batches, tmp_path)
+    assert steps == [0, 1, 2, 2, 2]
+
+
+def _steps_of_batches(rank: int, folder: Path) -> list[int]:
+    shape = small_config(folder).model.starter
+    assert shape is not None
+    write_random_model(shape, folder / "model", seed=0)
+    words = [one for one in SMALL if not one.startswith("trainer.num_steps")]
+    words += ["trainer.num_steps=5", "eval.every_num_steps=0", VARIED]
+    words += ["algorithm.rollout_correction=importance"]
+    rows = train_in_turns(words, folder / "model", 2).rows
+    return [round(row["rollout/staleness_steps/max"]) for row in rows]
+
+
+@pytest.mark.nightly
 def test_learning_curves_of_finished_runs_are_kept(tmp_path: Path) -> None:
     picture = tmp_path / "curves.svg"
     where = ("--cache", str(tmp_path / "cache"), "--picture", str(picture), *SMALL)
@@ -119,7 +177,7 @@ def test_learning_curves_of_finished_runs_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("against_trl", "algorithms", "publish"),
+        *("against_trl", "algorithms", "publish", "staleness"),
         *(name for name in (*OF_RANKS, *RUNS, *STARTS_OFTEN) if name != "memory_plan"),
     ],
 )

@@ -33,6 +33,10 @@ OWN = {"recipes", *known_keys()}
         ("batch_size", "trainer.num_prompts_per_step"),
         ("actor.lr", "actor.optimizer.lr"),
         ("temperature", "rollout.temperature"),
+        ("async_training.staleness_threshold", "trainer.max_staleness"),
+        ("async_training.partial_rollout", "serving.on_update=interrupt"),
+        ("rollout.max_head_offpolicyness", "trainer.max_staleness"),
+        ("actor.use_decoupled_loss", "algorithm.rollout_correction=importance"),
         ("gradient_accumulation_steps", "actor.max_tokens_per_microbatch"),
     ],
 )

@@ -301,3 +301,35 @@ def test_a_conversation_is_a_chat_that_shows_what_is_trained(tmp_path: Path) -> 
     assert "\N{RIGHTWARDS ARROW} f&lt; {} answered with an error" in chat
     assert "t:&lt;b&gt;7" in chat
     assert ">cut</div>" in chat  # of a turn beyond the kept tokens there is the text
+
+
+def test_a_run_that_samples_ahead_shows_ages_and_who_waits(tmp_path: Path) -> None:
+    metrics = [
+        {
+            "step": step,
+            "rollout/staleness_steps/mean": age - 0.5,
+            "rollout/staleness_steps/max": age,
+            "rollout/staleness_fraction/0": 1 - age / 4,
+            "rollout/staleness_fraction/4_to_7": age / 4,
+            "rollout/interrupted_tokens": 10 * age,
+            "policy/effective_sample_fraction": 1 / (1 + age),
+            "time/wait_for_groups_s": 0.1 * age,
+            "time/engines_idle_s": 0.2 * age,
+            "time/update_engines_s": 0.3 * age,
+        }
+        for step, age in enumerate((1, 2, 2), start=1)
+    ]
+    folder = write_folder(tmp_path, metrics=metrics)
+    config = (folder / "config.yaml").read_text().replace("num_steps: 4", "max_staleness: 2")
+    (folder / "config.yaml").write_text(config)
+    assert chart(folder, "Who waits for whom").names == [
+        *("time/wait_for_groups_s", "time/engines_idle_s", "time/update_engines_s")
+    ]
+    age = chart(folder, "Age of the tokens").figure
+    assert [line["name"] for line in age["data"]] == ["mean", "oldest"]
+    assert [shape["y0"] for shape in age["layout"]["shapes"]] == [2]
+    shares = chart(folder, "Tokens by age in steps").figure["data"]
+    assert [line["name"] for line in shares] == ["0", "4 to 7"]
+    assert chart(folder, "Interrupted by new weights").figure["data"][0]["y"] == [10, 20, 20]
+    assert chart(folder, "Effective sample size").figure["data"][0]["y"] == [0.5, 0.33333, 0.33333]
+    assert "rows are at most 2 steps old" in page_of(folder).text

@@ -1,0 +1,127 @@
+"""A run that samples K steps ahead in one process: engine and trainer take turns.
+
+A real run with engines of their own has the same drawn prompts, loss and update; how old its rows
+are depends on which half is slower. Here each row has the age that it has if the trainer is the
+slower half: K steps, and as many as there were before it in the first ones. So curves of a given
+age can be compared, and repeated.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import load_config
+from hybridrl.main import compose
+from hybridrl.metrics import Metrics
+from hybridrl.run.loops import open_rl
+from hybridrl.run.record import RunFolder
+from hybridrl.run.workers import Workers
+from hybridrl.sampler import SamplingParams
+from hybridrl.workers.actor_rollout import ActorRolloutWorker
+
+_AHEAD = (
+    *("serving=own", "serving.num_devices_per_node=1"),
+    "serving.models.policy.groups.main.num_devices=1",
+)
+
+
+@dataclass
+class SamplingInTurns:
+    """The policy of a run: a worker whose engine samples every prompt when it is admitted."""
+
+    worker: ActorRolloutWorker
+    num_prompts: int
+    """P, of a batch."""
+
+    _batches: deque[RolloutBatch] = field(default_factory=deque)
+
+    def exchange(self, prompts: PromptBatch | None, sampling: SamplingParams) -> RolloutBatch:
+        """Sample with the newest weights, and return the oldest batch."""
+        if prompts is not None:
+            rollouts = self.generate(prompts, sampling)
+            version = int(rollouts.policy_version_B[0])
+            rollouts.weight_versions_BL = torch.full_like(rollouts.token_ids_BL, version)
+            self._batches.extend(rollouts.chunk(len(prompts) // self.num_prompts))
+        return self._batches.popleft()
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
+        """Sample with the newest weights, for this step or an evaluation."""
+        rollouts = self.worker.generate(prompts, sampling)
+        if rollouts is None:
+            raise TypeError("the worker has no engine")
+        return rollouts
+
+    def take_agent_metrics(self) -> Metrics:
+        """Ask the worker."""
+        return self.worker.take_agent_metrics()
+
+    def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
+        """Ask the worker."""
+        return self.worker.compute_logprobs(rollouts)
+
+    def update(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
+        """Ask the worker."""
+        return self.worker.update(batch, kl_coefficient=kl_coefficient)
+
+
+@dataclass
+class Recorded:
+    """Keeps the metrics of all steps in memory."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+    def record(self, step: int, metrics: Metrics) -> None:
+        """Keep them."""
+        self.rows.append({"step": step, **{name: one.value for name, one in metrics.items()}})
+
+    def begin_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def phase(self, name: str) -> None:
+        """Do nothing."""
+
+    def progress(self, text: str) -> None:
+        """Do nothing."""
+
+    def samples(self, step: int, taken: object) -> None:
+        """Do nothing."""
+
+
+def train_in_turns(overrides: Sequence[str], model: Path, max_staleness: int) -> Recorded:
+    """Train in this process.
+
+    Args:
+        overrides: of the configuration; with ``max_staleness`` above 0 a correction is among them.
+        model: folder to start from.
+        max_staleness: K.
+    """
+    words = [*overrides, f"model.path={model}", "model.starter=null", "trainer.run_dir=unused"]
+    torch.set_num_threads(1)
+    if not dist.is_initialized():  # the worker uses it
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = load_config(compose(words))
+    worker = _worker_of(config, model)
+    if max_staleness:
+        config = load_config(compose([*words, *_AHEAD, f"trainer.max_staleness={max_staleness}"]))
+    policy = SamplingInTurns(worker, config.trainer.num_prompts_per_step)
+    recorded = Recorded()
+    with open_rl(config, model, cast(RunFolder, recorded)) as training:
+        training.loop_of(cast(Workers, {"actor": policy})).run()
+    worker.close()
+    return recorded
+
+
+def _worker_of(config: ExperimentConfig, model: Path) -> ActorRolloutWorker:
+    worker = ActorRolloutWorker.__new__(ActorRolloutWorker, config, model)
+    worker.fused = {"actor": worker}
+    worker.__init__(config, model)  # type: ignore[misc]
+    return worker
