@@ -88,7 +88,7 @@ class Named:
 
 @given(st.text("ab<>", max_size=12), st.sets(st.text("ab<>", min_size=1, max_size=3), max_size=4))
 def test_no_special_token_is_left(text: str, names: set[str]) -> None:
-    tokenizer: PreTrainedTokenizerBase = Named(*names)  # type: ignore[assignment]
+    tokenizer: PreTrainedTokenizerBase = Named(*names)
     harmless = SpecialTokens(tokenizer).harmless(text)
     assert not any(name in harmless for name in names if len(name) > 1)
     assert harmless.replace(" ", "") == text
