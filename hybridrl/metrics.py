@@ -283,7 +283,7 @@ memory/weight_backup_bytes | bytes | weights copied to host memory because no sy
 memory/checkpoint_bytes | bytes | size of the checkpoint that was finished in this step
 memory/weight_backup_saved_bytes | bytes | further bytes that a copy of all weights would have taken
 throughput/tokens_per_s | tokens/s | prompt and response tokens of the step over its duration
-throughput/response_tokens_per_s | tokens/s | response tokens over the time of generate
+throughput/response_tokens_per_s | tokens/s | response tokens over generate; sampled ahead: the step
 throughput/tokens_per_device_s | tokens/s | the first, over the devices of all ranks and servers
 throughput/longest_response_tokens_per_s | tokens/s | the longest response over the time of generate
 throughput/longest_sampled_tokens_per_s | tokens/s | the same over the time of sampling alone

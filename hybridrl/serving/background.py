@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
@@ -25,11 +25,15 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.loop_thread import LoopThread
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
 
-_NONE_INTERRUPTED: Metrics = {
-    "rollout/interrupted_responses": Sum(0),
-    "rollout/interrupted_tokens": Sum(0),
+_NONE_CUT: Mapping[OnUpdate, Metrics] = {
+    "interrupt": {
+        "rollout/interrupted_responses": Sum(0),
+        "rollout/interrupted_tokens": Sum(0),
+    },
+    "abort": {"rollout/aborted_responses": Sum(0), "rollout/aborted_tokens": Sum(0)},
+    "finish": {},
 }
-"""So that each step has them; engines mention only those that there were."""
+"""So that each step has them; the pool mentions only those that there were."""
 
 
 class BackgroundSampling:
@@ -123,7 +127,7 @@ class BackgroundSampling:
             return merge([part.take_metrics() for part in parts])
 
         metrics, self._metrics = self._metrics, {}
-        return merge([metrics, _NONE_INTERRUPTED, self._loop.run(take())])
+        return merge([metrics, _NONE_CUT[self._on_update], self._loop.run(take())])
 
     # -- between two updates ---------------------------------------------------------------------
 

@@ -99,15 +99,16 @@ def _throughput(rollouts: RolloutBatch, update: Metrics, timings: Metrics) -> Me
     num_tokens = rollouts.token_ids_BL.values().numel()
     num_response_tokens = int(rollouts.response_mask_BL.values().sum())
     num_longest = int(response_lengths(rollouts.response_mask_BL).max())
+    step_s = timings["time/step_s"].value
+    # Engines that sample ahead do so all the time: `generate` only fetches what they have.
+    samples_ahead = "time/wait_for_groups_s" in update
+    sampling_s = step_s if samples_ahead else timings["time/generate_s"].value
     rates: Metrics = {
-        "throughput/tokens_per_s": Mean(num_tokens / timings["time/step_s"].value),
-        "throughput/response_tokens_per_s": Mean(
-            num_response_tokens / timings["time/generate_s"].value
-        ),
-        "throughput/longest_response_tokens_per_s": Mean(
-            num_longest / timings["time/generate_s"].value
-        ),
+        "throughput/tokens_per_s": Mean(num_tokens / step_s),
+        "throughput/response_tokens_per_s": Mean(num_response_tokens / sampling_s),
     }
+    if not samples_ahead:
+        rates["throughput/longest_response_tokens_per_s"] = Mean(num_longest / sampling_s)
     if "time/sample_s" in update:
         rate = num_longest / update["time/sample_s"].value
         rates["throughput/longest_sampled_tokens_per_s"] = Mean(rate)

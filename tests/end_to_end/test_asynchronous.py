@@ -58,6 +58,8 @@ def require_bounded(folder: Path, max_staleness: int) -> None:
         assert line["rollout/staleness_steps/max"] <= min(number, max_staleness)
         assert line["time/wait_for_groups_s"] >= 0
         assert line["time/engines_idle_s"] >= 0
+        all_tokens = line["throughput/tokens_per_s"] * line["time/step_s"]
+        assert line["throughput/response_tokens_per_s"] * line["time/step_s"] < all_tokens
         assert line["rollout/open_groups"] == (
             min(max_staleness, NUM_STEPS - 1 - number) * NUM_PROMPTS
         )
@@ -96,6 +98,7 @@ def test_open_responses_lose_their_tokens_to_new_weights(tmp_path: Path) -> None
     assert sum(line.get("rollout/aborted_responses", 0.0) for line in lines) > 0
     assert sum(line.get("rollout/aborted_tokens", 0.0) for line in lines) > 0
     assert not any("rollout/interrupted_responses" in line for line in lines)
+    assert all("rollout/aborted_tokens" in line for line in lines)
 
 
 @pytest.mark.nightly
