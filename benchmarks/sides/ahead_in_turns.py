@@ -117,6 +117,8 @@ def train_in_turns(overrides: Sequence[str], model: Path, max_staleness: int) ->
     with open_rl(config, model, cast(RunFolder, recorded)) as training:
         training.loop_of(cast(Workers, {"actor": policy})).run()
     worker.close()
+    if recorded.rows[-1]["step"] < config.trainer.num_steps:
+        raise KeyboardInterrupt("a signal stopped the training")  # an unfinished run is not kept
     return recorded
 
 
