@@ -153,6 +153,17 @@ FIGURES = (
         one_thread=True,
     ),
     Figures(
+        name="asynchronous",
+        arguments=("--picture", "docs/images/asynchronous.svg"),
+        measured=(
+            *("benchmarks/sides/asynchronous_runs.py", "benchmarks/sides/measured_costs.py"),
+            *("benchmarks/sides/simulated_*.py", "hybridrl/trainer/batches.py"),
+            *(f"hybridrl/serving/{name}.py" for name in ("background", "open_groups")),
+            "hybridrl/serving/sample_buffer.py",
+        ),
+        one_thread=True,
+    ),
+    Figures(
         name="memory_plan",
         measured=("benchmarks/sides/memory_rank.py", "hybridrl/planning/*.py"),
         page=PAGES[1],
