@@ -80,6 +80,15 @@ FIGURES = (
         one_thread=True,
     ),
     Figures(
+        name="agents",
+        measured=(
+            *(f"hybridrl/agents/{name}.py" for name in ("agent", "conversation", "rollout")),
+            *(f"hybridrl/agents/{name}.py" for name in ("templates", "tools", "trajectory")),
+            *("hybridrl/workers/rollout/event_loop.py", "hybridrl/workers/rollout/embedded/*.py"),
+        ),
+        one_thread=True,
+    ),
+    Figures(
         name="advantages",
         measured=(
             "hybridrl/algorithms/advantages/*.py",
