@@ -1,10 +1,10 @@
 """Learning curves of rows that are K steps old when the run learns from them, weighed or not.
 
-The default task and model, at a learning rate ten times that of the default run: there the policy
-moves far enough within K steps that the age of rows matters. Engine and trainer take turns in one
-process (``benchmarks/sides/ahead_in_turns.py``), so that every row has its age exactly. Prints a
-table in Markdown and draws the curves. A finished run is kept in .cache/benchmarks/staleness, and
-is read from there the next time.
+The default task and model, at a learning rate three times that of the default run: there the policy
+moves far enough within K steps that the age of rows matters. At ten times it fails with K = 0, too.
+Engine and trainer take turns in one process (``benchmarks/sides/ahead_in_turns.py``), so that every
+row has its age exactly. Prints a table in Markdown and draws the curves. A finished run is kept in
+.cache/benchmarks/staleness, and is read from there the next time.
 
     OMP_NUM_THREADS=1 python -m benchmarks.staleness [KEY=VALUE ...] [--seeds 0 1 2]
 """
@@ -38,7 +38,7 @@ SETTINGS: Mapping[str, tuple[int, Sequence[str]]] = {
 """K and overrides of each curve, by its title."""
 
 _OVERRIDES = (
-    *("actor.optimizer.lr=3e-4", "trainer.num_steps=40"),
+    *("actor.optimizer.lr=1e-4", "trainer.num_steps=60"),
     *("eval.num_prompts=512", "eval.every_num_steps=10", "checkpoint.every_num_steps=0"),
     *("tracking.num_samples_per_step=0", "cluster.num_threads_per_rank=1"),
 )
