@@ -6,6 +6,7 @@ They admit requests while they serve, can be interrupted at any token, and die w
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class DecodingHandle(RecordingHandle):
         self.is_frozen, self.has_requests = threading.Event(), threading.Event()
         self.takes_weights = True
         """False: it never answers a load, and lives."""
+        self.step_s = 0.0
+        """Seconds of a step, besides its work."""
         self.dies_after: int | None = None
         """Steps that it has left; None: it lives."""
         self._open: list[_Open] = []
@@ -109,6 +112,11 @@ class DecodingHandle(RecordingHandle):
         done.set_result(None)
         return done
 
+    def probe(self) -> Future[object]:
+        answer: Future[object] = Future()
+        answer.set_result(object())  # two answers differ: it gets on
+        return answer
+
     def take_metrics(self) -> Future[Metrics]:
         done: Future[Metrics] = Future()
         done.set_result({})
@@ -125,6 +133,7 @@ class DecodingHandle(RecordingHandle):
                 while (not self._open or self.is_frozen.is_set()) and self.is_alive():
                     self._changed.wait()
                 self._step()
+            time.sleep(self.step_s)
         with self._changed:
             while self._open:
                 self._open.pop().answer.set_exception(EngineError("it is gone"))

@@ -202,7 +202,9 @@ def test_each_prompt_is_answered_once_and_never_too_old(
 def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
     with rig_of(max_staleness=2) as rig:
         versions = set()
-        for step in range(40):
+        for handle in rig.launched:
+            handle.step_s = 0.002  # the longest response takes longer than a step of the trainer
+        for step in range(200):
             rig.update(step)
             answered, metrics = rig.exchange(step, num_open=6 if step == 0 else 2)
             require_exact(answered)
@@ -211,6 +213,8 @@ def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
             assert metrics["time/update_engines_s"].value > 0
             assert metrics["rollout/open_groups"].value == 4
             assert metrics["rollout/interrupted_tokens"].value >= 0  # of each step, 0 included
+            if versions > {1} and step >= 10:
+                break
         assert versions > {1}  # some were sampled by several versions
 
 
