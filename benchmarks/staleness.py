@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.algorithms import Run, draw, starter_model
+from benchmarks.algorithms import Run, draw, sources_of, starter_model
 from benchmarks.figure_stamps import ROOT, digest_of
 from benchmarks.sides.ahead_in_turns import train_in_turns
 from hybridrl.atomic_io import atomic_write_text
@@ -42,6 +42,13 @@ _OVERRIDES = (
     *("eval.num_prompts=512", "eval.every_num_steps=10", "checkpoint.every_num_steps=0"),
     *("tracking.num_samples_per_step=0", "cluster.num_threads_per_rank=1"),
 )
+_SOURCES = (
+    *sources_of("none"),
+    *("benchmarks/sides/ahead_in_turns.py", "hybridrl/trainer/batches.py"),
+    "hybridrl/algorithms/rollout_correction.py",
+)
+"""On which a curve depends."""
+
 _CACHE = ROOT / ".cache" / "benchmarks" / "staleness"
 _PICTURE = ROOT / "docs" / "images" / "staleness.svg"
 _EFFECTIVE = "policy/effective_sample_fraction"
@@ -82,7 +89,7 @@ def measure_once(title: str, words: Sequence[str], model: Path, cache: Path) -> 
     """Return a run from the cache; without one, train it and keep it there."""
     begin = time.perf_counter()
     command = " ".join([title, *words])
-    kept = cache / f"{digest_of(command, ())}.json"
+    kept = cache / f"{digest_of(command, _SOURCES)}.json"
     if not kept.is_file():
         rows = train_in_turns(words, model, SETTINGS[title][0]).rows
         minutes = (time.perf_counter() - begin) / 60

@@ -31,6 +31,7 @@ FLUSH_TIMEOUT_S = 20.0
 """Seconds after that in which the server must show that it is idle."""
 
 MOST_OVERSAMPLED = 100.0
+"""Highest ``rollout.oversample``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,12 @@ class RolloutConfig:
 
     oversample: Annotated[
         float,
-        Within(at_least=1.0, at_most=MOST_OVERSAMPLED, usual=1.5, why="rollouts are too old then"),
+        Within(
+            at_least=1.0,
+            at_most=MOST_OVERSAMPLED,
+            usual=1.5,
+            why="rollouts are too old by then",
+        ),
     ]
     """Prompts that are begun, over those of a step. Above 1 a phase ends when the prompts of a step
     are complete; the others are interrupted at a token, and continue in the next phase with the

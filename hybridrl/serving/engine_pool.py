@@ -20,7 +20,7 @@ from hybridrl.errors import (
     ServerDiedError,
 )
 from hybridrl.metrics import Metrics, Sum
-from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.sampler import RequestParams, Sample, Sampler, interrupted_sample
 from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_queue import EngineQueue, Member
 from hybridrl.workers.rollout.continuations import sample_to_the_end
@@ -256,7 +256,10 @@ class EnginePool(Sampler):
                 self._require_version(member.index, samples, version=version)
                 self._count_interrupted(samples)
                 if self.drops_interrupted:
-                    samples = [_without_tokens(s) if s.is_interrupted else s for s in samples]
+                    samples = [
+                        interrupted_sample(s.weight_version) if s.is_interrupted else s
+                        for s in samples
+                    ]
                 self._remember(member, token_ids, *(each.token_ids for each in samples))
                 return samples
             finally:
@@ -377,14 +380,6 @@ class EnginePool(Sampler):
         lengths = [len(sample.token_ids) for sample in samples if sample.is_interrupted]
         self._num_interrupted += sum(length > 0 for length in lengths)
         self._num_interrupted_tokens += sum(lengths)
-
-
-def _without_tokens(sample: Sample) -> Sample:
-    """Return an interrupted response as one that was interrupted before its first token."""
-    none_L = slice(0)
-    return Sample(
-        sample.token_ids[none_L], sample.logprobs[none_L], "interrupted", sample.weight_version
-    )
 
 
 def _require_uninterrupted(samples: Sequence[Sample]) -> None:

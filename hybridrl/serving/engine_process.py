@@ -168,25 +168,22 @@ class RayEngine:
         actor: Any,  # noqa: ANN401 - Ray's
         *,
         nodes: Sequence[ReservedNode] = (),
-        node_wait_s: float = 0.0,
     ) -> None:
         """Take over an actor that starts.
 
         Args:
             actor: of ``EngineProcess``.
             nodes: of the engine's processes; empty: Ray puts them anywhere.
-            node_wait_s: seconds that they may be without a node.
         """
         self._actor = actor
         self._nodes = nodes
-        self._node_wait_s = node_wait_s
         self._life = actor.live.remote().future()
         self._is_cut = False
 
     def build(self) -> Future[None]:
         """Build the engine. If there is no node for it, the wait ends early."""
         built: Future[None] = self._call(self._actor.build)
-        return first_of(built, *(node.missing(self._node_wait_s) for node in self._nodes))
+        return first_ended(built, *(node.missing() for node in self._nodes))
 
     def address(self) -> Future[str | None]:
         """Return the address of the engine's server."""
@@ -241,7 +238,7 @@ class RayEngine:
         ray.kill(self._actor)
 
 
-def first_of(*answers: Future[Any]) -> Future[None]:
+def first_ended(*answers: Future[Any]) -> Future[None]:
     """Return a future that ends as the first of these does."""
     first: Future[None] = Future()
     first.set_running_or_notify_cancel()

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.serving.engine_process import RayEngine, answer_of, first_of
+from hybridrl.serving.engine_process import RayEngine, answer_of, first_ended
 from hybridrl.serving.reserved_nodes import ReservedNode
 from hybridrl.workers.rollout.sglang.arguments import ServerPlace, server_spec, show_devices
 from hybridrl.workers.rollout.sglang.follower import follow
@@ -44,15 +44,14 @@ class FollowedEngine(RayEngine):
         actor: Any,  # noqa: ANN401 - Ray's
         *followers: Any,  # noqa: ANN401 - Ray's
         nodes: Sequence[ReservedNode] = (),
-        node_wait_s: float = 0.0,
     ) -> None:
-        super().__init__(actor, nodes=nodes, node_wait_s=node_wait_s)
+        super().__init__(actor, nodes=nodes)
         self._followers = followers
         self._lives = [answer_of(follower.live.remote()) for follower in followers]
 
     def build(self) -> Future[None]:
         """Build the engine. A follower that ends meanwhile ends the wait."""
-        return first_of(super().build(), *self._lives)
+        return first_ended(super().build(), *self._lives)
 
     def is_alive(self) -> bool:
         """Whether the processes on all nodes are there."""

@@ -64,11 +64,7 @@ class ActorLaunch:
         actors = [self._start(group, engine, rank) for rank in range(len(engine.slices))]
         nodes = [self.nodes.get(self._device(engine, rank)) for rank in range(len(actors))]
         kind = FollowedEngine if len(actors) > 1 else RayEngine
-        return kind(
-            *actors,
-            nodes=tuple(filter(None, nodes)),
-            node_wait_s=self.config.cluster.start_timeout_s,
-        )
+        return kind(*actors, nodes=tuple(filter(None, nodes)))
 
     def _device(self, engine: EnginePlan, rank: int) -> int:
         part = engine.slices[rank]

@@ -80,7 +80,7 @@ class RolloutManager:
         self._agent = build_agent_rollout(config, model_folder)
         self._router = PolicyRouter(config, model_folder, keys.own) if config.has_router else None
 
-        nodes = find_reserved_nodes(placements)
+        nodes = find_reserved_nodes(placements, wait_s=config.cluster.start_timeout_s)
 
         def launch(plan: ServerPlan) -> ActorLaunch:
             served = config.serving.models[plan.model]

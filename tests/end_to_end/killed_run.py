@@ -90,24 +90,24 @@ class KilledRun:
     def _of(self, kind: Kind) -> list[psutil.Process]:
         if kind == "driver":
             return [psutil.Process(self._child.pid)]
-        found = []
+        processes = []
         for pid in members_of(self._child.pid):
             with suppress(psutil.Error):
                 process = psutil.Process(pid)
                 if any(f"ray::{CLASSES[kind]}" in word for word in process.cmdline()):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def _await_process(self, kind: Kind) -> psutil.Process:
-        found: list[psutil.Process] = []
+        processes: list[psutil.Process] = []
 
         def find() -> bool:
             self._require_running()
-            found.extend(self._of(kind))
-            return bool(found)
+            processes.extend(self._of(kind))
+            return bool(processes)
 
         wait_until(find, deadline_s=180)
-        return self.random.choice(found)
+        return self.random.choice(processes)
 
     # -- the moments -----------------------------------------------------------------------------
 

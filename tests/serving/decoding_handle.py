@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridrl.errors import EngineError, PhaseError, RequestError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import FinishReason, RequestParams, Sample
+from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.weight_files import WeightSource
@@ -105,22 +106,16 @@ class DecodingHandle(RecordingHandle):
         return future
 
     def interrupt(self) -> Future[None]:
-        done: Future[None] = Future()
         with self._changed:
             self._is_interrupted = True
             self._changed.notify()
-        done.set_result(None)
-        return done
+        return answered(None)
 
     def probe(self) -> Future[object]:
-        answer: Future[object] = Future()
-        answer.set_result(object())  # two answers differ: it gets on
-        return answer
+        return answered(object())  # two answers differ: it gets on
 
     def take_metrics(self) -> Future[Metrics]:
-        done: Future[Metrics] = Future()
-        done.set_result({})
-        return done
+        return answered({})
 
     def kill(self) -> None:
         super().kill()
