@@ -20,7 +20,7 @@ from hybridrl.report.facts import try_machine
 from hybridrl.report.page import try_report
 from hybridrl.run.display import LiveView, open_live
 from hybridrl.run.final_summary import describe_end
-from hybridrl.run.line_files import read_metrics
+from hybridrl.run.line_files import last_step, read_metrics
 from hybridrl.run.postmortem import is_crash, write_postmortem
 from hybridrl.run.run_folder import RunLogger, SampleRow
 from hybridrl.trainer.interrupt import RunStopped
@@ -125,6 +125,8 @@ def open_record(
             open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
         ):
             record = RunFolder(run_log, live)
+            if resumes:
+                live.num_done = last_step(run_log.folder)
             try:
                 yield record
             except RunStopped:  # on request, and after a log line: not an error

@@ -133,14 +133,30 @@ class RouterFront:
                 self._show([])
 
     def _show(self, urls: list[str]) -> None:
-        try:
-            if self._router.is_alive():
-                self._order = self._router.show(urls)
-                return
-        except (DeadlineError, ServerDiedError, ConnectionLostError) as error:  # it hangs, or died
-            log.warning("the router is started again: reason=%s", error)
-        self._order = urls
-        self._restart()
+        """Send requests to exactly these servers; a router that dies meanwhile is replaced.
+
+        Raises:
+            ServerDiedError: the router ended too often in this phase.
+        """
+        router, reason = self._router, "it ended between two calls"
+        while True:
+            try:
+                if router.is_alive():
+                    shown = [url for url in urls if url not in self._failed]
+                    self._order = router.show(shown)
+                    return
+            except (DeadlineError, ServerDiedError, ConnectionLostError) as error:  # or it hangs
+                reason = str(error)
+            router.end()
+            if self._num_restarts == self.most_restarts:
+                raise ServerDiedError(
+                    f"the router ended {1 + self.most_restarts} times in one rollout phase: "
+                    f"{reason}"
+                )
+            log.warning("the router is started again: reason=%s", reason)
+            self._num_restarts += 1
+            self._router = router = self._start()
+            self._failed |= self._verify(urls)
 
     def _verify(self, urls: Collection[str]) -> dict[str, str]:
         """Compare the weights of servers; return those that do not answer, with reasons."""
@@ -191,6 +207,8 @@ class RouterFront:
                 if NO_SERVER not in str(error.text) or num_routes == _NUM_ROUTES:
                     raise
                 await asyncio.sleep(_POLL_S)
+                while self._changing.locked():
+                    await asyncio.sleep(_POLL_S)
             except (ServerDiedError, ConnectionLostError) as error:
                 await self._replace(router, error)
 
@@ -214,26 +232,12 @@ class RouterFront:
             await asyncio.sleep(_POLL_S)
         if router.is_alive():
             raise error
-        await asyncio.to_thread(self._restart_once, router, error)
+        await asyncio.to_thread(self._restart_once, router)
 
-    def _restart_once(self, router: RouterProcess, error: Exception) -> None:
+    def _restart_once(self, router: RouterProcess) -> None:
         with self._changing:
-            if self._router is not router:
-                return
-            if self._num_restarts == self.most_restarts:
-                raise ServerDiedError(
-                    f"the router ended {1 + self.most_restarts} times in one rollout phase: {error}"
-                ) from error
-            log.warning("the router is started again: reason=%s", error)
-            self._restart()
-
-    def _restart(self) -> None:
-        """Put another router in front of the same servers, except those that died meanwhile."""
-        self._num_restarts += 1
-        self._router.end()
-        self._router = self._start()
-        self._failed |= self._verify(self._order)
-        self._order = self._router.show([url for url in self._order if url not in self._failed])
+            if self._router is router:
+                self._show(self._order)
 
     def take_metrics(self) -> Metrics:
         """Describe the time since the last call under declared names. Call it in each phase.

@@ -165,6 +165,21 @@ def test_the_log_of_a_run_tells_where_its_post_mortem_is(tmp_path: Path) -> None
     assert caught.value.__notes__[-1].startswith(f"post-mortem: {folder}")
 
 
+def test_a_resumed_run_names_its_step_before_it_begins(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    with open_record(config, resolved_yaml="") as record:
+        for step in (1, 2):
+            record.begin_step(step)
+            record.record(step, {})
+    with (
+        pytest.raises(ZeroDivisionError) as caught,
+        open_record(config, resolved_yaml="", resumes=True) as record,
+    ):
+        record.phase("start workers")
+        raise ZeroDivisionError
+    assert caught.value.__notes__[0].startswith("before step 3 of 3, start workers, ")
+
+
 def test_a_start_that_somebody_stops_leaves_no_post_mortem(tmp_path: Path) -> None:
     for name, has_begun in (("start", False), ("step", True)):
         with (

@@ -170,19 +170,22 @@ def test_servers_get_requests_only_while_they_are_shown(routed: PolicyRouter) ->
 def test_a_router_killed_while_it_takes_servers_is_replaced(
     routed: PolicyRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, workers = routed.front.process, router_module.RouterProcess.workers
+    killed: list[router_module.RouterProcess] = []
+    workers = router_module.RouterProcess.workers
 
-    def killed_first(router: router_module.RouterProcess) -> dict[str, bool]:
-        if router is first:
+    def killed_twice(router: router_module.RouterProcess) -> dict[str, bool]:
+        if len(killed) < 2:
+            killed.append(router)
             kill(router.process)
         return workers(router)
 
-    monkeypatch.setattr(router_module.RouterProcess, "workers", killed_first)
+    monkeypatch.setattr(router_module.RouterProcess, "workers", killed_twice)
     with echo_servers(2) as servers:
         samples, lost, metrics = run(routed, servers, twelve)
     assert seeds_of(samples) == SEEDS
     assert lost == {}
-    assert metrics["rollout/router_restarts"] == Sum(1)
+    assert len({id(router) for router in killed}) == 2
+    assert metrics["rollout/router_restarts"] == Sum(2)
 
 
 def test_a_killed_server_costs_no_response_and_doubles_none(routed: PolicyRouter) -> None:
