@@ -7,6 +7,7 @@ import difflib
 import re
 import types
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 from hybridrl.config.foreign_names import answer_choice, answer_key
@@ -32,6 +33,12 @@ _ENTRY = re.compile(r"[A-Za-z][\w-]{0,39}", re.ASCII)
 _TYPEABLE = re.compile(r"[\w.]+", re.ASCII)
 
 
+@cache  # Python compiles every annotation again at each call, which takes longer than to read it
+def hints_of(section: type) -> Mapping[str, object]:
+    """Return the types of a section's fields, with their limits."""
+    return types.MappingProxyType(get_type_hints(section, include_extras=True))
+
+
 class Reader:
     """Walks types and values side by side and collects the errors."""
 
@@ -42,10 +49,10 @@ class Reader:
         """Build ``section``, or return ``_MISSING`` when a value of it cannot be understood."""
         if not isinstance(values, Mapping):
             rule = "must be a section with keys of its own"
-            first = next(iter(get_type_hints(section)))
+            first = next(iter(hints_of(section)))
             fix = f"leave it out, or set its keys one by one: {key}.{first}=..."
             return self._refuse(key or "config", values, rule, fix=fix)
-        hints = get_type_hints(section, include_extras=True)
+        hints = hints_of(section)
         prefix = f"{key}." if key else ""
         self._refuse_unknown(prefix, values, tuple(hints))
         fields = {
@@ -133,7 +140,7 @@ class Reader:
     def _read_named(self, section: type, value: object, key: str) -> object:
         """Read sections under names of the user's, which become parts of metrics and keys."""
         if not isinstance(value, Mapping):
-            fix = f"add entries one by one: {key}.NAME.{next(iter(get_type_hints(section)))}=VALUE"
+            fix = f"add entries one by one: {key}.NAME.{next(iter(hints_of(section)))}=VALUE"
             return self._refuse(key, value, "must be a mapping of names to sections", fix=fix)
         entries: dict[str, object] = {}
         for name, values in value.items():

@@ -10,6 +10,10 @@ _MOST_VALUES = 20_000
 _TOO_DEEP = f"it is nested more than {_MOST_DEPTH} deep"
 
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The first is ten times as fast; builds of PyYAML without libyaml lack it."""
+
+
 def flaw_of_yaml(data: bytes) -> str:
     """Return why a file must not be read; empty if it may. Its reader reports syntax errors."""
     if len(data) > _MOST_BYTES:
@@ -22,7 +26,7 @@ def flaw_of_yaml(data: bytes) -> str:
     try:
         if _depth_of(text) > _MOST_DEPTH:
             return _TOO_DEEP
-        num_values, depth = _Sizes().of(yaml.compose(text, Loader=yaml.SafeLoader))
+        num_values, depth = _Sizes().of(yaml.compose(text, Loader=_LOADER))
     except yaml.YAMLError:
         return ""
     except _Endless:
@@ -38,7 +42,7 @@ class _Endless(Exception):
 
 def _depth_of(text: str) -> int:
     depth = deepest = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             deepest = max(deepest, depth)
