@@ -31,22 +31,23 @@ help:
 	@echo "make bench         run every script of benchmarks/"
 	@echo 'ARGS="..." is handed on: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"'
 
-# torch goes first and alone, so that nothing else pulls another build of it.
+# torch goes first and alone, so that nothing else pulls another build of it. Modules are compiled when they
+# are first imported: most never are, and to compile all takes a minute.
 $(STAMP): setup.py constraints.txt
 	@$(or $(PYTHON),false) -c '$(IS_NEW_ENOUGH)' 2>/dev/null || { \
 		echo "hybridrl needs Python 3.11 or newer, and none was found as '$(or $(PYTHON),python3)'."; \
 		echo "Install one, then: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt torch
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,docs,megatron,search]'
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable '.[dev,docs,megatron,search]'
 	@touch $@
 
 # SGLang, its router, torchvision and triton go in without their dependencies: those pull CUDA. The stand-ins
 # take the place of SGLang's compiled kernels, which no index has for a CPU.
 SGLANG := tests/sglang
 $(SGLANG_STAMP): $(STAMP) $(SGLANG)/requirements.txt $(wildcard $(SGLANG)/stand_ins/*.py $(SGLANG)/stand_ins/site/*.py $(SGLANG)/stand_ins/site/*/*.py)
-	$(BIN)/python -m pip install --constraint constraints.txt --no-deps sglang sglang-router torchvision triton
-	$(BIN)/python -m pip install --constraint constraints.txt --requirement $(SGLANG)/requirements.txt
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --no-deps sglang sglang-router torchvision triton
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --requirement $(SGLANG)/requirements.txt
 	$(BIN)/python $(SGLANG)/stand_ins/install.py
 	@touch $@
 

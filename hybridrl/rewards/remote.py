@@ -12,6 +12,7 @@ import hashlib
 import json
 import random
 import sqlite3
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
@@ -171,12 +172,15 @@ def _rewards_of(data: bytes, num_rows: int) -> list[Reward]:
     if not isinstance(rewards, list) or len(rewards) != num_rows:
         size = len(rewards) if isinstance(rewards, list) else type(rewards).__name__
         raise RemoteError(f"answered with {size} rewards for {num_rows} responses")
-    return [
-        float(reward)
-        if type(reward) in (int, float)
-        else RemoteError(f"the server gave {reward!r:.80}")
-        for reward in rewards
-    ]
+    return [_reward_of(value) for value in rewards]
+
+
+def _reward_of(value: object) -> Reward:
+    """Return a finite number, or why there is none: it is asked for again."""
+    is_bool = isinstance(value, bool)
+    if isinstance(value, int | float) and not is_bool and abs(value) <= sys.float_info.max:
+        return float(value)
+    return RemoteError(f"the server gave {value!r:.80}")
 
 
 class _Cache:
@@ -193,7 +197,7 @@ class _Cache:
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, float]:
         """Return the rewards that are known."""
-        question = "select key, reward from rewards where key = ?"
+        question = "select key, reward from rewards where key = ? and reward is not null"
         rows = (self._database.execute(question, (key,)).fetchone() for key in keys)
         return {row[0]: row[1] for row in rows if row is not None}
 

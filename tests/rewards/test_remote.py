@@ -58,7 +58,7 @@ def lengths(columns: dict[str, list[str]], number: int = 0) -> tuple[int, bytes]
     return 200, json.dumps({"rewards": [len(text) for text in columns["responses"]]}).encode()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def serve() -> Iterator[Callable[[Answer], Server]]:
     servers = []
 
@@ -127,6 +127,20 @@ def slowly(columns: dict[str, list[str]], number: int) -> tuple[int, bytes]:
     return lengths(columns)
 
 
+@pytest.fixture(scope="module")
+def server_and_scorers(
+    serve: Callable[[Answer], Server],
+) -> Iterator[tuple[Server, RewardScorer, RewardScorer]]:
+    """One that gives failed rows 0, and one that raises; both ask the server row by row."""
+    server = serve(lengths)
+    options = {"batch_size": 1, "timeout_s": 1.0}
+    with (
+        scorer(server.server_port, **options) as zero,  # type: ignore[arg-type]
+        scorer(server.server_port, on_error="stop", **options) as stop,
+    ):
+        yield server, zero, stop
+
+
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
@@ -138,25 +152,25 @@ def slowly(columns: dict[str, list[str]], number: int) -> tuple[int, bytes]:
         ((200, b'{"rewards": [1, 2]}'), "answered with 2 rewards for 1 responses"),
         ((200, b'{"rewards": [null]}'), "the server gave None"),
         ((200, b'{"rewards": ["1"]}'), "the server gave '1'"),
-        ((200, b'{"rewards": [NaN]}'), "returned nan, must be finite"),
+        ((200, b'{"rewards": [NaN]}'), "the server gave nan"),
+        ((200, b'{"rewards": [1%s]}' % (b"0" * 400)), "the server gave 1000"),
         ((200, b"x" * 1_000_000), r"answered with more than \d+ bytes"),
     ],
 )
 def test_a_bad_answer_fails_its_rows_with_the_reason(
-    serve: Callable[[Answer], Server],
-    caplog: pytest.LogCaptureFixture,
+    server_and_scorers: tuple[Server, RewardScorer, RewardScorer],
     bad: tuple[int, bytes],
     reason: str,
 ) -> None:
-    server = serve(
-        lambda columns, number: bad if columns["responses"] == ["bad"] else lengths(columns)
+    server, zero, stop = server_and_scorers
+    server.answer = lambda columns, number: (
+        bad if columns["responses"] == ["bad"] else lengths(columns)
     )
-    options = {"batch_size": 1, "timeout_s": 1.0}
-    scores = score(server, "ab", "bad", "c", **options)
+    scores = zero.score(inputs("ab", "bad", "c"))
     assert scores.rewards_B.tolist() == [2.0, 0.0, 1.0]
     assert scores.is_failed_B.tolist() == [False, True, False]
     with pytest.raises(RewardError, match=f"response 1 'bad' to prompt '1': .*{reason}"):
-        score(server, "ab", "bad", "c", on_error="stop", **options)
+        stop.score(inputs("ab", "bad", "c"))
 
 
 def test_a_slow_answer_is_given_up_and_its_neighbours_are_kept(
