@@ -38,6 +38,10 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def require_equal(folder: Path, expected: Path) -> None:
     assert learning_of(folder) == learning_of(expected)
     assert (folder / "samples.jsonl").read_text() == (expected / "samples.jsonl").read_text()
+    require_equal_weights(folder, expected)
+
+
+def require_equal_weights(folder: Path, expected: Path) -> None:
     weights = weights_of(expected)
     for name, tensor in weights_of(folder).items():
         assert torch.equal(tensor, weights[name]), name
@@ -52,6 +56,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> 
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     run(small_config(folder, *SIX_STEPS), resolved_yaml="")
     return folder
+
+
+def test_engines_beside_the_ranks_change_no_bit_of_a_run(undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(small_config(folder, *SIX_STEPS, "serving=none"), resolved_yaml="")
+    # Other batches round the sampler's own log-probs differently, and nothing learns from those.
+    of_sampler = ("policy/sampler_", "policy/effective_sample")
+    lines, expected = (
+        [{k: v for k, v in line.items() if not k.startswith(of_sampler)} for line in of_run]
+        for of_run in (learning_of(folder), learning_of(undisturbed))
+    )
+    assert lines == expected
+    require_equal_weights(folder, undisturbed)
 
 
 @pytest.mark.shows("4.15")
