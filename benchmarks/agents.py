@@ -4,8 +4,8 @@ Each conversation samples turns of random lengths on the embedded engine, and wa
 asynchronous tool behind each but the last. The ideal is the larger of two numbers: the longest
 chain (turns and tools of one conversation that has the engine to itself), and the work (each
 conversation as one single-turn request: its appended tokens are the prompt, its sampled tokens the
-response; so the engine does the same work at full slots, and nothing waits). The model has the
-default shape and random weights.
+response; so the engine does the same work at full slots, and nothing waits). The models have the
+default depth and random weights, and are as wide as the default model or several times as wide.
 
     OMP_NUM_THREADS=1 python -m benchmarks.agents
 """
@@ -114,9 +114,11 @@ class Recorder:
 class Bench:
     """An engine, and the conversations that it holds."""
 
-    def __init__(self, folder: Path, *, num_slots: int) -> None:
-        """Build the engine, with random weights."""
+    def __init__(self, folder: Path, *, num_slots: int, scale: int) -> None:
+        """Build the engine, with random weights: ``scale`` times as wide as the default."""
         starter = yaml.safe_load((_CONFIGS / "model/starter.yaml").read_text())["starter"]
+        widths = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+        starter |= {name: scale * starter[name] for name in widths}
         starter |= {"max_position_embeddings": _PROMPT_TOKENS + _MAX_TOKENS}
         write_random_model(StarterConfig(**starter | {"warmup_lr": 1e-3}), folder, seed=0)
         settings = yaml.safe_load((_CONFIGS / "rollout/hf.yaml").read_text())
@@ -127,6 +129,7 @@ class Bench:
             device=torch.device("cpu"),
         )
         model = AutoModelForCausalLM.from_pretrained(folder)
+        self.num_parameters: int = model.num_parameters()
         self._engine.load(self._engine.stage(list(model.named_parameters())), [])
         self._engine.finish_update(version=0)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -224,8 +227,8 @@ def measure(bench: Bench, num_conversations: int, mean_s: float, rounds: int) ->
     ratio = statistics.median(wall / max(ideal) for wall, *ideal in seconds)
     num_tokens = sum(len(turn.sample.token_ids) for turn in turns)
     return (
-        f"| {mean_s:g} | {len(turns)} | {num_tokens} | {wall_s:.2f} | {chain_s:.2f} | "
-        f"{work_s:.2f} | {ratio:.2f} |"
+        f"| {bench.num_parameters / 1e6:.1f} | {mean_s:g} | {len(turns)} | {num_tokens} "
+        f"| {wall_s:.2f} | {chain_s:.2f} | {work_s:.2f} | {ratio:.2f} |"
     )
 
 
@@ -234,16 +237,19 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=256)
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--waits", type=float, nargs="+", default=[0.01, 0.1, 0.3, 1.0])
+    parser.add_argument("--scales", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     print(f"{options.conversations} conversations of {_NUM_TURNS} turns, {options.slots} slots.\n")
-    print("| a call, mean s | turns | sampled tokens | s | longest chain, s | work, s | ratio |")
-    print("|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), num_slots=options.slots)
-        bench.hold(draw_waits(options.conversations, 0.0))  # warms up
-        for mean_s in options.waits:
-            print(measure(bench, options.conversations, mean_s, options.rounds), flush=True)
+    print("| million parameters | a call, mean s | turns | sampled tokens ", end="")
+    print("| s | longest chain, s | work, s | ratio |")
+    print("|---" * 8 + "|")
+    for scale in options.scales:
+        with tempfile.TemporaryDirectory() as folder:
+            bench = Bench(Path(folder), num_slots=options.slots, scale=scale)
+            bench.hold(draw_waits(options.conversations, 0.0))  # warms up
+            for mean_s in options.waits:
+                print(measure(bench, options.conversations, mean_s, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

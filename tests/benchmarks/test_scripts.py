@@ -22,7 +22,18 @@ LIBRARIES = {"__init__", "figure_stamps", "source_tree"}
 
 TABLES: Mapping[str, list[str]] = {
     "advantages": ["--rows", "16", "--repeats", "2"],
-    "agents": ["--conversations", "4", "--slots", "4", "--waits", "0.01", "--rounds", "1"],
+    "agents": [
+        "--conversations",
+        "4",
+        "--slots",
+        "4",
+        "--waits",
+        "0.01",
+        "--scales",
+        "1",
+        "--rounds",
+        "1",
+    ],
     "asynchronous": ["--steps", "0", "--devices", "8", "--simulated-steps", "10"],
     "gpu": ["--list"],
     "policy_losses": ["--rows", "16", "--repeats", "2"],
