@@ -1,10 +1,11 @@
-"""Learning curves of rows that are K steps old when the run learns from them, weighed or not.
+"""Learning curves of rows that are K steps old when the run learns from them, by their correction.
 
-The default task and model, at a learning rate three times that of the default run: there the policy
-moves far enough within K steps that the age of rows matters. At ten times it fails with K = 0, too.
-Engine and trainer take turns in one process (``benchmarks/sides/ahead_in_turns.py``), so that every
-row has its age exactly. Prints a table in Markdown and draws the curves. A finished run is kept in
-.cache/benchmarks/staleness, and is read from there the next time.
+The default task and model, at about three times the learning rate of the default run. There the
+policy moves far within a step, so that the age of rows matters, and K = 0 still learns; at ten
+times the rate that fails, too. Engine and trainer take turns in one process
+(``benchmarks/sides/ahead_in_turns.py``), so that every row has its age exactly. Prints a table in
+Markdown and draws the curves. A finished run is kept in .cache/benchmarks/staleness, and is read
+from there the next time.
 
     OMP_NUM_THREADS=1 python -m benchmarks.staleness [KEY=VALUE ...] [--seeds 0 1 2]
 """
@@ -26,16 +27,26 @@ from benchmarks.sides.ahead_in_turns import train_in_turns
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.json_text import to_json_text
 
-_WEIGHED = "algorithm.rollout_correction=importance"
-_UNWEIGHED = (_WEIGHED, "algorithm.rollout_correction_args.level=none")
+_WEIGHED = ("algorithm.rollout_correction=importance",)
+_NOTHING = (*_WEIGHED, "algorithm.rollout_correction_args.level=none")
+_CLIPPED = ("algorithm.old_logprobs=sampler",)
+_MASKED = ("algorithm.token_mask=off_policy_mask",)
 
 SETTINGS: Mapping[str, tuple[int, Sequence[str]]] = {
     "K = 0": (0, ()),
-    "K = 1, weighed": (1, (_WEIGHED,)),
-    "K = 4, weighed": (4, (_WEIGHED,)),
-    "K = 4, unweighed": (4, _UNWEIGHED),
+    "K = 1, clipped": (1, _CLIPPED),
+    "K = 4, clipped": (4, _CLIPPED),
+    "K = 4, masked": (4, _MASKED),
+    "K = 1, uncorrected": (1, _NOTHING),
+    "K = 4, uncorrected": (4, _NOTHING),
+    "K = 4, token weights": (4, _WEIGHED),
+    "K = 4, weights, masked": (4, (*_WEIGHED, *_MASKED)),
 }
-"""K and overrides of each curve, by its title."""
+"""K and overrides of each curve, by its title.
+
+``clipped``: PPO's clip around the policy that sampled; ``masked``: bad responses that the policy
+has left behind are left out; ``weights``: of tokens, truncated at 2.
+"""
 
 _OVERRIDES = (
     *("actor.optimizer.lr=1e-4", "trainer.num_steps=60"),
@@ -45,7 +56,7 @@ _OVERRIDES = (
 _SOURCES = (
     *sources_of("none"),
     *("benchmarks/sides/ahead_in_turns.py", "hybridrl/trainer/batches.py"),
-    "hybridrl/algorithms/rollout_correction.py",
+    *("hybridrl/algorithms/rollout_correction.py", "hybridrl/algorithms/token_masks.py"),
 )
 """On which a curve depends."""
 
@@ -60,7 +71,7 @@ class Measured:
 
     run: Run
     effective: float | None
-    """Share of the tokens that would estimate as well unweighed: mean of all steps."""
+    """Share of the tokens that would estimate as well unweighed: mean of the second half."""
 
 
 def main() -> None:
@@ -108,7 +119,7 @@ def read_rows(rows: Sequence[Mapping[str, float]], minutes: float) -> Measured:
     steps = [int(row["step"]) for row in evaluated]
     shares = [row[_EFFECTIVE] for row in rows if _EFFECTIVE in row]
     run = Run(steps, [row["eval/reward/mean"] for row in evaluated], minutes)
-    return Measured(run, fmean(shares) if shares else None)
+    return Measured(run, fmean(shares[len(shares) // 2 :]) if shares else None)
 
 
 def print_table(measured: Mapping[str, Sequence[Measured]]) -> None:
@@ -116,7 +127,7 @@ def print_table(measured: Mapping[str, Sequence[Measured]]) -> None:
     num_seeds = len(next(iter(measured.values())))
     print(f"Held-out accuracy of greedy responses, {num_seeds} seed(s).\n")
     print("| rows | steps | before | halfway, mean | final, mean | final, min to max ", end="")
-    print("| best | effective samples |")
+    print("| best | effective samples, second half |")
     print("|---|" + "---:|" * 7)
     for title, runs in measured.items():
         columns = list(zip(*(one.run.accuracies for one in runs), strict=True))
