@@ -1,10 +1,10 @@
-"""Learning curves of rows that are K steps old when the run learns from them, weighed or not.
+"""Learning curves of rows that are K steps old when the run learns from them, by their correction.
 
-The default task and model, at a learning rate three times that of the default run: there the policy
-moves far enough within K steps that the age of rows matters. At ten times it fails with K = 0, too.
-Engine and trainer take turns in one process (``benchmarks/sides/ahead_in_turns.py``), so that every
-row has its age exactly. Prints a table in Markdown and draws the curves. A finished run is kept in
-.cache/benchmarks/staleness, and is read from there the next time.
+The default task, model and learning rate (3e-5), and the same at 1e-4, where the policy moves
+further in a step; at 3e-4 even K = 0 learns nothing. Engine and trainer take turns in one process
+(``benchmarks/sides/ahead_in_turns.py``), so that every row has its age exactly. Prints a table in
+Markdown and draws the curves. A finished run is kept in .cache/benchmarks/staleness, and is read
+from there the next time.
 
     OMP_NUM_THREADS=1 python -m benchmarks.staleness [KEY=VALUE ...] [--seeds 0 1 2]
 """
@@ -26,31 +26,51 @@ from benchmarks.sides.ahead_in_turns import train_in_turns
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.json_text import to_json_text
 
-_WEIGHED = "algorithm.rollout_correction=importance"
-_UNWEIGHED = (_WEIGHED, "algorithm.rollout_correction_args.level=none")
+_WEIGHED = ("algorithm.rollout_correction=importance",)
+_NOTHING = (*_WEIGHED, "algorithm.rollout_correction_args.level=none")
+_CLIPPED = ("algorithm.old_logprobs=sampler",)
+_MASKED = ("algorithm.token_mask=off_policy_mask",)
+_FAST = ("actor.optimizer.lr=1e-4", "trainer.num_steps=60", "eval.every_num_steps=10")
 
 SETTINGS: Mapping[str, tuple[int, Sequence[str]]] = {
     "K = 0": (0, ()),
-    "K = 1, weighed": (1, (_WEIGHED,)),
-    "K = 4, weighed": (4, (_WEIGHED,)),
-    "K = 4, unweighed": (4, _UNWEIGHED),
+    "K = 1, clipped": (1, _CLIPPED),
+    "K = 4, clipped": (4, _CLIPPED),
+    "K = 4, uncorrected": (4, _NOTHING),
+    "1e-4: K = 0": (0, _FAST),
+    "1e-4: K = 4, clipped": (4, (*_FAST, *_CLIPPED)),
+    "1e-4: K = 4, token weights": (4, (*_FAST, *_WEIGHED)),
+    "1e-4: K = 4, uncorrected": (4, (*_FAST, *_NOTHING)),
 }
-"""K and overrides of each curve, by its title."""
+"""K and overrides of each curve, by its title.
+
+``clipped``: PPO's clip around the policy that sampled; ``token weights``: truncated at 2.
+"""
+
+OTHERS: Mapping[str, tuple[int, Sequence[str]]] = {
+    "K = 4, token weights": (4, _WEIGHED),
+    "K = 4, masked": (4, _MASKED),
+    "1e-4: K = 1, clipped": (1, (*_FAST, *_CLIPPED)),
+    "1e-4: K = 1, uncorrected": (1, (*_FAST, *_NOTHING)),
+    "1e-4: K = 4, masked": (4, (*_FAST, *_MASKED)),
+    "1e-4: K = 4, weights, masked": (4, (*_FAST, *_WEIGHED, *_MASKED)),
+}
+"""Curves to ask for; ``masked``: bad responses that the policy has left behind are left out."""
 
 _OVERRIDES = (
-    *("actor.optimizer.lr=1e-4", "trainer.num_steps=60"),
-    *("eval.num_prompts=512", "eval.every_num_steps=10", "checkpoint.every_num_steps=0"),
+    *("eval.num_prompts=512", "eval.every_num_steps=20", "checkpoint.every_num_steps=0"),
     *("tracking.num_samples_per_step=0", "cluster.num_threads_per_rank=1"),
 )
 _SOURCES = (
     *sources_of("none"),
     *("benchmarks/sides/ahead_in_turns.py", "hybridrl/trainer/batches.py"),
-    "hybridrl/algorithms/rollout_correction.py",
+    *("hybridrl/algorithms/rollout_correction.py", "hybridrl/algorithms/token_masks.py"),
 )
 """On which a curve depends."""
 
 _CACHE = ROOT / ".cache" / "benchmarks" / "staleness"
 _PICTURE = ROOT / "docs" / "images" / "staleness.svg"
+_ALL = {**SETTINGS, **OTHERS}
 _EFFECTIVE = "policy/effective_sample_fraction"
 
 
@@ -60,12 +80,12 @@ class Measured:
 
     run: Run
     effective: float | None
-    """Share of the tokens that would estimate as well unweighed: mean of all steps."""
+    """Share of the tokens that would estimate as well unweighed: mean of the second half."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=_ALL)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
     parser.add_argument("--cache", type=Path, default=_CACHE, help="folder of finished runs")
     parser.add_argument("--picture", type=Path, default=_PICTURE, help="SVG to write")
@@ -77,7 +97,7 @@ def main() -> None:
     measured: dict[str, list[Measured]] = {title: [] for title in options.settings}
     for seed in options.seeds:
         for title in options.settings:
-            words = [*overrides, *SETTINGS[title][1], f"seed={seed}"]
+            words = [*overrides, *_ALL[title][1], f"seed={seed}"]
             measured[title].append(measure_once(title, words, model, options.cache))
     print_table(measured)
     options.picture.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +111,7 @@ def measure_once(title: str, words: Sequence[str], model: Path, cache: Path) -> 
     command = " ".join([title, *words])
     kept = cache / f"{digest_of(command, _SOURCES)}.json"
     if not kept.is_file():
-        rows = train_in_turns(words, model, SETTINGS[title][0]).rows
+        rows = train_in_turns(words, model, _ALL[title][0]).rows
         minutes = (time.perf_counter() - begin) / 60
         measured = asdict(read_rows(rows, minutes))
         atomic_write_text(kept, to_json_text({"command": command, **measured}) + "\n")
@@ -108,7 +128,7 @@ def read_rows(rows: Sequence[Mapping[str, float]], minutes: float) -> Measured:
     steps = [int(row["step"]) for row in evaluated]
     shares = [row[_EFFECTIVE] for row in rows if _EFFECTIVE in row]
     run = Run(steps, [row["eval/reward/mean"] for row in evaluated], minutes)
-    return Measured(run, fmean(shares) if shares else None)
+    return Measured(run, fmean(shares[len(shares) // 2 :]) if shares else None)
 
 
 def print_table(measured: Mapping[str, Sequence[Measured]]) -> None:
@@ -116,7 +136,7 @@ def print_table(measured: Mapping[str, Sequence[Measured]]) -> None:
     num_seeds = len(next(iter(measured.values())))
     print(f"Held-out accuracy of greedy responses, {num_seeds} seed(s).\n")
     print("| rows | steps | before | halfway, mean | final, mean | final, min to max ", end="")
-    print("| best | effective samples |")
+    print("| best | effective samples, second half |")
     print("|---|" + "---:|" * 7)
     for title, runs in measured.items():
         columns = list(zip(*(one.run.accuracies for one in runs), strict=True))

@@ -30,6 +30,7 @@ _PARTIAL = (
     "rollout.oversample"
 )
 _WEIGHED = "set algorithm.rollout_correction=importance algorithm.rollout_correction_args.high=2"
+_MASKED = "set algorithm.token_mask=off_policy_mask algorithm.token_mask_args.max_nats=0.01"
 _TOOLS = "set agent=tool_calls agent.tools=[calculator,FILE.py:FUNCTION]"
 
 _KEYS: Mapping[str, str] = {
@@ -89,6 +90,11 @@ _KEYS: Mapping[str, str] = {
             *("max_head_offpolicyness", "max_trajectory_age_steps"),
         ),
         _AHEAD,
+    ),
+    **dict.fromkeys(("off_policy_mask_threshold", "use_opsm", "opsm_delta"), _MASKED),
+    **dict.fromkeys(
+        ("bypass_mode", "use_rollout_log_probs", "use_rollout_logprobs"),
+        "set algorithm.old_logprobs=sampler",
     ),
     "partial_rollout": _PARTIAL,
     **dict.fromkeys(

@@ -133,25 +133,27 @@ def test_curves_of_stale_rows_are_drawn_from_kept_runs(
     finals = iter((0.5, 0.75, 0.125))
 
     def trained(words: Sequence[str], model: Path, max_staleness: int) -> Recorded:
-        weighs = {"policy/effective_sample_fraction": 0.5} if max_staleness else {}
-        evaluated = ((0, 0.25), (1, 0.375), (2, next(finals)))
-        return Recorded(
-            [{"step": step, "eval/reward/mean": mean, **weighs} for step, mean in evaluated]
-        )
+        rows: list[dict[str, float]] = [
+            {"step": step, "eval/reward/mean": mean}
+            for step, mean in ((0, 0.25), (1, 0.375), (2, next(finals)))
+        ]
+        for row, share in zip(rows[1:] if max_staleness else [], (0.25, 0.5), strict=False):
+            row["policy/effective_sample_fraction"] = share
+        return Recorded(rows)
 
     monkeypatch.setattr("benchmarks.staleness.train_in_turns", trained)
     monkeypatch.setattr("benchmarks.staleness.starter_model", lambda *_: tmp_path)
     picture = tmp_path / "curves.svg"
     where = ("--cache", str(tmp_path / "cache"), "--picture", str(picture))
-    asked = (("0", "K = 0"), ("0 1", "K = 0"), ("0", "K = 4, weighed"))
+    asked = (("0", "K = 0"), ("0 1", "K = 0"), ("0", "K = 4, clipped"))
     for seeds, setting in asked:  # the second one trains seed 1 alone
         words = ("--seeds", *seeds.split(), "--settings", setting, *where)
         call("staleness", *words, patch=monkeypatch)
     said = capsys.readouterr().out
     assert "| K = 0 | 2 | 0.250 | 0.375 | 0.500 | 0.500 to 0.500 | 0.500 |  |" in said
     assert "| K = 0 | 2 | 0.250 | 0.375 | 0.625 | 0.500 to 0.750 | 0.750 |  |" in said
-    assert "| K = 4, weighed | 2 | 0.250 | 0.375 | 0.125 | 0.125 to 0.125 | 0.375 | 0.50 |" in said
-    assert ">K = 4, weighed</text>" in picture.read_text()
+    assert "| K = 4, clipped | 2 | 0.250 | 0.375 | 0.125 | 0.125 to 0.125 | 0.375 | 0.50 |" in said
+    assert ">K = 4, clipped</text>" in picture.read_text()
 
 
 @pytest.mark.nightly

@@ -37,6 +37,9 @@ OWN = {"recipes", *known_keys()}
         ("async_training.partial_rollout", "serving.on_update=interrupt"),
         ("rollout.max_head_offpolicyness", "trainer.max_staleness"),
         ("actor.use_decoupled_loss", "algorithm.rollout_correction=importance"),
+        ("off_policy_mask_threshold", "algorithm.token_mask=off_policy_mask"),
+        ("algorithm.use_opsm", "algorithm.token_mask=off_policy_mask"),
+        ("async_training.use_rollout_log_probs", "algorithm.old_logprobs=sampler"),
         ("gradient_accumulation_steps", "actor.max_tokens_per_microbatch"),
     ],
 )

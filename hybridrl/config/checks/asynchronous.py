@@ -11,6 +11,9 @@ from hybridrl.errors import ConfigError
 _KEY = "trainer.max_staleness"
 _OFF = (f"{_KEY}=0",)
 _WEIGHED = "algorithm.rollout_correction=importance"
+_CLIPPED = "algorithm.old_logprobs=sampler"
+_MASK = "off_policy_mask"
+_MASKED = f"algorithm.token_mask={_MASK}"
 
 NOT_BITWISE = (
     "mode=certify compares a resumed run bitwise, and a checkpoint has no tokens of open "
@@ -52,9 +55,11 @@ def check_engines_can_sample_ahead(config: ExperimentConfig) -> Iterator[ConfigE
 
 
 def check_stale_tokens_are_corrected(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Tokens of earlier weights are weighed, or it is said that they are not."""
+    """Tokens of earlier weights are corrected for, or it is said that they are not."""
     algorithm = config.algorithm
     if algorithm.rollout_correction is not None or algorithm.old_logprobs == "sampler":
+        return
+    if algorithm.token_mask == _MASK:
         return
     causes = (
         (config.oversamples, f"rollout.oversample={config.rollout.oversample:g}"),
@@ -65,9 +70,9 @@ def check_stale_tokens_are_corrected(config: ExperimentConfig) -> Iterator[Confi
             yield ConfigError(
                 "algorithm.rollout_correction",
                 None,
-                f"{setting} learns from tokens of earlier weights, and nothing weighs them",
-                remedies=[(_WEIGHED,), ("algorithm.old_logprobs=sampler",)],
-                fix=f"set {_WEIGHED}, or algorithm.old_logprobs=sampler; to leave them unweighed, "
+                f"{setting} learns from tokens of earlier weights, and nothing corrects for it",
+                remedies=[(_CLIPPED,), (_MASKED,), (_WEIGHED,)],
+                fix=f"set {_CLIPPED}, {_MASKED} or {_WEIGHED}; to leave them uncorrected, "
                 f"{_WEIGHED} algorithm.rollout_correction_args.level=none",
             )
 
