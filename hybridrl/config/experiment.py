@@ -169,15 +169,16 @@ class ExperimentConfig:
 
     @property
     def has_router(self) -> bool:
-        """Whether requests to servers go through sglang-router: to those of SGLang, unless their
-        answers must have experts, which the router drops."""
+        """Whether requests to servers go through sglang-router: to those of SGLang that the run
+        starts, unless their answers must have experts, which the router drops."""
         rollout = self.rollout
         is_paired = any(
             group.config.worker_type in ("prefill", "decode")
             for group in self.serving.placed_groups
         )
         is_routed = rollout.engine == "sglang" and not rollout.routed_experts
-        return self.has_servers and is_routed and not is_paired
+        is_own = not self.serving.has_external_policy
+        return self.has_servers and is_routed and is_own and not is_paired
 
     @property
     def num_server_devices(self) -> int:
@@ -202,7 +203,10 @@ class ExperimentConfig:
 
     @property
     def has_own_engines(self) -> bool:
-        """Whether the policy has engines on devices of their own, which get published weights."""
+        """Whether the policy has engines that are not those of the ranks: on devices of their own,
+        or elsewhere. They get published weights."""
+        if self.serving.has_external_policy:
+            return self.has_servers
         return self.has_servers and any(
             group.model == self.serving.policy and group.config.num_engines
             for group in self.serving.placed_groups
@@ -211,7 +215,7 @@ class ExperimentConfig:
 
     def is_fused(self, group: PlacedGroup) -> bool:
         """Whether the engines of a group are those of the ranks: they share the devices."""
-        device = group.first_device % self.serving.num_devices_per_node
+        device = group.first_device % max(1, self.serving.num_devices_per_node)
         return device < self.num_shared_per_node
 
     @property

@@ -80,6 +80,8 @@ Epochs = Annotated[int, Within(at_least=1, at_most=1000, why="the rollouts are t
 Ranks = Annotated[int, Within(at_least=1, at_most=2**16, why=_ON_CLUSTERS)]
 """Machines, processes, or processes that share a resource."""
 
+RanksOrZero = Annotated[int, Within(at_least=0, at_most=2**16, why=_ON_CLUSTERS)]
+
 Threads = Annotated[int, Within(at_least=0, at_most=1024, why="no processor has more")]
 """Threads of one process; 0 leaves the choice to the library."""
 

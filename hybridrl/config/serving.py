@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hybridrl.config.limits import ArgumentValue, Count, Ranks, Rows, Seconds, Tokens
+from hybridrl.config.limits import (
+    ArgumentValue,
+    Count,
+    Ranks,
+    RanksOrZero,
+    Rows,
+    Seconds,
+    Tokens,
+)
 
 WeightRoute = Literal["files", "broadcast"]
 OnUpdate = Literal["interrupt", "finish", "abort"]
@@ -58,8 +66,9 @@ class ServedModelConfig:
     policy."""
 
     urls: tuple[str, ...] = ()
-    """Servers of SGLang that run already and answer for a frozen model, as http://HOST:PORT. They
-    are compared with ``path``, which needs no weights then, and outlive the run."""
+    """Servers of SGLang that run already and answer for this model, as http://HOST:PORT. They are
+    compared at the start, and outlive the run. Those of a frozen model have its weights, so
+    ``path`` needs none; those of the policy get its weights in each step."""
 
     key_variable: str | None = None
     """Environment variable of the driver with the API key of ``urls``. Null: they require none."""
@@ -106,9 +115,9 @@ class PlacedGroup(NamedTuple):
 class ServingConfig:
     """Rollout servers. Mirrors hydra_configs/serving/*.yaml key by key."""
 
-    num_devices_per_node: Ranks
+    num_devices_per_node: RanksOrZero
     """Devices of the servers on each of ``cluster.num_nodes``; with CPUs one is a process. Groups
-    take all of them, in the order of the configuration."""
+    take all of them, in the order of the configuration. 0: all servers run elsewhere."""
 
     colocated: bool
     """True: the first devices of the servers on a node are those of the trainer. Groups there are
@@ -150,6 +159,11 @@ class ServingConfig:
     def external(self) -> Mapping[str, ServedModelConfig]:
         """Models whose servers run elsewhere."""
         return {name: model for name, model in self.models.items() if model.urls}
+
+    @property
+    def has_external_policy(self) -> bool:
+        """Whether servers that others run sample for training."""
+        return self.policy in self.external
 
     @property
     def key_variables(self) -> frozenset[str]:

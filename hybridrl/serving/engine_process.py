@@ -35,6 +35,9 @@ from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 
 _CLOSE = (ManagedEngine.start, ManagedEngine.pause)
 
+_END_S = 15.0
+"""Seconds in which a process must have left a server that others run."""
+
 _LOOK_S = 0.5
 """Seconds between looks whether a server is there."""
 
@@ -143,6 +146,12 @@ class EngineProcess:
         await asyncio.wrap_future(self._requests.turn())
         return await asyncio.to_thread(self._managed.engine.progress)
 
+    async def end(self) -> None:
+        """End the own requests, and leave the server to others; for one that others run."""
+        self._requests.close()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+
     async def signal(self, number: int) -> None:
         """Send a signal to the server below this process, but not to its guard; else to itself."""
         below = [pid for pid in descendants() if _parent_of(pid) != os.getpid()]
@@ -236,6 +245,19 @@ class RayEngine:
     def end(self) -> None:
         """Kill the process; a server that it started ends with it. Idempotent."""
         ray.kill(self._actor)
+
+
+class AttachedEngine(RayEngine):
+    """An engine whose server others run: it serves on when the engine ends."""
+
+    _has_ended = False
+
+    def end(self) -> None:
+        """Leave the server, and kill the process. Idempotent."""
+        if not self._has_ended:
+            self._has_ended = True
+            ray.wait([self._actor.end.remote()], timeout=_END_S)
+        super().end()
 
 
 def first_ended(*answers: Future[Any]) -> Future[None]:

@@ -7,7 +7,6 @@ checksums, and ``/abort_request`` of its own requests.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,26 +18,24 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import DeadlineError, EngineError, ExternalEngineError, PhaseError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.comparison import ExpectedServer, differences, names_vocabulary
 from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.sglang import server_questions
 from hybridrl.workers.rollout.sglang.answers import ServedModel
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
+from hybridrl.workers.rollout.sglang.client import ServerClient, assume_alive
+from hybridrl.workers.rollout.sglang.comparison import (
+    ExpectedServer,
+    differences,
+    names_vocabulary,
+)
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.server_questions import BROKEN, ServerQuestions, other_form
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.weight_files import WeightSource
 
 VERSION = 0
 """Of weights that never change."""
-
-_CALL_S = 10.0
-_REFUSED = (401, 403)
-_PROBE = RequestParams(max_new_tokens=1, temperature=1.0)
-_NO_TOKEN = 2**31 - 1
-_VOCAB_SIZE = re.compile(r"valid range is \[0, (\d+)\)")
-_BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError)
-"""Errors of reading an answer that has another form than SGLang's."""
 
 
 class ExternalEngine:
@@ -58,9 +55,11 @@ class ExternalEngine:
         self.url = url.rstrip("/")
         self._expected = expected
         self._config = config
-        self._has_key = bool(key)
         self._client = ServerClient(
             self.url, name=f"SGLang at {self.url}", require_alive=assume_alive, key=key
+        )
+        self._questions = ServerQuestions(
+            self._client, expected, has_key=bool(key), timeout_s=config.request_timeout_s
         )
         self._sampler: ServerSampler | None = None
         self._weight_version: str | None = None
@@ -101,7 +100,7 @@ class ExternalEngine:
     def probe(self) -> Future[object]:
         """Return the load that the server's scheduler wrote last."""
         return self._client.start(
-            self._client.request("/v1/loads", timeout_s=_CALL_S, method="GET")
+            self._client.request("/v1/loads", timeout_s=server_questions.CALL_S, method="GET")
         )
 
     def is_alive(self) -> bool:
@@ -145,7 +144,7 @@ class ExternalEngine:
                 for rank, sums in enumerate(answer["ranks"])
                 for name, value in sums["checksums"].items()
             }
-        except (EngineError, DeadlineError, *_BROKEN) as error:
+        except (EngineError, DeadlineError, *BROKEN) as error:
             raise ExternalEngineError(
                 f"{self.url}: it gives no checksums of its weights ({type(error).__name__}: "
                 f"{error}): set rollout.verify_weights=first, which asks for none"
@@ -177,31 +176,17 @@ class ExternalEngine:
 
     async def _differences(self) -> list[str]:
         try:
-            server_info, model_info = await asyncio.gather(
-                self._get("/server_info"), self._get("/model_info")
-            )
+            server_info, model_info = await self._questions.facts()
         except (EngineError, DeadlineError) as error:
-            return [self._advice(error)]
+            return [self._questions.advice(error)]
         lines = differences(self._expected, server_info, model_info)
         if isinstance(model_info, dict):
             lines += self._changed_version(str(model_info.get("weight_version")))
         if lines:
             return lines
         if names_vocabulary(server_info):
-            lines += await self._unlike_a_vocabulary()
-        return lines + await self._unlike_an_answer()
-
-    async def _get(self, path: str) -> object:
-        answer: object = await self._client.request(path, timeout_s=_CALL_S, method="GET")
-        return answer
-
-    def _advice(self, error: Exception) -> str:
-        key = f"{self._expected.key}.key_variable"
-        if isinstance(error, ServerError) and error.status in _REFUSED:
-            if self._has_key:
-                return f"it refuses the key (status {error.status}): correct the variable of {key}"
-            return f"it requires a key: set {key} to the environment variable that has it"
-        return f"{error}: start it, or correct {self._expected.key}.urls"
+            lines += await self._questions.unlike_a_vocabulary()
+        return lines + await self._questions.unlike_an_answer(model_info)
 
     def _changed_version(self, version: str) -> list[str]:
         """Note the weights at the first comparison, and compare with them later."""
@@ -209,38 +194,6 @@ class ExternalEngine:
         if known in (None, version):
             return []
         return [f"weight_version={version}, was {known}: somebody else updates this server"]
-
-    async def _unlike_a_vocabulary(self) -> list[str]:
-        """Ask for the log-prob of a token that no model has: the refusal names the range."""
-        try:
-            await self._client.request(
-                "/generate",
-                {
-                    "input_ids": [0],
-                    "sampling_params": {"max_new_tokens": 1},
-                    "return_logprob": True,
-                    "token_ids_logprob": [_NO_TOKEN],
-                },
-                timeout_s=self._config.request_timeout_s,
-            )
-        except ServerError as error:
-            size = _VOCAB_SIZE.search(error.text)
-            if size is not None and int(size[1]) != self._expected.vocab_size:
-                return [
-                    f"vocab_size={size[1]}, must be {self._expected.vocab_size}: set "
-                    f"{self._expected.key}.path to its model"
-                ]
-        except (EngineError, DeadlineError) as error:
-            return [self._advice(error)]
-        return []
-
-    async def _unlike_an_answer(self) -> list[str]:
-        """Ask for a token with its log-prob, in the form of all later requests."""
-        try:
-            await self._sample([0], _PROBE, [0])
-        except (EngineError, DeadlineError) as error:
-            return [f"it does not answer a request for a token with its log-prob: {error}"]
-        return []
 
     async def _sample(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, keys: Sequence[int]
@@ -250,10 +203,8 @@ class ExternalEngine:
             await self._sampler.__aenter__()
         try:
             return await self._sampler.sample_group(token_ids, params, keys=keys)
-        except _BROKEN as error:
-            raise EngineError(
-                f"{self.url} answered in another form than SGLang's ({type(error).__name__})"
-            ) from error
+        except BROKEN as error:
+            raise EngineError(other_form(self.url, error)) from error
 
     def _make_sampler(self) -> ServerSampler:
         model = ServedModel(

@@ -12,13 +12,13 @@ import ray
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.serving import HALVES
-from hybridrl.serving.engine_process import EngineProcess, RayEngine
+from hybridrl.serving.engine_process import AttachedEngine, EngineProcess, RayEngine
 from hybridrl.serving.followers import FollowedEngine, FollowerProcess
 from hybridrl.serving.placement import EnginePlace
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.reserved_nodes import ReservedNode
-from hybridrl.serving.settings import engine_config, frozen_config
-from hybridrl.workers.rollout.sglang.arguments import ServerPlace
+from hybridrl.serving.settings import attached_config, engine_config, frozen_config
+from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerPlace
 
 _OTHER_CALLS = 100
 """Calls to an engine beside its requests: stages, probes, and requests that were given up. Ray runs
@@ -54,13 +54,16 @@ class ActorLaunch:
     """Of ``find_reserved_nodes``."""
 
     key: str = field(default="", repr=False)
-    """Of the router; empty: there is none."""
+    """Of the router, or of servers that others run; empty: there is none."""
 
     def __call__(self, group: GroupPlan, engine: EnginePlan) -> RayEngine:
         """Start the processes of an engine, one on each of its nodes, without waiting.
 
-        Each takes a share of the first device of its node; the run's pool holds all devices.
+        Each takes a share of the first device of its node; the run's pool holds all devices. That
+        of a server that others run takes none.
         """
+        if engine.url:
+            return AttachedEngine(self._attach(engine))
         actors = [self._start(group, engine, rank) for rank in range(len(engine.slices))]
         nodes = [self.nodes.get(self._device(engine, rank)) for rank in range(len(actors))]
         kind = FollowedEngine if len(actors) > 1 else RayEngine
@@ -70,8 +73,31 @@ class ActorLaunch:
         part = engine.slices[rank]
         return part.node * self.config.serving.num_devices_per_node + part.first_device
 
+    def _attach(self, engine: EnginePlan) -> Any:  # noqa: ANN401 - Ray's
+        config = attached_config(self.config)
+        section = f"serving.models.{self.model}"
+        return (
+            ray.remote(EngineProcess)
+            .options(
+                num_cpus=0,
+                runtime_env=self._environment,
+                max_concurrency=config.rollout.num_slots + _OTHER_CALLS,
+            )
+            .remote(
+                config,
+                self.model_folder,
+                ServerPlace(
+                    gpus=("",),
+                    elsewhere=ServerElsewhere(url=engine.url, key=self.key, section=section),
+                ),
+            )
+        )
+
+    @property
+    def _environment(self) -> dict[str, dict[str, str]]:
+        return {"env_vars": dict(self.variables)} if self.variables else {}
+
     def _start(self, group: GroupPlan, engine: EnginePlan, rank: int) -> Any:  # noqa: ANN401 - Ray's
-        environment = {"env_vars": dict(self.variables)} if self.variables else {}
         actor_class = ray.remote(FollowerProcess if rank else EngineProcess)
         served = self.config.serving.models[self.model]
         config = engine_config(
@@ -79,7 +105,7 @@ class ActorLaunch:
             self._arguments(group, engine, rank),
             num_devices=engine.num_devices,
         )
-        options = {**self.placements[self._device(engine, rank)], "runtime_env": environment}
+        options = {**self.placements[self._device(engine, rank)], "runtime_env": self._environment}
         if not rank:
             options["max_concurrency"] = config.rollout.num_slots + _OTHER_CALLS
         return actor_class.options(**options).remote(

@@ -85,6 +85,7 @@ class RolloutManager:
         def launch(plan: ServerPlan) -> ActorLaunch:
             served = config.serving.models[plan.model]
             is_policy = plan.model == config.serving.policy
+            router_key = keys.own if is_policy and config.has_router else ""
             return ActorLaunch(
                 config=config if is_policy else frozen_config(config, served),
                 model=plan.model,
@@ -94,7 +95,7 @@ class RolloutManager:
                 places=places,
                 prefills=plan.engines_of_type("prefill"),
                 nodes=nodes,
-                key=keys.own if is_policy and config.has_router else "",
+                key=keys.of(plan.model) if served.urls else router_key,
             )
 
         plans = {plan.model: plan for plan in plan_own_engines(config)}

@@ -97,7 +97,7 @@ def find_places(
     Raises:
         ResourceError: a device does not answer, or its node lacks free ports.
     """
-    groups = [group for plan in plans for group in plan.groups]
+    groups = [group for plan in plans for group in plan.groups if group.num_devices]
     if not any(map(_needs_places, groups)):
         return {}
     environment = {"env_vars": dict(variables)} if variables else {}

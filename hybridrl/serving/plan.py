@@ -39,6 +39,9 @@ class EnginePlan:
     slices: tuple[NodeSlice, ...]
     """By node. The process on the first one answers requests; the others follow it."""
 
+    url: str = ""
+    """Of a server that others run, and which then has the devices; empty: the run starts it."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
@@ -133,10 +136,29 @@ def plan_servers(config: ExperimentConfig) -> tuple[ServerPlan, ...]:
 
 
 def plan_own_engines(config: ExperimentConfig) -> tuple[ServerPlan, ...]:
-    """Lay out the groups that are not engines of the ranks. A model may be left without groups."""
-    return tuple(
+    """Lay out the groups that are not engines of the ranks. A model may be left without groups.
+
+    Servers of the policy that others run are a group without devices.
+    """
+    own = tuple(
         replace(plan, groups=tuple(group for group in plan.groups if not group.needs_offload))
         for plan in plan_servers(config)
+    )
+    policy = config.serving.policy
+    if policy not in config.serving.external:
+        return own
+    return (ServerPlan(policy, (_elsewhere(config.serving.models[policy].urls),)), *own)
+
+
+def _elsewhere(urls: Sequence[str]) -> GroupPlan:
+    return GroupPlan(
+        name="urls",
+        worker_type="regular",
+        first_device=0,
+        num_devices=0,
+        num_nodes_per_engine=0,
+        needs_offload=False,
+        engines=tuple(EnginePlan(0, 0, (), url) for url in urls),
     )
 
 

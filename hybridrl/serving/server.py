@@ -119,6 +119,11 @@ class RolloutServer:
                 depth=SleepLevel.RELEASE_ALL,
                 observe=self._observe,
                 stays=self._stays,
+                may_miss=[
+                    index
+                    for index, (group, slot) in enumerate(self._slots)
+                    if group.plan.engines[slot].url
+                ],
             )
             life.start()
             self._life = life
@@ -132,7 +137,8 @@ class RolloutServer:
         """Bring every engine to READY with these weights; dead ones are replaced. Idempotent.
 
         Engines that serve pause and drain first, all before any loads; none continues before all
-        have loaded. The files are kept for engines that replace others.
+        have loaded. The files are kept for engines that replace others. Lost servers that others
+        run are not waited for while an engine is left: the recovery brings them back.
 
         Args:
             source: safetensors of a full model on a disk that all nodes share, or a sender.
@@ -153,7 +159,7 @@ class RolloutServer:
             life.sleep()  # a no-op, unless engines on the trainer's devices serve old weights
             life.wake()
             self.version = version
-            self._losses.note_ready(range(self.num_engines))
+            self._losses.note_ready(self.ready_engines())
 
     def offload(self) -> None:
         """Let engines on the trainer's devices sleep; others serve on. Idempotent.
@@ -306,9 +312,10 @@ class RolloutServer:
         """
         if self._weights is None:
             raise PhaseError("there are no weights to load: call update")
-        source = _for(self._weights, num_engines=self.num_engines)
+        present = [i for i, state in enumerate(self.states) if state is not State.BROKEN]
+        source = _for(self._weights, num_engines=len(present))
         limit_s = self._config.stage_timeout_s
-        everyone = self._by_group(range(self.num_engines))
+        everyone = self._by_group(present)
         futures = [
             group.load_weights(source, version=self._wanted_version, slots=slots)
             for group, slots in everyone

@@ -50,6 +50,24 @@ def engine_config(
     return replace(config, rollout=rollout)
 
 
+def attached_config(config: ExperimentConfig) -> ExperimentConfig:
+    """Return the configuration of an engine of the policy whose server others run.
+
+    Its process has no device, and no memory in common with the server.
+
+    Args:
+        config: of the run.
+    """
+    rollout = replace(
+        config.rollout,
+        engine_args={},
+        tensor_parallel_size=1,
+        transport="disk" if config.serving.weights == "files" else "broadcast",
+        sleep=False,
+    )
+    return replace(config, cluster=replace(config.cluster, device="cpu"), rollout=rollout)
+
+
 def frozen_config(config: ExperimentConfig, served: ServedModelConfig) -> ExperimentConfig:
     """Return the configuration of the engines of a frozen model.
 

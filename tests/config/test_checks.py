@@ -52,6 +52,7 @@ _GEMMA = (*_FOLDER, "model.path=gemma")
 PLAYED = ("agent=environment", "data=calculator", "reward.function=agent")
 SCORER = ("reward.function=model",)
 SERVERS = ("serving=own",)
+ELSEWHERE = ("serving.models={p: {urls: ['http://a:1']}}", "serving.num_devices_per_node=0")
 COLOCATED = (*SERVERS, "serving.colocated=true", "rollout.sleep=true")
 AHEAD = (*SERVERS, "trainer.max_staleness=2", "algorithm.rollout_correction=importance")
 OPEN = ("rollout.oversample=1.5", "algorithm.rollout_correction=importance")
@@ -344,8 +345,38 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (
         _elsewhere("urls: ['http://a:1']", "urls: ['http://b:1'], groups: {m: {num_devices: 1}}"),
-        "serving.models.p.urls",
-        "is not built for the policy",
+        "serving.models.p.groups",
+        "would be ignored: servers that run already",
+    ),
+    (
+        ("serving.models={p: {urls: ['http://a:1']}}", "serving.num_devices_per_node=0"),
+        "rollout.engine",
+        "servers of SGLang answer for the policy (serving.models.p.urls)",
+    ),
+    (
+        (*SGLANG, "serving.models={p: {urls: ['http://a:1']}}"),
+        "serving.num_devices_per_node",
+        "the groups of serving.models ask for 0 together",
+    ),
+    (
+        (*SGLANG, *ELSEWHERE, "rollout.engine_args={chunked_prefill_size: 64}"),
+        "rollout.engine_args",
+        "would be ignored: the servers run already",
+    ),
+    (
+        (*SGLANG, *ELSEWHERE, "serving.colocated=true", "rollout.sleep=true"),
+        "serving.colocated",
+        "servers that run elsewhere answer for the policy",
+    ),
+    (
+        (*SGLANG, *ELSEWHERE, "serving.faults={it: {kind: stop}}"),
+        "serving.faults.it.kind",
+        "no signal to servers that others started",
+    ),
+    (
+        (*SGLANG, *ELSEWHERE, *LORA),
+        "lora.sync",
+        "servers get full weights",
     ),
     (
         (

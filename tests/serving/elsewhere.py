@@ -103,6 +103,60 @@ class ElsewhereServer:
         return {"output_ids": tokens, "meta_info": meta} | self.spoils
 
 
+class TakingServer(ElsewhereServer):
+    """One that takes weights and control calls, as the server of a policy must."""
+
+    ROUTES = (
+        *("/abort_request", "/flush_cache", "/pause_generation", "/continue_generation"),
+        *("/update_weight_version", "/update_weights_from_disk", "/update_weights_from_tensor"),
+        *("/begin_weight_update", "/end_weight_update", "/weights_checker", "/v1/loads"),
+        *("/init_weights_update_group", "/update_weights_from_distributed"),
+        *("/destroy_weights_update_group", "/release_memory_occupation"),
+    )
+
+    def __init__(self, *, key: str = "", port: int = 0, **info: object) -> None:
+        super().__init__(key=key, port=port, **({"tp_size": 1} | info))
+        self.is_paused = False
+        self.has_update = False
+        """Whether an update was begun and not ended."""
+        self.refuses_control = False
+        """Whether control calls need another key."""
+        self.sees_folder = True
+        """Whether it finds the folder of weights."""
+
+    @property
+    def controlled(self) -> list[str]:
+        """The control calls that it has got, in order."""
+        return [path.partition("?")[0] for path, _ in self.asked if "_" in path and self._is(path)]
+
+    def _is(self, path: str) -> bool:
+        return path.partition("?")[0] in self.ROUTES
+
+    def answer(self, path: str, body: dict[str, Any], sent_key: str) -> tuple[int, object]:
+        status, content = super().answer(path, body, sent_key)
+        if status == 401 or not (self._is(path) or path == "/openapi.json"):
+            return status, content
+        if path == "/openapi.json":
+            return 200, {"paths": {route: {} for route in self.ROUTES}}
+        if self.refuses_control:
+            return 403, {"error": "Forbidden"}
+        return self._control(path.partition("?")[0], body)
+
+    def _control(self, path: str, body: dict[str, Any]) -> tuple[int, object]:
+        if path in ("/pause_generation", "/continue_generation"):
+            self.is_paused = path == "/pause_generation"
+        if path == "/update_weight_version":
+            self.info["weight_version"] = body["new_version"]
+        if path in ("/begin_weight_update", "/end_weight_update"):
+            begins = path == "/begin_weight_update"
+            if self.has_update is begins:
+                return 400, {"error": {"message": "not in this order"}}
+            self.has_update = begins
+        if path == "/update_weights_from_disk" and not self.sees_folder:
+            return 400, {"success": False, "message": "no such folder"}
+        return 200, {"success": True, "loads": [{"timestamp": 1.0, "decode_moments": [0]}]}
+
+
 def _handler_of(server: ElsewhereServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -140,6 +194,16 @@ def _handler_of(server: ElsewhereServer) -> type[BaseHTTPRequestHandler]:
             pass
 
     return Handler
+
+
+@contextmanager
+def taking(*, key: str = "", port: int = 0, **info: object) -> Iterator[TakingServer]:
+    """Run a server for a policy."""
+    server = TakingServer(key=key, port=port, **info)
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @contextmanager

@@ -18,11 +18,12 @@ import torch
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriftError, ExternalEngineError
 from hybridrl.sampler import RequestParams
-from hybridrl.serving import external, external_engine
+from hybridrl.serving import external
 from hybridrl.serving.answers import Answer
-from hybridrl.serving.comparison import differences, expect_server
 from hybridrl.serving.external import ExternalModel
 from hybridrl.serving.server_keys import ServerKeys
+from hybridrl.workers.rollout.sglang import server_questions
+from hybridrl.workers.rollout.sglang.comparison import differences, expect_server
 from tests.config.values import config_of
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, elsewhere
 from tests.serving.test_frozen import with_tokenizer
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "_WAIT_S", 0.02)
-    monkeypatch.setattr(external_engine, "_CALL_S", 1.0)
+    monkeypatch.setattr(server_questions, "CALL_S", 1.0)
 
 
 def judged_by(
@@ -349,7 +350,7 @@ def test_a_server_that_is_back_within_a_call_answers(folder: Path) -> None:
 def test_other_weights_during_a_call_end_it(folder: Path) -> None:
     with elsewhere() as server, started(folder, server.url) as model:
         server.info["weight_version"] = "8"
-        with pytest.raises(DriftError, match="version 8, and it was compared with version default"):
+        with pytest.raises(DriftError, match="version 8, and this run knows it with default"):
             model.ask(CONTEXTS, PARAMS, timeout_s=20)
 
 

@@ -11,6 +11,7 @@ from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, Servin
 from hybridrl.errors import ResourceError
 from hybridrl.main import compose
 from hybridrl.network import host_and_port
+from hybridrl.serving.placement import find_places
 from hybridrl.serving.plan import (
     EnginePlan,
     GroupPlan,
@@ -20,6 +21,7 @@ from hybridrl.serving.plan import (
     plan_servers,
 )
 from hybridrl.serving.ports import PortCursor, assign_addresses
+from tests.config.values import config_of
 
 TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
 
@@ -188,3 +190,23 @@ def test_an_ipv6_host_is_in_brackets() -> None:
     assert host_and_port("fe80::1", 80) == host_and_port("[fe80::1]", 80) == "[fe80::1]:80"
     assert host_and_port("10.0.0.1", 80) == "10.0.0.1:80"
     assert host_and_port("node-1", 80) == "node-1:80"
+
+
+@pytest.mark.shows("4.23")
+def test_servers_of_others_are_engines_without_devices() -> None:
+    config = config_of(
+        *("rollout=sglang", "serving.num_devices_per_node=0", "trainer.max_staleness=1"),
+        "serving.models={policy: {urls: ['http://a:1', 'http://b:2']}}",
+        "algorithm.rollout_correction=importance",
+    )
+    (plan,) = plan_own_engines(config)
+    assert [engine.url for engine in plan.engines] == ["http://a:1", "http://b:2"]
+    assert {engine.num_devices for engine in plan.engines} == {0}
+    assert [(group.answers, group.needs_offload) for group in plan.groups] == [(True, False)]
+    assert find_places(config, [plan], (), variables={}) == {}
+    assert config.has_own_engines
+    assert config.samples_ahead
+    assert not config.has_fused_engines
+    assert not config.has_router
+    assert config.num_own_server_devices == 0
+    assert config.num_devices == config.cluster.num_ranks

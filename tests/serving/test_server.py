@@ -30,10 +30,17 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Sum
 from hybridrl.serving.group import ServerGroup
 from hybridrl.serving.kept_weights import KeptWeights
-from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, lay_out
+from hybridrl.serving.plan import (
+    EnginePlan,
+    GroupPlan,
+    ServerPlan,
+    lay_out,
+    plan_own_engines,
+)
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
+from tests.config.values import config_of
 from tests.serving.recording_handle import RecordingHandle
 from tests.workers.sharding.recording import WEIGHTS, Journal, Policy, rollout_config
 from tests.workers.sharding.watched import CALLS
@@ -313,6 +320,77 @@ def test_a_replacement_that_fails_is_replaced_itself(call: str) -> None:
     assert rig.server.states == (State.READY, State.BROKEN)
     assert rig.recover() == {1: True}
     rig.check_served(0)
+
+
+# -- servers that others run ---------------------------------------------------------------------
+
+
+def elsewhere_plan(num_servers: int) -> ServerPlan:
+    urls = ", ".join(f"'http://h{number}:1'" for number in range(num_servers))
+    (plan,) = plan_own_engines(
+        config_of(
+            *("rollout=sglang", "serving.num_devices_per_node=0"),
+            f"serving.models={{policy: {{urls: [{urls}]}}}}",
+        )
+    )
+    return plan
+
+
+@pytest.mark.shows("4.23")
+def test_an_update_goes_on_without_a_lost_server_of_others() -> None:
+    rig = started(elsewhere_plan(3))
+    rig.newest[1].kill()
+    first = len(rig.stages)
+    for version in (1, 2):
+        rig.update(version)
+        assert rig.server.states == (State.READY, State.BROKEN, State.READY)
+        assert set(rig.server.serving_engines()) == {0, 2}
+        assert not rig.server.needs_update(version)
+        assert rig.newest[2].loads[-1][1] == version
+    assert "restart" not in names_since(rig, first)  # the others do not wait for it
+    assert len(rig.launched) == 3
+    assert rig.server.take_metrics()["rollout/lost_engines"] == Sum(1)
+    assert rig.recover() == {1: True}
+    rig.check_served(2)
+    rig.check_stages()
+    rig.update(3)
+    rig.check_served(3)
+
+
+@pytest.mark.parametrize("call", ["drain", "load", "finish_update", "continue_generation"])
+def test_a_server_of_others_lost_in_an_update_is_left_out_of_the_next(call: str) -> None:
+    rig = started(elsewhere_plan(2))
+    rig.journal.fail(1, call)
+    if call == "drain":
+        rig.journal.fail(1, "continue_generation")  # it is gone, and not only busy
+    with pytest.raises(StageError, match="engine 1: InjectedFault"):
+        rig.update(1)
+    rig.update(1)
+    assert rig.server.states == (State.READY, State.BROKEN)
+    assert rig.recover() == {1: True}
+    rig.check_served(1)
+    rig.check_stages()
+
+
+def test_with_all_servers_of_others_lost_any_that_is_back_is_enough() -> None:
+    rig = started(elsewhere_plan(2))
+    for index in (0, 1):
+        rig.newest[index].kill()
+        rig.journal.fail(index, "restart")
+    with pytest.raises(StageError, match=r"restart failed on engine 0: .*; engine 1: "):
+        rig.update(1)
+    rig.journal.fail(0, "restart")
+    rig.update(1)
+    assert rig.server.states == (State.BROKEN, State.READY)
+    assert rig.recover() == {0: True}
+    rig.check_served(1)
+
+
+def test_at_the_start_all_servers_of_others_must_be_there() -> None:
+    rig = Rig(elsewhere_plan(2))
+    rig.journal.fail(1, "restart")
+    with pytest.raises(StageError, match="start failed on engine 1"):
+        rig.server.start()
 
 
 def test_a_sleeping_group_gets_no_replacement_on_the_trainers_device() -> None:

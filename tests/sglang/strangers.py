@@ -24,7 +24,9 @@ _POLL_S = 0.05
 
 
 def server_of(engine: SGLangEngine) -> Server:
-    return engine._server
+    server = engine._server
+    assert isinstance(server, Server)
+    return server
 
 
 def schedulers_of(engine: SGLangEngine) -> list[psutil.Process]:

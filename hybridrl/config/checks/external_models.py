@@ -9,9 +9,11 @@ from urllib.parse import urlsplit
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import ServedModelConfig
-from hybridrl.errors import ConfigError
+from hybridrl.config.spelling import resetting
+from hybridrl.errors import ConfigError, instruction
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+_SIGNALS = ("kill", "stop")
 _NOT_SHOWN = "..."
 """In place of what may be a secret."""
 
@@ -55,25 +57,63 @@ def _without_secret(url: str) -> str:
 
 
 def check_external_models(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Servers elsewhere serve frozen models alone, and a model has these or groups of its own."""
+    """A model has servers elsewhere, or groups of its own."""
     for name, model in config.serving.external.items():
         key = f"serving.models.{name}"
-        if model.path is None:
-            yield ConfigError(
-                f"{key}.urls",
-                list(model.urls),
-                "is not built for the policy: the engines that sample for training are the run's "
-                "own (docs/serving.md)",
-                fix=f"give {name} groups instead, and add ~{key}.urls",
-                remedies=[(f"~{key}.urls",)] if model.groups else [],
-            )
-        elif model.groups:
-            yield ConfigError(
-                f"{key}.groups",
-                sorted(model.groups),
-                "would be ignored: servers that run already answer for this model",
-                remedies=[(f"~{key}.groups",)],
-            )
+        if not model.groups:
+            continue
+        remedy = f"~{key}.urls" if model.path is None else f"~{key}.groups"
+        yield ConfigError(
+            f"{key}.groups",
+            sorted(model.groups),
+            "would be ignored: servers that run already answer for this model",
+            fix=f"keep one of both: add ~{key}.urls or ~{key}.groups",
+            remedies=[(remedy,)],
+        )
+
+
+def check_external_policy_is_sglang(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Servers elsewhere that sample for training are SGLang's, with arguments of their own."""
+    rollout = config.rollout
+    if not config.serving.has_external_policy:
+        return
+    if rollout.engine != "sglang":
+        yield ConfigError(
+            "rollout.engine",
+            rollout.engine,
+            f"servers of SGLang answer for the policy (serving.models.{config.serving.policy}."
+            "urls)",
+            remedies=[("rollout=sglang",)],
+        )
+    elif rollout.engine_args and not config.serving.placed_groups:
+        reset = resetting("rollout.engine_args", rollout.engine_args, {})
+        yield ConfigError(
+            "rollout.engine_args",
+            dict(rollout.engine_args),
+            "would be ignored: the servers run already; whoever starts them gives them arguments",
+            remedies=[reset],
+            fix=instruction(reset),
+        )
+
+
+def check_external_policy_shares_no_device(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Servers elsewhere never sleep: they cannot take turns with the trainer."""
+    if config.serving.has_external_policy and config.serving.colocated:
+        yield ConfigError(
+            "serving.colocated",
+            got=True,
+            rule="servers that run elsewhere answer for the policy, and have devices of their own",
+            remedies=[("serving.colocated=false", "rollout.sleep=false")],
+        )
+
+
+def check_external_policy_is_not_ended(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The run never ends a server that others started, not even as a fault on purpose."""
+    for name, fault in config.serving.faults.items():
+        if config.serving.has_external_policy and fault.kind in _SIGNALS:
+            key = f"serving.faults.{name}.kind"
+            rule = "the run sends no signal to servers that others started"
+            yield ConfigError(key, fault.kind, rule, remedies=[(f"{key}=cut",)])
 
 
 def check_key_variables(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -118,4 +158,8 @@ def _flaw_of_key(model: ServedModelConfig) -> str:
     return "" if is_printable else "has a space, or a character that HTTP does not carry"
 
 
-RULES = (check_urls, check_external_models, check_key_variables, check_keys_are_set)
+RULES = (
+    *(check_urls, check_external_models, check_key_variables, check_keys_are_set),
+    *(check_external_policy_is_sglang, check_external_policy_shares_no_device),
+    check_external_policy_is_not_ended,
+)

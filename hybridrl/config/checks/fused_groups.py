@@ -55,7 +55,8 @@ def check_servers_have_the_trainers_devices(config: ExperimentConfig) -> Iterato
 
 def check_groups_are_fused_or_own(config: ExperimentConfig) -> Iterator[ConfigError]:
     """No group has devices of the trainer and others."""
-    per_node, num_shared = config.serving.num_devices_per_node, config.num_shared_per_node
+    per_node = max(1, config.serving.num_devices_per_node)  # 0 is refused with groups
+    num_shared = config.num_shared_per_node
     for group in config.serving.placed_groups:
         first, num_devices = group.first_device, group.config.num_devices
         shared = [device % per_node < num_shared for device in range(first, first + num_devices)]

@@ -24,7 +24,8 @@ def check_servers_have_the_devices(config: ExperimentConfig) -> Iterator[ConfigE
     if not serving.models or num_asked == config.num_server_devices:
         return
     key = "serving.num_devices_per_node"
-    fits = num_asked > 0 and num_asked % num_nodes == 0
+    has_engines = num_asked > 0 or serving.has_external_policy
+    fits = has_engines and num_asked % num_nodes == 0
     yield ConfigError(
         key,
         serving.num_devices_per_node,
@@ -37,7 +38,7 @@ def check_servers_have_the_devices(config: ExperimentConfig) -> Iterator[ConfigE
 
 def check_engines_fill_their_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
     """An engine lies on one node, or on all devices of several; a group has no share of one."""
-    per_node = config.serving.num_devices_per_node
+    per_node = max(1, config.serving.num_devices_per_node)  # 0 is refused above
     for group in config.serving.placed_groups:
         per_engine = group.config.devices_per_engine
         if group.config.num_devices % per_engine:

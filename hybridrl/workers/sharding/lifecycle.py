@@ -79,6 +79,7 @@ class LifeCycle:
         depth: SleepLevel,
         observe: Callable[[str], AbstractContextManager[None]],
         stays: Collection[int] = (),
+        may_miss: Collection[int] = (),
     ) -> None:
         """Take over engines that have just started.
 
@@ -89,12 +90,15 @@ class LifeCycle:
             observe: called with a stage's name; wraps the stage to time and trace it.
             stays: engines on devices of their own. They serve on while others sleep, and stop only
                 to take weights.
+            may_miss: engines without which the others go on while they are BROKEN: nobody here can
+                start them. They are restarted by ``recover``, or when no other engine is left.
         """
         self._engines = engines
         self._host = host
         self._depth = depth
         self._observe = observe
         self._stays = frozenset(stays)
+        self._may_miss = frozenset(may_miss)
         self._states = [State.BOOT] * engines.num_engines
         self._is_host_home = True
         self._open_stage: str | None = None
@@ -182,8 +186,8 @@ class LifeCycle:
             self._transition(RESUME_WEIGHTS, ManagedEngine.resume_weights, members=asleep)
             self._sync()
             self._leave()
-            self._transition(RESUME_CACHE, ManagedEngine.resume_cache, members=self._everyone)
-            self._transition(CONTINUE, ManagedEngine.continue_generation, members=self._everyone)
+            self._transition(RESUME_CACHE, ManagedEngine.resume_cache, members=self._present)
+            self._transition(CONTINUE, ManagedEngine.continue_generation, members=self._present)
         except StageError:
             self._unwind()
             raise
@@ -275,13 +279,15 @@ class LifeCycle:
         return list(members)
 
     def _sync(self) -> None:
-        self._require(SYNC, self._everyone)
+        present = self._present
+        self._require(SYNC, present)
         with self._stage(SYNC.name):
             failures = self._engines.sync()
         if failures:  # the others may be half-sent, so they keep their state: none is SYNCED
             self._break(failures)
             raise StageError(SYNC.name, failures, of="engine")
-        self._states = [SYNC.target] * len(self._states)
+        for index in present:
+            self._states[index] = SYNC.target
 
     def _require(self, edge: Edge, members: Collection[int]) -> None:
         for index in members:
@@ -317,13 +323,25 @@ class LifeCycle:
     def _restart_broken(self) -> None:
         """BROKEN -> BOOT -> ASLEEP, on a device as empty as at the start of the run."""
         broken = self._where(State.BROKEN)
+        if len(broken) < len(self._states):
+            broken = [index for index in broken if index not in self._may_miss]
         if broken:
             self._make_room()
             self._leave()
             try:
-                self._transition(RESTART, ManagedEngine.restart, members=broken)
+                self._restart(broken)
             finally:  # engines that did boot must not keep admitting requests
                 self._transition(START, ManagedEngine.start, members=self._where(State.BOOT))
+
+    def _restart(self, members: Collection[int]) -> None:
+        """BROKEN -> BOOT; engines that may miss do, if another one boots."""
+        try:
+            self._transition(RESTART, ManagedEngine.restart, members=members)
+        except StageError as error:
+            is_enough = len(self._where(State.BROKEN)) < len(self._states)
+            if not is_enough or not self._may_miss.issuperset(error.failures):
+                raise
+            log.warning("engines stay away: %s", error)
 
     def _break(self, members: Collection[int]) -> None:
         for index in members:
@@ -376,6 +394,12 @@ class LifeCycle:
     @property
     def _everyone(self) -> range:
         return range(len(self._states))
+
+    @property
+    def _present(self) -> list[int]:
+        """Return all engines but those that may miss, and do."""
+        away = self._may_miss.intersection(self._where(State.BROKEN))
+        return [index for index in self._everyone if index not in away]
 
     def _awake(self) -> list[int]:
         """Return the engines that must sleep before training, and do not."""

@@ -57,6 +57,20 @@ class ServerAddress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServerElsewhere:
+    """A server that others started and that outlives the run."""
+
+    url: str
+    """As ``http://HOST:PORT``."""
+
+    key: str = field(repr=False)
+    """That it requires; empty: it requires none."""
+
+    section: str
+    """Configuration key of its model, as ``serving.models.policy``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServerPlace:
     """Devices of a server, and servers around it."""
 
@@ -68,6 +82,9 @@ class ServerPlace:
 
     prefills: tuple[ServerAddress, ...] = ()
     """Of a decode server: the prefill servers that it shares requests with."""
+
+    elsewhere: ServerElsewhere | None = None
+    """A server that runs already; None: one is started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +110,9 @@ class ServerSpec:
     """See ``ServerPlace``."""
 
     prefills: tuple[ServerAddress, ...] = ()
+    """See ``ServerPlace``."""
+
+    elsewhere: ServerElsewhere | None = None
     """See ``ServerPlace``."""
 
     @property
@@ -123,6 +143,7 @@ def server_spec(
         device=config.cluster.device,
         address=None if place is None else place.address,
         prefills=() if place is None else place.prefills,
+        elsewhere=None if place is None else place.elsewhere,
     )
 
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.network import host_and_port
 from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.sglang.process import free_port
-from hybridrl.workers.rollout.sglang.server import Server
+from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
 from hybridrl.workers.rollout.sglang.transports import Transport
 
 _POLL_S = 0.0005
-_LOCAL_HOST = "127.0.0.1"
 
 
 JoinGroup = Callable[..., dist.ProcessGroup]
@@ -39,7 +39,6 @@ class BroadcastTransport(Transport):
         *,
         device: torch.device,
         is_sender: bool,
-        num_ranks: int,
         timeout_s: float,
         join: JoinGroup,
         dtype: torch.dtype,
@@ -49,7 +48,6 @@ class BroadcastTransport(Transport):
         Args:
             device: of this rank.
             is_sender: whether this rank is the one that sends.
-            num_ranks: of the server.
             timeout_s: seconds that one broadcast may take.
             join: makes the group.
             dtype: of the server's weights.
@@ -59,14 +57,13 @@ class BroadcastTransport(Transport):
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
         super().__init__(stages_bytes=is_sender, allocate=allocate, dtype=dtype)
-        self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._join = join
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._name = ""
         self._group: dist.ProcessGroup | None = None
 
-    def load(self, server: Server, staged: StagedBucket, handles: Sequence[str]) -> None:
+    def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Broadcast a bucket while the server gets its description.
 
         A server that refuses does not take part, so its answer is watched from the beginning. After
@@ -98,6 +95,12 @@ class BroadcastTransport(Transport):
             self._leave(server, work, asks=not isinstance(error, DeadlineError))
             raise
 
+    def leave(self, server: ServerCalls) -> None:
+        """End the group, so that the server keeps nothing of it."""
+        if self._group is not None:
+            self._destroy_at(server)
+            self.forget()
+
     def forget(self) -> None:
         """Drop the group; the server is gone or about to end."""
         self.release_buffers()
@@ -105,12 +108,12 @@ class BroadcastTransport(Transport):
             group, self._group = self._group, None
             dist.destroy_process_group(group)
 
-    def _connect(self, server: Server) -> dist.ProcessGroup:
+    def _connect(self, server: ServerCalls) -> dist.ProcessGroup:
         self._name = f"hybridrl-{uuid.uuid4().hex[:12]}"
-        port, world_size = free_port(), 1 + self._num_ranks
+        address, port, world_size = server.own_address, free_port(), 1 + server.num_ranks
         answer = server.start(
             "/init_weights_update_group",
-            master_address=_LOCAL_HOST,
+            master_address=address,
             master_port=port,
             rank_offset=1,
             world_size=world_size,
@@ -120,7 +123,7 @@ class BroadcastTransport(Transport):
         try:
             group = self._join(
                 backend=self._backend,
-                init_method=f"tcp://{_LOCAL_HOST}:{port}",
+                init_method=f"tcp://{host_and_port(address, port)}",
                 timeout=timedelta(seconds=self._timeout_s),
                 world_size=world_size,
                 rank=0,
@@ -128,23 +131,26 @@ class BroadcastTransport(Transport):
             )
         except (RuntimeError, ValueError) as error:
             raise EngineError(
-                f"no {self._backend} group with the {self._num_ranks} ranks of the server: "
+                f"no {self._backend} group with the {server.num_ranks} ranks of the server: "
                 f"{_said(answer) or error}"
             ) from error
         answer.result()
         self._group = group
         return group
 
-    def _leave(self, server: Server, work: dist.Work, *, asks: bool) -> None:
+    def _leave(self, server: ServerCalls, work: dist.Work, *, asks: bool) -> None:
         """End both ends of the group, and the pending operations of this end with the server's."""
         if asks:
-            with suppress(EngineError, DeadlineError):  # gone, and its sockets with it
-                server.require_success("/destroy_weights_update_group", group_name=self._name)
+            self._destroy_at(server)
         if self._backend == "nccl" and self._group is not None:
             self._group.abort()
         with suppress(EngineError):
             _wait(work)
         self.forget()
+
+    def _destroy_at(self, server: ServerCalls) -> None:
+        with suppress(EngineError, DeadlineError):  # gone, and its sockets with it
+            server.require_success("/destroy_weights_update_group", group_name=self._name)
 
 
 def _wait(work: dist.Work) -> None:

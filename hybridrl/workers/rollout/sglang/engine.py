@@ -1,9 +1,10 @@
-"""SGLang as a ``RolloutEngine``: a server of its own process, which samples, sleeps and wakes."""
+"""SGLang as a ``RolloutEngine``: one server, which samples, sleeps and wakes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from hybridrl.config.architecture import Architecture, read_architecture
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.diagnostics import activity
-from hybridrl.errors import EngineError, ModelError, PhaseError
+from hybridrl.errors import DeadlineError, EngineError, ModelError, PhaseError
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.sampler import Program, Sampler, T
 from hybridrl.workers.rollout.directory import EngineDirectory
@@ -20,13 +21,18 @@ from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
+from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
 from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice, ServingEngine
 from hybridrl.workers.rollout.sglang.memory import held_bytes
 from hybridrl.workers.rollout.sglang.pairing import PairedEngine
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.sglang.server import Server
+from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
+
+_LEAVE_S = 2.0
+"""Seconds for open requests of a server that runs elsewhere, when the run ends."""
 
 
 class SGLangEngine(ServedWeights):
@@ -70,18 +76,20 @@ class SGLangEngine(ServedWeights):
         self._boot()
 
     def _boot(self) -> None:
-        door = None if self._directory is None else self._directory.door
-        self._server = Server(self._spec, variables=self._variables, door=door)
-        if self._directory is not None:
-            self._directory.announce(
-                self._server.client.base_url,
-                key=self._server.key,
-                pid=self._server.process.pid,
-            )
+        self._server = self._find_server()
         self._gate = RequestGate()
         self._released = set()
         self._forget_weights()
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
+
+    def _find_server(self) -> ServerCalls:
+        if self._spec.elsewhere is not None:
+            return AttachedServer(self._spec, self._spec.elsewhere)
+        door = None if self._directory is None else self._directory.door
+        server = Server(self._spec, variables=self._variables, door=door)
+        if self._directory is not None:
+            self._directory.announce(server.client.base_url, key=server.key, pid=server.process.pid)
+        return server
 
     # -- sampling --------------------------------------------------------------------------------
 
@@ -103,6 +111,7 @@ class SGLangEngine(ServedWeights):
                 max_context_tokens=self._spec.max_context_tokens,
                 vocab_size=self._model.vocab_size,
                 version=self.version,
+                weight_version=self._server.version_name(self.version),
                 adapter=None if self._spec.lora is None else ADAPTER,
                 experts=self._experts,
             )
@@ -133,7 +142,7 @@ class SGLangEngine(ServedWeights):
 
     def has_died(self) -> bool:
         """Whether the server is gone."""
-        return self._server.process.exit_status() is not None
+        return self._server.has_died()
 
     def take_metrics(self) -> Metrics:
         """Return the metrics since the last time, and reset them."""
@@ -157,7 +166,7 @@ class SGLangEngine(ServedWeights):
             EngineError: the server is gone.
             DeadlineError: it stays busy; how many requests run and wait.
         """
-        self._server.process.require_alive("drain")
+        self._server.require_alive("drain")
         aborted = self._gate.drain(timeout_s, grace_s=ABORT_GRACE_S)
         self._server.hold(timeout_s=FLUSH_TIMEOUT_S)
         return aborted
@@ -226,10 +235,19 @@ class SGLangEngine(ServedWeights):
             raise
 
     def shutdown(self) -> None:
-        """Kill the server with all its processes; idempotent."""
+        """Kill the server with all its processes; one that runs elsewhere lives on. Idempotent."""
         self._gate.pause()
+        if self._spec.elsewhere is not None:
+            self._leave_requests()
+            self.transport.leave(self._server)
         self._server.end()
         self.transport.forget()
+
+    def _leave_requests(self) -> None:
+        """End the own requests, and no others."""
+        self._gate.interrupt()
+        with suppress(DeadlineError):  # its connections close, which ends them, too
+            self._gate.drain(_LEAVE_S, grace_s=_LEAVE_S)
 
 
 def _expert_shape(model: Architecture) -> ExpertShape:

@@ -39,6 +39,11 @@ class ServingEngine:
         self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
 
+    @property
+    def url(self) -> str:
+        """Of its server."""
+        return self._endpoint.base_url
+
     async def open(self) -> AbstractAsyncContextManager[object]:
         """Connect in the current event loop; the caller closes what it gets."""
         self._session = self._endpoint.open_session()

@@ -230,7 +230,7 @@ class ServerSampler(Sampler):
             return ""
         if finish["type"] not in ("stop", "length") and not is_interrupted:
             return f"{finish['type']}: {finish.get('message', '')}"
-        self._require_version(str(meta.get("weight_version")))
+        self._require_version(str(meta.get("weight_version")), engine)
         sample = read_sample(item, self._model)
         if is_interrupted:
             sample = replace(sample, finish_reason=self._ended_by(group, sample))
@@ -325,15 +325,16 @@ class ServerSampler(Sampler):
             **self._fields,
         }
 
-    def _require_version(self, version: str) -> None:
-        known = self._model.weight_version
-        if version != (known or str(self._model.version)):
-            expected = f"it was compared with version {known}"
-            if known is None:
-                expected = f"the policy is at {self._model.version}"
+    def _require_version(self, version: str, engine: ServingEngine) -> None:
+        number = str(self._model.version)
+        expected = self._model.weight_version or number
+        if version != expected:
+            known = f"the policy is at {number}"
+            if expected != number:
+                known = f"this run knows it with {expected}"
             raise DriftError(
-                f"a response was sampled by weights of version {version}, and {expected}; "
-                "somebody else updates this server"
+                f"a response was sampled by weights of version {version}, and {known}; "
+                f"somebody else updates this server ({engine.url})"
             )
 
 

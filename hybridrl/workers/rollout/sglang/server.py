@@ -1,8 +1,4 @@
-"""One SGLang server: its process, and the control calls that a rollout engine makes.
-
-The life cycle decides when a call is legal. This file holds the form of each call, its time limit,
-and the text of a refusal.
-"""
+"""One SGLang server as a child of this process: started, compared with its arguments, ended."""
 
 from __future__ import annotations
 
@@ -11,13 +7,10 @@ import logging
 import secrets
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Mapping
-from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from hybridrl import env
 from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError
@@ -30,34 +23,23 @@ from hybridrl.workers.rollout.sglang.arguments import (
     build_arguments,
     environment,
 )
-from hybridrl.workers.rollout.sglang.capabilities import (
-    OPENAPI_ROUTE,
-    PAUSE_MODE,
-    Capability,
-    ServerCapabilities,
-    read_capabilities,
-    require_as_asked,
-)
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.capabilities import require_as_asked
+from hybridrl.workers.rollout.sglang.client import ServerClient
 from hybridrl.workers.rollout.sglang.memory_saver import require_no_obstacle
 from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
-from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
+from hybridrl.workers.rollout.sglang.server_calls import PROBE_TIMEOUT_S, ServerCalls
 
 log = logging.getLogger(__name__)
-
-Body = dict[str, Any]
 
 _CHILD = "hybridrl.workers.rollout.sglang.child"
 _MEMORY_SAVER = "torch_memory_saver"
 _NUM_STARTS = 3
-_PROBE_TIMEOUT_S = 5.0
-_FLUSH_WAIT_S = 1.0
 _REFUSED = "refused: "
 _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
-class Server:
-    """A running server."""
+class Server(ServerCalls):
+    """A running server, which ends with this process."""
 
     def __init__(
         self, spec: ServerSpec, *, variables: Mapping[str, str], door: Door | None = None
@@ -77,6 +59,7 @@ class Server:
         """
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
         self._timeout_s = spec.rollout.stage_timeout_s
+        self.num_ranks = spec.rollout.tensor_parallel_size
         self._door = door or Door()
         for attempt in range(1, _NUM_STARTS + 1):
             try:
@@ -117,7 +100,7 @@ class Server:
             )
             self.info = self.server_info()
             require_as_asked(arguments, self.info)
-            self.capabilities = self._read_capabilities()
+            self.capabilities = self.read_capabilities()
             self.capabilities.require_for(spec)
         except EngineError as error:
             refused = refused_arguments(self.process.tail(), arguments)
@@ -131,141 +114,26 @@ class Server:
         finally:
             file.unlink(missing_ok=True)
 
-    def _read_capabilities(self) -> ServerCapabilities:
-        try:
-            openapi = self.client.call(OPENAPI_ROUTE, timeout_s=self._timeout_s, method="GET")
-        except ServerError:  # hidden by the user: DISABLE_OPENAPI_DOC
-            openapi = None
-        capabilities = read_capabilities(self.info, openapi)
-        lacking = [each.name.lower() for each in Capability if not capabilities.can(each)]
-        log.info(
-            "SGLang answers: version=%s took_s=%.1f without=%s",
-            capabilities.version,
-            self.start_s,
-            ",".join(lacking) or "nothing",
-        )
-        return capabilities
-
     def _answers(self) -> bool:
         """Whether it answers and has served its own request; another server is not waited for."""
         if any(text in self.process.tail() for text in _IN_USE):  # it lives but does not listen
             raise EngineError(f"the port of SGLang is taken: {_IN_USE[0]}")
         try:
             info = self.server_info()
-            self.client.call("/health", timeout_s=_PROBE_TIMEOUT_S, method="GET")
+            self.client.call("/health", timeout_s=PROBE_TIMEOUT_S, method="GET")
         except (EngineError, DeadlineError):  # the caller's wait detects that it is gone
             return False
         if info.get("served_model_name") != self.name:
             raise EngineError(f"another server answers on the port of SGLang: {_IN_USE[0]}")
         return True
 
-    # -- control calls ---------------------------------------------------------------------------
+    def has_died(self) -> bool:
+        """Whether its process is gone."""
+        return self.process.exit_status() is not None
 
-    def server_info(self) -> Body:
-        """Return arguments in effect, version and internal state."""
-        info: Body = self.client.call("/server_info", timeout_s=_PROBE_TIMEOUT_S, method="GET")
-        return info
-
-    def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ServerClient.call
-        """Do one control call within ``rollout.stage_timeout_s``, and the time left of its stage.
-
-        Raises:
-            EngineError: it was refused, or the server is gone.
-            DeadlineError: it was not answered.
-        """
-        return self.client.call(path, body, timeout_s=left_s(self._timeout_s))
-
-    def require_success(self, path: str, **body: object) -> Body:
-        """Do one control call whose answer contains its own success.
-
-        Raises:
-            EngineError: the answer is a failure, with its reason.
-        """
-        return _successful(path, self.post(path, **body))
-
-    def start(self, path: str, **body: object) -> Future[Body]:
-        """Begin the call of ``require_success``, without waiting."""
-        timeout_s = left_s(self._timeout_s)  # here: the client's own thread has no stage
-
-        async def call() -> Body:
-            answer = await self.client.request(path, body, timeout_s=timeout_s)
-            return _successful(path, answer)
-
-        return self.client.start(call())
-
-    def hold(self, *, timeout_s: float) -> None:
-        """Admit no request, and verify that none runs and no cache of old weights is left.
-
-        Requests that still run are cut off, whatever their sender, also those kept by the pause of
-        another client.
-
-        Raises:
-            DeadlineError: it is still busy at the deadline; how many run and wait.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                self._empty(deadline)
-            except (ServerError, DeadlineError) as error:
-                log.info("SGLang is still busy: %s", error)
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"SGLang is still busy {timeout_s:g} s after its requests were aborted "
-                        f"({self.load()}), so its memory cannot be released: {error}"
-                    ) from error
-                self.post("/continue_generation")  # paused requests cannot end
-            else:
-                return
-
-    def _empty(self, deadline: float) -> None:
-        """Abort all, stop admission, and let the server itself verify that it is idle.
-
-        In this order because ``/pause_generation`` looks only once a second whether all requests
-        have ended (0.5.17 to 0.5.23); on an idle server it returns at once.
-
-        Raises:
-            ServerError: requests are left.
-            DeadlineError: no answer until the deadline.
-        """
-
-        def until_deadline_s() -> float:
-            return max(LEAST_WAIT_S, deadline - time.monotonic())
-
-        self.client.call("/abort_request", {"abort_all": True}, timeout_s=until_deadline_s())
-        wait_s = min(_FLUSH_WAIT_S, until_deadline_s())
-        path = f"/flush_cache?timeout={wait_s:.2f}"
-        self.client.call(path, timeout_s=wait_s + until_deadline_s())
-        self.client.call("/pause_generation", {"mode": PAUSE_MODE}, timeout_s=until_deadline_s())
-        # Again: a request may have arrived before the admission stopped.
-        self.client.call("/flush_cache", timeout_s=until_deadline_s())
-
-    def load(self) -> str:
-        """Describe how many requests run and wait, for a message: figures may be seconds old."""
-        try:
-            answer = self.client.call("/v1/loads", timeout_s=_PROBE_TIMEOUT_S, method="GET")
-        except (EngineError, DeadlineError) as error:
-            return f"it does not say how many requests run: {error}"
-        loads = answer.get("loads", []) if isinstance(answer, dict) else []
-        return (
-            ", ".join(
-                f"{load.get('num_running_reqs')} requests running and "
-                f"{load.get('num_waiting_reqs')} waiting"
-                for load in loads
-            )
-            or f"it does not say how many requests run: {answer}"
-        )
-
-    def progress(self) -> object:
-        """Return when the scheduler last wrote its load, and its decode steps; each data rank's.
-
-        An idle scheduler writes once a second, a paused or hung one never.
-
-        Raises:
-            EngineError: the server is gone, or refuses.
-            DeadlineError: it does not answer.
-        """
-        answer = self.client.call("/v1/loads", timeout_s=_PROBE_TIMEOUT_S, method="GET")
-        return [(load.get("timestamp"), load.get("decode_moments")) for load in answer["loads"]]
+    def require_alive(self, what: str) -> None:
+        """Raise if its process is gone; see ``ServerProcess``."""
+        self.process.require_alive(what)
 
     def end(self) -> None:
         """Kill the process with all its children. Idempotent."""
@@ -286,13 +154,6 @@ def start_child(
         json.dump(arguments, file, allow_nan=False)
     command = [sys.executable, "-m", _CHILD, file.name]
     return ServerProcess(command, name="SGLang", variables=variables), Path(file.name)
-
-
-def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ServerClient.call
-    if not isinstance(answer, dict) or not answer.get("success", True):
-        reason = answer.get("message") or answer.get("error_message") or answer
-        raise EngineError(f"{path} failed: {reason}")
-    return answer
 
 
 def refused_arguments(log_text: str, arguments: Mapping[str, object]) -> list[ConfigError]:

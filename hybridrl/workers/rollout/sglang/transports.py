@@ -28,7 +28,7 @@ from hybridrl.workers.rollout.buckets import (
     lay_out,
     tensors_in,
 )
-from hybridrl.workers.rollout.sglang.server import Server
+from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
 
 Encode = Callable[[Tensor, Sequence[TensorSpan]], str]
 """Makes the handle with which one rank of a server, and only one, opens a flat buffer, once."""
@@ -74,7 +74,7 @@ class Transport:
         handle = "" if self._encode is None else self._encode(flat, spans)
         return StagedBucket(spans=spans, flat=flat, handle=handle)
 
-    def load(self, server: Server, staged: StagedBucket, handles: Sequence[str]) -> None:
+    def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Let ``server`` load a bucket, or make the preparations for it.
 
         Raises:
@@ -83,12 +83,16 @@ class Transport:
         """
         raise NotImplementedError
 
-    def finish(self, server: Server) -> None:
+    def finish(self, server: ServerCalls) -> None:
         """All buckets were loaded. Without any since the last time it does nothing."""
 
     def release_buffers(self) -> None:
         """Release all buffers. Idempotent."""
         self._buffers.free()
+
+    def leave(self, server: ServerCalls) -> None:
+        """The server lives on without this process. Idempotent."""
+        self.forget()
 
     def forget(self) -> None:
         """The server is gone, or about to be. Idempotent."""
@@ -123,7 +127,7 @@ class SharedTransport(Transport):
             encode=encode,
         )
 
-    def load(self, server: Server, staged: StagedBucket, handles: Sequence[str]) -> None:
+    def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Send the handles."""
         server.require_success(
             "/update_weights_from_tensor",
@@ -150,7 +154,7 @@ class DiskTransport(Transport):
         self._written: set[str] = set()
         self._num_files = 0
 
-    def load(self, server: Server, staged: StagedBucket, handles: Sequence[str]) -> None:
+    def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Write a file.
 
         Raises:
@@ -177,7 +181,7 @@ class DiskTransport(Transport):
         self._num_files += 1
         self._written |= {span.name for span in staged.spans}
 
-    def finish(self, server: Server) -> None:
+    def finish(self, server: ServerCalls) -> None:
         """Give the folder its final name and let the server load it; it is removed afterwards."""
         if self._parent is None:
             return

@@ -34,7 +34,7 @@ from hybridrl.workers.rollout.sglang.memory import (
     list_weights,
     require_whole_vocabulary,
 )
-from hybridrl.workers.rollout.sglang.server import Server
+from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
 from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
 
 try:
@@ -56,7 +56,7 @@ _NO_SUCH_ADAPTER = "does not exist"
 class ServedWeights:
     """Sends weights to a server. ``SGLangEngine`` starts that server, and generates with it."""
 
-    _server: Server
+    _server: ServerCalls
     _gate: RequestGate
     _released: set[MemoryTag]
 
@@ -109,6 +109,7 @@ class ServedWeights:
             PhaseError: the weights are released, or requests are running.
         """
         self._require_loadable("load of weights")
+        self._server.begin_update()
         has_sessions = self._server.capabilities.can(Capability.UPDATE_SESSION)
         if has_sessions and self.transport.in_session and not self._is_updating:
             self._server.require_success("/begin_weight_update")
@@ -125,9 +126,7 @@ class ServedWeights:
         if self._is_updating:
             self._server.require_success("/end_weight_update")
             self._is_updating = False
-        self._server.post(
-            "/update_weight_version", new_version=str(version), abort_all_requests=False
-        )
+        self._server.finish_update(version)
         self.version = version
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
@@ -185,6 +184,7 @@ class ServedWeights:
             EngineError: the server cannot load them.
         """
         self._require_loadable("load_reference_weights")
+        self._server.begin_update()
         self._server.require_success(
             "/update_weights_from_disk",
             model_path=str(folder),
@@ -244,7 +244,6 @@ def build_transport(rollout: RolloutConfig, *, device: torch.device, is_sender: 
         return BroadcastTransport(
             device=device,
             is_sender=is_sender,
-            num_ranks=num_ranks,
             timeout_s=rollout.stage_timeout_s,
             join=init_custom_process_group,
             dtype=dtype,

@@ -1,4 +1,7 @@
-"""The comparison of a server that runs elsewhere with the needs of its model, field by field."""
+"""The comparison of a server that runs elsewhere with the needs of its model, field by field.
+
+A frozen model needs a server that has its weights; the policy one that takes them in each step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import EngineError, shown
-from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK
+from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import read_capabilities
 
 Json = Mapping[str, object]
@@ -27,13 +30,14 @@ _MADE_UP = "dummy"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedServer:
-    """The needs of a frozen model: a server that answers for it must meet all."""
+    """The needs of a model: a server that answers for it must meet all."""
 
     key: str
     """Of the model in the configuration."""
 
     name: str
-    """Of the model: the last part of its folder's path."""
+    """Of the model: the last part of its folder's path. Empty for the policy, whose weights the
+    server gets."""
 
     model_type: str
     vocab_size: int
@@ -45,6 +49,47 @@ class ExpectedServer:
     """Type that its authors gave its weights; empty if they name none."""
 
     max_context_tokens: int
+
+    takes_weights: bool = False
+    """Whether it is the policy's: it gets all weights, in ``dtype``, and no adapter."""
+
+    by_broadcast: bool = False
+    """Whether they reach it through a process group."""
+
+    has_experts: bool = False
+    """Whether answers must have the experts of each token."""
+
+    @property
+    def model_remedy(self) -> str:
+        """How to bring model and server together."""
+        if self.takes_weights:
+            return "start it with the model of model.path"
+        return f"set {self.key}.path to its model"
+
+
+def expect_policy_server(spec: ServerSpec, section: str) -> ExpectedServer:
+    """Return the needs of the policy.
+
+    Args:
+        spec: of the server.
+        section: configuration key of the model.
+
+    Raises:
+        ModelError: config.json of its folder cannot be read.
+    """
+    settings = read_settings(spec.model_folder)
+    return ExpectedServer(
+        key=section,
+        name="",
+        model_type=settings["model_type"],
+        vocab_size=settings["vocab_size"],
+        dtype=spec.rollout.dtype,
+        own_dtype="",
+        max_context_tokens=spec.max_context_tokens,
+        takes_weights=True,
+        by_broadcast=spec.rollout.transport == "broadcast",
+        has_experts=spec.rollout.routed_experts,
+    )
 
 
 def expect_server(config: ExperimentConfig, model: str) -> ExpectedServer:
@@ -105,7 +150,10 @@ def names_vocabulary(server_info: object) -> bool:
 
 def _model(expected: ExpectedServer, said: Json) -> Iterator[str]:
     path, served_name = str(said.get("model_path", "")), said.get("served_model_name")
-    if expected.name not in (path.rstrip("/").rpartition("/")[2], served_name):
+    if not expected.takes_weights and expected.name not in (
+        path.rstrip("/").rpartition("/")[2],
+        served_name,
+    ):
         yield (
             f"model_path={shown(path)}, must end with {expected.name}: set {expected.key}.path to "
             f"a copy of its model, or start it with --served-model-name {expected.name} if it is "
@@ -114,9 +162,7 @@ def _model(expected: ExpectedServer, said: Json) -> Iterator[str]:
 
 
 def _model_type(expected: ExpectedServer, said: Json) -> Iterator[str]:
-    yield from _require(
-        said, "model_type", [expected.model_type], f"set {expected.key}.path to its model"
-    )
+    yield from _require(said, "model_type", [expected.model_type], expected.model_remedy)
 
 
 def _generates(expected: ExpectedServer, said: Json) -> Iterator[str]:
@@ -127,7 +173,7 @@ def _dtype(expected: ExpectedServer, said: Json) -> Iterator[str]:
     given = str(said.get("dtype", expected.dtype))
     own = expected.own_dtype or expected.dtype
     effective = _ALIASES.get(given, given)
-    if given == _AUTO:
+    if given == _AUTO and not expected.takes_weights:  # else its folder is not known here
         effective = "float16" if own == "float32" else own
     if effective not in (expected.dtype, own):
         legal = " or ".join(dict.fromkeys((own, expected.dtype)))
@@ -140,7 +186,7 @@ def _quantization(expected: ExpectedServer, said: Json) -> Iterator[str]:
 
 
 def _load_format(expected: ExpectedServer, said: Json) -> Iterator[str]:
-    if said.get("load_format") == _MADE_UP:
+    if said.get("load_format") == _MADE_UP and not expected.takes_weights:
         yield f"load_format={_MADE_UP}: its weights are random; start it without --load-format"
 
 
@@ -152,11 +198,33 @@ def _disaggregation(expected: ExpectedServer, said: Json) -> Iterator[str]:
 def _context(expected: ExpectedServer, said: Json) -> Iterator[str]:
     longest = said.get("max_req_input_len", said.get("context_length"))
     if isinstance(longest, int) and longest < expected.max_context_tokens:
+        other = f"set {expected.key}.max_context_tokens={longest}"
+        if expected.takes_weights:
+            other = "lower data.max_prompt_tokens or rollout.max_response_tokens"
         yield (
             f"max_req_input_len={longest} tokens, must be at least {expected.max_context_tokens}: "
             f"start it with --context-length {expected.max_context_tokens + CONTEXT_SLACK} and "
-            f"room for as many tokens, or set {expected.key}.max_context_tokens={longest}"
+            f"room for as many tokens, or {other}"
         )
+
+
+def _adapters(expected: ExpectedServer, said: Json) -> Iterator[str]:
+    if expected.takes_weights:
+        fix = "start it without --enable-lora and --lora-paths: it gets all weights"
+        yield from _require(said, "enable_lora", [None, False], fix)
+
+
+def _experts(expected: ExpectedServer, said: Json) -> Iterator[str]:
+    if expected.has_experts:
+        fix = "start it with --enable-return-routed-experts, or set rollout.routed_experts=false"
+        yield from _require(said, "enable_return_routed_experts", [True], fix)
+
+
+def _ranks(expected: ExpectedServer, said: Json) -> Iterator[str]:
+    for field, option in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
+        if expected.by_broadcast:
+            fix = f"start one server for each without {option}, or set serving.weights=files"
+            yield from _require(said, field, [1, None], fix)
 
 
 def _require(said: Json, field: str, legal: Sequence[object], fix: str) -> Iterator[str]:
@@ -167,5 +235,5 @@ def _require(said: Json, field: str, legal: Sequence[object], fix: str) -> Itera
 
 _CHECKS: Sequence[Callable[[ExpectedServer, Json], Iterator[str]]] = (
     *(_model, _model_type, _generates, _dtype, _quantization, _load_format),
-    *(_disaggregation, _context),
+    *(_disaggregation, _context, _adapters, _experts, _ranks),
 )

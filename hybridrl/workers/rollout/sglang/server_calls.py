@@ -1,0 +1,226 @@
+"""The control calls that a rollout engine makes to one SGLang server, whoever started it.
+
+The life cycle decides when a call is legal. This file holds the form of each call, its time limit,
+and the text of a refusal.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from typing import Any
+
+from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.network import LOOPBACK
+from hybridrl.workers.rollout.sglang.capabilities import (
+    OPENAPI_ROUTE,
+    PAUSE_MODE,
+    Capability,
+    ServerCapabilities,
+    read_capabilities,
+)
+from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
+from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
+
+log = logging.getLogger(__name__)
+
+Body = dict[str, Any]
+
+PROBE_TIMEOUT_S = 5.0
+"""Of calls that a busy server answers at once, too."""
+
+_FLUSH_WAIT_S = 1.0
+
+
+class ServerCalls(ABC):
+    """A server that answers, and its control calls."""
+
+    client: ServerClient
+
+    capabilities: ServerCapabilities
+
+    info: Body
+    """Its arguments when it answered first, and more; see ``server_info``."""
+
+    start_s: float
+    """Seconds until it answered."""
+
+    num_ranks: int
+    """Processes that share its model."""
+
+    own_address = LOOPBACK
+    """Where the server reaches this process."""
+
+    _timeout_s: float
+    """Of one call (``rollout.stage_timeout_s``)."""
+
+    @abstractmethod
+    def has_died(self) -> bool:
+        """Whether it is gone, as far as is known."""
+
+    @abstractmethod
+    def require_alive(self, what: str) -> None:
+        """Raise if it is gone.
+
+        Raises:
+            ServerDiedError: names ``what`` was asked, and why nobody answers.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Use it no more. Idempotent."""
+
+    # -- names of its weights --------------------------------------------------------------------
+
+    def version_name(self, version: int) -> str:
+        """Return the server's name of the weights of a policy version."""
+        return str(version)
+
+    def begin_update(self) -> None:
+        """Weights are about to be sent. Idempotent until ``finish_update``."""
+
+    def finish_update(self, version: int) -> None:
+        """Stamp all later responses with a version: all weights were loaded."""
+        self.post(
+            "/update_weight_version",
+            new_version=self.version_name(version),
+            abort_all_requests=False,
+        )
+
+    def read_capabilities(self) -> ServerCapabilities:
+        """Ask what it can do.
+
+        Raises:
+            EngineError: it is too old.
+            DeadlineError: no answer.
+        """
+        try:
+            openapi = self.client.call(OPENAPI_ROUTE, timeout_s=self._timeout_s, method="GET")
+        except ServerError:  # hidden by the user: DISABLE_OPENAPI_DOC
+            openapi = None
+        capabilities = read_capabilities(self.info, openapi)
+        lacking = [each.name.lower() for each in Capability if not capabilities.can(each)]
+        log.info(
+            "SGLang answers: version=%s took_s=%.1f without=%s",
+            capabilities.version,
+            self.start_s,
+            ",".join(lacking) or "nothing",
+        )
+        return capabilities
+
+    # -- control calls ---------------------------------------------------------------------------
+
+    def server_info(self) -> Body:
+        """Return arguments in effect, version and internal state."""
+        info: Body = self.client.call("/server_info", timeout_s=PROBE_TIMEOUT_S, method="GET")
+        return info
+
+    def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ServerClient.call
+        """Do one control call within ``rollout.stage_timeout_s``, and the time left of its stage.
+
+        Raises:
+            EngineError: it was refused, or the server is gone.
+            DeadlineError: it was not answered.
+        """
+        return self.client.call(path, body, timeout_s=left_s(self._timeout_s))
+
+    def require_success(self, path: str, **body: object) -> Body:
+        """Do one control call whose answer contains its own success.
+
+        Raises:
+            EngineError: the answer is a failure, with its reason.
+        """
+        return _successful(path, self.post(path, **body))
+
+    def start(self, path: str, **body: object) -> Future[Body]:
+        """Begin the call of ``require_success``, without waiting."""
+        timeout_s = left_s(self._timeout_s)  # here: the client's own thread has no stage
+
+        async def call() -> Body:
+            answer = await self.client.request(path, body, timeout_s=timeout_s)
+            return _successful(path, answer)
+
+        return self.client.start(call())
+
+    def hold(self, *, timeout_s: float) -> None:
+        """Admit no request, and verify that none runs and no cache of old weights is left.
+
+        Requests that still run are cut off, whatever their sender, also those kept by the pause of
+        another client.
+
+        Raises:
+            DeadlineError: it is still busy at the deadline; how many run and wait.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._empty(deadline)
+            except (ServerError, DeadlineError) as error:
+                log.info("SGLang is still busy: %s", error)
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"SGLang is still busy {timeout_s:g} s after its requests were aborted "
+                        f"({self.load()}), so its memory cannot be released: {error}"
+                    ) from error
+                self.post("/continue_generation")  # paused requests cannot end
+            else:
+                return
+
+    def _empty(self, deadline: float) -> None:
+        """Abort all, stop admission, and let the server itself verify that it is idle.
+
+        In this order because ``/pause_generation`` looks only once a second whether all requests
+        have ended (0.5.17 to 0.5.23); on an idle server it returns at once.
+
+        Raises:
+            ServerError: requests are left.
+            DeadlineError: no answer until the deadline.
+        """
+
+        def until_deadline_s() -> float:
+            return max(LEAST_WAIT_S, deadline - time.monotonic())
+
+        self.client.call("/abort_request", {"abort_all": True}, timeout_s=until_deadline_s())
+        wait_s = min(_FLUSH_WAIT_S, until_deadline_s())
+        path = f"/flush_cache?timeout={wait_s:.2f}"
+        self.client.call(path, timeout_s=wait_s + until_deadline_s())
+        self.client.call("/pause_generation", {"mode": PAUSE_MODE}, timeout_s=until_deadline_s())
+        # Again: a request may have arrived before the admission stopped.
+        self.client.call("/flush_cache", timeout_s=until_deadline_s())
+
+    def load(self) -> str:
+        """Describe how many requests run and wait, for a message: figures may be seconds old."""
+        try:
+            answer = self.client.call("/v1/loads", timeout_s=PROBE_TIMEOUT_S, method="GET")
+        except (EngineError, DeadlineError) as error:
+            return f"it does not say how many requests run: {error}"
+        loads = answer.get("loads", []) if isinstance(answer, dict) else []
+        return (
+            ", ".join(
+                f"{load.get('num_running_reqs')} requests running and "
+                f"{load.get('num_waiting_reqs')} waiting"
+                for load in loads
+            )
+            or f"it does not say how many requests run: {answer}"
+        )
+
+    def progress(self) -> object:
+        """Return when the scheduler last wrote its load, and its decode steps; each data rank's.
+
+        An idle scheduler writes once a second, a paused or hung one never.
+
+        Raises:
+            EngineError: the server is gone, or refuses.
+            DeadlineError: it does not answer.
+        """
+        answer = self.client.call("/v1/loads", timeout_s=PROBE_TIMEOUT_S, method="GET")
+        return [(load.get("timestamp"), load.get("decode_moments")) for load in answer["loads"]]
+
+
+def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ServerClient.call
+    if not isinstance(answer, dict) or not answer.get("success", True):
+        reason = answer.get("message") or answer.get("error_message") or answer
+        raise EngineError(f"{path} failed: {reason}")
+    return answer

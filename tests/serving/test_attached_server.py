@@ -1,0 +1,270 @@
+"""A server of others that takes the policy's weights: compared, marked, and left to them."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.errors import DriftError, EngineError, ExternalEngineError, ServerDiedError
+from hybridrl.workers.rollout.sglang import attached_server
+from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
+from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
+from hybridrl.workers.rollout.sglang.comparison import differences, expect_policy_server
+from tests.serving.elsewhere import INFO, VOCAB_SIZE, TakingServer, elsewhere, taking
+from tests.tiny_models import make_tiny_model
+from tests.waiting import wait_until
+from tests.workers.rollout.engines import rollout_config
+
+KEY = "a-secret-of-the-servers"
+SECTION = "serving.models.policy"
+STOPPED = ["/abort_request", "/flush_cache", "/pause_generation", "/flush_cache"]
+ATTACHED = ["/continue_generation", "/end_weight_update", *STOPPED]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("policy"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached_server, "_APPEARS_S", 0.3)
+    monkeypatch.setattr(attached_server, "_POLL_S", 0.02)
+
+
+def spec_of(folder: Path, **changes: Any) -> ServerSpec:
+    common = {"engine": "sglang", "sleep": False, "transport": "disk", "stage_timeout_s": 5.0}
+    return ServerSpec(
+        model_folder=folder,
+        rollout=replace(rollout_config(), **(common | changes)),
+        lora=None,
+        max_context_tokens=30,
+        seed=0,
+        device="cpu",
+    )
+
+
+def attach(folder: Path, url: str, *, key: str = "", **changes: Any) -> AttachedServer:
+    return AttachedServer(
+        spec_of(folder, **changes), ServerElsewhere(url=url, key=key, section=SECTION)
+    )
+
+
+@contextmanager
+def attached(folder: Path, server: TakingServer, **changes: Any) -> Iterator[AttachedServer]:
+    own = attach(folder, server.url, key=server.key, **changes)
+    try:
+        yield own
+    finally:
+        own.end()
+
+
+def refusal(folder: Path, url: str, *, key: str = "", **changes: Any) -> str:
+    with pytest.raises(ExternalEngineError) as refused:
+        attach(folder, url, key=key, **changes)
+    return str(pickle.loads(pickle.dumps(refused.value)))
+
+
+# -- what is compared ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ({"version": "0.4.9"}, "SGLang 0.4.9 is too old"),
+        ({"model_type": "llama"}, "must be qwen3: start it with the model of model.path"),
+        ({"is_generation": False}, "is_generation=False, must be True"),
+        ({"dtype": "bfloat16"}, "dtype=bfloat16, must be float32: start it with --dtype float32"),
+        ({"dtype": "auto"}, "dtype=auto, must be float32: start it with --dtype float32"),
+        ({"quantization": "fp8"}, "quantization='fp8', must be None"),
+        ({"disaggregation_mode": "decode"}, "disaggregation_mode='decode', must be null"),
+        ({"enable_lora": True}, "enable_lora=True, must be None or False: start it without"),
+        (
+            {"max_req_input_len": 29},
+            "must be at least 30: start it with --context-length 38 and room for as many tokens, "
+            "or lower data.max_prompt_tokens or rollout.max_response_tokens",
+        ),
+        ({"enable_return_routed_experts": False}, "start it with --enable-return-routed-experts"),
+        ({"dp_size": 2}, "dp_size=2, must be 1 or None: start one server for each"),
+        ({"pp_size": 2}, "or set serving.weights=files"),
+    ],
+)
+@pytest.mark.shows("4.23")
+def test_a_difference_names_its_remedy(folder: Path, said: dict[str, object], line: str) -> None:
+    spec = spec_of(folder, transport="broadcast", routed_experts=True)
+    expected = expect_policy_server(spec, SECTION)
+    fitting = INFO | {"enable_return_routed_experts": True, "dp_size": 1}
+    assert differences(expected, fitting, INFO) == []
+    (difference,) = differences(expected, fitting | said, said)
+    assert line in difference
+
+
+@pytest.mark.shows("4.23")
+def test_its_own_weights_and_their_name_do_not_matter(folder: Path) -> None:
+    expected = expect_policy_server(spec_of(folder), SECTION)
+    other = {"model_path": "/tmp/of/a/former/run", "load_format": "dummy", "dp_size": 2}
+    assert differences(expected, INFO | other, INFO | other) == []
+
+
+@pytest.mark.shows("4.23")
+def test_a_server_that_differs_is_left_as_it_is(folder: Path) -> None:
+    with taking(dtype="float16", quantization="awq") as server:
+        lines = refusal(folder, server.url).splitlines()
+        assert [line.partition(": ")[0] for line in lines] == [server.url] * 2
+        assert server.controlled == []
+    with elsewhere() as server:  # it has none of the control routes
+        assert "status 404" in refusal(folder, server.url)
+
+
+def test_another_vocabulary_or_answer_is_named(folder: Path) -> None:
+    with taking() as server:
+        server.vocab_size = 300
+        assert f"vocab_size=300, must be {VOCAB_SIZE}: start it with" in refusal(folder, server.url)
+        server.vocab_size = VOCAB_SIZE
+        server.spoils = {"output_ids": [1, 2]}
+        assert "a request for a token with its log-prob" in refusal(folder, server.url)
+        server.spoils = {"meta_info": {}}
+        assert "in another form than SGLang's (KeyError)" in refusal(folder, server.url)
+        assert not server.is_paused  # whoever asks it gets answers
+
+
+def test_nobody_at_the_url_is_named_in_bounded_time(folder: Path) -> None:
+    with taking() as server:
+        server.stop()
+        text = refusal(folder, server.url)
+        assert f"{server.url}: " in text
+        assert f"start it, or correct {SECTION}.urls" in text
+        with taking(port=server.port) as later, attached(folder, later):
+            pass
+
+
+def test_a_server_that_starts_late_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached_server, "_APPEARS_S", 30.0)
+    with taking() as server:
+        server.is_gone = True
+
+        def come() -> None:
+            wait_until(lambda: len(server.asked) > 5)
+            server.is_gone = False
+
+        thread = threading.Thread(target=come)
+        thread.start()
+        with attached(folder, server):
+            thread.join()
+
+
+# -- the key -------------------------------------------------------------------------------------
+
+
+@pytest.mark.shows("4.23")
+def test_the_key_is_in_no_text(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with taking(key=KEY) as server:
+        texts = [refusal(folder, server.url), refusal(folder, server.url, key="wrong")]
+        assert f"it requires a key: set {SECTION}.key_variable" in texts[0]
+        assert "it refuses the key (status 401)" in texts[1]
+        server.refuses_control = True
+        texts.append(refusal(folder, server.url, key=KEY))
+        assert "start it with --api-key alone" in texts[2]
+        server.refuses_control = False
+        with attached(folder, server) as own:
+            where = ServerElsewhere(url=server.url, key=KEY, section=SECTION)
+            texts += [repr(vars(own)), repr(where), repr(replace(spec_of(folder), elsewhere=where))]
+            server.repeats_headers = True
+            with pytest.raises(EngineError) as refused:
+                own.post("/flush_cache")
+            texts.append(str(refused.value))
+            assert "you sent Bearer (key)" in texts[-1]
+    assert not [text for text in [*texts, caplog.text] if KEY in text]
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.shows("4.23")
+def test_it_stops_when_attached_and_serves_when_left(folder: Path) -> None:
+    with taking() as server:
+        for _ in range(2):  # the second run comes to the same server
+            server.asked.clear()
+            server.is_paused = server.has_update = True  # a run was killed in its update
+            with attached(folder, server) as own:
+                assert server.controlled == ATTACHED
+                assert server.is_paused
+                assert not server.has_update
+                own.begin_update()
+                own.finish_update(3)
+                assert server.info["weight_version"] == own.version_name(3)
+            own.end()
+            assert server.controlled[len(ATTACHED) :] == [
+                *("/update_weight_version", "/update_weight_version", "/continue_generation"),
+            ]
+            assert not server.is_paused
+
+
+@pytest.mark.shows("4.23")
+def test_versions_of_two_runs_are_never_equal(folder: Path) -> None:
+    with taking() as server, attached(folder, server) as one, attached(folder, server) as two:
+        assert one.version_name(1) != two.version_name(1)
+        one.begin_update()
+        with pytest.raises(DriftError, match="a server takes the weights of one run") as drift:
+            two.begin_update()  # while the other updates
+        assert server.url in str(drift.value)
+        one.finish_update(1)
+        with pytest.raises(DriftError, match=f"weight_version={one.version_name(1)}, must be"):
+            two.begin_update()
+
+
+def test_a_server_updated_or_started_again_meanwhile_is_noticed(folder: Path) -> None:
+    with taking() as server, attached(folder, server) as own:
+        own.begin_update()
+        own.begin_update()
+        server.info["weight_version"] = "default"
+        with pytest.raises(DriftError, match="weight_version=default, must be hybridrl-"):
+            own.finish_update(1)
+
+
+def test_a_folder_that_it_does_not_see_is_named(folder: Path) -> None:
+    with taking() as server, attached(folder, server) as own:
+        own.require_success("/update_weights_from_disk", model_path="/here")
+        server.sees_folder = False
+        with pytest.raises(EngineError, match=r"the same folder \(/here\): point TMPDIR at"):
+            own.require_success("/update_weights_from_disk", model_path="/here")
+
+
+# -- its end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.shows("4.14")
+def test_only_lost_connections_in_a_row_mean_death(folder: Path) -> None:
+    with taking() as server, attached(folder, server) as own:
+        for _ in range(3):
+            for is_gone in (True, True, False):
+                server.is_gone = is_gone
+                if is_gone:
+                    with pytest.raises(EngineError):
+                        own.progress()
+                else:
+                    own.progress()
+        server.repeats_headers = True  # it answers, if only with errors
+        for _ in range(4):
+            with pytest.raises(EngineError):
+                own.progress()
+        assert not own.has_died()
+        own.require_alive("drain")
+        server.is_gone = True
+        for _ in range(3):
+            with pytest.raises(EngineError):
+                own.progress()
+        assert own.has_died()
+        with pytest.raises(ServerDiedError, match=f"drain: {server.url}, which others run"):
+            own.require_alive("drain")
