@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any
 
@@ -34,7 +33,7 @@ PROBE_TIMEOUT_S = 5.0
 _FLUSH_WAIT_S = 1.0
 
 
-class ServerCalls(ABC):
+class ServerCalls:
     """A server that answers, and its control calls."""
 
     client: ServerClient
@@ -56,21 +55,21 @@ class ServerCalls(ABC):
     _timeout_s: float
     """Of one call (``rollout.stage_timeout_s``)."""
 
-    @abstractmethod
     def has_died(self) -> bool:
         """Whether it is gone, as far as is known."""
+        raise NotImplementedError
 
-    @abstractmethod
     def require_alive(self, what: str) -> None:
         """Raise if it is gone.
 
         Raises:
             ServerDiedError: names ``what`` was asked, and why nobody answers.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def end(self) -> None:
         """Use it no more. Idempotent."""
+        raise NotImplementedError
 
     # -- names of its weights --------------------------------------------------------------------
 
