@@ -134,7 +134,7 @@ class TakingServer(ElsewhereServer):
 
     def answer(self, path: str, body: dict[str, Any], sent_key: str) -> tuple[int, object]:
         status, content = super().answer(path, body, sent_key)
-        if status == 401 or not (self._is(path) or path == "/openapi.json"):
+        if status in (401, 500) or not (self._is(path) or path == "/openapi.json"):
             return status, content
         if path == "/openapi.json":
             return 200, {"paths": {route: {} for route in self.ROUTES}}
@@ -165,7 +165,7 @@ def _handler_of(server: ElsewhereServer) -> type[BaseHTTPRequestHandler]:
             self._reply({})
 
         def do_POST(self) -> None:
-            self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"))
 
         def _reply(self, body: dict[str, Any]) -> None:
             sent_key = self.headers.get("Authorization", "")

@@ -41,7 +41,12 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(folder: Path, **changes: Any) -> ServerSpec:
-    common = {"engine": "sglang", "sleep": False, "transport": "disk", "stage_timeout_s": 5.0}
+    common: dict[str, Any] = {
+        "engine": "sglang",
+        "sleep": False,
+        "transport": "disk",
+        "stage_timeout_s": 5.0,
+    }
     return ServerSpec(
         model_folder=folder,
         rollout=replace(rollout_config(), **(common | changes)),

@@ -26,6 +26,7 @@ from hybridrl.workers.rollout.sglang.process import free_port
 from hybridrl.workers.rollout.stage_time import stage_time
 from tests.sglang.engines import running_engine, server_spec, sync, weights_of
 from tests.sglang.recorded_server import MODULE, calls_in
+from tests.sglang.strangers import server_of
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.lora_engines import LORA
 
@@ -143,10 +144,10 @@ def test_an_adapter_is_handed_over_from_the_host(
 
 def test_each_server_gets_a_key_of_its_own(start: Start) -> None:
     with start("0.5.21") as engine:
-        first = engine._server.key
+        first = server_of(engine).key
         engine.restart()
         assert len(first) >= 32
-        assert engine._server.key not in ("", first)
+        assert server_of(engine).key not in ("", first)
 
 
 @pytest.mark.shows("5.5")
@@ -205,7 +206,7 @@ def test_two_servers_that_draw_the_same_port_end_on_two(
         infos = [engine._server.server_info() for engine in (first, second)]
         assert infos[0]["port"] == drawn != infos[1]["port"]
         assert [info["served_model_name"] for info in infos] == [
-            engine._server.name for engine in (first, second)
+            server_of(engine).name for engine in (first, second)
         ]
 
 

@@ -103,7 +103,7 @@ class AttachedServer(ServerCalls):
         """
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
         self._timeout_s = spec.rollout.stage_timeout_s
-        self._has_ended = False
+        self._may_be_paused = False
         self.client: WatchedClient = WatchedClient(
             elsewhere.url.rstrip("/"),
             name=f"SGLang at {elsewhere.url}",
@@ -114,6 +114,7 @@ class AttachedServer(ServerCalls):
         begin = time.monotonic()
         try:
             self._compare(spec, elsewhere)
+            self._may_be_paused = True
             self.hold(timeout_s=FLUSH_TIMEOUT_S)
         except BaseException:
             self.end()
@@ -138,12 +139,10 @@ class AttachedServer(ServerCalls):
 
     def end(self) -> None:
         """Let it serve others, and close the connections. Idempotent."""
-        if self._has_ended:
-            return
-        self._has_ended = True
-        if not self.has_died():
+        if self._may_be_paused and not self.has_died():
             with suppress(EngineError, DeadlineError):
                 self.client.call("/continue_generation", {}, timeout_s=_LEAVE_S)
+        self._may_be_paused = False
         self.client.close()
 
     # -- comparison ------------------------------------------------------------------------------
