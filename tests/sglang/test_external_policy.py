@@ -15,9 +15,11 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from hybridrl.config.load import load_config
+from hybridrl.main import compose
 from hybridrl.run.launch import run
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from tests.end_to_end.small import SMALL, VARIED, read_metrics, small_config
+from tests.end_to_end.small import SMALL, VARIED, read_metrics
 from tests.serving.elsewhere import files_with
 from tests.sglang.strangers import server_of
 from tests.sglang.test_external import started_by_others
@@ -49,11 +51,14 @@ def elsewhere(*urls: str) -> tuple[str, ...]:
 
 
 def trained(folder: Path, policy: Path, url: str, *overrides: str) -> list[dict[str, float]]:
-    config = small_config(
-        folder,
-        *("model=hf_folder", f"model.path={policy}", VARIED, "eval.every_num_steps=0"),
-        *elsewhere(f"'{url}'"),
-        *overrides,
+    small = [each for each in SMALL if not each.startswith("model.")]
+    config = load_config(
+        compose(
+            [
+                *(*small, f"trainer.run_dir={folder}", VARIED, "eval.every_num_steps=0"),
+                *("model=hf_folder", f"model.path={policy}", *elsewhere(f"'{url}'"), *overrides),
+            ]
+        )
     )
     run(config, resolved_yaml=str(config))
     return read_metrics(folder)

@@ -90,7 +90,7 @@ def check_external_policy_is_sglang(config: ExperimentConfig) -> Iterator[Config
         yield ConfigError(
             "rollout.engine_args",
             dict(rollout.engine_args),
-            "would be ignored: the servers run already; whoever starts them gives them arguments",
+            "would be ignored: the servers run already; type them where these are started",
             remedies=[reset],
             fix=instruction(reset),
         )

@@ -1,4 +1,4 @@
-"""The control calls that a rollout engine makes to one SGLang server, whoever started it.
+"""The control calls that a rollout engine makes to one SGLang server, started here or elsewhere.
 
 The life cycle decides when a call is legal. This file holds the form of each call, its time limit,
 and the text of a refusal.

@@ -65,7 +65,7 @@ class ServerQuestions:
         return answer
 
     def advice(self, error: Exception) -> str:
-        """Say what to do after a question without an answer."""
+        """Return a remedy for a question without an answer."""
         key = f"{self._expected.key}.key_variable"
         if isinstance(error, ServerError) and error.status in REFUSED:
             if self._has_key:
