@@ -90,7 +90,7 @@ class LifeCycle:
             observe: called with a stage's name; wraps the stage to time and trace it.
             stays: engines on devices of their own. They serve on while others sleep, and stop only
                 to take weights.
-            may_miss: engines that the others need not wait for while they are BROKEN: nobody here can
+            may_miss: engines that the others do not wait for while they are BROKEN: other people
                 start them. They are restarted by ``recover``, or when no other engine is left.
         """
         self._engines = engines
