@@ -302,12 +302,13 @@ def _rehearse(config: ExperimentConfig) -> Iterator[str]:
     """Let the packages of a run check its configuration; yields lines for the user."""
     if config.megatron_worlds:  # only then: the rehearsal imports torch
         yield from import_module(_MEGATRON_REHEARSAL).rehearse_megatron(config)
-    if config.rollout.engine == "sglang":
+    groups = list(rehearsed_configs(config)) if config.has_servers else []
+    if config.rollout.engine == "sglang" and (groups or not config.has_servers):
         sys.stderr.write("asking SGLang about its arguments, some 10 s ...\n")
         if not config.has_servers:
             yield f"SGLang: {rehearse_server(config)}"
             return
-        for group, of_engine in rehearsed_configs(config):
+        for group, of_engine in groups:
             keys = {name: f"{group.key}.engine_args.{name}" for name in group.config.engine_args}
             yield f"SGLang, {group.key}: {rehearse_server(of_engine, keys=keys)}"
 

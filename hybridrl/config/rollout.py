@@ -113,8 +113,8 @@ class RolloutConfig:
     verify_weights: Literal["never", "first", "always"]
     """Compare the weights of an engine, tensor by tensor, with the same weights loaded from files:
     ``first`` after its first sync since it started, ``always`` after each sync. Costs a copy of the
-    model, in ``dtype``, in the temporary folder of each node with such an engine. Servers that run
-    elsewhere are compared with each other at the start, with ``always``."""
+    model, in ``dtype``, in the temporary folder of each node with such an engine. Servers of a
+    frozen model that run elsewhere are compared with each other at the start, with ``always``."""
 
     canary_every_steps: CountOrZero
     """Steps between canaries. In a canary step the policy update compares the engine's log-probs of

@@ -350,7 +350,7 @@ def test_a_server_that_is_back_within_a_call_answers(folder: Path) -> None:
 def test_other_weights_during_a_call_end_it(folder: Path) -> None:
     with elsewhere() as server, started(folder, server.url) as model:
         server.info["weight_version"] = "8"
-        with pytest.raises(DriftError, match="version 8, and this run knows it with default"):
+        with pytest.raises(DriftError, match="version 8, and this run expects default"):
             model.ask(CONTEXTS, PARAMS, timeout_s=20)
 
 

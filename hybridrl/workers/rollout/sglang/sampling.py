@@ -331,7 +331,7 @@ class ServerSampler(Sampler):
         if version != expected:
             known = f"the policy is at {number}"
             if expected != number:
-                known = f"this run knows it with {expected}"
+                known = f"this run expects {expected}"
             raise DriftError(
                 f"a response was sampled by weights of version {version}, and {known}; "
                 f"somebody else updates this server ({engine.url})"
