@@ -148,8 +148,8 @@ class EngineProcess:
 
     async def end(self) -> None:
         """End the own requests, and leave the server to others; for one that others run."""
-        self._requests.close()
-        if self._engine is not None:
+        if self._engine is not None:  # else nothing was asked of the server
+            self._requests.close()
             await asyncio.to_thread(self._engine.shutdown)
 
     async def signal(self, number: int) -> None:
