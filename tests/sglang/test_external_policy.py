@@ -21,6 +21,7 @@ from hybridrl.run.launch import run
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.end_to_end.small import SMALL, VARIED, read_metrics
 from tests.serving.elsewhere import files_with
+from tests.serving.test_frozen import with_tokenizer
 from tests.sglang.strangers import server_of
 from tests.sglang.test_external import started_by_others
 from tests.sglang.test_run import run_command
@@ -111,7 +112,7 @@ def test_a_run_goes_on_while_one_of_two_servers_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENGINE_KEY", KEY)
-    model = make_tiny_model(tmp_path / "policy", vocab_size=260, num_layers=1)
+    model = with_tokenizer(make_tiny_model(tmp_path / "policy", vocab_size=260, num_layers=1))
     with ExitStack() as opened, ExitStack() as killed, ThreadPoolExecutor(1) as thread:
         staying = opened.enter_context(started_by_others(model, KEY))
         going = killed.enter_context(started_by_others(model, KEY))
