@@ -112,7 +112,7 @@ def test_a_run_goes_on_while_one_of_two_servers_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENGINE_KEY", KEY)
-    model = with_tokenizer(make_tiny_model(tmp_path / "policy", vocab_size=260, num_layers=1))
+    model = with_tokenizer(make_tiny_model(tmp_path / "policy", vocab_size=512, num_layers=1))
     with ExitStack() as opened, ExitStack() as killed, ThreadPoolExecutor(1) as thread:
         staying = opened.enter_context(started_by_others(model, KEY))
         going = killed.enter_context(started_by_others(model, KEY))
