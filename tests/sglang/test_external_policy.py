@@ -28,7 +28,7 @@ from tests.sglang.test_run import run_command
 from tests.tiny_models import make_tiny_model
 
 KEY = "a-secret-of-the-engines"
-NUM_STEPS = 8
+NUM_STEPS = 30
 TIMEOUT_S = 500
 
 
