@@ -236,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=256)
     parser.add_argument("--slots", type=int, default=256)
-    parser.add_argument("--waits", type=float, nargs="+", default=[0.01, 0.1, 0.3, 1.0])
+    parser.add_argument("--waits", type=float, nargs="+", default=[0.01, 0.1, 1.0])
     parser.add_argument("--scales", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

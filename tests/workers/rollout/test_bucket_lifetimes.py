@@ -34,7 +34,7 @@ TRANSPORTS = {
     "shared by two ranks": lambda: _shared(2),
     "disk": lambda: DiskTransport(is_sender=True, dtype=torch.float32),
     "broadcast": lambda: BroadcastTransport(
-        device=CPU, is_sender=True, num_ranks=1, timeout_s=5.0, join=_never, dtype=torch.float32
+        device=CPU, is_sender=True, timeout_s=5.0, join=_never, dtype=torch.float32
     ),
 }
 
