@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -40,6 +41,16 @@ def chunk_of(number: int) -> Chunk:
     return [RawRow(row, "s", f"f:{number}.{at}") for at, row in enumerate(rows)]
 
 
+def running_children() -> set[psutil.Process]:
+    """Processes below this one, without those that an earlier test left to be reaped."""
+    processes = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                processes.add(process)
+    return processes
+
+
 def test_processes_encode_as_one_does_and_end_with_the_pool() -> None:
     def chunks(pool: EncoderPool) -> Iterator[Chunk]:
         yield chunk_of(0)
@@ -47,12 +58,12 @@ def test_processes_encode_as_one_does_and_end_with_the_pool() -> None:
         yield from map(chunk_of, range(1, 30))
 
     expected = [ENCODER(chunk_of(number)) for number in range(30)]
-    already = set(psutil.Process().children(recursive=True))
+    already = running_children()
     with EncoderPool(ENCODER, num_processes=2) as pool:
         assert list(pool.map(chunks(pool))) == expected
         # A guard each, and the process below it.
-        wait_until(lambda: len(set(psutil.Process().children(recursive=True)) - already) == 4)
-        below = set(psutil.Process().children(recursive=True)) - already
+        wait_until(lambda: len(running_children() - already) == 4)
+        below = running_children() - already
         chat = [Row((), "a", "s", "f:99")]
         with pytest.raises(DataError, match=r"f:99: .*data\.use_chat_template=false"):
             list(pool.map([chat]))
