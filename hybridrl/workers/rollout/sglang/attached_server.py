@@ -10,12 +10,8 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 from urllib.parse import urlsplit
-
-import aiohttp
 
 from hybridrl.config.rollout import FLUSH_TIMEOUT_S
 from hybridrl.errors import (
@@ -57,36 +53,6 @@ _LEAVE_S = 5.0
 _FROM_DISK = "/update_weights_from_disk"
 
 
-class WatchedClient(ServerClient):
-    """Counts how often in a row the server could not be reached."""
-
-    num_lost = 0
-
-    async def request(
-        self,
-        path: str,
-        body: Body | None = None,
-        *,
-        timeout_s: float,
-        method: str = "POST",
-        session: aiohttp.ClientSession | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Any:  # noqa: ANN401 - JSON
-        """Do one call; see ``Endpoint.request``."""
-        try:
-            answer = await super().request(
-                path, body, timeout_s=timeout_s, method=method, session=session, headers=headers
-            )
-        except ConnectionLostError:
-            self.num_lost += 1
-            raise
-        except ServerError:
-            self.num_lost = 0
-            raise
-        self.num_lost = 0
-        return answer
-
-
 class AttachedServer(ServerCalls):
     """A server elsewhere while this process uses it."""
 
@@ -104,7 +70,7 @@ class AttachedServer(ServerCalls):
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
         self._timeout_s = spec.rollout.stage_timeout_s
         self._may_be_paused = False
-        self.client: WatchedClient = WatchedClient(
+        self.client = ServerClient(
             elsewhere.url.rstrip("/"),
             name=f"SGLang at {elsewhere.url}",
             require_alive=assume_alive,

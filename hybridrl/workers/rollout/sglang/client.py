@@ -65,6 +65,8 @@ class Endpoint:
         self._name = name
         self._require_alive = require_alive
         self._session: aiohttp.ClientSession | None = None
+        self.num_lost = 0
+        """Connections that were lost in a row."""
 
     async def request(
         self,
@@ -93,6 +95,7 @@ class Endpoint:
                 allow_redirects=False,  # the key is for this server
             ) as answer:
                 text = self._without_key(await answer.text())
+            self.num_lost = 0
         except TimeoutError as error:
             self._require_alive(path)
             raise DeadlineError(
@@ -100,6 +103,7 @@ class Endpoint:
             ) from error
         except _NOT_SENT as error:
             self._require_alive(path)
+            self.num_lost += 1
             raise ConnectionLostError(f"{path}: {self._name} did not answer: {error}") from error
         except _NO_HTTP as error:
             raise EngineError(
