@@ -284,6 +284,16 @@ def test_engines_that_live_serve_while_a_dead_one_is_replaced() -> None:
     assert names_since(rig, first)[:4] == ["restart", "start", "pause", "drain"]
 
 
+def test_an_update_does_not_go_on_without_an_own_engine() -> None:
+    rig = started(plan_of(("regular", 2)))
+    rig.newest[1].kill()
+    rig.journal.fail(1, "restart")
+    with pytest.raises(StageError, match="restart failed on engine 1: InjectedFault"):
+        rig.update(1)
+    rig.update(1)
+    rig.check_served(1)
+
+
 @pytest.mark.shows("4.12", "4.15")
 def test_within_a_phase_a_lost_engine_is_replaced_and_others_asked_nothing() -> None:
     rig = started(plan_of(("regular", 2), ("regular", 2)))
@@ -349,7 +359,8 @@ def test_an_update_goes_on_without_a_lost_server_of_others() -> None:
         assert rig.newest[2].loads[-1][1] == version
     assert "restart" not in names_since(rig, first)  # the others do not wait for it
     assert len(rig.launched) == 3
-    assert rig.server.take_metrics()["rollout/lost_engines"] == Sum(1)
+    counts = rig.server.take_metrics()
+    assert counts == {"rollout/lost_engines": Sum(1), "rollout/replaced_engines": Sum(0)}
     assert rig.recover() == {1: True}
     rig.check_served(2)
     rig.check_stages()
