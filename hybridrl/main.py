@@ -238,7 +238,7 @@ def _refusals_of_job(composed: DictConfig, overrides: Sequence[str]) -> list[Con
         fix = "leave it out, or set hydra.sweep.dir=FOLDER"
         return [ConfigError("trainer.run_dir", composed.trainer.run_dir, rule, fix)]
     try:
-        load_config(_as_mapping(composed))
+        load_config(resolved(composed))
     except ConfigErrors as errors:
         return list(errors.violations)
     return list(find_unread_keys(composed.mode, overrides))
@@ -273,7 +273,7 @@ def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
 
 
 def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
-    config = load_config(_as_mapping(composed))
+    config = load_config(resolved(composed))
     if unread := list(find_unread_keys(config.mode, command)):
         raise ConfigErrors(unread)
     starts_nothing = config.mode in _STARTS_NOTHING
@@ -321,9 +321,14 @@ def compose(overrides: Sequence[str]) -> Mapping[str, object]:
         ConfigError: an interpolation cannot be resolved.
         YAMLError: a file is not YAML.
     """
+    return resolved(compose_unresolved(overrides))
+
+
+def compose_unresolved(overrides: Sequence[str]) -> DictConfig:
+    """Compose as `compose`, with each ``${...}`` as it stands in the files."""
     _register_sources()
     with hydra.initialize_config_dir(_CONFIG_DIR, version_base="1.3"):
-        return _as_mapping(hydra.compose("config", with_free_keys_added(overrides)))
+        return hydra.compose("config", with_free_keys_added(overrides))
 
 
 def with_free_keys_added(overrides: Sequence[str]) -> list[str]:
@@ -332,7 +337,12 @@ def with_free_keys_added(overrides: Sequence[str]) -> list[str]:
     return [f"++{override}" if override.startswith(free) else override for override in overrides]
 
 
-def _as_mapping(composed: DictConfig) -> Mapping[str, object]:
+def resolved(composed: DictConfig) -> Mapping[str, object]:
+    """Return the values of a composed configuration.
+
+    Raises:
+        ConfigErrors: a value is too long, or an interpolation cannot be resolved.
+    """
     check_lengths(cast("Mapping[str, object]", OmegaConf.to_container(composed)))
     try:
         OmegaConf.resolve(composed)  # so that the run folder's time is read once

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -65,10 +64,16 @@ def put(values: Values, key: str, value: object) -> None:
         section[name] = value
 
 
+# A quarter of the values for each key, another one for the next key; the others nightly.
+QUARTERS = [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2, 3))]
+
+
 @pytest.mark.timeout(DEADLINE_S)
-@pytest.mark.parametrize(("key", "scene"), list(zip(KEYS, cycle(SCENES), strict=False)))
-def test_no_value_of_a_key_ends_a_check_in_a_traceback(key: str, scene: tuple[str, ...]) -> None:
-    for value in EXTREMES:
+@pytest.mark.parametrize("number", range(len(KEYS)), ids=KEYS)
+@pytest.mark.parametrize("quarter", QUARTERS)
+def test_no_value_of_a_key_ends_a_check_in_a_traceback(number: int, quarter: int) -> None:
+    key, scene = KEYS[number], SCENES[number % len(SCENES)]
+    for value in EXTREMES[(number + quarter) % len(QUARTERS) :: len(QUARTERS)]:
         values = values_of(*scene)
         put(values, key, value)
         for violation in check(values):

@@ -6,13 +6,12 @@ from functools import cache
 from typing import Any, cast
 
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
-from hybridrl.main import compose, with_free_keys_added
+from hybridrl.main import compose
+from tests.composing import apply
 
 Values = dict[str, Any]
 
@@ -61,8 +60,7 @@ def with_overrides(values: Values, overrides: Sequence[str]) -> Values:
         else:
             config = OmegaConf.create(changed)
             OmegaConf.set_struct(config, True)
-            parsed = OverridesParser.create().parse_overrides(with_free_keys_added([override]))
-            ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
+            apply([override], config)
             changed = cast(Values, OmegaConf.to_container(config, resolve=True))
     return changed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
-from hybridrl.main import compose
+from tests.composing import composed
 
 SMALL = (
     "model.starter.hidden_size=32",
@@ -44,7 +44,7 @@ def small_overrides(folder: Path, *overrides: str) -> list[str]:
 
 
 def small_config(folder: Path, *overrides: str) -> ExperimentConfig:
-    return load_config(compose(small_overrides(folder, *overrides)))
+    return load_config(composed(f"trainer.run_dir={folder}", *overrides, base=SMALL))
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

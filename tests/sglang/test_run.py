@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
@@ -78,35 +75,6 @@ def test_two_servers_behind_a_router_agree_with_the_trainer(
     for line in steps:
         assert line["rollout/routed_requests"] > 0
         assert line["time/routed_request_s"] > 0
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(TIMEOUT_S + 20)
-@pytest.mark.shows("4.22")
-def test_a_run_goes_on_when_its_router_is_killed(tmp_path: Path) -> None:
-    small = [override for override in SMALL if override.startswith("model.")]
-    has_ended = threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        killing = thread.submit(kill_routers, tmp_path, has_ended)
-        try:
-            lines = run_on_sglang(tmp_path, "serving=own", *small, num_steps=8)
-        finally:
-            has_ended.set()
-    assert killing.result() > 0
-    restarts = sum(line.get("rollout/router_restarts", 0.0) for line in lines)
-    assert 0 < restarts <= killing.result()  # a kill at the end of the run needs no restart
-    assert sum(line.get("rollout/lost_engines", 0.0) for line in lines) == 0
-
-
-def kill_routers(folder: Path, has_ended: threading.Event) -> int:
-    """Kill the router of a run some seconds after it has started, up to three times."""
-    num_kills = 0
-    while num_kills < 3 and not has_ended.wait(0.2):
-        for process in processes_of(folder, "sglang::router"):
-            if not has_ended.wait(random.uniform(20.0, 30.0)):
-                process.kill()
-                num_kills += 1
-    return num_kills
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)

@@ -19,10 +19,12 @@ _SET_UP = Path(__file__).with_name("set_up.py")
 
 
 class _Parameters(parameter.RayParams):
-    """Ray's own, but another program sets a worker up."""
+    """Ray's own, but another program sets a worker up, and nobody watches logs or scales."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, setup_worker_path=str(_SET_UP), **kwargs)
+        self.include_log_monitor = False  # it reads each log of a session twice a second
+        self.no_monitor = True
 
 
 @contextlib.contextmanager
