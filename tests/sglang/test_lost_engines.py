@@ -1,4 +1,4 @@
-"""Whole runs on SGLang, in which servers, their router or their manager are killed again and again."""
+"""Whole runs on SGLang, in which servers, their router or their manager are killed repeatedly."""
 
 from __future__ import annotations
 
