@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 
@@ -14,6 +16,11 @@ NOISE = 20 * MIB
 
 def hold(num_bytes: int, *, device: torch.device = CPU) -> torch.Tensor:
     return torch.ones(num_bytes, dtype=torch.uint8, device=device)
+
+
+def hold_pages(num_bytes: int) -> torch.Tensor:
+    """Memory of the kernel alone: malloc may answer from what earlier tests freed, or keep it."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).fill_(1)
 
 
 def peaks(metrics: Metrics) -> dict[str, float]:
@@ -35,7 +42,7 @@ def test_a_peak_is_seen_by_its_scope_and_those_around_it_alone() -> None:
             pass
         with meter("outer"):
             with meter("inner"):
-                hold(BLOCK)
+                hold_pages(BLOCK)
             with meter("later"):
                 pass
         with meter("after"):
@@ -48,7 +55,7 @@ def test_a_peak_is_seen_by_its_scope_and_those_around_it_alone() -> None:
 
 def test_what_stays_is_counted_in_every_later_scope() -> None:
     meter = PeakMeter(CPU)
-    kept = hold(BLOCK)
+    kept = hold_pages(BLOCK)
     with meter("later"):
         pass
     assert peaks(meter.take_metrics())["later"] > BLOCK - MIB
@@ -59,14 +66,14 @@ def test_of_two_scopes_of_one_name_the_larger_peak_counts() -> None:
     meter = PeakMeter(CPU)
     for num_bytes in (2 * BLOCK, BLOCK):
         with meter("twice"):
-            hold(num_bytes)
+            hold_pages(num_bytes)
     assert peaks(meter.take_metrics())["twice"] > 2 * BLOCK - MIB
 
 
 def test_a_scope_that_raises_is_closed_and_measured() -> None:
     meter = PeakMeter(CPU)
     with pytest.raises(ValueError, match="on purpose"), meter("outer"), meter("inner"):
-        hold(BLOCK)
+        hold_pages(BLOCK)
         raise ValueError("on purpose")
     with meter("next"):
         pass
