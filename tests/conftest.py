@@ -19,6 +19,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     ONEDNN_PRIMITIVE_CACHE_CAPACITY="32",
     LRU_CACHE_CAPACITY="32",
+    REPORTER_UPDATE_INTERVAL_MS="3600000",  # of Ray: no dashboard reads what it reports
 )
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

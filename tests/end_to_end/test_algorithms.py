@@ -18,6 +18,12 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 FOLDER = Path(hybridrl.__file__).parents[1] / "hydra_configs/algorithm"
 ALGORITHMS = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+# One for each part that a step may have: a critic, a critic by turns, a greedy baseline, a teacher,
+# groups sampled again, weights of the sampler, covariances, several rewards, a token baseline.
+BY_DAY = {
+    *("grpo", "ppo", "turn_ppo", "remax", "distillation", "dapo", "bypass_pg_is", "clip_cov"),
+    *("gdpo", "optimal_token_baseline"),
+}
 OWN = """
 from typing import Annotated
 
@@ -40,7 +46,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path
     return folder / "hf"
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly)
+        for name in ALGORITHMS
+    ],
+)
 def test_an_algorithm_takes_its_steps(name: str, tmp_path: Path, teacher: Path) -> None:
     given = [f"algorithm.teacher_path={teacher}"] if name == "distillation" else []
     steps = _train(tmp_path / "run", f"algorithm={name}", *given)

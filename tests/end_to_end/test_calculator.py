@@ -50,6 +50,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path
     return _run(tmp_path_factory.mktemp("learned") / "run", *LEARNING)
 
 
+@pytest.mark.nightly
 def test_a_small_model_learns_to_call_its_tool(learned: Path) -> None:
     before, *steps = read_metrics(learned)
 
@@ -58,6 +59,7 @@ def test_a_small_model_learns_to_call_its_tool(learned: Path) -> None:
     assert max(step["policy/sampler_mismatch_nats/max"] for step in steps) < 1e-4
 
 
+@pytest.mark.nightly
 def test_evaluation_holds_conversations_with_tools(learned: Path, tmp_path: Path) -> None:
     source = f"eval.checkpoint={learned}"
     with_tool = _run(tmp_path / "with", *LEARNING, "mode=eval", source)

@@ -18,9 +18,8 @@ from tests.waiting import wait_until
 _NOBODY = "127.0.0.1:9"
 
 
-def test_a_sweep_runs_every_job_compares_them_and_names_the_one_that_failed(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.nightly
+def test_a_sweep_compares_its_jobs_and_names_those_that_failed(tmp_path: Path) -> None:
     done = _multirun(tmp_path, f"cluster.ray_address={_NOBODY},null", "trainer.num_steps=2")
     assert done.returncode == 1, done.stdout + done.stderr
     (sweep,) = (tmp_path / "sweeps").iterdir()
@@ -39,6 +38,16 @@ def test_a_sweep_runs_every_job_compares_them_and_names_the_one_that_failed(
     assert "1 of 2 runs failed" in table
     assert table.rstrip() in done.stdout
     assert (good / "config.yaml").is_file()
+
+
+def test_a_job_of_a_sweep_that_failed_is_named(tmp_path: Path) -> None:
+    done = _multirun(tmp_path, f"cluster.ray_address={_NOBODY}", "seed=5")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (sweep,) = (tmp_path / "sweeps").iterdir()
+    [entry] = json.loads((sweep / "sweep.json").read_text())["runs"]
+    assert (entry["status"], entry["num_steps"]) == ("failed", 0)
+    assert f"no Ray cluster answers at cluster.ray_address={_NOBODY}" in entry["error"]
+    assert (sweep / "sweep.md").read_text().rstrip() in done.stdout
 
 
 def test_a_mistake_in_any_job_is_told_before_the_first_begins(tmp_path: Path) -> None:

@@ -21,11 +21,17 @@ from hybridrl.run.workers import start_group
 from hybridrl.single_controller import RayClassWithInitArgs
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 from tests.single_controller.workers import Scaler
+from tests.warm_workers.forking import workers_forked
 
 _NUM_NODES, _NUM_CPUS = 3, 3  # so that all three entries of a pool of 3 x 1 would fit on one node
 
 
 def main(folder: Path, *, trains: bool) -> None:
+    with workers_forked(folder):
+        _watch(folder, trains=trains)
+
+
+def _watch(folder: Path, *, trains: bool) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": _NUM_CPUS})
     try:
         for _ in range(_NUM_NODES - 1):
@@ -39,8 +45,8 @@ def main(folder: Path, *, trains: bool) -> None:
             print(json.dumps(seen))
             return
         seen = {
-            "3 x 1": _places(folder, num_ranks_per_node=1),
-            "3 x 2": _places(folder, num_ranks_per_node=2),
+            "3 x 1": _places(folder, num_ranks_per_node=1, num_threads=3),  # raylets have 1
+            "3 x 2": _places(folder, num_ranks_per_node=2, num_threads=1),
             "too many nodes": _refusal(folder, num_nodes=4, num_ranks_per_node=1),
             "too many ranks": _refusal(folder, num_nodes=1, num_ranks_per_node=4),
             "busy": _refusal_while_busy(folder),
@@ -51,13 +57,13 @@ def main(folder: Path, *, trains: bool) -> None:
         cluster.shutdown()
 
 
-def _places(folder: Path, *, num_ranks_per_node: int) -> dict[str, Any]:
+def _places(folder: Path, *, num_ranks_per_node: int, num_threads: int) -> dict[str, Any]:
     config = replace(
-        small_config(folder).cluster,
+        small_config(folder / "run").cluster,
         ray_address="auto",
         num_nodes=_NUM_NODES,
         num_ranks_per_node=num_ranks_per_node,
-        num_threads_per_rank=3,  # raylets, which ranks inherit from, have 1
+        num_threads_per_rank=num_threads,
     )
     with start_group(config, RayClassWithInitArgs(Scaler)) as group:
         places = group.describe()
@@ -75,7 +81,7 @@ def _places(folder: Path, *, num_ranks_per_node: int) -> dict[str, Any]:
 
 def _refusal(folder: Path, *, num_nodes: int, num_ranks_per_node: int) -> str:
     config = replace(
-        small_config(folder).cluster,
+        small_config(folder / "run").cluster,
         ray_address="auto",
         num_nodes=num_nodes,
         num_ranks_per_node=num_ranks_per_node,
