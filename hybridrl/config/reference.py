@@ -17,12 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-import yaml
-
 from hybridrl.config.checks.violations import Rule, rules_of
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
 from hybridrl.config.limits import Within
 from hybridrl.config.load import known_keys
+from hybridrl.config.yaml_text import read_yaml
 
 _DOTTED = re.compile(r"(?:[a-z_]+|\*)(?:\.[a-z_0-9]+)+")
 _BY_DEVICE = "bfloat16 on cuda, float32 on cpu"
@@ -250,7 +249,7 @@ def _read_choice(file: Path) -> dict[str, object]:
 
 
 def _read_yaml(file: Path) -> dict[str, object]:
-    return cast("dict[str, object]", yaml.safe_load(file.read_text(encoding="utf-8")))
+    return read_yaml(file.read_text(encoding="utf-8"))
 
 
 def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:

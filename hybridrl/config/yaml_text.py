@@ -1,6 +1,8 @@
-"""Size limits of a YAML file: a short one can expand to more than any memory holds."""
+"""YAML: how it is read, and limits of a file's size, as a short one may expand without end."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import yaml
 
@@ -12,6 +14,15 @@ _TOO_DEEP = f"it is nested more than {_MOST_DEPTH} deep"
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The first is ten times as fast; builds of PyYAML without libyaml lack it."""
+
+
+def read_yaml(text: str) -> dict[str, object]:
+    """Return the mapping of a text that this program wrote; an empty text has an empty one.
+
+    Raises:
+        YAMLError: the text is not YAML.
+    """
+    return cast("dict[str, object]", yaml.load(text, Loader=_LOADER) or {})
 
 
 def flaw_of_yaml(data: bytes) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from hybridrl.config.spelling import flatten
+from hybridrl.config.yaml_text import read_yaml
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel the folder lies inside the package, in a checkout beside it.
@@ -74,7 +75,7 @@ def read_defaults() -> Settings:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}

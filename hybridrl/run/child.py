@@ -20,6 +20,7 @@ from hybridrl import env
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
+from hybridrl.config.yaml_text import read_yaml
 from hybridrl.diagnostics.processes import kill_session
 from hybridrl.errors import ConfigErrors, HybridRLError
 from hybridrl.json_text import to_json_text
@@ -80,7 +81,7 @@ def main(file: Path) -> int:
     """Run the configuration in ``file``; returns the exit status."""
     text = file.read_text(encoding="utf-8")
     try:
-        import_module(_LAUNCH).run(load_config(yaml.safe_load(text)), resolved_yaml=text)
+        import_module(_LAUNCH).run(load_config(read_yaml(text)), resolved_yaml=text)
     except HybridRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2 if isinstance(error, ConfigErrors) else 1

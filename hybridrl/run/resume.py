@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import yaml
-
 from hybridrl.checkpoint.fingerprint import (
     check_fingerprints,
     check_recipe,
@@ -20,6 +18,7 @@ from hybridrl.checkpoint.manifest import RunFingerprint, RunState
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
+from hybridrl.config.yaml_text import read_yaml
 from hybridrl.data.sampler import describe_change
 from hybridrl.data.sampler_state import SamplerState
 from hybridrl.errors import DataError, RunFolderError
@@ -70,7 +69,7 @@ def should_resume(config: ExperimentConfig) -> bool:
         saved = checkpoint.manifest.origin.recipe
         check_recipe(saved, recipe_of(config), where=folder, accept=accept)
         return True
-    begun, _ = read_config(yaml.safe_load(former.read_text(encoding="utf-8")) or {})
+    begun, _ = read_config(read_yaml(former.read_text(encoding="utf-8")))
     if begun is None or not begun.checkpoint.every_num_steps:
         raise RunFolderError(
             f"run folder {folder} holds a run without checkpoints, which cannot be resumed; set "

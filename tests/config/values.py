@@ -58,10 +58,12 @@ def with_overrides(values: Values, overrides: Sequence[str]) -> Values:
         if _is_choice(values, override):
             _replace(changed, override)
         else:
-            config = OmegaConf.create(changed)
+            section = override.lstrip("+~").partition("=")[0].partition(".")[0]
+            config = OmegaConf.create({k: v for k, v in changed.items() if k == section})
             OmegaConf.set_struct(config, True)
             apply([override], config)
-            changed = cast(Values, OmegaConf.to_container(config, resolve=True))
+            changed.pop(section, None)
+            changed |= cast(Values, OmegaConf.to_container(config, resolve=True))
     return changed
 
 
