@@ -16,8 +16,9 @@ from tests.end_to_end.small import read_metrics, small_overrides
 from tests.waiting import wait_until
 
 
+@pytest.mark.nightly  # by day test_sweep.py has a job with such an address
 @pytest.mark.shows("R11.3")
-@pytest.mark.parametrize("prefix", ["", pytest.param("ray://", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("prefix", ["", "ray://"])
 def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path, prefix: str) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound, and not listening

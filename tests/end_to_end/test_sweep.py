@@ -40,13 +40,16 @@ def test_a_sweep_compares_its_jobs_and_names_those_that_failed(tmp_path: Path) -
     assert (good / "config.yaml").is_file()
 
 
+@pytest.mark.shows("R11.3")
 def test_a_job_of_a_sweep_that_failed_is_named(tmp_path: Path) -> None:
     done = _multirun(tmp_path, f"cluster.ray_address={_NOBODY}", "seed=5")
     assert done.returncode == 1, done.stdout + done.stderr
     (sweep,) = (tmp_path / "sweeps").iterdir()
     [entry] = json.loads((sweep / "sweep.json").read_text())["runs"]
     assert (entry["status"], entry["num_steps"]) == ("failed", 0)
-    assert f"no Ray cluster answers at cluster.ray_address={_NOBODY}" in entry["error"]
+    address = f"cluster.ray_address={_NOBODY}: nothing listens at {_NOBODY}"
+    assert f"ResourceError: no Ray cluster answers at {address}" in entry["error"]
+    assert "cluster.ray_address=null" in entry["error"]
     assert (sweep / "sweep.md").read_text().rstrip() in done.stdout
 
 
