@@ -54,16 +54,20 @@ def expected(folder: Path) -> Sequence[Sample]:
     return engine.run(single_turn(PROMPTS, SAMPLING))
 
 
-@pytest.fixture(scope="module")
-def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def changed_model(model: Path, folder: Path) -> Path:
     """The same model with other weights."""
-    folder = tmp_path_factory.mktemp("other")
+    folder.mkdir()
     (folder / "config.json").write_bytes((model / "config.json").read_bytes())
     weights = load_file(model / "model.safetensors")
     save_file(
         {name: 1.5 * tensor for name, tensor in weights.items()}, folder / "model.safetensors"
     )
     return folder
+
+
+@pytest.fixture(scope="module")
+def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return changed_model(model, tmp_path_factory.mktemp("changed") / "other")
 
 
 @pytest.mark.shows("4.1", "4.12", "4.15")
