@@ -108,7 +108,8 @@ def words(modules: list[Module]) -> Iterator[Row]:
     ]
     documented = sum(ast.get_docstring(node) is not None for node in public)
     yield "public names with a docstring", share(documented, len(public)), "90%"
-    tensors = [f for m in modules for f in m.functions if f in public and takes_tensor(f)]
+    functions = [node for node in public if isinstance(node, tree.Function)]
+    tensors = [function for function in functions if takes_tensor(function)]
     yield (
         "of public functions with a Tensor, share that state a shape",
         share(sum(states_shape(function) for function in tensors), len(tensors)),
@@ -213,7 +214,8 @@ def of_tests(source: list[Module], tests: list[Module]) -> Iterator[Row]:
     yield "test lines per line of source", f"{lines[0] / max(1, lines[1]):.2f}", "0.8-1.0"
     functions = [f for m in tests for f in m.functions if f.name.startswith("test_")]
     long = percentile([tree.num_lines(function) for function in functions], 90)
-    parametrized = sum("parametrize" in str(ast.dump(f)) for f in functions)
+    marks = (map(ast.dump, function.decorator_list) for function in functions)
+    parametrized = sum("parametrize" in "".join(of_one) for of_one in marks)
     yield (
         "tests; lines p90; parametrized",
         f"{len(functions)}; {long}; {share(parametrized, len(functions))}",

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
@@ -20,7 +19,7 @@ from omegaconf import OmegaConf
 from hybridrl.config.help_text import help_text
 from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigErrors
-from hybridrl.main import compose
+from tests.composing import composed
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, blocks_of, commands_of
 from tests.planning.models import QWEN3_8B
 
@@ -138,15 +137,10 @@ def _problem_of_run(arguments: Sequence[str]) -> str:
     if "--multirun" in arguments:
         overrides = [override.split(",")[0] for override in overrides]
     try:
-        load_config(_composed(*overrides))
+        load_config(composed(*overrides))
     except ConfigErrors as errors:
         return "; ".join(str(e) for e in errors.violations if not _needs_a_machine(str(e)))
     return ""
-
-
-@cache
-def _composed(*overrides: str) -> Mapping[str, object]:
-    return compose(overrides)
 
 
 def _needs_a_machine(refusal: str) -> bool:
@@ -180,7 +174,7 @@ def test_rows_of_a_page_have_a_prompt_and_an_answer(block: Block) -> None:
 )
 def test_a_recipe_that_a_page_shows_passes_every_check(block: Block, user_folder: Path) -> None:
     write_files(ROOT / block.page, user_folder)
-    values = OmegaConf.merge(OmegaConf.create(dict(compose([]))), OmegaConf.create(block.text))
+    values = OmegaConf.merge(OmegaConf.create(dict(composed())), OmegaConf.create(block.text))
     load_config(cast("Mapping[str, object]", OmegaConf.to_container(values)))
 
 

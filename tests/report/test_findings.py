@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.load import load_config
-from hybridrl.main import compose
 from hybridrl.report.findings import diagnose
 from hybridrl.report.history import History, read_rows
 from hybridrl.report.learning_rules import RULES
 from hybridrl.report.run import Run
 from hybridrl.report.settings import Settings, read_defaults
+from tests.composing import composed
 
 Curve = Callable[[int], float]
 
@@ -195,7 +195,7 @@ def test_a_full_engine_needs_slots_and_an_idle_one_shorter_responses() -> None:
 
 
 def test_every_remedy_can_be_typed_and_changes_something() -> None:
-    now = load_config(compose([]))
+    now = load_config(composed())
     runs = [run_with(**curves) for curves in BAD.values()]
     remedies = {
         o for run in runs for finding in diagnose(run, RULES) for o in finding.overrides(run)
@@ -205,7 +205,7 @@ def test_every_remedy_can_be_typed_and_changes_something() -> None:
     # the default experiment is there already
     unchanged |= {"rollout.dtype=float32", "rollout.sleep=false"}
     for remedy in remedies:
-        config = load_config(compose(remedy.split()))
+        config = load_config(composed(*remedy.split()))
         assert (dataclasses.asdict(config) != dataclasses.asdict(now)) or remedy in unchanged
 
 

@@ -110,29 +110,49 @@ def test_a_reward_file_may_import_its_neighbours(tmp_path: Path) -> None:
     ("body", "reason"),
     [
         ("return [float('nan') if r == 'bad' else 1 for r in responses]", "returned nan"),
-        ("return [math.inf if r == 'bad' else 1 for r in responses]", "returned inf"),
+        pytest.param(
+            "return [math.inf if r == 'bad' else 1 for r in responses]",
+            "returned inf",
+            marks=pytest.mark.nightly,
+        ),
         # Finite in Python, and not in the float32 that advantages are computed in.
         ("return [1e39 if r == 'bad' else 1 for r in responses]", "returned 1e+39, must lie"),
-        ("return [-2e15 if r == 'bad' else 1 for r in responses]", "returned -2e+15, must lie"),
+        pytest.param(
+            "return [-2e15 if r == 'bad' else 1 for r in responses]",
+            "returned -2e+15, must lie",
+            marks=pytest.mark.nightly,
+        ),
         (
             "return [None if r == 'bad' else 1 for r in responses]",
             "returned 'None', must be a number",
         ),
-        ("return ['1' if r == 'bad' else 1 for r in responses]", "must be a number"),
+        pytest.param(
+            "return ['1' if r == 'bad' else 1 for r in responses]",
+            "must be a number",
+            marks=pytest.mark.nightly,
+        ),
         ("return [1 / (r != 'bad') for r in responses]", "raised ZeroDivisionError: division"),
         (
             "return 1.0 if 'bad' in responses else [1] * len(responses)",
             "returned 1.0, must be a list: one number a response",
         ),
-        ("return [1 for r in responses if r != 'bad']", "returned 0 rewards for 1 responses"),
-        ("return None if 'bad' in responses else [1] * len(responses)", "returned None, must be"),
+        pytest.param(
+            "return [1 for r in responses if r != 'bad']",
+            "returned 0 rewards for 1 responses",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "return None if 'bad' in responses else [1] * len(responses)",
+            "returned None, must be",
+            marks=pytest.mark.nightly,
+        ),
         (
             "sys.exit(3) if 'bad' in responses else None\nreturn [1] * len(responses)",
             "SystemExit: 3",
         ),
         ("os._exit(3) if 'bad' in responses else None\nreturn [1] * len(responses)", "exit code 3"),
         (
-            "while 'bad' in responses:\n    pass\nreturn [1] * len(responses)",
+            "time.sleep(600 if 'bad' in responses else 0)\nreturn [1] * len(responses)",
             "took longer than 1 s",
         ),
     ],

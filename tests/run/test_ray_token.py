@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,26 +15,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
-
-
-_START = """
-from hybridrl.config.load import load_config
-from hybridrl.main import compose
-from hybridrl.run.cluster import ray_cluster
-import ray
-with ray_cluster(load_config(compose([])).cluster):
-    assert ray.get(ray.remote(lambda: 7).remote(), timeout=60) == 7
-"""
-
-
-@pytest.mark.shows("R8.2")
-def test_a_ray_started_here_has_a_token_that_nobody_else_can_read(home: Path) -> None:
-    # A process of its own: Ray keeps what it read. No worker imports what ranks need.
-    environment = os.environ | {"HOME": str(home), "RAY_preload_python_modules": "json"}
-    subprocess.run([sys.executable, "-c", _START], env=environment, timeout=120, check=True)
-    token = home / ".ray" / "auth_token"
-    assert len(token.read_text()) == 64
-    assert token.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.shows("R8.2")

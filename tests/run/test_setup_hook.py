@@ -64,7 +64,9 @@ def test_each_process_calls_it_once_before_its_first_worker(
     ("name", "words"),
     [
         ("fail", "it raised LookupError: no kernel here"),
-        ("no_function", "has no_function=3, which is no function"),
+        pytest.param(
+            *("no_function", "has no_function=3, which is no function"), marks=pytest.mark.nightly
+        ),
         ("rememmber", "has no rememmber"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,16 +14,19 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.composing import composed
+from tests.end_to_end.small import SMALL
+
 _PROGRAM = """
-import os, pathlib, signal, subprocess, sys, time
+import json, os, pathlib, signal, subprocess, sys, time
+from hybridrl.config.load import load_config
 from hybridrl.errors import DriverDiedError
 from hybridrl.trainer.interrupt import Interrupt
 from hybridrl.run.supervise import supervise
-from tests.end_to_end.small import small_config
 folder = pathlib.Path(sys.argv[1])
 folder.mkdir()
 try:
-    has_begun = supervise(small_config(folder, *sys.argv[2:]))
+    has_begun = supervise(load_config(json.loads(sys.argv[2])))
 except DriverDiedError as error:
     sys.exit("\\n".join([f"given up: {error}", *error.__notes__]))
 """
@@ -30,7 +34,7 @@ except DriverDiedError as error:
 
 def _run(folder: Path, driver: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", _PROGRAM + driver, str(folder / "run"), *overrides],
+        _command(folder / "run", driver, *overrides),
         capture_output=True,
         text=True,
         timeout=60,
@@ -38,9 +42,14 @@ def _run(folder: Path, driver: str, *overrides: str) -> subprocess.CompletedProc
     )
 
 
+def _command(folder: Path, driver: str, *overrides: str) -> list[str]:
+    values = composed(f"trainer.run_dir={folder}", *overrides, base=SMALL)
+    return [sys.executable, "-c", _PROGRAM + driver, str(folder), json.dumps(values)]
+
+
 @contextmanager
 def _started(folder: Path, driver: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", _PROGRAM + driver, str(folder / "run")]
+    command = _command(folder / "run", driver)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -62,7 +71,13 @@ def test_a_run_starts_without_heavy_imports(module: str, heavy: set[str]) -> Non
 
 
 @pytest.mark.shows("R3.5")
-@pytest.mark.parametrize("death", ["os._exit(1)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "death",
+    [
+        pytest.param("os._exit(1)", marks=pytest.mark.nightly),
+        "os.kill(os.getpid(), 9)",
+    ],
+)
 def test_a_driver_that_dies_is_named_kept_and_started_again(tmp_path: Path, death: str) -> None:
     done = _run(tmp_path, f"print(has_begun, flush=True)\nif not has_begun:\n    {death}")
     assert done.returncode == 0, done.stderr
@@ -120,7 +135,8 @@ interrupt.raise_if_unfinished()
 @pytest.mark.parametrize(
     ("number", "whom"),
     [
-        *((number, "parent") for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
+        *((number, "parent") for number in (signal.SIGTERM, signal.SIGHUP)),
+        pytest.param(signal.SIGINT, "parent", marks=pytest.mark.nightly),
         (signal.SIGINT, "both"),  # as Ctrl-C in a terminal
         pytest.param(signal.SIGTERM, "both", marks=pytest.mark.nightly),
         pytest.param(signal.SIGHUP, "both", marks=pytest.mark.nightly),

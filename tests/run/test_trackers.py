@@ -94,7 +94,11 @@ def test_mlflow_continues_the_same_run_after_a_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tracker", "variables", "remedy"),
     [
-        ("mlflow", {"MLFLOW_TRACKING_URI": "file:///nowhere"}, "set MLFLOW_TRACKING_URI=sqlite:"),
+        pytest.param(
+            *("mlflow", {"MLFLOW_TRACKING_URI": "file:///nowhere"}),
+            "set MLFLOW_TRACKING_URI=sqlite:",
+            marks=pytest.mark.nightly,
+        ),
         ("wandb", {"WANDB_API_KEY": "short", "WANDB_MODE": "online"}, "`wandb login`, set WANDB_"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from tests.workers.rollout.engines import make_prompts, ready_engine, sampling_p
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 PROMPTS = make_prompts([3, 9, 5, 2] * 6)
-SAMPLING = sampling_params(group=4, tokens=100)
+SAMPLING = sampling_params(group=4, tokens=50)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(model: Path, ray_cluster: None) -> Iterator[ManagedServers]:
     config = config_of(
         *("serving=own", "rollout.num_slots=2", "rollout.drain_timeout_s=5"),
-        *("data.max_prompt_tokens=12", "rollout.max_response_tokens=100"),
+        *("data.max_prompt_tokens=12", "rollout.max_response_tokens=50"),
         "data.max_digits=11",
     )
     with start_servers(config, model, variables={}) as started:
@@ -47,8 +48,9 @@ def servers(model: Path, ray_cluster: None) -> Iterator[ManagedServers]:
     wait_until(lambda: not engine_processes())
 
 
+@cache
 def expected(folder: Path) -> Sequence[Sample]:
-    engine = ready_engine(folder, max_context_tokens=112)
+    engine = ready_engine(folder, max_context_tokens=62)
     return engine.run(single_turn(PROMPTS, SAMPLING))
 
 
@@ -61,6 +63,11 @@ def changed_model(model: Path, folder: Path) -> Path:
         {name: 1.5 * tensor for name, tensor in weights.items()}, folder / "model.safetensors"
     )
     return folder
+
+
+@pytest.fixture(scope="module")
+def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return changed_model(model, tmp_path_factory.mktemp("changed") / "other")
 
 
 @pytest.mark.shows("4.1", "4.12", "4.15")
@@ -88,9 +95,8 @@ def test_a_killed_engine_costs_no_sample_and_is_replaced(
 
 
 def test_new_weights_are_sampled_with_and_versions_compared(
-    servers: ManagedServers, model: Path, tmp_path: Path
+    servers: ManagedServers, other: Path
 ) -> None:
-    other = changed_model(model, tmp_path / "other")
     servers.update(other, version=7)
     samples, _ = servers.sample(PROMPTS, SAMPLING, version=7)
     assert tokens_of(samples) == tokens_of(expected(other))
@@ -101,9 +107,8 @@ def test_new_weights_are_sampled_with_and_versions_compared(
 
 @pytest.mark.shows("2.14")
 def test_broadcast_weights_are_bitwise_those_of_the_files(
-    servers: ManagedServers, model: Path, tmp_path: Path
+    servers: ManagedServers, other: Path
 ) -> None:
-    other = changed_model(model, tmp_path / "other")
     sender = WeightBroadcaster(host="127.0.0.1", dtype=torch.float32, timeout_s=60.0)
     try:
         sender.begin()

@@ -70,14 +70,15 @@ def devices_of(engine: EnginePlan, per_node: int) -> list[int]:
 def test_groups_take_the_devices_one_after_the_other(
     serving: ServingConfig, num_shared: int
 ) -> None:
-    free, per_node = list(range(10**6)), serving.num_devices_per_node
+    first_free, per_node = 0, serving.num_devices_per_node
     by_model = {plan.model: plan for plan in plans_of(serving, num_shared)}
     for name, model in serving.models.items():
         groups = by_model[name].groups if model.groups else ()
         for plan, (group_name, group) in zip(groups, model.groups.items(), strict=True):
-            taken, free = free[: group.num_devices], free[group.num_devices :]
+            taken = range(first_free, first_free + group.num_devices)
+            first_free += group.num_devices
             size = group.devices_per_engine
-            engines = [taken[at : at + size] for at in range(0, len(taken), size)]
+            engines = [list(taken[at : at + size]) for at in range(0, len(taken), size)]
             if group.worker_type == "placeholder":
                 engines = []
             assert [devices_of(e, serving.num_devices_per_node) for e in plan.engines] == engines

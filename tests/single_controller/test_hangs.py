@@ -139,7 +139,7 @@ def test_a_fault_while_closing_ends_the_group_all_the_same(
 @pytest.mark.shows("R3.4")
 def test_a_group_can_be_built_anew_at_once_after_each_death() -> None:
     pool = RayResourcePool([2])
-    for round_number in range(3):
+    for round_number in range(2):
         with (
             RayWorkerGroup(pool, RayClassWithInitArgs(Mortal), grace_s=2.0) as ranks,
             pytest.raises(WorkerDiedError, match="rank 1"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hybridrl
-from benchmarks.source_tree import Module, import_cycles, read_modules, swallows
+from benchmarks.source_tree import Module, import_cycles, read_modules, swallows, walk
 
 ROOT = Path(hybridrl.__file__).parents[1]
 MODULES = read_modules(ROOT / "hybridrl", root=ROOT)
@@ -109,7 +109,7 @@ def test_nothing_is_imported_inside_a_function() -> None:
         f"{module.name}:{node.lineno}"
         for module in MODULES
         for function in module.functions
-        for node in ast.walk(function)
+        for node in walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
     assert places == set()

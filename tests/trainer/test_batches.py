@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from random import Random
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged, row_offsets
@@ -62,14 +63,28 @@ def source_of_prompts(num_prompts: int) -> PromptSource:
     return PromptSource(rows, num_prompts=num_prompts, seed=3)
 
 
-@given(
-    num_prompts=st.integers(1, 4),
-    num_ahead=st.integers(1, 3),
-    num_steps=st.integers(1, 8),
-    kills=st.lists(st.integers(0, 8), max_size=4),
-    random=st.randoms(use_true_random=False),
-)
-def test_each_prompt_is_learned_from_once_over_kills(
+DRAWN: dict[str, Any] = {
+    "num_prompts": st.integers(1, 4),
+    "num_ahead": st.integers(1, 3),
+    "num_steps": st.integers(1, 8),
+    "kills": st.lists(st.integers(0, 8), max_size=4),
+    "random": st.randoms(use_true_random=False),
+}
+
+
+@settings(max_examples=25)
+@given(**DRAWN)
+def test_each_prompt_is_learned_from_once_over_kills(**drawn: Any) -> None:
+    learn_over_kills(**drawn)
+
+
+@pytest.mark.nightly
+@given(**DRAWN)
+def test_each_prompt_is_learned_from_once_over_many_kills(**drawn: Any) -> None:
+    learn_over_kills(**drawn)
+
+
+def learn_over_kills(
     num_prompts: int, num_ahead: int, num_steps: int, kills: list[int], random: Random
 ) -> None:
     learned: dict[int, list[int]] = {}

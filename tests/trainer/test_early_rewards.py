@@ -120,13 +120,34 @@ def _same(first: Scores, second: Scores) -> bool:
 WORDS = st.sampled_from(["", "1", "12", "123", "raise", "die", "77"])
 
 
+DRAWN_TEXTS = st.lists(WORDS, min_size=6, max_size=6)
+DRAWN_REPORTS = st.lists(st.tuples(st.integers(0, 8), st.none() | WORDS), max_size=12)
+FIXTURES = [HealthCheck.function_scoped_fixture]
+
+
 @example(texts=["1", "12", "raise", "die", "77", ""], reported=[(row, None) for row in range(6)])
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    texts=st.lists(WORDS, min_size=6, max_size=6),
-    reported=st.lists(st.tuples(st.integers(0, 8), st.none() | WORDS), max_size=12),
-)
+@settings(max_examples=4, suppress_health_check=FIXTURES)
+@given(texts=DRAWN_TEXTS, reported=DRAWN_REPORTS)
 def test_scores_are_those_without_reports(
+    open_reward: Callable[..., TextReward],
+    texts: list[str],
+    reported: list[tuple[int, str | None]],
+) -> None:
+    compare(open_reward, texts, reported)
+
+
+@pytest.mark.nightly
+@settings(max_examples=25, suppress_health_check=FIXTURES)
+@given(texts=DRAWN_TEXTS, reported=DRAWN_REPORTS)
+def test_scores_are_those_without_reports_however_they_come(
+    open_reward: Callable[..., TextReward],
+    texts: list[str],
+    reported: list[tuple[int, str | None]],
+) -> None:
+    compare(open_reward, texts, reported)
+
+
+def compare(
     open_reward: Callable[..., TextReward],
     texts: list[str],
     reported: list[tuple[int, str | None]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,11 +68,27 @@ def _sequences_of(batch: RolloutBatch | TrainBatch, row: int) -> list[list[int]]
     return [part.tolist() for part in batch.token_ids_BL.unbind()[row].split(lengths)]
 
 
-@settings(max_examples=60, deadline=None)
-@given(drawn=trajectories, rewards=st.lists(st.floats(-1, 1, width=32), min_size=8, max_size=8))
+REWARDS = st.lists(st.floats(-1, 1, width=32), min_size=8, max_size=8)
+
+
+@settings(max_examples=15)
+@given(drawn=trajectories, rewards=REWARDS)
 def test_each_sampled_token_gets_the_advantage_of_its_response(
     drawn: list[Drawn], rewards: list[float]
 ) -> None:
+    train_on(drawn, rewards)
+
+
+@pytest.mark.nightly
+@settings(max_examples=60)
+@given(drawn=trajectories, rewards=REWARDS)
+def test_each_sampled_token_of_many_gets_its_advantage(
+    drawn: list[Drawn], rewards: list[float]
+) -> None:
+    train_on(drawn, rewards)
+
+
+def train_on(drawn: list[Drawn], rewards: list[float]) -> None:
     given_B = [_trajectory(number, each) for number, each in enumerate(drawn)]
     samples = [trajectory.to_sample() for trajectory in given_B]
     rollouts = concat_rows(  # as from two ranks
