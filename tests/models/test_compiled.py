@@ -48,7 +48,7 @@ def test_compiled_blocks_use_one_graph_for_all_lengths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # megatron's stand-ins set it
-    folder = make_tiny_model(tmp_path, num_layers=3)
+    folder = make_tiny_model(tmp_path)
     plain, compiled = _build(folder), _build(folder)
     names = [name for name, _ in plain.named_parameters()]
     compile_blocks(compiled.hf, backend="aot_eager")  # no C++ compiler: half a minute
