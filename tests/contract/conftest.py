@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,28 @@ _STEPS_BY_DAY = ("many micro-batches", "a rank without rows")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a layout with ``by_day="steps"``, leave the night all but these optimizer steps."""
+    """Leave the night all that a layout's ``by_day`` does not name."""
+    num_tests: Counter[tuple[Path, str]] = Counter()
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         layout = params.get("ranks")
-        is_step = any(steps in item.name for steps in _STEPS_BY_DAY)
-        if isinstance(layout, Layout) and layout.by_day == "steps" and not is_step:
+        if not isinstance(layout, Layout) or item.get_closest_marker("nightly"):
+            continue
+        steps_by_day = _STEPS_BY_DAY[: layout.dp_size]  # no rank is without rows where all share
+        if any(steps in item.name for steps in steps_by_day):
+            continue
+        is_by_day = layout.by_day == "all"
+        if layout.by_day == "turns":
+            place = num_tests[item.path, layout.name]
+            num_tests[item.path, layout.name] += 1
+            is_by_day = place % 2 == _taking_turns(layout).index(layout.name)
+        if not is_by_day:
             item.add_marker(pytest.mark.nightly)
+
+
+def _taking_turns(layout: Layout) -> list[str]:
+    layouts = ENGINES[layout.engine].layouts
+    return [other.name for other in layouts if other.by_day == "turns"]
 
 
 @pytest.fixture(scope="package")

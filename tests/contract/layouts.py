@@ -17,7 +17,7 @@ from hybridrl.config.lora import ATTENTION_LINEAR
 from tests.megatron.stand_ins import install
 from tests.tiny_models import SPARSE, TRAINED, Family
 
-ByDay = Literal["all", "numbers", "steps", "nothing"]
+ByDay = Literal["all", "turns", "steps", "nothing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,9 @@ class Layout:
     """Of one check on the ranks."""
 
     by_day: ByDay = "all"
-    """Which tests are not nightly: of a cut that others contain, those that compare numbers, or
-    the optimizer steps alone."""
+    """Which tests are not nightly: all; optimizer steps, and of the other tests every second one,
+    by turns with the engine's other layout of that kind; or the steps alone, of a cut that others
+    contain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ def _fsdp2(
 ENGINES: dict[str, EngineUnderTest] = {
     "fsdp2": EngineUnderTest(
         layouts=(
-            _fsdp2("1", num_ranks=1, max_share=1.1, by_day="numbers"),
+            _fsdp2("1", num_ranks=1, max_share=1.1, by_day="steps"),
             _fsdp2("2"),
             _fsdp2("2x2", num_ranks=4, num_replicas=2, by_day="steps"),
             _fsdp2("2x1", num_replicas=2, max_share=1.1, by_day="nothing"),
@@ -153,7 +154,7 @@ ENGINES: dict[str, EngineUnderTest] = {
                 by_day="steps",
             ),
             _fsdp2("prefetch", num_prefetched_blocks=2, by_day="nothing"),
-            _fsdp2("moe", family="qwen3_moe", by_day="numbers"),
+            _fsdp2("moe", family="qwen3_moe", by_day="steps"),
             _fsdp2("moe-1", num_ranks=1, family="qwen2_moe", max_share=1.1, by_day="nothing"),
             # Three experts on two ranks: each has half of every matrix.
             _fsdp2("moe-rows", family="mixtral", sizes={"num_local_experts": 3}, by_day="nothing"),
@@ -171,6 +172,7 @@ ENGINES: dict[str, EngineUnderTest] = {
                 tensor_parallel_size=2,
                 sequence_parallel=True,
                 max_share=0.7,
+                by_day="turns",
             ),
             _megatron("pp2", pipeline_parallel_size=2, by_day="nothing"),
             _megatron(
@@ -178,6 +180,7 @@ ENGINES: dict[str, EngineUnderTest] = {
                 pipeline_parallel_size=2,
                 num_virtual_stages=2,
                 num_layers=4,
+                by_day="turns",
             ),
             _megatron("dp2", dp_size=2, by_day="steps"),
             _megatron("cp2", context_parallel_size=2, by_day="steps"),
@@ -222,9 +225,7 @@ ENGINES: dict[str, EngineUnderTest] = {
                 num_ranks=4,
                 by_day="nothing",
             ),
-            _megatron(
-                "ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe", by_day="numbers"
-            ),
+            _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe", by_day="steps"),
             _megatron(
                 "sp2-ep2",
                 tensor_parallel_size=2,
@@ -246,6 +247,12 @@ ENGINES: dict[str, EngineUnderTest] = {
         prepare=install,
     ),
 }
+
+TIES = [
+    pytest.param((True, False), id="by turns"),
+    *(pytest.param((tie,), id=str(tie), marks=pytest.mark.nightly) for tie in (True, False)),
+]
+"""Whether the embeddings of one family after the other are tied."""
 
 RESHAPES = [
     ("fsdp2-2", "fsdp2-1"),
@@ -283,7 +290,7 @@ def on_layouts(
 
     With ``families``, on those layouts alone whose model is of one of them.
     """
-    by_day = {"all", "numbers", "steps"} if compares_numbers else {"all"}
+    by_day = {"all", "turns", *(["steps"] if compares_numbers else [])}
     params = [
         pytest.param(
             layout,

@@ -153,7 +153,7 @@ def _assert_values_are_stored_once(folder: Path) -> None:
     ("saved_by", "loaded_by"),
     [*RESHAPES, *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in RESHAPES_BY_NIGHT)],
 )
-@pytest.mark.parametrize("role", ["policy", "adapter"])
+@pytest.mark.parametrize("role", ["policy", pytest.param("adapter", marks=pytest.mark.nightly)])
 def test_checkpoint_of_one_layout_resumes_in_another(
     make_model: Any, tmp_path: Path, saved_by: str, loaded_by: str, role: str
 ) -> None:

@@ -26,7 +26,7 @@ from tests.contract.ranks_under_test import (
 )
 from tests.workers.train.engines import ACTOR, make_rows, weights_of
 
-pytestmark = on_layouts(compares_numbers=True)
+pytestmark = on_layouts()
 
 BETA, SFT = 0.3, 0.5
 NUM_STEPS = 2

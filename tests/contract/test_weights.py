@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import RunFolderError
 from hybridrl.workers.train.protocol import TrainState, WeightSet
-from tests.contract.layouts import on_layouts
+from tests.contract.layouts import TIES, on_layouts
 from tests.contract.plain import PlainPolicy, weights_in
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, take_step
 from tests.workers.train.engines import (
@@ -44,14 +46,14 @@ def _assert_announced(engine: Any, streamed: dict[str, Tensor]) -> None:
         assert (spec.name, spec.shape, spec.num_bytes) == (name, tensor.shape, tensor.nbytes)
 
 
-@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("ties", TIES)
 def test_weights_stream_on_every_rank_as_specified(
-    ranks: RanksUnderTest, make_model: Any, tie: bool
+    ranks: RanksUnderTest, make_model: Any, ties: Sequence[bool]
 ) -> None:
     families = {ranks.layout.family}
     if ranks.layout.family in ranks.engine.families:
         families = set(ranks.engine.families)
-    for family in sorted(families):
+    for family, tie in zip(sorted(families), cycle(ties), strict=False):
         folder = make_model(ranks.layout, tie=tie, family=family)
         expected = weights_in(folder)
         assert ("lm_head.weight" in expected) is not tie

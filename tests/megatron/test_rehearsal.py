@@ -160,20 +160,6 @@ def test_communication_overlaps_on_cuda_except_for_adapters() -> None:
     assert (waits.overlap_grad_reduce, waits.overlap_param_gather) == (False, False)
 
 
-def test_import_warnings_of_megatron_are_kept() -> None:
-    program = (
-        "from hybridrl.workers.train.megatron import megatron_core as m; print(m.IMPORT_WARNINGS)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "Transformer Engine and Apex are not installed" in done.stdout
-
-
 def test_missing_transformer_engine_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,7 +221,7 @@ def _phases_under_fire(rank: int, chance: random.Random) -> list[str]:
 
 
 def test_random_faults_take_ranks_with_a_manager_out_alike() -> None:
-    first, second = run_ranks(2, _fire, range(15))
+    first, second = run_ranks(2, _fire, range(6))
     assert first == second
     assert any(ending != "well" for endings in first for ending in endings)
 
@@ -284,7 +284,7 @@ def test_own_engines_load_after_the_fused_and_before_these_serve() -> None:
     assert servers.seen == [(0, False), (1, False), (2, False)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 4), st.sampled_from([None, *ENGINE_CALLS, *TENANT_CALLS])),

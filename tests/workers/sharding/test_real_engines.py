@@ -91,7 +91,11 @@ def test_samples_have_the_trainers_log_probs_in_each_of_three_cycles(
 
 @pytest.mark.parametrize(
     ("way", "sync"),
-    [("resident", "adapter"), ("backup", "merged"), ("awake", "all weights")],
+    [
+        ("resident", "adapter"),
+        ("backup", "merged"),
+        pytest.param("awake", "all weights", marks=pytest.mark.nightly),  # below with experts
+    ],
 )
 def test_so_it_is_on_two_ranks(folder: Path, way: str, sync: str) -> None:
     for apart in run_ranks(2, _three_cycles, folder, way, sync):

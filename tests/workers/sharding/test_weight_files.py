@@ -61,8 +61,8 @@ def load(managed: ManagedEngine, source: WeightSource, *, version: int) -> None:
     load_weights(managed, source, version=version, bucket_bytes=2**14, timeout_s=60.0)
 
 
-@pytest.fixture(params=["files", "broadcast"])
-def source(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> object:
+@pytest.fixture(scope="module", params=["files", "broadcast"])
+def source(request: pytest.FixtureRequest, folder: Path) -> object:
     if request.param == "files":
         yield folder
         return

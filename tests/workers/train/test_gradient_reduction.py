@@ -86,7 +86,7 @@ def _learn(
     return weights_of(engine), loss
 
 
-@pytest.mark.parametrize("num_rows", [6, 11])
+@pytest.mark.parametrize("num_rows", [pytest.param(6, marks=pytest.mark.nightly), 11])
 def test_gradient_reduction_modes_learn_alike(folder: Path, num_rows: int) -> None:
     every = run_ranks(2, _learn, folder, "every_microbatch", num_rows)
     once = run_ranks(2, _learn, folder, "last_microbatch", num_rows)

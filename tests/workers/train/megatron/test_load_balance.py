@@ -114,10 +114,8 @@ def _only_measure(rank: Rank, folder: Path) -> list[Metrics]:
 def test_balance_is_measured_per_step_without_a_coefficient(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
-    one, two, mute_step = (
-        merge_metrics([steps[number] for steps in ranks.run(_only_measure, folder)])
-        for number in range(3)
-    )
+    answers = ranks.run(_only_measure, folder)
+    one, two, mute_step = (merge_metrics(list(steps)) for steps in zip(*answers, strict=True))
     losses, load = PlainBalance(folder).balance(_lessons()[0])
     expected = torch.stack(losses).mean().item()
     assert one["moe/load_balance_loss"] == pytest.approx(expected, rel=1e-5)

@@ -71,7 +71,7 @@ def _score(rank: Rank, folder: Path, budget: int) -> tuple[int, Tensor] | None:
 
 
 @cut_as(*ALL)
-@pytest.mark.parametrize("budget", [10_000, 30])
+@pytest.mark.parametrize("budget", [pytest.param(10_000, marks=pytest.mark.nightly), 30])
 def test_log_probs_are_those_of_hugging_face(
     ranks: RanksUnderTest, folder: Path, budget: int
 ) -> None:
@@ -92,7 +92,7 @@ def _train(rank: Rank, folder: Path, changes: dict[str, Any], first: int) -> Lea
 @pytest.mark.parametrize(
     ("changes", "first"),
     [
-        ({}, 8),
+        pytest.param({}, 8, marks=pytest.mark.nightly),
         ({"max_tokens_per_microbatch": 30, "gradient_checkpointing": True}, 8),
         ({"max_tokens_per_microbatch": 30}, 11),  # one rank has fillers alone
     ],

@@ -70,7 +70,7 @@ def _scores(answers: list[Learned], step: int) -> Tensor:
 
 @pytest.mark.shows("6.6")
 @cut_as(*ALL, replay_routing=True)
-@pytest.mark.parametrize("budget", [10_000, 30])
+@pytest.mark.parametrize("budget", [pytest.param(10_000, marks=pytest.mark.nightly), 30])
 def test_replay_of_own_routes_is_bitwise_identical(
     ranks: RanksUnderTest, folder: Path, budget: int
 ) -> None:
@@ -99,8 +99,8 @@ def _train_freely(
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"max_tokens_per_microbatch": 30},
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"max_tokens_per_microbatch": 30}, marks=pytest.mark.nightly),
         {"max_tokens_per_microbatch": 30, "gradient_checkpointing": True},
     ],
     ids=["one pack", "many packs", "computed again"],

@@ -36,10 +36,28 @@ def _replica_of(rank: ParallelRank, name: str) -> tuple[int, int]:
     return rank.ep_rank, rank.etp_rank
 
 
-@settings(deadline=None, max_examples=80)
-@given(cut=cut_models(), is_fused=st.booleans(), lora_rank=st.integers(0, 3))
+cut_somehow = given(cut=cut_models(), is_fused=st.booleans(), lora_rank=st.integers(0, 3))
+
+
+@settings(deadline=None, max_examples=25)
+@cut_somehow
 def test_shards_of_all_ranks_tile_each_tensor_per_replica(
     cut: tuple[Architecture, list[ParallelRank]], is_fused: bool, lora_rank: int
+) -> None:
+    _check_tiles(cut, is_fused=is_fused, lora_rank=lora_rank)
+
+
+@pytest.mark.nightly
+@settings(deadline=None, max_examples=300)
+@cut_somehow
+def test_shards_of_many_cuts_tile_each_tensor_per_replica(
+    cut: tuple[Architecture, list[ParallelRank]], is_fused: bool, lora_rank: int
+) -> None:
+    _check_tiles(cut, is_fused=is_fused, lora_rank=lora_rank)
+
+
+def _check_tiles(
+    cut: tuple[Architecture, list[ParallelRank]], *, is_fused: bool, lora_rank: int
 ) -> None:
     architecture, ranks = cut
     counts: dict[tuple[str, tuple[int, int]], torch.Tensor] = {}
