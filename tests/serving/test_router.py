@@ -95,8 +95,8 @@ def test_a_router_that_died_is_reported_and_leaves_nothing() -> None:
 @pytest.mark.shows("4.22")
 def test_a_router_that_does_not_start_shows_the_end_of_its_log() -> None:
     pytest.importorskip("sglang_router")
-    with pytest.raises(EngineError, match=r"(?s)it did not start: the router .*polcy"):
-        RouterProcess(host="127.0.0.1", timeout_s=120.0, arguments={"polcy": "random"})
+    with pytest.raises(EngineError, match=r"(?s)it did not start: the router .*policy_"):
+        RouterProcess(host="127.0.0.1", timeout_s=120.0, arguments={"policy_": "random"})
 
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
