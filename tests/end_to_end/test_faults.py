@@ -94,6 +94,7 @@ def test_a_rank_that_hangs_ends_the_run_at_its_deadline_by_name(tmp_path: Path) 
     assert find_ranks(os.getpid()) == []
 
 
+@pytest.mark.nightly  # by day run/test_supervise.py kills the parent of a driver
 @pytest.mark.shows("R7.6")
 def test_ranks_end_soon_after_their_driver_was_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"

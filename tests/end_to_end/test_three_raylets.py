@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -65,7 +67,6 @@ def test_what_a_cluster_lacks_is_named(seen: Any, case: str, words: str) -> None
 
 
 @pytest.mark.shows("R11.1")
-@pytest.mark.nightly
 def test_a_run_across_three_nodes_trains_what_three_ranks_of_one_node_train(trained: Any) -> None:
     assert "rank 0 on " in trained["across"]["log"]
     assert trained["across"]["metrics"][1]["policy/grad_norm"] > 0

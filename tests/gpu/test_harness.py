@@ -142,6 +142,7 @@ def test_parts_run_dry_from_the_command_line(tmp_path: Path) -> None:
     assert "not exercised, cycle_0_5b: free device memory" in done.stdout
 
 
+@pytest.mark.nightly
 def test_without_a_device_a_part_is_skipped_and_says_how_to_run_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_wandb_continues_the_same_run_after_a_resume(tmp_path: Path) -> None:
     assert all("policy/grad_norm" not in item for item in items)
 
 
+@pytest.mark.nightly
 def test_mlflow_continues_the_same_run_after_a_resume(tmp_path: Path) -> None:
     for first, last in ((1, 2), (3, 4)):
         part = run_part(

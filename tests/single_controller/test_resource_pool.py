@@ -63,6 +63,7 @@ def test_a_split_must_use_every_rank_once(sizes: list[int]) -> None:
         RayResourcePool([3]).split(sizes)
 
 
+@pytest.mark.shows("R11.2")
 def test_too_few_resources_say_what_was_asked_and_what_there_is(ray_cluster: None) -> None:
     pool = RayResourcePool([2], use_gpu=True, num_cpus_per_rank=100, wait_s=0.3)
     with pytest.raises(
