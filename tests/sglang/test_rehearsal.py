@@ -207,11 +207,13 @@ def test_check_names_our_key_for_what_sglang_refuses(
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.nightly
 def test_where_there_is_no_gpu_check_says_what_it_did_not_see(folder: Path) -> None:
     line = rehearse_server(config_of(folder, *_flat()["asleep"]))
     assert "rehearsed where there is a GPU" in line
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(150)
 def test_check_of_the_default_model_goes_through_sglang(tmp_path: Path) -> None:
     done = subprocess.run(

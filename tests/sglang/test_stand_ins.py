@@ -48,6 +48,7 @@ def test_seeds_are_hashed_as_by_the_kernel_of_sglang() -> None:
     assert run(COMPARE_HASHES, TRITON_INTERPRET="1") == "0 1200"
 
 
+@pytest.mark.nightly
 def test_a_process_that_serves_nothing_keeps_torch_as_it_is() -> None:
     assert run(WITHOUT_A_SERVER) == "True False"
 
