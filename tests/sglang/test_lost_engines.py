@@ -31,14 +31,9 @@ def test_a_run_loses_no_sample_to_killed_servers(tmp_path: Path) -> None:
 
 def test_a_run_loses_no_sample_to_killed_managers(tmp_path: Path) -> None:
     # Each new manager counts its phases from 0, and begins with the step in which one was killed.
-    num_kills = NUM_STEPS // EVERY_NUM_STEPS
-    trained(
-        tmp_path,
-        fault_of("kill_manager", every_num_phases=EVERY_NUM_STEPS + 1),
-        f"checkpoint.max_restarts={num_kills}",
-    )
+    trained(tmp_path, fault_of("kill_manager", every_num_phases=EVERY_NUM_STEPS + 1))
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert log.count("workers are started again") == num_kills
+    assert log.count("workers are started again") >= NUM_KILLS
 
 
 @pytest.mark.shows("4.22")
