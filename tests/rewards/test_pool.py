@@ -129,7 +129,13 @@ def test_what_always_hangs_is_given_up(open_scorer: Open, tmp_path: Path) -> Non
     assert len((tmp_path / "notes").read_text()) in (6, 7)  # one more was under way
 
 
-@pytest.mark.parametrize("mishap", ["await asyncio.sleep(600)", "time.sleep(600)"])
+@pytest.mark.parametrize(
+    "mishap",
+    [
+        *("await asyncio.sleep(600)", "time.sleep(600)"),
+        pytest.param("while True: pass", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_asynchronous_row_that_never_ends_fails_alone(open_scorer: Open, mishap: str) -> None:
     body = f"if response == 'hang':\n    {mishap}\nawait asyncio.sleep(0.01)\nreturn 1.0"
     scorer = open_scorer(LATER, body, timeout_s=1.0)

@@ -155,6 +155,11 @@ def test_a_reward_file_may_import_its_neighbours(tmp_path: Path) -> None:
             "time.sleep(600 if 'bad' in responses else 0)\nreturn [1] * len(responses)",
             "took longer than 1 s",
         ),
+        pytest.param(
+            "while 'bad' in responses:\n    pass\nreturn [1] * len(responses)",
+            "took longer than 1 s",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_failed_function_raises_with_response_or_scores_zero(
