@@ -36,7 +36,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.kept_weights import KeptWeights
-from hybridrl.serving.launching import ActorLaunch
+from hybridrl.serving.launching import ActorLaunch, ServerDevices
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, lay_out, plan_servers
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
@@ -294,20 +294,18 @@ def served(
         process_on_nodes=[config.serving.num_devices_per_node],
         num_cpus_per_rank=config.cluster.num_cpus_per_rank,
     )
+    (plan,) = plan_servers(config)
     start = ActorLaunch(
         config=config,
-        model=config.serving.policy,
-        model_folder=model_folder,
-        placements=resources.lease(),
-        variables={},
-        places={},
+        plan=plan,
+        policy_folder=model_folder,
+        devices=ServerDevices(placements=resources.lease()),
     )
 
     def launch(group: GroupPlan, engine: EnginePlan) -> TimedEngine:
         engines.append(TimedEngine(start(group, engine)))
         return engines[-1]
 
-    (plan,) = plan_servers(config)
     kept = KeptWeights(model_folder.parent)
     server = RolloutServer(plan, launch, config=config.rollout, kept=kept)
     try:

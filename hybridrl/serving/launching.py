@@ -11,12 +11,13 @@ import ray
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.serving import HALVES
+from hybridrl.config.serving import HALVES, ServedModelConfig
 from hybridrl.serving.engine_process import AttachedEngine, EngineProcess, RayEngine
 from hybridrl.serving.followers import FollowedEngine, FollowerProcess
 from hybridrl.serving.placement import EnginePlace
-from hybridrl.serving.plan import EnginePlan, GroupPlan
+from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan
 from hybridrl.serving.reserved_nodes import ReservedNode
+from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.serving.settings import attached_config, engine_config, frozen_config
 from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerPlace
 
@@ -26,35 +27,38 @@ _OTHER_CALLS = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServerDevices:
+    """Devices that the driver reserved for the servers, and the way to start processes there."""
+
+    placements: Sequence[Mapping[str, Any]]
+    """Options of Ray for a process on each device of the servers."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the processes."""
+
+    places: Mapping[int, EnginePlace] = field(default_factory=dict)
+    """Of ``find_places``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ActorLaunch:
     """A ``Launch`` for the engines of one model."""
 
     config: ExperimentConfig
     """Of the run."""
 
-    model: str
-    """Name of the model."""
+    plan: ServerPlan
+    """Engines of the model."""
 
-    model_folder: Path
-    """Whose configuration and tokenizer the engines read."""
+    policy_folder: Path
+    """Whose configuration and tokenizer the engines of the policy read."""
 
-    placements: Sequence[Mapping[str, Any]]
-    """Options of Ray for a process on each device of the servers."""
-
-    variables: Mapping[str, str]
-    """Environment of the processes."""
-
-    places: Mapping[int, EnginePlace]
-    """Of ``find_places``."""
-
-    prefills: Sequence[EnginePlan] = ()
-    """Prefill engines of the model."""
+    devices: ServerDevices
 
     nodes: Mapping[int, ReservedNode] = field(default_factory=dict)
     """Of ``find_reserved_nodes``."""
 
-    key: str = field(default="", repr=False)
-    """Of the router, or of servers that others run; empty: there is none."""
+    keys: ServerKeys = field(default_factory=ServerKeys)
 
     def __call__(self, group: GroupPlan, engine: EnginePlan) -> RayEngine:
         """Start the processes of an engine, one on each of its nodes, without waiting.
@@ -69,13 +73,24 @@ class ActorLaunch:
         kind = FollowedEngine if len(actors) > 1 else RayEngine
         return kind(*actors, nodes=tuple(filter(None, nodes)))
 
+    @property
+    def _served(self) -> ServedModelConfig:
+        return self.config.serving.models[self.plan.model]
+
+    @property
+    def _is_policy(self) -> bool:
+        return self.plan.model == self.config.serving.policy
+
     def _device(self, engine: EnginePlan, rank: int) -> int:
         part = engine.slices[rank]
         return part.node * self.config.serving.num_devices_per_node + part.first_device
 
     def _attach(self, engine: EnginePlan) -> Any:  # noqa: ANN401 - Ray's
         config = attached_config(self.config)
-        section = f"serving.models.{self.model}"
+        model = self.plan.model
+        elsewhere = ServerElsewhere(
+            url=engine.url, key=self.keys.of(model), section=f"serving.models.{model}"
+        )
         return (
             ray.remote(EngineProcess)
             .options(
@@ -83,36 +98,34 @@ class ActorLaunch:
                 runtime_env=self._environment,
                 max_concurrency=config.rollout.num_slots + _OTHER_CALLS,
             )
-            .remote(
-                config,
-                self.model_folder,
-                ServerPlace(
-                    gpus=("",),
-                    elsewhere=ServerElsewhere(url=engine.url, key=self.key, section=section),
-                ),
-            )
+            .remote(config, self.policy_folder, ServerPlace(gpus=("",), elsewhere=elsewhere))
         )
 
     @property
     def _environment(self) -> dict[str, dict[str, str]]:
-        return {"env_vars": dict(self.variables)} if self.variables else {}
+        variables = self.devices.variables
+        return {"env_vars": dict(variables)} if variables else {}
 
     def _start(self, group: GroupPlan, engine: EnginePlan, rank: int) -> Any:  # noqa: ANN401 - Ray's
         actor_class = ray.remote(FollowerProcess if rank else EngineProcess)
-        served = self.config.serving.models[self.model]
         config = engine_config(
-            self.config if served.path is None else frozen_config(self.config, served),
+            self.config if self._is_policy else frozen_config(self.config, self._served),
             self._arguments(group, engine, rank),
             num_devices=engine.num_devices,
         )
-        options = {**self.placements[self._device(engine, rank)], "runtime_env": self._environment}
+        options = {
+            **self.devices.placements[self._device(engine, rank)],
+            "runtime_env": self._environment,
+        }
         if not rank:
             options["max_concurrency"] = config.rollout.num_slots + _OTHER_CALLS
+        folder = self.policy_folder if self._is_policy else Path(str(self._served.path))
+        has_router = self._is_policy and self.config.has_router
         return actor_class.options(**options).remote(
             config,
-            self.model_folder,
+            folder,
             self._place(group, engine, rank),
-            *([] if rank else [self.key]),
+            *([] if rank else [self.keys.own if has_router else ""]),
         )
 
     def _arguments(
@@ -122,8 +135,8 @@ class ActorLaunch:
         args: dict[str, ArgumentValue] = {}
         if group.worker_type in HALVES:
             args["disaggregation_mode"] = group.worker_type
-        args |= self.config.serving.models[self.model].groups[group.name].engine_args
-        place = self.places.get(engine.first_device)
+        args |= self._served.groups[group.name].engine_args
+        place = self.devices.places.get(engine.first_device)
         if place is None:
             return args
         if (port := place.address.bootstrap_port) is not None:
@@ -131,12 +144,14 @@ class ActorLaunch:
         return args | place.node_arguments(rank)
 
     def _place(self, group: GroupPlan, engine: EnginePlan, rank: int) -> ServerPlace | None:
-        place = self.places.get(engine.first_device)
+        places = self.devices.places
+        place = places.get(engine.first_device)
         if place is None:
             return None
-        prefills = self.prefills if group.worker_type == "decode" else ()
+        is_decode = group.worker_type == "decode"
+        prefills = self.plan.engines_of_type("prefill") if is_decode else ()
         return ServerPlace(
             gpus=place.gpus_of_nodes[rank],
             address=None if rank or group.worker_type == "regular" else place.address,
-            prefills=tuple(self.places[one.first_device].address for one in prefills),
+            prefills=tuple(places[one.first_device].address for one in prefills),
         )

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -29,10 +28,9 @@ from hybridrl.serving.external import ExternalModel
 from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.frozen import FrozenModel
 from hybridrl.serving.kept_weights import KeptWeights
-from hybridrl.serving.launching import ActorLaunch
+from hybridrl.serving.launching import ActorLaunch, ServerDevices
 from hybridrl.serving.open_groups import OpenGroups
-from hybridrl.serving.placement import EnginePlace
-from hybridrl.serving.plan import ServerPlan, plan_own_engines
+from hybridrl.serving.plan import plan_own_engines
 from hybridrl.serving.policy_requests import PolicyRequests
 from hybridrl.serving.policy_router import PolicyRouter
 from hybridrl.serving.rank_engines import RankEngines
@@ -41,7 +39,6 @@ from hybridrl.serving.reserved_nodes import find_reserved_nodes
 from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer
 from hybridrl.serving.server_keys import ServerKeys
-from hybridrl.serving.settings import frozen_config
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_agent_rollout
 from hybridrl.workers.rollout.assemble import Answered
@@ -58,9 +55,7 @@ class RolloutManager:
         config: ExperimentConfig,
         model_folder: Path,
         *,
-        placements: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, str],
-        places: Mapping[int, EnginePlace],
+        devices: ServerDevices,
         folder: Path,
         keys: ServerKeys,
     ) -> None:
@@ -69,9 +64,7 @@ class RolloutManager:
         Args:
             config: of the run.
             model_folder: Hugging Face folder of the policy.
-            placements: options of Ray for a process on each device of the servers.
-            variables: environment of the engines' processes.
-            places: of engines, by their first devices.
+            devices: of the servers.
             folder: for files of weights.
             keys: of servers.
         """
@@ -80,28 +73,21 @@ class RolloutManager:
         self._agent = build_agent_rollout(config, model_folder)
         self._router = PolicyRouter(config, model_folder, keys.own) if config.has_router else None
 
-        nodes = find_reserved_nodes(placements, wait_s=config.cluster.start_timeout_s)
-
-        def launch(plan: ServerPlan) -> ActorLaunch:
-            served = config.serving.models[plan.model]
-            is_policy = plan.model == config.serving.policy
-            router_key = keys.own if is_policy and config.has_router else ""
-            return ActorLaunch(
-                config=config if is_policy else frozen_config(config, served),
-                model=plan.model,
-                model_folder=model_folder if is_policy else Path(str(served.path)),
-                placements=placements,
-                variables=variables,
-                places=places,
-                prefills=plan.engines_of_type("prefill"),
+        nodes = find_reserved_nodes(devices.placements, wait_s=config.cluster.start_timeout_s)
+        launches = {
+            plan.model: ActorLaunch(
+                config=config,
+                plan=plan,
+                policy_folder=model_folder,
+                devices=devices,
                 nodes=nodes,
-                key=keys.of(plan.model) if served.urls else router_key,
+                keys=keys,
             )
-
-        plans = {plan.model: plan for plan in plan_own_engines(config)}
-        policy = plans[config.serving.policy]
+            for plan in plan_own_engines(config)
+        }
+        launch = launches[config.serving.policy]
         self._policy = RolloutServer(
-            policy, launch(policy), config=config.rollout, kept=KeptWeights(folder)
+            launch.plan, launch, config=config.rollout, kept=KeptWeights(folder)
         )
         self._recovery = Recovery(self._policy, start_timeout_s=config.rollout.start_timeout_s)
         self._vocab_size = read_architecture(model_folder).vocab_size
@@ -119,7 +105,7 @@ class RolloutManager:
         self._frozen: dict[str, FrozenModel | ExternalModel] = {
             name: ExternalModel(config, name, keys=keys)
             if served.urls
-            else FrozenModel(config, plans[name], launch(plans[name]))
+            else FrozenModel(config, launches[name].plan, launches[name])
             for name, served in config.serving.frozen.items()
         }
 

@@ -14,6 +14,7 @@ import ray
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.serving.launching import ServerDevices
 from hybridrl.serving.managed_servers import ManagedServers
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.placement import find_places
@@ -111,9 +112,7 @@ def _start_manager(
     return actor_class.options(**options).remote(
         config,
         model_folder,
-        placements=placements,
-        variables=variables,
-        places=places,
+        devices=ServerDevices(placements=placements, variables=variables, places=places),
         folder=folder,
         keys=ServerKeys.read(config, own=key),
     )

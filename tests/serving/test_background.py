@@ -162,7 +162,7 @@ def require_exact(answered: Answered) -> None:
 
 
 @pytest.mark.parametrize("on_update", ["interrupt", "finish", "abort"])
-@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow])
 @given(
     max_staleness=st.integers(1, 3),
     num_prompts=st.integers(1, 3),

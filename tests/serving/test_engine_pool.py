@@ -609,7 +609,7 @@ def require_uncut(responses: Sequence[Sample]) -> None:
         assert len(response.versions_L) == len(expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_updates_at_any_moment_lose_and_double_no_token(data: st.DataObject) -> None:
     async def program() -> None:

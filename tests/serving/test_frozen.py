@@ -18,8 +18,9 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import manager as manager_module
 from hybridrl.serving.answers import Answer
 from hybridrl.serving.frozen import FrozenModel
+from hybridrl.serving.launching import ServerDevices
 from hybridrl.serving.manager import RolloutManager
-from hybridrl.serving.plan import EnginePlan, GroupPlan, plan_servers
+from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, plan_servers
 from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.serving.starting import start_servers
 from hybridrl.workers.rollout.single_turn import single_turn
@@ -57,8 +58,9 @@ class RecordingLaunch:
 
     launched: ClassVar[dict[str, list[RecordingHandle]]] = {}
 
-    def __init__(self, *, model: str, **_: object) -> None:
-        self.of_model = self.launched.setdefault(model, [])
+    def __init__(self, *, plan: ServerPlan, **_: object) -> None:
+        self.plan = plan
+        self.of_model = self.launched.setdefault(plan.model, [])
 
     def __call__(self, group: GroupPlan, engine: EnginePlan) -> RecordingHandle:
         self.of_model.append(RecordingHandle(engine.first_device, Journal(), releases=False))
@@ -90,9 +92,7 @@ def test_only_the_policy_gets_weights_of_the_trainer(
     manager = RolloutManager(
         config,
         judge,
-        placements=[],
-        variables={},
-        places={},
+        devices=ServerDevices(placements=[]),
         folder=tmp_path,
         keys=ServerKeys("a-key"),
     )

@@ -196,7 +196,5 @@ class Lives(RuleBasedStateMachine):
 def test_a_busy_or_paused_engine_is_never_taken_for_a_dead_one() -> None:
     run_state_machine_as_test(
         Lives,
-        settings=settings(
-            max_examples=25, stateful_step_count=12, deadline=None, derandomize=True, database=None
-        ),
+        settings=settings(max_examples=25, stateful_step_count=12, derandomize=True, database=None),
     )

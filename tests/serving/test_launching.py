@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.serving.launching import ActorLaunch
+from hybridrl.serving.launching import ActorLaunch, ServerDevices
 from hybridrl.serving.plan import plan_servers
 from tests.config.values import config_of
 
@@ -19,11 +19,9 @@ def test_an_engine_is_probed_however_many_requests_it_has(tmp_path: Path) -> Non
     group = plan.groups[0]
     launch = ActorLaunch(
         config=config,
-        model=plan.model,
-        model_folder=tmp_path,
-        placements=[{"num_cpus": 0}] * config.num_server_devices,
-        variables={},
-        places={},
+        plan=plan,
+        policy_folder=tmp_path,
+        devices=ServerDevices(placements=[{"num_cpus": 0}] * config.num_server_devices),
     )
     engine = launch(group, group.engines[0])
     try:
