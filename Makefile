@@ -32,7 +32,9 @@ help:
 	@echo 'ARGS="..." is handed on: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"'
 
 # torch goes first and alone, so that nothing else pulls another build of it. Modules are compiled when they
-# are first imported: most never are, and to compile all takes a minute.
+# are first imported: most never are, and to compile all takes a minute. Where Python must not keep what it
+# compiled, each of hundreds of processes would compile anew: twice the time of the tests.
+export PYTHONDONTWRITEBYTECODE :=
 $(STAMP): setup.py constraints.txt
 	@$(or $(PYTHON),false) -c '$(IS_NEW_ENOUGH)' 2>/dev/null || { \
 		echo "hybridrl needs Python 3.11 or newer, and none was found as '$(or $(PYTHON),python3)'."; \
@@ -74,7 +76,7 @@ test-fast: $(STAMP)
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" --durations 10 $(FAST) $(ARGS)
 
 test-nightly: $(SGLANG_STAMP)
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m nightly --durations 40 $(ARGS)
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "nightly or drawn" --hypothesis-profile by_night --durations 40 $(ARGS)
 
 # torch stays: the newer SGLang names another one, and runs on this one. transformers comes last,
 # with what it needs: it lies beyond the range of setup.py.

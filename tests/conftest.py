@@ -25,17 +25,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-import hypothesis
 import pytest
 import ray
 import torch
 
 from hybridrl.run.ray_token import keep_token_private
+from tests.drawn import register_profiles
 from tests.durations import DurationsByFolder, folder_of
 from tests.warm_workers.forking import workers_forked
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # cores are shared
-hypothesis.settings.load_profile("untimed")
+register_profiles()
 
 
 @pytest.fixture(autouse=True)

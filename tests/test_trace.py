@@ -210,7 +210,7 @@ def test_a_trace_goes_on_after_a_kill_in_the_middle_of_writing(tmp_path: Path) -
 
 
 @given(cut=st.integers(min_value=0, max_value=600))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_complete_events_are_kept_wherever_a_file_ends(
     cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.agents.rollout import AgentRollout
@@ -29,6 +28,7 @@ from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.agents.chat_templates import FAMILIES, build_tokenizer
 from tests.agents.fake_sampler import FakeSampler, Request
 from tests.config.values import config_of
+from tests.drawn import cases
 
 HERE = Path(__file__).parent
 TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}
@@ -145,35 +145,20 @@ def _assert_as_sampled(
     return len(lengths)
 
 
-_DRAWN: dict[str, Any] = {
-    "family": st.sampled_from(sorted(FAMILIES)),
-    "style": st.sampled_from(sorted(PARSERS)),
-    "loop": st.sampled_from(LOOPS),
-    "history": st.sampled_from(["keep", "branch"]),
-    "turns": st.lists(_TURNS, min_size=1, max_size=7),
-    "answers": st.lists(_TEXTS, min_size=NUM_PROMPTS, max_size=NUM_PROMPTS),
-    "limit": st.just(4000) | st.integers(1, 900),
-    "context": st.just(5000) | st.integers(1, 1200),
-    "max_turns": st.just(6) | st.integers(1, 6),
-    "max_result_chars": st.integers(16, 60),
-}
-
-
-@settings(max_examples=60)
-@given(**_DRAWN)
-def test_rows_hold_what_the_sampler_returned(**drawn: Any) -> None:
-    _roll_out_and_compare(**drawn)
-
-
-@pytest.mark.nightly
-@settings(max_examples=NUM_CONVERSATIONS // (NUM_PROMPTS * GROUP))
-@given(**_DRAWN)
-def test_rows_of_many_conversations(**drawn: Any) -> None:
-    _roll_out_and_compare(**drawn)
-
-
-def _roll_out_and_compare(
-    *,
+@cases(by_day=60, by_night=NUM_CONVERSATIONS // (NUM_PROMPTS * GROUP))
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    style=st.sampled_from(sorted(PARSERS)),
+    loop=st.sampled_from(LOOPS),
+    history=st.sampled_from(["keep", "branch"]),
+    turns=st.lists(_TURNS, min_size=1, max_size=7),
+    answers=st.lists(_TEXTS, min_size=NUM_PROMPTS, max_size=NUM_PROMPTS),
+    limit=st.just(4000) | st.integers(1, 900),
+    context=st.just(5000) | st.integers(1, 1200),
+    max_turns=st.just(6) | st.integers(1, 6),
+    max_result_chars=st.integers(16, 60),
+)
+def test_rows_hold_what_the_sampler_returned(
     family: str,
     style: Literal["hermes", "llama3_json", "pythonic"],
     loop: str,

@@ -43,7 +43,7 @@ async def _play(sampler: FakeSampler, steps: list[Step]) -> Trajectory:
     return conversation.to_trajectory()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     answers=st.lists(st.text(max_size=8), min_size=8, max_size=8),

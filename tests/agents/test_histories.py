@@ -102,7 +102,7 @@ def _require_each_token_once(trajectory: Trajectory, sampler: FakeSampler) -> No
         assert torch.equal(context, sequence.context)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     texts=st.lists(st.text(max_size=6), min_size=1, max_size=5),

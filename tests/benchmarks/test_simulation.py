@@ -132,7 +132,7 @@ def test_a_straggler_is_overtaken_until_its_step_has_come() -> None:
 LENGTHS = HeavyTail(median_tokens=20, sigma=1.0, max_tokens=400, num_responses=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_engines=st.integers(1, 4),
     num_slots=st.integers(1, 8),

@@ -99,7 +99,7 @@ def keys_and_values(keys: list[str]) -> st.SearchStrategy[dict[str, object]]:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(SCENES), keys_and_values([*KEYS, *sorted(SECTIONS)]))
 def test_no_values_of_several_keys_end_a_check_in_a_traceback(
     scene: tuple[str, ...], changes: dict[str, object]
@@ -117,7 +117,7 @@ def tops() -> Iterator[tuple[str, object]]:
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example((), [("rollout.oversample", 100.0), ("cluster.num_nodes", 65536)])
 @given(st.sampled_from(SCENES[:4]), st.lists(st.sampled_from(list(tops())), max_size=12))
 def test_the_highest_numbers_are_checked_and_remedies_mend(

@@ -29,7 +29,7 @@ def draw(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return hidden_SH.requires_grad_(), weight_VH.requires_grad_(), targets_S
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     num_tokens=st.integers(0, 20),
     chunk_tokens=st.integers(1, 25),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from random import Random
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged, row_offsets
@@ -20,6 +19,7 @@ from hybridrl.data.source import PromptSource
 from hybridrl.errors import PhaseError
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.batches import AheadBatches
+from tests.drawn import cases
 
 NUM_ROWS = 11
 SAMPLING = SamplingParams(num_responses_per_prompt=2, max_response_tokens=4, temperature=1.0)
@@ -63,28 +63,15 @@ def source_of_prompts(num_prompts: int) -> PromptSource:
     return PromptSource(rows, num_prompts=num_prompts, seed=3)
 
 
-DRAWN: dict[str, Any] = {
-    "num_prompts": st.integers(1, 4),
-    "num_ahead": st.integers(1, 3),
-    "num_steps": st.integers(1, 8),
-    "kills": st.lists(st.integers(0, 8), max_size=4),
-    "random": st.randoms(use_true_random=False),
-}
-
-
-@settings(max_examples=25)
-@given(**DRAWN)
-def test_each_prompt_is_learned_from_once_over_kills(**drawn: Any) -> None:
-    learn_over_kills(**drawn)
-
-
-@pytest.mark.nightly
-@given(**DRAWN)
-def test_each_prompt_is_learned_from_once_over_many_kills(**drawn: Any) -> None:
-    learn_over_kills(**drawn)
-
-
-def learn_over_kills(
+@cases(by_day=25, by_night=100)
+@given(
+    num_prompts=st.integers(1, 4),
+    num_ahead=st.integers(1, 3),
+    num_steps=st.integers(1, 8),
+    kills=st.lists(st.integers(0, 8), max_size=4),
+    random=st.randoms(use_true_random=False),
+)
+def test_each_prompt_is_learned_from_once_over_kills(
     num_prompts: int, num_ahead: int, num_steps: int, kills: list[int], random: Random
 ) -> None:
     learned: dict[int, list[int]] = {}

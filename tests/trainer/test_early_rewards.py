@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from hybridrl.batch import RolloutBatch
@@ -27,6 +27,7 @@ from hybridrl.sampler import Reporter, Sample, SamplingParams
 from hybridrl.trainer.early_rewards import EarlyRewards, reward_inputs
 from hybridrl.trainer.reward import TextReward
 from hybridrl.workers.rollout.assemble import assemble_rollouts
+from tests.drawn import cases
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -120,34 +121,13 @@ def _same(first: Scores, second: Scores) -> bool:
 WORDS = st.sampled_from(["", "1", "12", "123", "raise", "die", "77"])
 
 
-DRAWN_TEXTS = st.lists(WORDS, min_size=6, max_size=6)
-DRAWN_REPORTS = st.lists(st.tuples(st.integers(0, 8), st.none() | WORDS), max_size=12)
-FIXTURES = [HealthCheck.function_scoped_fixture]
-
-
 @example(texts=["1", "12", "raise", "die", "77", ""], reported=[(row, None) for row in range(6)])
-@settings(max_examples=4, suppress_health_check=FIXTURES)
-@given(texts=DRAWN_TEXTS, reported=DRAWN_REPORTS)
+@cases(by_day=4, by_night=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(WORDS, min_size=6, max_size=6),
+    reported=st.lists(st.tuples(st.integers(0, 8), st.none() | WORDS), max_size=12),
+)
 def test_scores_are_those_without_reports(
-    open_reward: Callable[..., TextReward],
-    texts: list[str],
-    reported: list[tuple[int, str | None]],
-) -> None:
-    compare(open_reward, texts, reported)
-
-
-@pytest.mark.nightly
-@settings(max_examples=25, suppress_health_check=FIXTURES)
-@given(texts=DRAWN_TEXTS, reported=DRAWN_REPORTS)
-def test_scores_are_those_without_reports_however_they_come(
-    open_reward: Callable[..., TextReward],
-    texts: list[str],
-    reported: list[tuple[int, str | None]],
-) -> None:
-    compare(open_reward, texts, reported)
-
-
-def compare(
     open_reward: Callable[..., TextReward],
     texts: list[str],
     reported: list[tuple[int, str | None]],

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from hybridrl.trainer.advantages import Advantages, Charges, Targets
 from hybridrl.trainer.collect import Collected, ScoredRollouts
 from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
+from tests.drawn import cases
 from tests.workers.rollout.engines import make_prompts
 
 GROUP = 4
@@ -68,27 +68,14 @@ def _sequences_of(batch: RolloutBatch | TrainBatch, row: int) -> list[list[int]]
     return [part.tolist() for part in batch.token_ids_BL.unbind()[row].split(lengths)]
 
 
-REWARDS = st.lists(st.floats(-1, 1, width=32), min_size=8, max_size=8)
-
-
-@settings(max_examples=15)
-@given(drawn=trajectories, rewards=REWARDS)
+@cases(by_day=15, by_night=60)
+@given(
+    drawn=trajectories,
+    rewards=st.lists(st.floats(-1, 1, width=32), min_size=8, max_size=8),
+)
 def test_each_sampled_token_gets_the_advantage_of_its_response(
     drawn: list[Drawn], rewards: list[float]
 ) -> None:
-    train_on(drawn, rewards)
-
-
-@pytest.mark.nightly
-@settings(max_examples=60)
-@given(drawn=trajectories, rewards=REWARDS)
-def test_each_sampled_token_of_many_gets_its_advantage(
-    drawn: list[Drawn], rewards: list[float]
-) -> None:
-    train_on(drawn, rewards)
-
-
-def train_on(drawn: list[Drawn], rewards: list[float]) -> None:
     given_B = [_trajectory(number, each) for number, each in enumerate(drawn)]
     samples = [trajectory.to_sample() for trajectory in given_B]
     rollouts = concat_rows(  # as from two ranks

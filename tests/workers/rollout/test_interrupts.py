@@ -85,7 +85,7 @@ async def continue_until(
     return [[next(ended) if p.is_interrupted else p for p in group] for group in parts]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 24), min_size=1, max_size=3))
 def test_interrupted_responses_continue_as_if_uncut(
     engine: HFRolloutEngine, uncut: list[list[Sample]], moments: list[int]

@@ -55,7 +55,7 @@ def index_of(answered: Answered) -> list[int]:
     return index_P
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(num_open=st.integers(3, 5), enough=st.integers(1, 2))
 def test_prompts_over_phases_get_what_they_get_in_one(
     engine: HFRolloutEngine, uncut: list[Sample], num_open: int, enough: int

@@ -98,7 +98,7 @@ class Actions:
         return samples
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["ask", "ask", "await", "cancel", "wait"]), st.integers(0, 11)),

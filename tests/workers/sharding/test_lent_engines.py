@@ -284,7 +284,7 @@ def test_own_engines_load_after_the_fused_and_before_these_serve() -> None:
     assert servers.seen == [(0, False), (1, False), (2, False)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(
         st.tuples(st.integers(0, 4), st.sampled_from([None, *ENGINE_CALLS, *TENANT_CALLS])),

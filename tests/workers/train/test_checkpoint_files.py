@@ -41,7 +41,7 @@ def _ranges(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorRange]:
 
 
 @pytest.mark.shows("R2.3")
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_shards_of_any_ranks_fill_any_other_shards(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -175,7 +175,7 @@ def test_rows_that_belong_together_share_a_micro_batch() -> None:
     assert plan(apart, max_tokens=12, num_together=2) == [[0, 1], [2, 3, 4, 5]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_sequences_are_laid_out_as_rows_of_their_own(data: st.DataObject) -> None:
     masks = st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=1, max_size=3)

@@ -20,6 +20,7 @@ from hybridrl.workers.train.megatron.shard_map import (
     padded_vocab_size,
 )
 from hybridrl.workers.train.shard_spec import full_range, relative_slices
+from tests.drawn import cases
 from tests.workers.train.megatron.shards import cut_models, local_shapes, numel
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -36,28 +37,10 @@ def _replica_of(rank: ParallelRank, name: str) -> tuple[int, int]:
     return rank.ep_rank, rank.etp_rank
 
 
-cut_somehow = given(cut=cut_models(), is_fused=st.booleans(), lora_rank=st.integers(0, 3))
-
-
-@settings(deadline=None, max_examples=25)
-@cut_somehow
+@cases(by_day=25, by_night=300)
+@given(cut=cut_models(), is_fused=st.booleans(), lora_rank=st.integers(0, 3))
 def test_shards_of_all_ranks_tile_each_tensor_per_replica(
     cut: tuple[Architecture, list[ParallelRank]], is_fused: bool, lora_rank: int
-) -> None:
-    _check_tiles(cut, is_fused=is_fused, lora_rank=lora_rank)
-
-
-@pytest.mark.nightly
-@settings(deadline=None, max_examples=300)
-@cut_somehow
-def test_shards_of_many_cuts_tile_each_tensor_per_replica(
-    cut: tuple[Architecture, list[ParallelRank]], is_fused: bool, lora_rank: int
-) -> None:
-    _check_tiles(cut, is_fused=is_fused, lora_rank=lora_rank)
-
-
-def _check_tiles(
-    cut: tuple[Architecture, list[ParallelRank]], *, is_fused: bool, lora_rank: int
 ) -> None:
     architecture, ranks = cut
     counts: dict[tuple[str, tuple[int, int]], torch.Tensor] = {}
@@ -83,7 +66,7 @@ def _check_tiles(
     assert plain == hf_tensors(architecture)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(cut=cut_models(), data=st.data())
 def test_pieces_of_a_flat_tensor_cover_its_shards(
     cut: tuple[Architecture, list[ParallelRank]], data: st.DataObject
