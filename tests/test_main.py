@@ -35,14 +35,19 @@ def start_main(
 
 def refusal_of(*arguments: str, folder: Path) -> str:
     """What a refused command says: status 2, no traceback, and no file is left."""
-    before = sorted(folder.iterdir())
+    before = files_in(folder)
     done = call_main(*arguments, folder=folder)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("ConfigError")
     assert done.stdout == ""
-    assert sorted(folder.iterdir()) == before
+    assert files_in(folder) == before
     return done.stderr
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All but what Python keeps of a module that it has compiled."""
+    return sorted(path for path in folder.iterdir() if path.name != "__pycache__")
 
 
 def test_cfg_job_prints_the_configuration_of_a_recipe_with_overrides(tmp_path: Path) -> None:

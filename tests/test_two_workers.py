@@ -19,6 +19,11 @@ SGLANG = Path(__file__).parent / "sglang"
         ("tests/contract/test_weights.py::test_a[fsdp2-2x2]", "fsdp2-2x2"),
         ("tests/contract/test_weights.py::test_a", "tests/contract/test_weights.py"),
         ("tests/sglang/test_lora_sync.py::test_a", "shared servers"),
+        ("tests/sglang/test_equality_greedy.py::test_a[qwen3]", "shared servers"),
+        (
+            "tests/sglang/test_equality_greedy.py::test_a[qwen3_moe]",
+            "tests/sglang/test_equality_greedy.py",
+        ),
         ("tests/sglang/test_run.py::test_a", "tests/sglang/test_run.py"),
     ],
 )

@@ -14,7 +14,7 @@ _LAYOUTS = sorted(
 
 ON_SHARED_SERVERS = (
     *("conversations", "equality", "faults_drain", "lora", "proofs", "released", "server_key"),
-    *("external", "weight_transports"),
+    *("external", "faults_kill", "weight_transports"),
 )
 """How files of tests begin that ask the servers of `tests/sglang/conftest.py`. One worker
 has them all, since a server takes 25 s of CPU to start."""
@@ -40,6 +40,7 @@ def group_of(nodeid: str) -> str:
     file, _, test = nodeid.partition("::")
     if file.startswith("tests/contract/"):
         return next((name for name in reversed(_LAYOUTS) if name in test), file)
-    if file.removeprefix("tests/sglang/test_").startswith(ON_SHARED_SERVERS):
+    is_of_experts = "[qwen3_moe]" in test  # on a server of their own
+    if file.removeprefix("tests/sglang/test_").startswith(ON_SHARED_SERVERS) and not is_of_experts:
         return "shared servers"
     return file

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from tests.sglang.engines import make_ready, running_engine, server_spec
+from tests.sglang.engines import MortalEngine, make_ready, server_spec
 from tests.sglang.lora_device import ForgetfulEngine, wake_up
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.lora_engines import LORA
@@ -31,17 +30,20 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared_engine(served_model: Path) -> Iterator[SGLangEngine]:
-    """An engine whose server lives as long as the session, in whatever state a test left it."""
-    with running_engine(server_spec(served_model)) as engine:
+def shared_engine(served_model: Path) -> Iterator[MortalEngine]:
+    """An engine that lives as long as the session, in whatever state a test left it."""
+    engine = MortalEngine(server_spec(served_model), variables={})
+    try:
         yield engine
+    finally:
+        engine.shutdown()
 
 
 @pytest.fixture
-def engine(shared_engine: SGLangEngine, served_model: Path) -> SGLangEngine:
+def engine(shared_engine: MortalEngine, served_model: Path) -> MortalEngine:
     """The shared engine: awake, with the weights of ``served_model`` as version 0.
 
-    A test may sync and put it to sleep; one that breaks it starts a server of its own.
+    A test may sync, put it to sleep, and kill its server if it has started another at its end.
     """
     make_ready(shared_engine, served_model)
     shared_engine.take_metrics()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +15,16 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
-from hybridrl.sampler import Sample
-from hybridrl.workers.rollout.buckets import Bucket
+from hybridrl.sampler import Program, Sample, T
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from tests.workers.rollout.engines import rollout_config
+from tests.sglang.strangers import generating, kill_server
+from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
 
 MAX_CONTEXT_TOKENS = 96
+_LONG = sampling_params(group=8, tokens=80)
 
 
 def sglang_config(**changes: object) -> RolloutConfig:
@@ -46,6 +48,35 @@ def server_spec(folder: Path, **changes: object) -> ServerSpec:
         seed=0,
         device="cpu",
     )
+
+
+class MortalEngine(SGLangEngine):
+    """Loses its server on entering a method, if a test says which."""
+
+    dies_in = ""
+    kill: Callable[[SGLangEngine], None] = staticmethod(kill_server)
+
+    def run(self, program: Program[T]) -> T:
+        if self.dies_in != "generate":
+            return super().run(program)
+        self.dies_in = ""
+        with generating(self, make_prompts([5] * 25), _LONG) as call:
+            self.kill(self)
+            call.result()  # raises
+        raise AssertionError("the server was killed, and answered")
+
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        self._die_if_due("load")
+        super().load(staged, handles)
+
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
+        self._die_if_due("release")
+        super().release(part, backup=backup)
+
+    def _die_if_due(self, method: str) -> None:
+        if self.dies_in == method:
+            self.dies_in = ""
+            self.kill(self)
 
 
 @contextmanager

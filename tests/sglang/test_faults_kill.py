@@ -13,69 +13,33 @@ import pytest
 import torch.distributed as dist
 
 from hybridrl.errors import EngineError
-from hybridrl.sampler import Program, T
-from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
-from tests.sglang.engines import server_spec, sglang_config
-from tests.sglang.strangers import generating, kill_scheduler, kill_server
+from tests.sglang.engines import MortalEngine, sglang_config
+from tests.sglang.strangers import kill_scheduler, kill_server
 from tests.workers.device import Device
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 from tests.workers.train.engines import build_fsdp2
 
 PROMPTS = make_prompts((4, 9))
 GREEDY = sampling_params(group=1, tokens=6, temperature=0.0)
-LONG = sampling_params(group=8, tokens=80)
 NUM_CYCLES = 2
 EXIT_TIMEOUT_S = 30
 
 
-class MortalEngine(SGLangEngine):
-    """Loses its server on entering a method."""
-
-    dies_in = ""
-    kill: Callable[[SGLangEngine], None] = staticmethod(kill_server)
-
-    def run(self, program: Program[T]) -> T:
-        if self.dies_in != "generate":
-            return super().run(program)
-        self.dies_in = ""
-        many = make_prompts([5] * 25)
-        with generating(self, many, LONG) as call:
-            self.kill(self)
-            call.result()  # raises
-        raise AssertionError("the server was killed, and answered")
-
-    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        self._die_if_due("load")
-        super().load(staged, handles)
-
-    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
-        self._die_if_due("release")
-        super().release(part, backup=backup)
-
-    def _die_if_due(self, method: str) -> None:
-        if self.dies_in == method:
-            self.dies_in = ""
-            self.kill(self)
-
-
-@pytest.fixture(scope="module")
-def device(served_model: Path) -> Iterator[Device]:
+@pytest.fixture
+def device(engine: MortalEngine, served_model: Path) -> Iterator[Device]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine = MortalEngine(server_spec(served_model, sleep=True), variables={})
     try:
         yield Device(
             engine,
             build_fsdp2(served_model),
-            config=sglang_config(sleep=True),
+            config=sglang_config(),
             prompts=PROMPTS,
             sampling=GREEDY,
         )
     finally:
-        engine.shutdown()
         dist.destroy_process_group()
 
 
@@ -117,6 +81,7 @@ SGLangEngine(server_spec(Path(sys.argv[1])), variables={})
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_no_process_is_left_of_a_server_whose_worker_is_killed(served_model: Path) -> None:
     worker = subprocess.Popen([sys.executable, "-c", CHILD, str(served_model)])

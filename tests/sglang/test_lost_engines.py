@@ -30,10 +30,12 @@ def test_a_run_loses_no_sample_to_killed_servers(tmp_path: Path) -> None:
 
 
 def test_a_run_loses_no_sample_to_killed_managers(tmp_path: Path) -> None:
-    # Each new manager counts its phases from 0, and begins with the step in which one was killed.
+    # Each new manager counts its phases anew. Its first is the step in which one was killed, or the
+    # step before, whose checkpoint was still being written: the next dies 3 or 2 steps later.
     trained(tmp_path, fault_of("kill_manager", every_num_phases=EVERY_NUM_STEPS + 1))
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert log.count("workers are started again") >= NUM_KILLS
+    most = (NUM_STEPS - 2) // (EVERY_NUM_STEPS - 1)
+    assert NUM_KILLS <= log.count("workers are started again") <= most
 
 
 @pytest.mark.shows("4.22")
