@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, groupby, repeat
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -85,14 +86,15 @@ class History:
         by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
         self.steps = sorted(by_step)
         self.elapsed_s = [plottable(by_step[step].get("elapsed_s")) for step in self.steps]
-        self._series: dict[str, Series] = {}
-        for step in self.steps:
-            for name, value in by_step[step].items():
+        self._series: dict[str, Series] = defaultdict(lambda: Series([], []))
+        for names, of_names in groupby((by_step[step] for step in self.steps), key=tuple):
+            alike = list(of_names)  # most steps log the same metrics: column by column
+            steps = [row["step"] for row in alike]
+            columns = zip(*(row.values() for row in alike), strict=True)
+            for name, values in zip(names, columns, strict=True):
                 if "/" in name:
-                    if name not in self._series:
-                        self._series[name] = Series([], [])
-                    self._series[name].steps.append(step)
-                    self._series[name].values.append(plottable(value))
+                    self._series[name].steps.extend(steps)
+                    self._series[name].values.extend(map(plottable, values))
         self.names = [name for name, series in self._series.items() if series.finite]
         """Metrics with at least one number, in the order in which they were first logged."""
 
@@ -124,6 +126,6 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 def plottable(value: object) -> float | None:
     """Return a number that can be averaged and squared; None for any other value."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, int)):
         return None
     return float(value) if abs(value) <= _LARGEST else None  # false for NaN
