@@ -23,6 +23,7 @@ from tests.contract.ranks_under_test import (
     merge_metrics,
     mute,
     output_metrics,
+    rank_ranges,
     rows_of_rank,
 )
 from tests.tiny_models import make_tiny_classifier, save_tiny_tokenizer
@@ -55,7 +56,8 @@ def plain_scores(folder: Path, rows: list[list[int]], kind: Kind = "sequence") -
 def _scores(rank: Rank, folder: Path, batch: SupervisedBatch) -> Tensor | None:
     engine = rank.reward_model(folder)
     rewards_B = engine.compute_rewards(rows_of_rank(batch, engine, 4)).rewards_B
-    return rewards_B if engine.is_output_rank else None
+    num_rows = len(rank_ranges(len(batch), engine.dp_size, 4)[engine.dp_rank])
+    return rewards_B[:num_rows] if engine.is_output_rank else None
 
 
 @pytest.mark.parametrize("kind", ["sequence", "token"])
@@ -88,9 +90,8 @@ def to_batch(rows: list[list[int]], margins: list[float] | None = None) -> Prefe
 
 def pairs_of_rank(batch: PreferenceBatch, engine: RewardEngine, first: int) -> PreferenceBatch:
     """This rank's pairs; a rank without any has one that is masked out."""
-    if first == len(batch) and engine.dp_rank:
-        return mute(batch[:2])
-    return rows_of_rank(batch, engine, first)
+    own = rank_ranges(len(batch) // 2, engine.dp_size, first // 2)[engine.dp_rank]
+    return batch[2 * own.start : 2 * own.stop] if own else mute(batch[:2])
 
 
 @dataclass(frozen=True)
