@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -144,7 +145,7 @@ def main() -> None:
     SIGHUP 129).
     """
     sys.argv[1:] = with_free_keys_added(sys.argv[1:])
-    if _HELP_FLAGS & set(sys.argv[1:]):
+    if any(argument.partition("=")[0] in _HELP_FLAGS for argument in sys.argv[1:]):
         _print_help(sys.argv[1:])
         return
     env.set_value("HYDRA_FULL_ERROR", "1")  # Hydra then raises, and we word the message
@@ -168,7 +169,8 @@ def main() -> None:
 
 def _print_help(arguments: Sequence[str]) -> None:
     """Print the overview, or the help for the sections and keys among ``arguments``."""
-    names = [argument for argument in arguments if not argument.startswith("-")]
+    asked = (argument.removeprefix("--help=") for argument in arguments)
+    names = [argument for argument in asked if not argument.startswith("-")]
     recipes = [file.stem for file in sorted(_folder_of("recipes").glob("*.yaml"))]
     try:
         keys = [name.partition("=")[0] for name in names]
@@ -259,7 +261,16 @@ def _command_typed(settings: HydraConf) -> list[str]:
     flags = [flag for flag in _flags_to_hand_on(settings) if flag != usual]
     # As typed: ${} is not resolved.
     typed = cast("list[str]", OmegaConf.to_container(settings.overrides.task))
-    return ["python", "-m", "hybridrl.main", *flags, *typed]
+    return [_python(), "-m", "hybridrl.main", *flags, *typed]
+
+
+def _python() -> str:
+    """Return how a shell calls the Python that runs this: by its path where its own is another."""
+    own = Path(sys.executable)
+    on_path = shutil.which("python")
+    if on_path is not None and Path(on_path).parent == own.parent:
+        return "python"
+    return os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)
 
 
 def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:

@@ -36,7 +36,11 @@ _TOOLS = "set agent=tool_calls agent.tools=[calculator,FILE.py:FUNCTION]"
 _KEYS: Mapping[str, str] = {
     **dict.fromkeys(("rollout.n", "num_generations", "n_samples_per_prompt"), _RESPONSES),
     **dict.fromkeys(
-        ("batch_size", "train_batch_size", "rollout_batch_size", "gen_batch_size"), _PROMPTS
+        (
+            *("batch_size", "train_batch_size", "rollout_batch_size", "gen_batch_size"),
+            "generation_batch_size",
+        ),
+        _PROMPTS,
     ),
     **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef", "use_kl_loss", "beta"), _KL),
     **dict.fromkeys(("use_kl_in_reward", "kl_ctrl"), "set algorithm.kl.placement=reward"),
@@ -50,10 +54,10 @@ _KEYS: Mapping[str, str] = {
         ("clip_ratio_high", "epsilon_high", "eps_clip_high"), "set algorithm.clip_high"
     ),
     **dict.fromkeys(
-        ("ppo_mini_batch_size", "global_batch_size"),
+        ("ppo_mini_batch_size", "global_batch_size", "steps_per_generation"),
         "set algorithm.num_minibatches, which counts optimizer steps of a rollout",
     ),
-    **dict.fromkeys(("ppo_epochs", "num_iterations"), "set algorithm.num_epochs"),
+    **dict.fromkeys(("ppo_epochs", "num_iterations", "max_epochs"), "set algorithm.num_epochs"),
     **dict.fromkeys(
         (
             *("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "micro_train_batch_size"),
@@ -64,13 +68,28 @@ _KEYS: Mapping[str, str] = {
         _MICROBATCH,
     ),
     **dict.fromkeys(("entropy_coeff", "entropy_coef"), "set algorithm.entropy_coefficient"),
-    **dict.fromkeys(("loss_agg_mode", "loss_type"), "set algorithm.loss_aggregation"),
+    **dict.fromkeys(
+        ("loss_agg_mode", "loss_type", "calculate_per_token_loss"),
+        "set algorithm.loss_aggregation",
+    ),
+    **dict.fromkeys(
+        ("clip_ratio_c", "eps_clip_c", "dual_clip"), "set algorithm.policy_loss_args.dual_clip"
+    ),
+    **dict.fromkeys(
+        ("overlong_buffer_len", "overlong_buffer_cfg.len"), "set algorithm.soft_overlong_tokens"
+    ),
+    "mask_truncated_completions": "set algorithm.mask_truncated=true",
+    "importance_sampling_level": "set algorithm=gspo for sequence",
+    "kl_target": "set algorithm.kl.target_nats",
+    "over_sampling_batch_size": "set rollout.oversample, which is a factor",
+    "rpo_alpha": "set dpo.sft_coefficient",
+    "center_rewards_coefficient": "set reward_model.center_coefficient",
     **dict.fromkeys(
         ("norm_adv_by_std_in_grpo", "scale_rewards", "algorithm.divide_by_std"),
         "set algorithm.advantage_args.scale=group or none",
     ),
     **dict.fromkeys(
-        ("filter_groups", "dynamic_sampling_filter_path"),
+        ("filter_groups", "dynamic_sampling_filter_path", "dynamic_filtering"),
         "set algorithm.group_filter=zero_variance algorithm.max_sampling_rounds=10",
     ),
     "algorithm.name": _ADVANTAGES,
@@ -98,12 +117,21 @@ _KEYS: Mapping[str, str] = {
     ),
     "partial_rollout": _PARTIAL,
     **dict.fromkeys(
-        ("max_response_length", "max_completion_length", "max_new_tokens", "generate_max_len"),
+        (
+            *("max_response_length", "max_completion_length", "max_new_tokens"),
+            *("generate_max_len", "rollout_max_response_len"),
+        ),
         "set rollout.max_response_tokens",
     ),
-    **dict.fromkeys(("max_prompt_length", "prompt_max_len"), "set data.max_prompt_tokens"),
     **dict.fromkeys(
-        ("gpu_memory_utilization", "mem_fraction_static", "vllm_gpu_memory_utilization"),
+        ("max_prompt_length", "prompt_max_len", "rollout_max_prompt_len"),
+        "set data.max_prompt_tokens",
+    ),
+    **dict.fromkeys(
+        (
+            *("gpu_memory_utilization", "mem_fraction_static", "vllm_gpu_memory_utilization"),
+            "sglang_mem_fraction_static",
+        ),
         "set rollout.memory_fraction",
     ),
     **dict.fromkeys(
@@ -112,7 +140,10 @@ _KEYS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("free_cache_engine", "vllm_enable_sleep"), "set rollout.sleep"),
     **dict.fromkeys(("rollout.name", "use_vllm"), "set rollout=sglang or rollout=hf"),
-    **dict.fromkeys(("optim.lr", "actor.lr", "learning_rate", "lr"), "set actor.optimizer.lr"),
+    **dict.fromkeys(
+        ("optim.lr", "actor.lr", "learning_rate", "lr", "actor_learning_rate"),
+        "set actor.optimizer.lr",
+    ),
     **dict.fromkeys(
         ("enable_gradient_checkpointing", "gradient_checkpointing"),
         "set actor.gradient_checkpointing=true",
@@ -123,18 +154,23 @@ _KEYS: Mapping[str, str] = {
         ("total_training_steps", "max_steps", "num_rollout"),
         _STEPS,
     ),
-    **dict.fromkeys(("total_epochs", "num_train_epochs", "epochs"), "set trainer.num_epochs"),
-    **dict.fromkeys(("n_gpus_per_node", "num_gpus_per_node"), _GPUS),
+    **dict.fromkeys(
+        ("total_epochs", "num_train_epochs", "epochs", "num_episodes", "num_epoch"),
+        "set trainer.num_epochs",
+    ),
+    **dict.fromkeys(("n_gpus_per_node", "num_gpus_per_node", "actor_num_gpus_per_node"), _GPUS),
     **dict.fromkeys(("temperature", "sampling_params.temperature"), "set rollout.temperature"),
     "nnodes": "set cluster.num_nodes cluster.ray_address",
-    **dict.fromkeys(("save_freq", "save_steps"), "set checkpoint.every_num_steps"),
-    **dict.fromkeys(("test_freq", "eval_steps"), "set eval.every_num_steps"),
+    **dict.fromkeys(("save_freq", "save_steps", "save_interval"), "set checkpoint.every_num_steps"),
+    **dict.fromkeys(("test_freq", "eval_steps", "eval_interval"), "set eval.every_num_steps"),
     "val_before_train": "leave it out: evaluation comes before step 1 if eval.every_num_steps > 0",
     "resume_mode": "set checkpoint.resume",
-    **dict.fromkeys(("trainer.logger", "report_to"), _TRACKERS),
+    **dict.fromkeys(("trainer.logger", "report_to", "use_wandb"), _TRACKERS),
     "project_name": "set tracking.project",
     **dict.fromkeys(("experiment_name", "output_dir", "default_local_dir"), _FOLDER),
-    **dict.fromkeys(("custom_reward_function", "reward_funcs", "reward_fn"), _REWARD),
+    **dict.fromkeys(
+        ("custom_reward_function", "reward_funcs", "reward_fn", "custom_rm_path"), _REWARD
+    ),
     **dict.fromkeys(
         (
             *("reward_pretrain", "remote_rm_url", "reward_model.enable", "reward_model.path"),
@@ -187,7 +223,7 @@ _CHOICES: Mapping[tuple[str, str], str] = {
 
 def answer_key(key: str) -> str:
     """Return the hybridrl key for a key of another framework; empty if no framework has it."""
-    parts = key.split(".")
+    parts = key.replace("-", "_").split(".")  # slime's are flags
     for first in range(len(parts)):
         name = ".".join(parts[first:])
         # `beta` is TRL's; `actor.optimizer.beta` is mistyped.

@@ -24,7 +24,7 @@ from hybridrl.report.run import Run
 FLAT_GROUPS = 0.9
 ENTROPY_NATS = 0.02
 ENTROPY_SHARE = 0.1
-ENTROPY_STILL = 0.1
+STILL = 0.1
 KL_TO_OLD_NATS = 0.05
 KL_TO_REFERENCE_NATS = 1.0
 RATIO = 10.0
@@ -104,9 +104,10 @@ def reward_does_not_rise(run: Run) -> Finding | None:
     if gain < -chance:
         return Finding("The reward has fallen", f"{text}Updates are too large.", (f"{LR}*0.3",))
     title, more_prompts = "The reward does not rise", "trainer.num_prompts_per_step*2"
-    entropy = first_and_now(run, "policy/entropy_nats/mean")
-    if entropy and abs(entropy[1] - entropy[0]) < ENTROPY_STILL * entropy[0]:
-        text += "Its entropy shows that the policy has hardly moved: updates are too small."
+    moved = ("policy/entropy_nats/mean", "length/response_tokens/mean")
+    ends = [pair for name in moved if (pair := first_and_now(run, name))]
+    if ends and all(abs(now - before) < STILL * before for before, now in ends):
+        text += "Entropy and length of the responses have hardly changed: updates are too small."
         return Finding(title, text, (f"{LR}*3", more_prompts))
     text += "The policy moves, but the gradient of a step is mostly chance."
     return Finding(title, text, (more_prompts,))
