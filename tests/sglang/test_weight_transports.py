@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
+from sglang.srt.utils import MultiprocessingSerializer
+from torch.multiprocessing import reductions
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError, PhaseError
@@ -183,3 +185,20 @@ def test_a_rank_with_a_gpu_names_its_host_memory_too(monkeypatch: pytest.MonkeyP
     finally:
         torch.multiprocessing.set_sharing_strategy("file_system")
     assert prepared == ["ipc"]
+
+
+def test_host_memory_has_handles_where_gpus_have_serial_numbers() -> None:
+    # With SGLang's own patch, which build_transport applies where there is a GPU.
+    kept = {name: getattr(reductions, name) for name in ("reduce_tensor", "rebuild_cuda_tensor")}
+    build_transport(sglang_config(), device=torch.device("cuda"), is_sender=True)
+    try:
+        sent = {"lora": torch.arange(6.0).view(2, 3)}
+        text = MultiprocessingSerializer.serialize(sent, output_str=True)
+        got = MultiprocessingSerializer.deserialize(text)
+        assert torch.equal(got["lora"], sent["lora"])
+    finally:
+        for name, function in kept.items():
+            setattr(reductions, name, function)
+        for name in ("_reduce_tensor_original", "_rebuild_cuda_tensor_original"):
+            delattr(reductions, name)
+        reductions.init_reductions()

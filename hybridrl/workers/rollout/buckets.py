@@ -118,7 +118,8 @@ class FlatBuffers:
         flat = self._take(num_bytes)[:num_bytes]
         targets = tensors_in(flat, spans)
         for name, tensor in bucket:
-            targets[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            # Nothing waits below for a copy to the host.
+            targets[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda and flat.is_cuda)
         if flat.is_cuda:
             # Another process is about to read, and does not know this process's streams.
             torch.cuda.current_stream(flat.device).synchronize()

@@ -211,8 +211,12 @@ class ManagedEngine:
         if part in self._released:
             return
         said = self.engine.resident_bytes(part)
+        # What torch keeps of this process is neither taken for the engine's nor hides it: the
+        # embedded engine's memory is torch's.
+        self.memory.empty_cache()
         before = self.memory.free_bytes()
         self.engine.release(part, backup=backup)
+        self.memory.empty_cache()
         self._released[part] = 0
         if not self.engine.frees_memory:
             self._add("memory/noop_releases", 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.rollout.buckets import Bucket, stage_by_reference
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.weight_broadcast import WeightOffer, receiving
 from hybridrl.workers.sharding.weight_proof import WeightFolder
 from hybridrl.workers.sharding.weight_stream import buckets
@@ -86,11 +87,13 @@ def _load_files(managed: ManagedEngine, folder: Path, *, bucket_bytes: int) -> N
 def _load(managed: ManagedEngine, names: Collection[str], arriving: Iterable[Bucket]) -> None:
     managed.begin_part(names)
     try:
-        for bucket in arriving:
-            staged = managed.engine.stage(bucket)
-            managed.load(staged, [staged.handle])
+        with ordinary_segments():
+            for bucket in arriving:
+                staged = managed.engine.stage(bucket)
+                managed.load(staged, [staged.handle])
     finally:
         managed.engine.release_buffers()
+        managed.memory.empty_cache()
 
 
 def _read(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:

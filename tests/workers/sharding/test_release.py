@@ -10,6 +10,7 @@ import pytest
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Sum, check_declared
 from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.sharding import release
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import Holder
 from tests.workers.sharding.recording import (
@@ -20,6 +21,12 @@ from tests.workers.sharding.recording import (
 )
 
 TOTAL = 1000
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines of these tests hold bytes, not gibibytes."""
+    monkeypatch.setattr(release, "_KERNELS_BYTES", 0)
 
 
 class Overstating(RecordingEngine):
@@ -145,3 +152,11 @@ def test_a_resume_without_room_is_refused_with_a_remedy(
     managed.resume_weights()
     managed.resume_cache()
     assert memory.free_bytes() < TOTAL
+
+
+def test_kernels_that_stay_are_not_demanded_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    small, large = 28 * 2**20, 20 * 2**30
+    assert release.demanded_bytes(MemoryTag.WEIGHTS, small) == 0
+    assert release.demanded_bytes(MemoryTag.WEIGHTS, large) > 0.7 * large
+    assert release.demanded_bytes(MemoryTag.KV_CACHE, small) > 0.7 * small

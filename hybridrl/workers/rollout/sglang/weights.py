@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.multiprocessing
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
@@ -235,8 +237,7 @@ def build_transport(rollout: RolloutConfig, *, device: torch.device, is_sender: 
     # children of this process: buckets on a CPU, adapters everywhere.
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     if device.type != "cpu":
-        # Handles name a GPU by its serial number: a server numbers only its visible GPUs.
-        monkey_patch_torch_reductions()
+        _name_gpus_by_serial_number()
     num_ranks, dtype = rollout.tensor_parallel_size, DTYPES[rollout.dtype]
     if rollout.transport == "disk":
         return DiskTransport(is_sender=is_sender, dtype=dtype)
@@ -249,6 +250,22 @@ def build_transport(rollout: RolloutConfig, *, device: torch.device, is_sender: 
             dtype=dtype,
         )
     return SharedTransport(device=device, num_ranks=num_ranks, encode=encode, dtype=dtype)
+
+
+def _name_gpus_by_serial_number() -> None:
+    """Let handles of GPU memory do so: a server numbers only its visible GPUs.
+
+    SGLang's patch takes every tensor for one on a GPU, and raises IndexError for an adapter, which
+    is sent from the host.
+    """
+    functions: Any = reductions
+    if hasattr(functions, "_reduce_tensor_original"):
+        return
+    of_host = functions.reduce_tensor
+    monkey_patch_torch_reductions()
+    of_gpus = functions.reduce_tensor
+    functions.reduce_tensor = lambda tensor: (of_gpus if tensor.is_cuda else of_host)(tensor)
+    functions.init_reductions()
 
 
 def encode(flat: Tensor, spans: Sequence[TensorSpan]) -> str:
