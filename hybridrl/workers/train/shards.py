@@ -93,7 +93,8 @@ def build_reward_model(
     files = WeightFiles(folder)
     hf = build_empty_reward_model(folder, files=files, dtype=dtype, device=device)
     model = ValueModel(hf.requires_grad_(is_trainable))
-    _fill_and_shard(model, files, config=config, device=device, num_ranks=num_ranks)
+    weights = ModelFiles(files, hf.config.model_type)
+    _fill_and_shard(model, weights, config=config, device=device, num_ranks=num_ranks)
     return model
 
 
