@@ -559,7 +559,6 @@ def test_random_faults_leave_no_server_with_other_weights() -> None:
         settings=settings(
             max_examples=40,
             stateful_step_count=12,
-            deadline=None,
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),

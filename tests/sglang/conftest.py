@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang.engines import MortalEngine, make_ready, server_spec
+from tests.sglang.engines import MortalEngine, make_ready, running_engine, server_spec
 from tests.sglang.lora_device import ForgetfulEngine, wake_up
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.lora_engines import LORA
@@ -32,11 +32,8 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_engine(served_model: Path) -> Iterator[MortalEngine]:
     """An engine that lives as long as the session, in whatever state a test left it."""
-    engine = MortalEngine(server_spec(served_model), variables={})
-    try:
+    with running_engine(server_spec(served_model)) as engine:
         yield engine
-    finally:
-        engine.shutdown()
 
 
 @pytest.fixture

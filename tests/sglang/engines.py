@@ -82,9 +82,9 @@ class MortalEngine(SGLangEngine):
 @contextmanager
 def running_engine(
     spec: ServerSpec, *, variables: Mapping[str, str] | None = None
-) -> Iterator[SGLangEngine]:
+) -> Iterator[MortalEngine]:
     """An engine as it boots; its server is gone afterwards."""
-    engine = SGLangEngine(spec, variables=variables or {})
+    engine = MortalEngine(spec, variables=variables or {})
     try:
         yield engine
     finally:

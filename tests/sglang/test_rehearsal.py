@@ -186,13 +186,13 @@ def test_sglang_starts_on_a_gpu_with_what_every_recipe_sends(
 def test_what_sglang_refuses_at_its_start_is_found_with_the_argument(
     results: dict[str, dict[str, Any]],
 ) -> None:
-    found = {name: results[name] for name in REFUSED}
-    names = {name: [r["names"] for r in result["refusals"]] for name, result in found.items()}
+    refused = {name: results[name] for name in REFUSED}
+    names = {name: [r["names"] for r in result["refusals"]] for name, result in refused.items()}
     # With a page of 7 no size divides, so the page alone is at fault.
     assert names == {name: [list(given)[:1]] for name, given in REFUSED.items()}
-    assert "not compatible with memory saver" in _reason(found["prefill graphs in pieces"])
-    assert "fa3" in _reason(found["no such attention"])
-    assert "chunked_prefill_size" in found["no such argument"]["refusals"][0]["fix"]
+    assert "not compatible with memory saver" in _reason(refused["prefill graphs in pieces"])
+    assert "fa3" in _reason(refused["no such attention"])
+    assert "chunked_prefill_size" in refused["no such argument"]["refusals"][0]["fix"]
 
 
 def _with_arguments(
@@ -206,21 +206,34 @@ def _reason(result: dict[str, Any]) -> str:
     return str(result["refusals"][0]["reason"])
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("is_mended", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_check_names_our_key_for_what_sglang_refuses(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, is_mended: bool
-) -> None:
-    monkeypatch.setattr(server_rehearsal, "_CHILD", ON_CUDA)
-    extra = "+rollout.engine_args={chunked_prefill_size: 100, page_size: 7}"
+PAGES = "+rollout.engine_args={chunked_prefill_size: 100, page_size: 7}"
+
+
+def remedy_of_pages(folder: Path) -> tuple[str, ...]:
+    """The only remedy of the only violation of PAGES."""
     with pytest.raises(ConfigErrors, match="must be divisible by page_size") as raised:
-        rehearse_server(config_of(folder, *_flat()["asleep"], extra))
+        rehearse_server(config_of(folder, *_flat()["asleep"], PAGES))
     (violation,) = raised.value.violations
     assert violation.key.startswith("rollout.engine_args.")
     (remedy,) = violation.remedies
-    if not is_mended:
-        return
-    mended = config_of(folder, *_flat()["asleep"], extra, *remedy)
+    return tuple(remedy)
+
+
+@pytest.mark.timeout(200)
+def test_check_names_our_key_for_what_sglang_refuses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_rehearsal, "_CHILD", ON_CUDA)
+    assert remedy_of_pages(folder)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(200)
+def test_the_remedy_for_what_sglang_refuses_is_accepted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_rehearsal, "_CHILD", ON_CUDA)
+    mended = config_of(folder, *_flat()["asleep"], PAGES, *remedy_of_pages(folder))
     assert "accepts the arguments" in rehearse_server(mended)
 
 

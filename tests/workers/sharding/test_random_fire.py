@@ -198,7 +198,6 @@ def _run(num_sequences: int, *, is_repeatable: bool) -> None:
         settings=settings(
             max_examples=num_sequences,
             stateful_step_count=30,
-            deadline=None,
             derandomize=is_repeatable,
             database=None,
             print_blob=True,
