@@ -87,15 +87,15 @@ def facts_of(run: Run) -> Iterator[tuple[str, str]]:
 
 def _model(settings: Settings) -> str:
     folder = settings.text("model.path")
-    is_demo = folder == "null"
+    is_starter = folder == "null"
     sizes = {f.name: settings.number(f"model.starter.{f.name}") or 0 for f in fields(StarterConfig)}
     config = ModelConfig(
-        path=None if is_demo else folder,
+        path=None if is_starter else folder,
         starter=StarterConfig(**{key: int(size) for key, size in sizes.items()}),
         dtype="float32",
         attention="auto",
     )
-    name = "the demo model" if is_demo else Path(folder).name
+    name = "the starter model" if is_starter else Path(folder).name
     try:
         name += f", {in_words(count_parameters(architecture_of(config)))} parameters"
     except (ArithmeticError, ModelError):

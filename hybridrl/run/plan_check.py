@@ -49,12 +49,12 @@ class PlanCheck:
                 self._largest_bytes = measured.value
                 self._largest = (
                     f"{format_bytes(measured.value)} at most, in {phase.name} "
-                    f"(mode=plan estimates {format_bytes(predicted)})"
+                    f"(estimate for its rows: {format_bytes(predicted)})"
                 )
         if is_first and errors:
             longest = plan_memory(self._config)
             limit = format_bytes(longest.peak_bytes(longest.fullest))
-            text = "memory of a rank in the first step: %s; rows of full length are estimated at %s"
+            text = "memory of a rank in the first step: %s; mode=plan, for rows of full length: %s"
             log.info(text, self._largest, limit)
         return errors
 

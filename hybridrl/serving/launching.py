@@ -112,6 +112,7 @@ class ActorLaunch:
             self.config if self._is_policy else frozen_config(self.config, self._served),
             self._arguments(group, engine, rank),
             num_devices=engine.num_devices,
+            number=engine.first_device,
         )
         options = {
             **self.devices.placements[self._device(engine, rank)],

@@ -24,7 +24,11 @@ _REHEARSED_PORT = 20_000
 
 
 def engine_config(
-    config: ExperimentConfig, engine_args: Mapping[str, ArgumentValue], *, num_devices: int = 1
+    config: ExperimentConfig,
+    engine_args: Mapping[str, ArgumentValue],
+    *,
+    num_devices: int = 1,
+    number: int = 0,
 ) -> ExperimentConfig:
     """Return the configuration of an engine on devices of its own, which never sleeps.
 
@@ -32,6 +36,7 @@ def engine_config(
         config: of the run.
         engine_args: of its group and place; they replace those of the run.
         num_devices: that share the engine.
+        number: of the engine. Engines of one seed would draw the same random numbers.
     """
     defaults: dict[str, ArgumentValue] = {}
     if "disaggregation_mode" in engine_args and config.cluster.device == "cpu":
@@ -47,7 +52,7 @@ def engine_config(
         transport="auto" if num_devices == 1 else "disk",
         sleep=False,
     )
-    return replace(config, rollout=rollout)
+    return replace(config, rollout=rollout, seed=config.seed + number)
 
 
 def attached_config(config: ExperimentConfig) -> ExperimentConfig:

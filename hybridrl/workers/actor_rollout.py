@@ -148,7 +148,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         gpus = control.gather("devices", device_name(device))
         build = partial(
             build_rollout_engine,
-            config,
+            # Engines of one seed would draw the same random numbers.
+            replace(config, seed=config.seed + self.rank),
             model_folder,
             device,
             place=ServerPlace(gpus=tuple(gpus[self.rank : self.rank + size])),

@@ -123,7 +123,7 @@ def test_the_head_answers_what_a_reader_asks_first(tmp_path: Path) -> None:
     lines = page_of(folder).texts
     facts = dict(itertools.pairwise(lines))
     assert facts["algorithm"] == "grpo, gspo"
-    assert facts["model"] == "the demo model, 1.67 M parameters"
+    assert facts["model"] == "the starter model, 1.67 M parameters"
     assert facts["learning rate"] == "0.0001"
     assert facts["seed"] == "7"
     assert facts["best evaluation"] == "0.7, at step 2"

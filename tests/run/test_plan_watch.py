@@ -59,7 +59,7 @@ def test_the_log_has_a_line_after_the_first_step_and_one_at_the_end(
         watch.report()
     first, last = caplog.messages
     assert first.startswith("memory of a rank in the first step: ")
-    assert " at most, in update (mode=plan estimates " in first
+    assert " at most, in update (estimate for its rows: " in first
     assert last.startswith("memory of a rank: ")
     assert "error" not in last
     largest_mib, estimated_mib = (float(number) for number in re.findall(r"(\d+) MiB", last))

@@ -5,24 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import ray
 
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.serving import launching
+from hybridrl.serving.engine_process import EngineProcess
 from hybridrl.serving.launching import ActorLaunch, ServerDevices
-from hybridrl.serving.plan import plan_servers
+from hybridrl.serving.plan import ServerPlan, plan_servers
 from tests.config.values import config_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def _launch(config: ExperimentConfig, plan: ServerPlan, folder: Path) -> ActorLaunch:
+    return ActorLaunch(
+        config=config,
+        plan=plan,
+        policy_folder=folder,
+        devices=ServerDevices(placements=[{"num_cpus": 0}] * config.num_server_devices),
+    )
 
 
 def test_an_engine_is_probed_however_many_requests_it_has(tmp_path: Path) -> None:
     config = config_of("serving=own", "rollout.num_slots=1100")
     (plan,) = plan_servers(config)
     group = plan.groups[0]
-    launch = ActorLaunch(
-        config=config,
-        plan=plan,
-        policy_folder=tmp_path,
-        devices=ServerDevices(placements=[{"num_cpus": 0}] * config.num_server_devices),
-    )
+    launch = _launch(config, plan, tmp_path)
     engine = launch(group, group.engines[0])
     try:
         for _ in range(config.rollout.num_slots):
@@ -30,3 +38,24 @@ def test_an_engine_is_probed_however_many_requests_it_has(tmp_path: Path) -> Non
         assert isinstance(engine.probe().exception(60), AttributeError)  # nothing is built
     finally:
         engine.end()
+
+
+class _Asked(EngineProcess):
+    async def seed(self) -> int:
+        return self._config.seed
+
+
+def test_engines_of_a_model_draw_other_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "EngineProcess", _Asked)
+    config = config_of("serving=own", "serving.num_devices_per_node=2")
+    (plan,) = plan_servers(config)
+    launch = _launch(config, plan, tmp_path)
+    engines = [launch(group, engine) for group in plan.groups for engine in group.engines]
+    try:
+        seeds = ray.get([engine._actor.seed.remote() for engine in engines])  # type: ignore[attr-defined]
+        assert seeds == [config.seed, config.seed + 1]
+    finally:
+        for engine in engines:
+            engine.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from hybridrl.errors import DriftError, PhaseError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import Sample
 from hybridrl.trainer.train_batch import build_train_batch
+from hybridrl.workers import actor_rollout
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
+from hybridrl.workers.build import build_rollout_engine
 from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
 from hybridrl.workers.rollout.embedded.tensor_memory import checksum
+from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.config.values import config_of
@@ -138,3 +142,22 @@ def test_token_ids_that_the_model_lacks_are_refused(shift: int) -> None:
     rollouts = assemble_rollouts(prompts, [response], policy_version=0)
     with pytest.raises(DriftError, match=r"2 token ids outside of 0\.\.63"):
         require_known_tokens(rollouts, vocab_size=64)
+
+
+def _keep_seeds(rank: int, folder: Path, config: ExperimentConfig) -> None:
+    seeds = []
+
+    def build(config: ExperimentConfig, *args: Any, **options: Any) -> RolloutEngine:
+        seeds.append(config.seed)
+        return build_rollout_engine(config, *args, **options)
+
+    actor_rollout.build_rollout_engine = build  # type: ignore[attr-defined]
+    worker = _build(config, folder)
+    gathered = worker._control.gather("seeds", str(seeds))
+    assert gathered == [f"[{config.seed}]", f"[{config.seed + 1}]"]
+    worker.close()
+
+
+def test_engines_of_two_ranks_draw_other_random_numbers(tmp_path: Path) -> None:
+    config = config_of("rollout.max_response_tokens=6", "data.max_digits=4")
+    run_ranks(2, _keep_seeds, make_tiny_model(tmp_path / "model"), config)
