@@ -1,6 +1,7 @@
 """Makes the pages of the site that the code itself holds: configuration, recipes, Python API.
 
-MkDocs calls `on_files` for each build. Nothing of this is checked in, so it cannot be old.
+MkDocs calls `on_files` for each build. Nothing of this is checked in, so it cannot be old: in the
+repository such a page only says where else to look.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ API_FILES = ("protocol.py",)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages."""
+    """Put the generated pages in the place of those that say where else to look."""
     pages = {
         "reference/configuration.md": configuration_page(),
         "reference/recipes.md": recipes_page(),
         "reference/api.md": api_page(),
     }
     for path, text in pages.items():
+        if (file := files.get_file_from_path(path)) is not None:
+            files.remove(file)
         files.append(File.generated(config, path, content=text))
     return files
 
