@@ -53,7 +53,8 @@ def ray_head(*, has_dashboard: bool = False, num_cpus: int = 2) -> Iterator[RayH
         *(str(_RAY), "start", "--head", "--block", f"--port={port}", f"--num-cpus={num_cpus}"),
         *(f"--temp-dir={folder}", f"--include-dashboard={str(has_dashboard).lower()}"),
         *(f"--dashboard-port={dashboard_port}", "--object-store-memory=100000000"),
-        "--disable-usage-stats",
+        # Jobs reach this node's agent there; the default is that of every other Ray of the machine.
+        *(f"--dashboard-agent-listen-port={_free_port()}", "--disable-usage-stats"),
     ]
     with (folder / "head.txt").open("wb") as output:
         process = subprocess.Popen(
