@@ -32,6 +32,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
@@ -152,6 +153,7 @@ def main() -> None:
     _register_sources()
     sweep = _Sweep()
     try:
+        _refuse_flags(sys.argv[1:])
         _under_hydra(sweep.take)()
         if sweep.overrides_of_jobs:
             sys.exit(sweep.run())
@@ -177,6 +179,24 @@ def _print_help(arguments: Sequence[str]) -> None:
         sys.stdout.write(help_text(keys, Path(_CONFIG_DIR), recipes))
     except ConfigError as error:
         _stop(error, _EXIT_CONFIG)
+
+
+def _refuse_flags(arguments: Sequence[str]) -> None:
+    """Answer flags that Hydra does not have: those of other frameworks with the keys here.
+
+    Raises:
+        ConfigErrors: there are some.
+    """
+    _, unknown = get_args_parser().parse_known_args(list(arguments))
+    violations = []
+    for flag in [argument for argument in unknown if argument.startswith("--")]:
+        key, _, value = flag.partition("=")
+        following = arguments[arguments.index(flag) + 1 :][:1]
+        if "=" not in flag and following and not following[0].startswith("--"):
+            value = following[0] * ("=" not in following[0])
+        violations.append(unknown_key(key, value))
+    if violations:
+        raise ConfigErrors(violations)
 
 
 def _register_sources() -> None:
@@ -405,6 +425,7 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(refusal, MissingConfigException) and refusal.missing_cfg_file:
         group, _, name = refusal.missing_cfg_file.rpartition("/")
         hint = suggest_name(name, refusal.options) if refusal.options else "correct the name"
+        hint += " --help lists all" * (group == "recipes" and hint.endswith("?"))
         hint = answer_choice(group, name) or hint
         return ConfigError(group or "config", name, "there is no such file in this group", hint)
     if isinstance(refusal, OverrideParseException):
