@@ -78,7 +78,8 @@ class ConfigError(HybridRLError, ValueError):
     ) -> None:
         fix = fix or ", or ".join(instruction(overrides) for overrides in remedies)
         end = "" if fix.endswith(("?", "...")) else "."
-        super().__init__(f"{shorten(key)}={shown(got)}: {rule}. Fix: {fix}{end}")
+        stop = "" if rule.endswith("?") else "."
+        super().__init__(f"{shorten(key)}={shown(got)}: {rule}{stop} Fix: {fix}{end}")
         self.key = key
         self.rule = rule
         self.remedies = tuple(remedies)
