@@ -51,8 +51,8 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign_names import answer_choice
 from hybridrl.config.help_text import help_text
 from hybridrl.config.interpolation import check_lengths, leaves, unresolved
-from hybridrl.config.load import free_keys, load_config, unknown_key
-from hybridrl.config.summary import summarize
+from hybridrl.config.load import free_keys, load_config, read_config, unknown_key
+from hybridrl.config.summary import sentence, summarize
 from hybridrl.config.unread_keys import find_unread_keys
 from hybridrl.config.yaml_text import flaw_of_yaml
 from hybridrl.errors import (
@@ -64,6 +64,7 @@ from hybridrl.errors import (
     suggest_name,
 )
 from hybridrl.planning.page import peak_line, plan_page
+from hybridrl.run.readiness import missing_here
 from hybridrl.run.sweep import SweepJob, build_jobs, run_sweep
 from hybridrl.serving.settings import rehearsed_configs
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
@@ -303,8 +304,24 @@ def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
         _stop(error, 1)
 
 
+def _load(values: Mapping[str, object]) -> ExperimentConfig:
+    """Load a configuration as `load_config`; ``mode=check`` names bad rows beside its violations.
+
+    Raises:
+        ConfigErrors: it is not valid.
+    """
+    try:
+        return load_config(values)
+    except ConfigErrors as errors:
+        config, _ = read_config(values)
+        if config is None or config.mode != "check" or not any(config.files_by_key.values()):
+            raise
+        rows = import_module(_ROWS_CHECK).find_bad_rows(config, refused=errors.violations)
+        raise ConfigErrors([*errors.violations, *rows]) from errors
+
+
 def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
-    config = load_config(resolved(composed))
+    config = _load(resolved(composed))
     if unread := list(find_unread_keys(config.mode, command)):
         raise ConfigErrors(unread)
     starts_nothing = config.mode in _STARTS_NOTHING
@@ -312,13 +329,7 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     if signal.getsignal(signal.SIGINT) is _end_quietly:  # the run ends in order from now on
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.mode == "check":
-        import_module(_REWARD_REHEARSAL).check_reward_loads(config.reward)
-        if any(config.files_by_key.values()):
-            import_module(_ROWS_CHECK).check_rows(config)
-        sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
-        sys.stdout.flush()
-        for line in _rehearse(config):
-            sys.stdout.write(f"{'rehearsal':<12} {line}\n")
+        _check(config)
     elif config.mode == "doctor":
         page, is_bad = import_module(_DOCTOR).examine(config)
         sys.stdout.write(page)
@@ -327,6 +338,26 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
         sys.stdout.write(plan_page(config))
     else:
         launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed), command=command)
+
+
+def _check(config: ExperimentConfig) -> None:
+    """Load reward functions and rows as a run would, then print the page of ``mode=check``.
+
+    Raises:
+        ConfigErrors: a function cannot be loaded, or rows are bad.
+    """
+    refused = import_module(_REWARD_REHEARSAL).find_reward_flaws(config.reward)
+    if any(config.files_by_key.values()):
+        refused += import_module(_ROWS_CHECK).find_bad_rows(config)
+    if refused:
+        raise ConfigErrors(refused)
+    sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
+    sys.stdout.flush()
+    for line in _rehearse(config):
+        sys.stdout.write(f"{'rehearsal':<12} {line}\n")
+    for note in missing_here(config):
+        sys.stdout.write(f"{'note':<12} {note}\n")
+    sys.stdout.write(f"\n{sentence(config)}\n")
 
 
 def _rehearse(config: ExperimentConfig) -> Iterator[str]:
@@ -410,7 +441,7 @@ def _explain_all(refusal: Exception, arguments: Sequence[str]) -> Sequence[Confi
     if not violations:  # no override is wrong, so a file is
         return [_explain(refusal, [])]
     try:
-        load_config(compose(kept))
+        _load(compose(kept))
     except ConfigErrors as errors:
         violations += errors.violations
     return violations

@@ -65,6 +65,10 @@ def test_check_validates_says_what_follows_and_starts_nothing(tmp_path: Path) ->
     assert "128 (16 prompts x 8 responses)" in done.stdout
     assert "7 (1 a step x 7 steps)" in done.stdout
     assert "memory       peak of a rank " in done.stdout
+    assert done.stdout.endswith(
+        "\n\nA run would train the made model with grpo and ppo_clip on 16 prompts x 8 responses a "
+        "step of sort_digits, learning rate 3e-05, 7 steps, on 1 CPU rank.\n"
+    )
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -367,3 +371,36 @@ def test_a_check_reads_every_row_and_names_a_bad_one(row: str, words: str, tmp_p
     )
     assert message.startswith("ConfigError: data.train_files=['rows.jsonl']: 1 of 2 rows")
     assert words in message
+
+
+def test_a_check_names_bad_rows_beside_a_bad_configuration(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": 5, "answer": "2"}\n')
+    (tmp_path / "none.jsonl").write_text("")
+    message = refusal_of(
+        *("mode=check", "data=files", "data.train_files=[rows.jsonl]", "rollout.n=4"),
+        *("data.eval_files=[none.jsonl]", "data.max_prompt_tokens=8", "trainer.num_steps=0"),
+        folder=tmp_path,
+    )
+    assert message.startswith("ConfigErrors: 5 problems:\n")
+    for words in (
+        "set rollout.num_responses_per_prompt=4",
+        "trainer.num_steps=0",
+        "data.use_chat_template=True",
+        "'none.jsonl': the file is empty, 0 bytes",
+        "rows.jsonl:1: 'prompt' is 5, must be text",
+    ):
+        assert words in message
+
+
+def test_a_check_names_a_bad_reward_beside_bad_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": 5, "answer": "2"}\n')
+    (tmp_path / "mine.py").write_text("import nowhere\ndef right(response, answer): ...\n")
+    files = ("data=files", "data.train_files=[rows.jsonl]", "data.use_chat_template=false")
+    message = refusal_of(
+        *("mode=check", "reward.function=mine.py:right", "eval.every_num_steps=0", *files),
+        "data.max_prompt_tokens=8",
+        folder=tmp_path,
+    )
+    assert message.startswith("ConfigErrors: 2 problems:\n")
+    assert "No module named 'nowhere'" in message
+    assert "rows.jsonl:1: 'prompt' is 5" in message
