@@ -192,9 +192,9 @@ def _refuse_flags(arguments: Sequence[str]) -> None:
     violations = []
     for flag in [argument for argument in unknown if argument.startswith("--")]:
         key, _, value = flag.partition("=")
-        following = arguments[arguments.index(flag) + 1 :][:1]
-        if "=" not in flag and following and not following[0].startswith("--"):
-            value = following[0] * ("=" not in following[0])
+        following = "".join(arguments[arguments.index(flag) + 1 :][:1])
+        if "=" not in flag + following and not following.startswith("--"):
+            value = following
         violations.append(unknown_key(key, value))
     if violations:
         raise ConfigErrors(violations)
@@ -456,7 +456,8 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(refusal, MissingConfigException) and refusal.missing_cfg_file:
         group, _, name = refusal.missing_cfg_file.rpartition("/")
         hint = suggest_name(name, refusal.options) if refusal.options else "correct the name"
-        hint += " --help lists all" * (group == "recipes" and hint.endswith("?"))
+        if group == "recipes":
+            hint += f"{'' if hint.endswith('?') else ';'} --help lists all"
         hint = answer_choice(group, name) or hint
         return ConfigError(group or "config", name, "there is no such file in this group", hint)
     if isinstance(refusal, OverrideParseException):
