@@ -78,7 +78,8 @@ class ConfigError(HybridRLError, ValueError):
     ) -> None:
         fix = fix or ", or ".join(instruction(overrides) for overrides in remedies)
         end = "" if fix.endswith(("?", "...")) else "."
-        super().__init__(f"{shorten(key)}={shown(got)}: {rule}. Fix: {fix}{end}")
+        stop = "" if rule.endswith("?") else "."
+        super().__init__(f"{shorten(key)}={shown(got)}: {rule}{stop} Fix: {fix}{end}")
         self.key = key
         self.rule = rule
         self.remedies = tuple(remedies)
@@ -97,10 +98,11 @@ class ConfigErrors(HybridRLError, ValueError):
 def instruction(overrides: Sequence[str]) -> str:
     """Return the text to type: ``set a=1 b=2``, ``add ~c``; quoted where a shell needs it."""
     verb = "add" if overrides[0].startswith(("~", "+")) else "set"
-    return f"{verb} {' '.join(map(_in_a_shell, overrides))}"
+    return f"{verb} {' '.join(map(to_type, overrides))}"
 
 
-def _in_a_shell(override: str) -> str:
+def to_type(override: str) -> str:
+    """Return an override as a shell takes it: in quotes where it needs them."""
     if not _CHANGED_BY_SHELLS.search(override):
         return override
     if not re.search(r'["$`\\!]', override):  # easier to read than ' inside of '
@@ -296,9 +298,11 @@ _MOST_NAMED = 40
 def suggest_name(name: str, known: Sequence[str]) -> str:
     """Suggest known names: ``did you mean 'lr'?`` or, if none is close, a list of them.
 
-    Of more than 40 that exist, the first are named and the others counted.
+    Names that begin with ``name`` come first. Of more than 40 that exist, the first are named and
+    the others counted.
     """
-    close = get_close_matches(name, known, n=3, cutoff=0.5)
+    begun = [other for other in sorted(known) if name and other.startswith(name)]
+    close = [*begun, *(c for c in get_close_matches(name, known, cutoff=0.5) if c not in begun)][:3]
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown_names = sorted(known)[:_MOST_NAMED]

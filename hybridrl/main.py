@@ -32,6 +32,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
@@ -50,8 +51,8 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign_names import answer_choice
 from hybridrl.config.help_text import help_text
 from hybridrl.config.interpolation import check_lengths, leaves, unresolved
-from hybridrl.config.load import free_keys, load_config, unknown_key
-from hybridrl.config.summary import summarize
+from hybridrl.config.load import free_keys, load_config, read_config, unknown_key
+from hybridrl.config.summary import sentence, summarize
 from hybridrl.config.unread_keys import find_unread_keys
 from hybridrl.config.yaml_text import flaw_of_yaml
 from hybridrl.errors import (
@@ -63,6 +64,7 @@ from hybridrl.errors import (
     suggest_name,
 )
 from hybridrl.planning.page import peak_line, plan_page
+from hybridrl.run.readiness import missing_here
 from hybridrl.run.sweep import SweepJob, build_jobs, run_sweep
 from hybridrl.serving.settings import rehearsed_configs
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
@@ -152,6 +154,7 @@ def main() -> None:
     _register_sources()
     sweep = _Sweep()
     try:
+        _refuse_flags(sys.argv[1:])
         _under_hydra(sweep.take)()
         if sweep.overrides_of_jobs:
             sys.exit(sweep.run())
@@ -177,6 +180,24 @@ def _print_help(arguments: Sequence[str]) -> None:
         sys.stdout.write(help_text(keys, Path(_CONFIG_DIR), recipes))
     except ConfigError as error:
         _stop(error, _EXIT_CONFIG)
+
+
+def _refuse_flags(arguments: Sequence[str]) -> None:
+    """Answer flags that Hydra does not have: those of other frameworks with the keys here.
+
+    Raises:
+        ConfigErrors: there are some.
+    """
+    _, unknown = get_args_parser().parse_known_args(list(arguments))
+    violations = []
+    for flag in [argument for argument in unknown if argument.startswith("--")]:
+        key, _, value = flag.partition("=")
+        following = "".join(arguments[arguments.index(flag) + 1 :][:1])
+        if "=" not in flag + following and not following.startswith("--"):
+            value = following
+        violations.append(unknown_key(key, value))
+    if violations:
+        raise ConfigErrors(violations)
 
 
 def _register_sources() -> None:
@@ -283,8 +304,24 @@ def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
         _stop(error, 1)
 
 
+def _load(values: Mapping[str, object]) -> ExperimentConfig:
+    """Load a configuration as `load_config`; ``mode=check`` names bad rows beside its violations.
+
+    Raises:
+        ConfigErrors: it is not valid.
+    """
+    try:
+        return load_config(values)
+    except ConfigErrors as errors:
+        config, _ = read_config(values)
+        if config is None or config.mode != "check" or not any(config.files_by_key.values()):
+            raise
+        rows = import_module(_ROWS_CHECK).find_bad_rows(config, refused=errors.violations)
+        raise ConfigErrors([*errors.violations, *rows]) from errors
+
+
 def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
-    config = load_config(resolved(composed))
+    config = _load(resolved(composed))
     if unread := list(find_unread_keys(config.mode, command)):
         raise ConfigErrors(unread)
     starts_nothing = config.mode in _STARTS_NOTHING
@@ -292,13 +329,7 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     if signal.getsignal(signal.SIGINT) is _end_quietly:  # the run ends in order from now on
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.mode == "check":
-        import_module(_REWARD_REHEARSAL).check_reward_loads(config.reward)
-        if any(config.files_by_key.values()):
-            import_module(_ROWS_CHECK).check_rows(config)
-        sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
-        sys.stdout.flush()
-        for line in _rehearse(config):
-            sys.stdout.write(f"{'rehearsal':<12} {line}\n")
+        _check(config)
     elif config.mode == "doctor":
         page, is_bad = import_module(_DOCTOR).examine(config)
         sys.stdout.write(page)
@@ -307,6 +338,26 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
         sys.stdout.write(plan_page(config))
     else:
         launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed), command=command)
+
+
+def _check(config: ExperimentConfig) -> None:
+    """Load reward functions and rows as a run would, then print the page of ``mode=check``.
+
+    Raises:
+        ConfigErrors: a function cannot be loaded, or rows are bad.
+    """
+    refused = import_module(_REWARD_REHEARSAL).find_reward_flaws(config.reward)
+    if any(config.files_by_key.values()):
+        refused += import_module(_ROWS_CHECK).find_bad_rows(config)
+    if refused:
+        raise ConfigErrors(refused)
+    sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
+    sys.stdout.flush()
+    for line in _rehearse(config):
+        sys.stdout.write(f"{'rehearsal':<12} {line}\n")
+    for note in missing_here(config):
+        sys.stdout.write(f"{'note':<12} {note}\n")
+    sys.stdout.write(f"\n{sentence(config)}\n")
 
 
 def _rehearse(config: ExperimentConfig) -> Iterator[str]:
@@ -390,7 +441,7 @@ def _explain_all(refusal: Exception, arguments: Sequence[str]) -> Sequence[Confi
     if not violations:  # no override is wrong, so a file is
         return [_explain(refusal, [])]
     try:
-        load_config(compose(kept))
+        _load(compose(kept))
     except ConfigErrors as errors:
         violations += errors.violations
     return violations
@@ -405,6 +456,8 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(refusal, MissingConfigException) and refusal.missing_cfg_file:
         group, _, name = refusal.missing_cfg_file.rpartition("/")
         hint = suggest_name(name, refusal.options) if refusal.options else "correct the name"
+        if group == "recipes":
+            hint += f"{'' if hint.endswith('?') else ';'} --help lists all"
         hint = answer_choice(group, name) or hint
         return ConfigError(group or "config", name, "there is no such file in this group", hint)
     if isinstance(refusal, OverrideParseException):

@@ -65,6 +65,10 @@ def test_check_validates_says_what_follows_and_starts_nothing(tmp_path: Path) ->
     assert "128 (16 prompts x 8 responses)" in done.stdout
     assert "7 (1 a step x 7 steps)" in done.stdout
     assert "memory       peak of a rank " in done.stdout
+    assert done.stdout.endswith(
+        "\n\nA run would train the made model with grpo and ppo_clip on 16 prompts x 8 responses a "
+        "step of sort_digits, learning rate 3e-05, 7 steps, on 1 CPU rank.\n"
+    )
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -112,23 +116,24 @@ MISTYPED = {
     "actor=fdsp2": ["actor='fdsp2'", "'fsdp2'"],
     "recipes=clip_higher_kl_cpu": ["set recipes=dapo_cpu"],
     "algorithm=dpo": ["set mode=dpo"],
-    "rollout.n=8": ["set rollout.num_responses_per_prompt"],
-    "rollout.temprature=1": ["rollout.temprature='1'", "'temperature'"],
-    "rollot.temperature=1": ["rollot.temperature", "'rollout.temperature'"],
-    "actr=fsdp2": ["actr", "'actor'"],
-    "~rollout.topk": ["rollout.topk", "'top_k'"],
+    "recipes=grpo": ["did you mean 'grpo_gsm8k", "? --help lists all"],
+    "rollout.n=8": ["set rollout.num_responses_per_prompt=8"],
+    "rollout.temprature=1": ["rollout.temprature='1'", "did you mean rollout.temperature=1"],
+    "rollot.temperature=1": ["rollot.temperature", "did you mean rollout.temperature=1"],
+    "actr=fsdp2": ["actr", "did you mean actor=fsdp2"],
+    "~rollout.topk": ["rollout.topk", "did you mean rollout.top_k"],
     "rollout.top_k=[": ["rollout.top_k='['", "quote"],
     "seed=1,2": ["seed='1,2'", "--multirun"],
     "trainer.num_steps=${trainer.num_stps}": ["trainer.num_stps", "did you mean"],
     "rollout.top_p=2": ["rollout.top_p=2", "set rollout.top_p=1.0"],
-    "+rollout.topk=2": ["rollout.topk=2", "use rollout.top_k"],
+    "+rollout.topk=2": ["rollout.topk=2", "use rollout.top_k=2"],
 }
 
 
 @pytest.mark.parametrize(
     "argument",
     [
-        pytest.param(argument, marks=() if number in (5, 12) else pytest.mark.nightly)
+        pytest.param(argument, marks=() if number in (6, 13) else pytest.mark.nightly)
         for number, argument in enumerate(MISTYPED)
     ],
 )
@@ -139,6 +144,19 @@ def test_a_mistyped_argument_is_one_short_message_with_what_was_meant(
     for word in MISTYPED[argument]:
         assert word in message
     assert len(message.splitlines()) == 1
+
+
+def test_flags_of_other_frameworks_are_answered_each(tmp_path: Path) -> None:
+    flags = ("--rollout-batch-size", "32", "--lr=1e-6", "--colocate", "--rollout.top_p", "0.9")
+    message = refusal_of(*flags, folder=tmp_path)
+    assert message.startswith("ConfigErrors: 4 problems:\n")
+    for line in (
+        "--rollout-batch-size='32': it is a key of another framework. Fix: set trainer.num_prompts",
+        "set actor.optimizer.lr=1e-6",
+        "--colocate=''",
+        "keys are typed without dashes. Fix: set rollout.top_p=0.9",
+    ):
+        assert line in message
 
 
 def test_each_mistyped_argument_of_one_command_has_its_line(tmp_path: Path) -> None:
@@ -214,7 +232,7 @@ def test_a_mistyped_key_beside_a_flag_is_explained_too(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("rollout: {top_k: 1\n", ["mine.yaml", "line 2"]),
-        ("rollout: {topk: 1}\n", ["rollout.topk=1", "use rollout.top_k"]),
+        ("rollout: {topk: 1}\n", ["rollout.topk=1", "use rollout.top_k=1"]),
         ("defaults: [override /actor: fsdp3]\n", ["actor='fsdp3'", "'fsdp2'"]),
         pytest.param(
             "defaults: [override /actr: fsdp2]\n", ["actr", "'actor'"], marks=pytest.mark.nightly
@@ -353,3 +371,36 @@ def test_a_check_reads_every_row_and_names_a_bad_one(row: str, words: str, tmp_p
     )
     assert message.startswith("ConfigError: data.train_files=['rows.jsonl']: 1 of 2 rows")
     assert words in message
+
+
+def test_a_check_names_bad_rows_beside_a_bad_configuration(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": 5, "answer": "2"}\n')
+    (tmp_path / "none.jsonl").write_text("")
+    message = refusal_of(
+        *("mode=check", "data=files", "data.train_files=[rows.jsonl]", "rollout.n=4"),
+        *("data.eval_files=[none.jsonl]", "data.max_prompt_tokens=8", "trainer.num_steps=0"),
+        folder=tmp_path,
+    )
+    assert message.startswith("ConfigErrors: 5 problems:\n")
+    for words in (
+        "set rollout.num_responses_per_prompt=4",
+        "trainer.num_steps=0",
+        "data.use_chat_template=True",
+        "'none.jsonl': the file is empty, 0 bytes",
+        "rows.jsonl:1: 'prompt' is 5, must be text",
+    ):
+        assert words in message
+
+
+def test_a_check_names_a_bad_reward_beside_bad_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": 5, "answer": "2"}\n')
+    (tmp_path / "mine.py").write_text("import nowhere\ndef right(response, answer): ...\n")
+    files = ("data=files", "data.train_files=[rows.jsonl]", "data.use_chat_template=false")
+    message = refusal_of(
+        *("mode=check", "reward.function=mine.py:right", "eval.every_num_steps=0", *files),
+        "data.max_prompt_tokens=8",
+        folder=tmp_path,
+    )
+    assert message.startswith("ConfigErrors: 2 problems:\n")
+    assert "No module named 'nowhere'" in message
+    assert "rows.jsonl:1: 'prompt' is 5" in message

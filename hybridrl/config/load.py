@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import get_args, get_origin, get_type_hints
 
 from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign_names import answer_key
 from hybridrl.config.reader import Reader
-from hybridrl.errors import ConfigError, ConfigErrors, suggest_name
+from hybridrl.errors import ConfigError, ConfigErrors, suggest_name, to_type
 
 
 def load_config(values: Mapping[str, object]) -> ExperimentConfig:
@@ -63,21 +64,34 @@ def free_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[st
             yield from free_keys(hint, f"{prefix}{name}.")
 
 
-def unknown_key(key: str, value: str) -> ConfigError:
-    """Return the error of an unknown ``key``, with the known keys that are near.
+def unknown_key(typed: str, value: str) -> ConfigError:
+    """Return the error of an unknown key, with the known keys that are near.
 
     Args:
-        key: dotted, as it was typed.
+        typed: dotted, as it was typed; or as a flag, ``--key-of-another-framework``.
         value: as it was typed.
     """
+    key = typed.removeprefix("--").replace("-", "_") if typed.startswith("--") else typed
+    known = [*known_keys(), "recipes"]
+    if answer := answer_key(key, value, known=known):
+        return ConfigError(typed, value, "it is a key of another framework", answer)
+    if key in known:
+        fix = f"set {to_type(f'{key}={value}')}"
+        return ConfigError(typed, value, "keys are typed without dashes", fix)
     section, dot, name = key.rpartition(".")
-    if answer := answer_key(key):
-        return ConfigError(key, value, "it is a key of another framework", answer)
-    all_keys = [known.rpartition(".") for known in (*known_keys(), "recipes")]
-    names = [known for above, _, known in all_keys if above == section]
-    if not names:  # the section itself is mistyped, or the key belongs to another one
-        return ConfigError(
-            key, value, "there is no such section", suggest_name(key, [*known_keys()])
-        )
-    hint = suggest_name(name, names)
-    return ConfigError(key, value, f"there is no such key{dot and ' in ' + section}", hint)
+    parts = [other.rpartition(".") for other in known]
+    neighbours = [last for above, _, last in parts if above == section]
+    near = [other for other, (_, _, last) in zip(known, parts, strict=True) if last == name]
+    if neighbours:
+        near = near or [section + dot + last for last in _close(name, neighbours)]
+        where = f"key{dot and ' in ' + section}"
+    else:  # the section itself is mistyped, or the key belongs to another one
+        near, where = near or _close(key, known), "section"
+    lines = [to_type(f"{other}={value}" if value else other) for other in near[:3]]
+    instead = f"did you mean {' or '.join(lines)}?" if lines else ""
+    fix = instead or suggest_name(name, neighbours or known)
+    return ConfigError(typed, value, f"there is no such {where}", fix)
+
+
+def _close(name: str, known: Sequence[str]) -> list[str]:
+    return get_close_matches(name, known, n=3, cutoff=0.5)

@@ -14,7 +14,7 @@ from hybridrl.config.foreign_names import answer_choice, answer_key
 from hybridrl.config.limits import Within
 from hybridrl.config.scalars import KINDS, flaw_of_argument, flaw_of_text, is_of, meant_by
 from hybridrl.config.spelling import to_override
-from hybridrl.errors import ConfigError, shown
+from hybridrl.errors import ConfigError, shown, to_type
 
 
 class _Missing:
@@ -73,9 +73,11 @@ class Reader:
                 fix = "begin the recipe's file with the line: # @package _global_"
             remedy: tuple[str, ...] = (f"~{key}",)
             for close in difflib.get_close_matches(str(name)[:99], known, n=1, cutoff=0.5):
-                fix = f"use {prefix}{close}"
-                remedy += tuple(_typed(prefix + close, values[name]))
-            fix = answer_key(key) or fix
+                typed = _typed(prefix + close, values[name])
+                fix = f"use {to_type(typed[0]) if typed else prefix + close}"
+                remedy += tuple(typed)
+            value = "".join(_typed("", values[name])).removeprefix("=")
+            fix = answer_key(key, value) or fix
             remedies = [remedy] if _TYPEABLE.fullmatch(key) else []
             self._refuse(key, values[name], "there is no such key", fix=fix, remedies=remedies)
         if (num_more := len(unknown) - _MOST_TOLD) > 0:

@@ -17,6 +17,29 @@ def summarize(config: ExperimentConfig) -> str:
     )
 
 
+def sentence(config: ExperimentConfig) -> str:
+    """Return in one sentence which run the configuration describes."""
+    algorithm, cluster = config.algorithm, config.cluster
+    num_prompts = config.trainer.num_prompts_per_step
+    at_most = "" if config.trainer.num_epochs is None else "at most "
+    return (
+        f"A run would train {_model(config)} with {algorithm.advantage} and "
+        f"{algorithm.policy_loss} on {num_prompts} prompts x "
+        f"{config.rollout.num_responses_per_prompt} responses a step of {_data(config)}, learning "
+        f"rate {config.actor.optimizer.lr:g}, {at_most}{config.trainer.num_steps} steps, on "
+        f"{cluster.num_ranks} {'GPU' if cluster.device == 'cuda' else 'CPU'} "
+        f"rank{'s' * (cluster.num_ranks > 1)}."
+    )
+
+
+def _model(config: ExperimentConfig) -> str:
+    return config.model.path or "the made model"
+
+
+def _data(config: ExperimentConfig) -> str:
+    return config.data.task or ", ".join(config.data.sources or config.data.train_files)
+
+
 def _other_modes(config: ExperimentConfig) -> Iterator[str]:
     """Yield a line for each other mode that could learn from the same rows."""
     has_pairs = config.data.task is not None or config.data.rejected_key is not None
@@ -47,7 +70,7 @@ def _numbers(config: ExperimentConfig) -> list[str]:
         f"{config.num_policy_updates // num_updates} steps)",
         "tokens": f"at most {config.max_row_tokens} a row, "
         f"{num_rows * config.max_row_tokens} a step",
-        "data": config.data.task or ", ".join(config.data.sources or config.data.train_files),
+        "data": _data(config),
         **_of_critic(config),
         "model": config.model.path or "made on the spot (model.starter)",
         "run folder": config.trainer.run_dir,

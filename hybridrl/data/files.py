@@ -154,7 +154,7 @@ def parse(raw: RawRow, columns: Columns) -> Row:
         prompt=_parse_messages(prompt, name)
         if isinstance(prompt, list)
         else _parse_text(prompt, name),
-        answer=_parse_text(answer, answer_name),
+        answer=_parse_answer(answer, answer_name),
         source=_parse_text(source, columns.source),
         origin=raw.origin,
         difficulty=0.0
@@ -206,9 +206,19 @@ def _parse_number(value: object, name: str) -> float:
     return number
 
 
+def _parse_answer(value: object, name: str) -> str:
+    """Return text as it is, and an integer as its digits; other numbers have several spellings."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float):
+        raise Malformed(f"{name!r} is {value}, must be text or an integer; write it in quotes")
+    return _parse_text(value, name)
+
+
 def _parse_text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise Malformed(f"{name!r} is {shown(value)}, must be text; write it in quotes")
+        how = "as JSON in quotes" if isinstance(value, list | dict) else "in quotes"
+        raise Malformed(f"{name!r} is {shown(value)}, must be text; write it {how}")
     if not value.strip():
         raise Malformed(f"{name!r} is empty")
     try:

@@ -28,7 +28,7 @@ class Row:
     """Text to continue, or the chat so far; not empty."""
 
     answer: str
-    """Not empty."""
+    """Not empty; of an integer its digits."""
 
     source: str
     """Name of the data set; rewards and evaluation may distinguish rows by it."""

@@ -7,19 +7,20 @@ from hybridrl.errors import ConfigError, RewardError, SandboxError
 from hybridrl.rewards.runner import ChildRunner, check_sandbox, find_function
 
 
-def check_reward_loads(reward: RewardConfig) -> None:
+def find_reward_flaws(reward: RewardConfig) -> list[ConfigError]:
     """Load the functions in a process of its own, and end that; try the sandbox of code.
 
-    Raises:
-        ConfigError: one cannot be loaded, or not run in its sandbox.
+    Returns:
+        An error for each that cannot be loaded, or not run in its sandbox.
     """
+    flaws = []
     for name, part in reward.parts.items():
         path, colon, _ = part.function.rpartition(":")
         key = "reward.function" if reward.function else f"reward.functions.{name}.function"
         try:
             check_sandbox(part)
         except SandboxError as err:
-            raise ConfigError(key, part.function, str(err), "choose another function") from err
+            flaws.append(ConfigError(key, part.function, str(err), "choose another function"))
         if not colon:
             continue
         try:
@@ -27,4 +28,5 @@ def check_reward_loads(reward: RewardConfig) -> None:
         except RewardError as err:
             reason = str(err).partition("cannot be loaded: ")[2] or str(err)
             rule = f"cannot be loaded: {reason.removesuffix('; correct the file')}"
-            raise ConfigError(key, part.function, rule, f"correct {path}") from err
+            flaws.append(ConfigError(key, part.function, rule, f"correct {path}"))
+    return flaws

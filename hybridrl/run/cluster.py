@@ -15,7 +15,7 @@ from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.diagnostics import trace
-from hybridrl.errors import ResourceError
+from hybridrl.errors import ResourceError, shorten
 from hybridrl.run.ray_end import ended_with_ray
 from hybridrl.run.ray_token import keep_token_private
 from hybridrl.single_controller.head import require_head
@@ -37,7 +37,8 @@ def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[
         num_more_ranks: processes besides them: a critic with a pool of its own.
 
     Raises:
-        ResourceError: no cluster answers at the address, or this machine lacks the resources.
+        ResourceError: no cluster answers at the address; or on this machine Ray does not start, or
+            resources are missing.
     """
     if ray.is_initialized():  # the caller started it: a test, a notebook
         yield
@@ -90,8 +91,16 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     if cluster.object_store_mib:
         arguments["object_store_memory"] = cluster.object_store_mib * _MIB
     keep_token_private()
-    with hangups_ignored():
-        ray.init(**arguments)
+    try:
+        with hangups_ignored():
+            ray.init(**arguments)
+    except Exception as error:  # of a raylet that is late Ray raises just that
+        reason = shorten(" ".join(str(error).split()).rstrip("."))
+        raise ResourceError(
+            f"Ray does not start on this machine: {reason}; it gives its processes 30 s, so if the "
+            "machine is busy, type the command again later; or type `ray start --head`, then set "
+            "cluster.ray_address=auto; Ray's logs are in /tmp/ray/session_latest/logs"
+        ) from error
     _require_gpus(cluster)
 
 

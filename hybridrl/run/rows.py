@@ -123,7 +123,7 @@ def load_rows(
         num_processes=config.data.num_processes or usual_num_processes(),
         on_progress=on_progress,
     )
-    return tokenize_files(_files_of(config, key), _encoder_of(config, tokenizer), resources)
+    return tokenize_files(files_of(config, key), _encoder_of(config, tokenizer), resources)
 
 
 def load_eval_rows(
@@ -163,7 +163,7 @@ def within_epochs(config: ExperimentConfig, num_rows: int) -> ExperimentConfig:
     return with_value(config, config.num_steps_key, num_steps)
 
 
-def _files_of(config: ExperimentConfig, key: str) -> RowFiles:
+def files_of(config: ExperimentConfig, key: str) -> RowFiles:
     """Return the files that a key lists, with their columns."""
     section = key.removesuffix(".files")
     parent, _, name = section.rpartition(".")
@@ -183,7 +183,7 @@ def _read_eval_rows(config: ExperimentConfig, settings: EvalSet) -> list[Row]:
     data = config.data
     if data.task is not None and settings.files is None:
         return _make(config, settings.num_prompts, split="eval")
-    files = _files_of(config, eval_key(settings))
+    files = files_of(config, eval_key(settings))
     rows = [row for at, row in enumerate(files.parsed()) if at < settings.num_prompts]
     learned_files = [*data.train_files, *(f for s in data.sources.values() for f in s.files)]
     learned = {Path(name).resolve() for name in learned_files}

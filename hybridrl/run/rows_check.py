@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.run.doctor import tokenizer_of
-from hybridrl.run.rows import eval_key, load_eval_rows, load_rows, train_keys
+from hybridrl.run.rows import eval_key, files_of, load_eval_rows, load_rows, train_keys
 
 _FIX = "correct the files, or the key that the message names"
 
 
-def check_rows(config: ExperimentConfig) -> None:
+def find_bad_rows(
+    config: ExperimentConfig, *, refused: Sequence[ConfigError] = ()
+) -> list[ConfigError]:
     """Read all rows of files; of a large set the run then finds its tokens.
 
+    Args:
+        config: of the run.
+        refused: its violations. If there are some, rows are not tokenized: model or limits may be
+            wrong.
+
+    Returns:
+        An error for each key whose files are unusable, or hold bad rows or prompts that are too
+        long; it names file and line.
+
     Raises:
-        ConfigError: a file or a row is unusable, or prompts are too long; names file and line.
         ModelError: the tokenizer of the model cannot be used.
     """
-    tokenizer = tokenizer_of(config)
-    for key in train_keys(config):
-        with _refused(config, key):
-            load_rows(config, key, tokenizer)
-    for settings in config.eval.all_sets() if config.evaluates else []:
-        key = eval_key(settings)
-        if config.files_by_key[key]:  # else a built-in task makes the rows
-            with _refused(config, key):
-                load_eval_rows(config, settings, tokenizer)
+    tokenizer = None if refused else tokenizer_of(config)
+    sets: dict[str, EvalSet | None] = dict.fromkeys(train_keys(config))
+    for evaluated in config.eval.all_sets() if config.evaluates else []:
+        sets[eval_key(evaluated)] = evaluated
+    bad_rows = []
+    for key, settings in sets.items():
+        if any(violation.key == key for violation in refused):  # no such files
+            continue
+        try:
+            _read(config, key, settings, tokenizer)
+        except DataError as error:
+            bad_rows.append(ConfigError(key, list(config.files_by_key[key]), str(error), _FIX))
+    return bad_rows
 
 
-@contextmanager
-def _refused(config: ExperimentConfig, key: str) -> Iterator[None]:
-    try:
-        yield
-    except DataError as error:
-        files = list(config.files_by_key[key])
-        raise ConfigError(key, files, str(error), _FIX) from error
+def _read(
+    config: ExperimentConfig,
+    key: str,
+    settings: EvalSet | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    if not config.files_by_key[key]:  # a built-in task makes the rows
+        return
+    if tokenizer is None:
+        for _ in files_of(config, key).parsed():
+            pass
+    elif settings is None:
+        load_rows(config, key, tokenizer)
+    else:
+        load_eval_rows(config, settings, tokenizer)

@@ -1671,6 +1671,54 @@ def test_a_function_of_the_reward_file_is_accepted(name: str) -> None:
     assert config_of(f"reward.function=rewards.py:{name}").reward.function == f"rewards.py:{name}"
 
 
+OF_OTHERS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
+async def format_reward(prompts, completions, **kwargs): ...
+def solved(completions, answer, **kwargs): ...
+async def custom_rm(args, sample, **kwargs): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (
+            "compute_score",
+            "def scored(source, response, answer): return compute_score(data_source=source, "
+            "solution_str=response, ground_truth=answer)",
+        ),
+        (
+            "format_reward",
+            "async def scored(prompts, responses): return await format_reward(prompts=prompts, "
+            "completions=responses)",
+        ),
+        (
+            "solved",
+            "def scored(responses, answers): return solved(completions=responses, answer=answers)",
+        ),
+    ],
+)
+def test_a_reward_of_another_framework_gets_a_line_to_add(name: str, line: str) -> None:
+    Path("theirs.py").write_text(OF_OTHERS)
+    (violation,) = violations_of(f"reward.function=theirs.py:{name}")
+    assert f"add the line `{line}` to theirs.py" in str(violation)
+    assert "then set reward.function=theirs.py:scored" in str(violation)
+    Path("theirs.py").write_text(f"{OF_OTHERS}{line}")
+    assert config_of("reward.function=theirs.py:scored").reward.function == "theirs.py:scored"
+
+
+def test_a_reward_of_slime_is_answered_with_the_columns() -> None:
+    Path("theirs.py").write_text(OF_OTHERS)
+    (violation,) = violations_of("reward.function=theirs.py:custom_rm")
+    assert "sample.response is response" in str(violation)
+
+
+def test_a_mistyped_reward_is_answered_with_the_functions_of_the_file() -> None:
+    (violation,) = violations_of("reward.function=rewards.py:scalde")
+    assert "its functions are few, scaled, later" in str(violation)
+    assert "Fix: set reward.function=rewards.py:scaled." in str(violation)
+
+
 def test_reward_columns_are_those_of_the_process_that_calls() -> None:
     assert (BATCH_COLUMNS, ROW_COLUMNS) == (child.BATCH_COLUMNS, child.ROW_COLUMNS)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import known_keys, load_config
-from hybridrl.config.summary import summarize
+from hybridrl.config.summary import sentence, summarize
 from hybridrl.errors import ConfigError, ConfigErrors, ModelError
 from hybridrl.planning.page import peak_line, plan_page
 from tests.config.test_checks import LORA, MOE, QWEN3_MOE
@@ -50,6 +50,7 @@ def check(values: Values) -> tuple[ConfigError, ...]:
         return errors.violations
     assert peak_line(config)
     assert summarize(config)
+    assert sentence(config)
     with suppress(ModelError):  # a folder's config.json, which mode=plan refuses by name
         assert plan_page(config)
     return ()

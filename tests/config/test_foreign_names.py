@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import foreign_names
+from hybridrl.config.foreign_keys import KEYS, VALUES
 from hybridrl.config.foreign_names import answer_choice, answer_key
-from hybridrl.config.load import free_keys, known_keys, load_config, unknown_key
+from hybridrl.config.load import free_keys, known_keys, load_config, read_config, unknown_key
+from hybridrl.env import ROOT
 from hybridrl.errors import ConfigErrors
 from tests.command_line import call_main
+from tests.composing import composed
 from tests.config.values import values_of
 
-ANSWERS = [*foreign_names._KEYS.values(), *foreign_names._CHOICES.values()]
+_SPELLED = [answer_key(key, value) for key, by_value in VALUES.items() for value in ("", *by_value)]
+ANSWERS = [*(answer_key(key) for key in KEYS), *foreign_names._CHOICES.values(), *_SPELLED]
 OWN = {"recipes", *known_keys()}
 
 
@@ -27,7 +31,7 @@ OWN = {"recipes", *known_keys()}
         ("algorithm.kl_coef", "algorithm.kl.coefficient"),
         ("beta", "algorithm.kl.coefficient"),
         ("data.train_batch_size", "trainer.num_prompts_per_step"),
-        ("algorithm.adv_estimator", "algorithm=ppo"),
+        ("algorithm.adv_estimator", "algorithm=NAME"),
         ("reward_model.model.path", "reward.function=model"),
         ("trainer.total_epochs", "trainer.num_epochs"),
         ("batch_size", "trainer.num_prompts_per_step"),
@@ -47,13 +51,79 @@ def test_a_key_of_another_framework_is_answered(key: str, answer: str) -> None:
     assert answer in str(unknown_key(key, "1"))
 
 
+TYPED = {
+    # verl
+    "algorithm.adv_estimator=gae": "set algorithm=ppo",
+    "data.train_files=[a.json,b.json]": "set data=files data.train_files=[a.json,b.json]",
+    "data.filter_overlong_prompts=True": "set data.overlong_prompts=drop",
+    "actor_rollout_ref.rollout.n=5": "set rollout.num_responses_per_prompt=5",
+    "actor_rollout_ref.rollout.temperature=0.7": "set rollout.temperature=0.7",
+    "actor_rollout_ref.rollout.val_kwargs.temperature=0.6": "set eval.temperature=0.6",
+    "actor_rollout_ref.actor.strategy=fsdp": "set actor=fsdp2",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean": "set algorithm=gmpo",
+    "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum": (
+        "set algorithm.loss_aggregation=sequence_mean_token_sum"
+    ),
+    "actor_rollout_ref.actor.clip_ratio_high=0.28": "set algorithm.clip_high=0.28",
+    "actor_rollout_ref.actor.kl_loss_type=low_var_kl": "set algorithm.kl.estimator=k3",
+    "actor_rollout_ref.actor.use_kl_loss=False": "leave it out: that is the default",
+    "algorithm.kl_ctrl.kl_coef=0.01": (
+        "set algorithm.kl.placement=reward algorithm.kl.coefficient=0.01"
+    ),
+    "critic.optim.lr=1e-5": "set critic.optimizer.lr=1e-5",
+    "critic.ppo_epochs=2": "set critic.num_epochs=2",
+    "trainer.n_gpus_per_node=8": "set cluster=one_gpu cluster.num_ranks_per_node=8",
+    "trainer.test_freq=-1": "set eval.every_num_steps=0",
+    # TRL
+    "beta=0.0": "leave it out: that is the default",
+    "delta=4.0": "set algorithm.policy_loss_args.dual_clip=4.0",
+    "loss_type=dr_grpo": "set algorithm.loss_aggregation=sequence_mean_fixed_length",
+    "loss_type=cispo": "set algorithm=cispo",
+    "scale_rewards=False": "set algorithm.advantage_args.scale=none",
+    # slime
+    "n-samples-per-prompt=8": "set rollout.num_responses_per_prompt=8",
+    "lr-decay-style=cosine": "set actor.optimizer.schedule=cosine",
+}
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_an_answer_is_the_line_to_type_with_the_value(typed: str) -> None:
+    key, _, value = typed.partition("=")
+    answer = answer_key(key, value, known=OWN)
+    assert answer.partition(";")[0] == TYPED[typed]
+    overrides = answer.removeprefix("set ").partition(";")[0].split(" ")
+    if answer.startswith("set "):
+        assert read_config(composed(*overrides))[1] == []
+
+
+def test_a_value_that_would_not_fit_into_a_line_leaves_its_place() -> None:
+    assert answer_key("train_files", "${x}/a b.parquet") == (
+        "set data=files data.train_files=[FILE.parquet]"
+    )
+    assert "set algorithm=NAME" in answer_key("adv_estimator", "sky")
+
+
+def test_a_known_key_in_another_section_is_meant_with_its_value() -> None:
+    assert "did you mean actor.optimizer.weight_decay=0.1" in str(
+        unknown_key("trainer.weight_decay", "0.1")
+    )
+
+
+def test_a_mistyped_key_of_a_file_is_answered_with_its_value() -> None:
+    with pytest.raises(ConfigErrors, match=re.escape("use rollout.temperature=0.7")):
+        load_config(values_of("rollout.temprature=0.7"))
+    with pytest.raises(ConfigErrors, match=re.escape("rollout.num_responses_per_prompt=4")):
+        load_config(values_of("rollout.n=4"))
+
+
 @pytest.mark.parametrize(
     ("group", "name", "answer"),
     [
         ("algorithm", "reinforce++", "set algorithm=reinforce_plus_plus"),
         ("recipes", "clip_higher_kl_cpu", "set recipes=dapo_cpu"),
         ("rollout", "vllm", "set rollout=sglang"),
-        ("model/Qwen", "Qwen2.5-0.5B", "set model=hf_folder model.path=FOLDER"),
+        ("model/Qwen", "Qwen2.5-0.5B", "set model=hf_folder model.path=models/Qwen2.5-0.5B"),
+        ("data/openai", "gsm8k", "hf download NAME --repo-type dataset"),
         ("data", "gsm8k", "set data=files"),
         ("reward", "my_reward.py", "set reward.function=FILE.py:NAME"),
         ("reward", "http", "set reward.function=http"),
@@ -77,19 +147,24 @@ def test_a_mistyped_key_of_ours_is_no_foreign_name() -> None:
 @pytest.mark.parametrize("answer", sorted(set(ANSWERS)))
 def test_each_key_that_an_answer_names_exists(answer: str) -> None:
     sections = "|".join(key for key in OWN if "." not in key)
+    assert "<" not in answer
     named = set(re.findall(rf"\b(?:{sections})(?:\.\w+)+", answer))
     assert {name for name in named if name.rpartition(".")[0] not in free_keys()} <= OWN
-    assert named or re.search(rf"\b(?:{sections})=\w+", answer)
+    chosen = set(re.findall(rf"\b({sections})=(\w+)", answer))
+    assert named or chosen or answer.startswith("leave it out")
+    for section, name in chosen:
+        folder = ROOT / ("recipes" if section == "recipes" else f"hydra_configs/{section}")
+        assert section == "mode" or name == "NAME" or (folder / f"{name}.yaml").is_file()
 
 
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        ("algorithm.name=rloo", "set algorithm=grpo"),
+        ("algorithm.name=rloo", "set algorithm=rloo"),
         ("rollout.engine=vllm", "set rollout=sglang"),
         ("reward.function=my_reward.py", "set reward.function=my_reward.py:NAME"),
         ("data.train_files=[train.jsonl]", "set data=files to read them"),
-        ("model.path=Qwen3-8B", "set model=hf_folder model.path=Qwen3-8B"),
+        ("model.path=Qwen3-8B", "then set model=hf_folder model.path=Qwen3-8B"),
         ("rollout.n=8", "set rollout.num_responses_per_prompt"),
         ("actor_rollout_ref={actor: {lr: 1}}", "actor.optimizer.lr"),
         ("data.train_files=['hf://openai/gsm8k']", "hf download NAME --repo-type dataset"),
@@ -101,16 +176,25 @@ def test_a_value_of_another_framework_is_answered(override: str, answer: str) ->
 
 
 @pytest.mark.parametrize("path", ["hf://Qwen/Qwen3-8B", "Qwen/Qwen3-8B"])
-def test_a_model_of_the_hub_is_answered_with_its_download(path: str) -> None:
+@pytest.mark.parametrize("starter", [(), ("model.starter=null",)])
+def test_a_model_of_the_hub_is_answered_once_with_its_download(
+    path: str, starter: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigErrors) as refused:
-        load_config(values_of("model.starter=null", f"model.path='{path}'"))
+        load_config(values_of(*starter, f"model.path='{path}'"))
+    (violation,) = refused.value.violations
     folder = "models/Qwen3-8B"
-    words = f"hf download Qwen/Qwen3-8B --local-dir {folder}, then set model.path={folder}"
-    assert words in str(refused.value)
+    download = f"type `hf download Qwen/Qwen3-8B --local-dir {folder}`"
+    assert f"{download}, then set model=hf_folder model.path={folder}" in str(violation)
 
 
 @pytest.mark.parametrize("path", ["models/Qwen3-8B", "../Qwen3-8B", "/models/Qwen3-8B"])
 def test_a_folder_that_is_missing_is_not_taken_for_a_name_of_the_hub(path: str) -> None:
     with pytest.raises(ConfigErrors) as refused:
         load_config(values_of("model.starter=null", f"model.path='{path}'"))
-    assert f"download one (hf download NAME --local-dir {path})" in str(refused.value)
+    assert f"type `hf download NAME --local-dir {path}`" in str(refused.value)
+
+
+def test_a_model_that_is_there_needs_no_download(tmp_path: Path) -> None:
+    line = f"set model=hf_folder model.path={tmp_path}"
+    assert answer_key("model_name_or_path", str(tmp_path)) == line

@@ -132,7 +132,7 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
         "actor.optimizer.learning_rate",
         "rollout.temprature",
     ]
-    assert "Fix: use rollout.temperature." in str(violations[2])
+    assert "Fix: use rollout.temperature=0.7." in str(violations[2])
     mended = with_overrides(values, [o for v in violations for r in v.remedies for o in r[:1]])
     assert load_config(mended) == config_of()
 

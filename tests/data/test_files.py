@@ -49,6 +49,12 @@ def test_prompts_may_be_chats_in_renamed_columns(tmp_path: Path) -> None:
     assert rows[0].answer == "42"
 
 
+@pytest.mark.parametrize("digits", ["42", "-7", "0", "123456789012345678901234567890"])
+def test_an_integer_answer_is_read_as_its_digits(digits: str, tmp_path: Path) -> None:
+    rows = read(write_lines(tmp_path, f'{{"prompt": "a", "answer": {digits}}}'))
+    assert rows[0].answer == digits
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -58,7 +64,10 @@ def test_prompts_may_be_chats_in_renamed_columns(tmp_path: Path) -> None:
         ("[" * 100_000, "is not JSON"),
         ('{"promt": "a", "answer": "b"}', "has no 'prompt'; set data.prompt_key: did you mean"),
         ('{"prompt": "a"}', "has no 'answer'; set data.answer_key"),
-        ('{"prompt": "a", "answer": 5}', "'answer' is 5, must be text; write it in quotes"),
+        ('{"prompt": 5, "answer": "b"}', "'prompt' is 5, must be text; write it in quotes"),
+        ('{"prompt": "a", "answer": true}', "'answer' is True, must be text; write it in quotes"),
+        ('{"prompt": "a", "answer": 0.5}', "'answer' is 0.5, must be text or an integer; write it"),
+        ('{"prompt": "a", "answer": [5]}', "'answer' is [5], must be text; write it as JSON in"),
         ('{"prompt": "a", "answer": null}', "'answer' is None, must be text"),
         ('{"prompt": "a", "answer": " "}', "'answer' is empty"),
         ('{"prompt": "", "answer": "b"}', "'prompt' is empty"),

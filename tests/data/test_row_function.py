@@ -52,7 +52,7 @@ def test_a_function_gives_rows_wherever_files_do() -> None:
         ("return {'prompt': 'a'}", "must yield dictionaries"),
         ("yield 1; yield {'prompt': 'a', 'answer': 'b'}", "mine.py:sums:1: is of type int, must"),
         ("yield {'promt': 'a', 'answer': 'b'}", "mine.py:sums:1: has no 'prompt'; set data.prompt"),
-        ("yield {'prompt': 'a', 'answer': 2}", "'answer' is 2, must be text"),
+        ("yield {'prompt': 'a', 'answer': 2.5}", "'answer' is 2.5, must be text"),
         ("yield from ()", "no rows in mine.py:sums"),
         ("yield {'prompt': 'a', 'answer': 'b'}; 1 / 0", "ZeroDivisionError: .*mine.py:1"),
     ],

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
+from hybridrl.env import ROOT
 from hybridrl.errors import ResourceError
 from hybridrl.run.cluster import require_device, show_workers_no_more
 from hybridrl.run.workers import rank_variables, start_group
@@ -30,6 +33,25 @@ def test_a_missing_gpu_is_named_before_ray_would_wait_for_one(tmp_path: Path) ->
         require_device(cluster)
     require_device(replace(cluster, ray_address="auto"))  # that cluster's nodes may have some
     require_device(replace(cluster, device="cpu"))
+
+
+def test_a_ray_that_does_not_start_is_answered_with_what_to_type() -> None:
+    program = (
+        "from hybridrl.run.cluster import ray_cluster\n"
+        "from tests.config.values import config_of\n"
+        "with ray_cluster(config_of().cluster): pass"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "RAY_TMPDIR": "/proc/nowhere"},
+        timeout=200,
+        capture_output=True,
+        text=True,
+    )
+    message = done.stderr.splitlines()[-1]
+    assert "ResourceError: Ray does not start on this machine: [Errno" in message
+    assert "type `ray start --head`, then set cluster.ray_address=auto" in message
 
 
 def test_a_start_that_is_stopped_shows_no_output_of_workers_any_more() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
 from hybridrl.config.experiment import with_value
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.errors import ConfigError
 from hybridrl.run.rows import load_eval_rows
-from hybridrl.run.rows_check import check_rows
+from hybridrl.run.rows_check import find_bad_rows
 from tests.config.values import config_of
 
 ROW = '{"prompt": "1=", "answer": "1"}\n'
@@ -50,18 +50,17 @@ def test_a_check_reads_the_rows_of_every_source_and_set(
     Path("b.jsonl").write_text('{"prompt": "1="}')
     files = ["data.eval_files=[train.jsonl]", "data.task=null"]
     files += [] if "sources" in override else ["data.train_files=[train.jsonl]"]
-    with pytest.raises(ConfigError, match=rf"has no '{column}'; set data.*answer_key") as raised:
-        check_rows(config_of(*files, override))
-    assert raised.value.key == f"{key}.files"
-    assert "b.jsonl:1" in str(raised.value)
+    (error,) = find_bad_rows(config_of(*files, override))
+    assert error.key == f"{key}.files"
+    assert re.search(rf"b.jsonl:1: has no '{column}'; set data.*answer_key", str(error))
 
 
 def test_a_check_refuses_prompts_that_are_all_too_long(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "123=", "answer": "1"}\n')
     files = ("data.task=null", f"data.train_files=[{tmp_path}/train.jsonl]")
     config = config_of(*files, "eval.every_num_steps=0", "data.max_prompt_tokens=3")
-    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens=3.*set.*=4"):
-        check_rows(config)
+    (error,) = find_bad_rows(config)
+    assert re.search(r"data\.max_prompt_tokens=3.*set.*=4", str(error))
     dropping = with_value(config, "data.overlong_prompts", "drop")
-    with pytest.raises(ConfigError, match=r"all 1 prompts are longer .* set it to 4 tokens"):
-        check_rows(dropping)
+    (error,) = find_bad_rows(dropping)
+    assert re.search(r"all 1 prompts are longer .* set it to 4 tokens", str(error))

@@ -21,7 +21,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.paths import flaw_of_file
 from hybridrl.config.python_files import ANYTHING, names_at_top_level
 from hybridrl.config.reward import AGENT
-from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.errors import ConfigError, instruction, suggest_name
 
 
 def check_agent_is_known(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -30,7 +30,7 @@ def check_agent_is_known(config: ExperimentConfig) -> Iterator[ConfigError]:
     if loop in BUILT_IN_AGENTS:
         return
     if flaw := _flaw_of_name(loop, BUILT_IN_AGENTS, kinds=(ast.ClassDef,)):
-        yield ConfigError("agent.loop", loop, flaw, remedies=[("agent=single_turn",)])
+        yield _unknown("agent.loop", loop, flaw, remedy="agent=single_turn")
 
 
 def check_environment_is_known(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -49,7 +49,7 @@ def check_environment_is_known(config: ExperimentConfig) -> Iterator[ConfigError
         return
     kinds = (ast.ClassDef, ast.FunctionDef)
     if flaw := _flaw_of_name(agent.environment, BUILT_IN_ENVIRONMENTS, kinds=kinds):
-        yield ConfigError(key, agent.environment, flaw, remedies=remedies)
+        yield _unknown(key, agent.environment, flaw, remedy=remedies[0][0])
 
 
 def check_agent_rewards_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -80,8 +80,8 @@ def check_tools_are_known(config: ExperimentConfig) -> Iterator[ConfigError]:
     known = [name for name in agent.tools if not _flaw_of_name(name, BUILT_IN_TOOLS, kinds=kinds)]
     for name in agent.tools:
         if flaw := _flaw_of_name(name, BUILT_IN_TOOLS, kinds=kinds):
-            remedies = [(f"agent.tools=[{','.join(known)}]",)]
-            yield ConfigError("agent.tools", name, flaw, remedies=remedies)
+            remedy = f"agent.tools=[{','.join(known)}]"
+            yield _unknown("agent.tools", name, flaw, remedy=remedy)
     if known and agent.loop in (SINGLE_TURN, ENVIRONMENT):
         rule = f"would be ignored, because agent.loop={agent.loop} calls none"
         yield ConfigError("agent.tools", list(agent.tools), rule, remedies=[("agent.tools=[]",)])
@@ -157,6 +157,11 @@ def check_conversations_have_no_experts(config: ExperimentConfig) -> Iterator[Co
             f"agent.loop={config.agent.loop} samples several turns, and their experts are not kept",
             remedies=[("rollout.routed_experts=false",)],
         )
+
+
+def _unknown(key: str, name: str, flaw: str, *, remedy: str) -> ConfigError:
+    fix = f"correct the name, or {instruction((remedy,))}"
+    return ConfigError(key, name, flaw, fix, remedies=[(remedy,)])
 
 
 def _flaw_of_name(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from hybridrl.config.architecture import Architecture, find_architecture
 from hybridrl.config.checks.divisors import divisors_of, multiples_near
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.families import FAMILIES, unsupported_settings
+from hybridrl.config.foreign_names import answer_model
 from hybridrl.config.model import (
     CRITIC_MODEL_TYPES,
     MEGATRON_MODEL_TYPES,
@@ -26,9 +26,6 @@ from hybridrl.config.model_folder import (
 from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, ModelError
-
-_FOLDERS = (".", "..", "models", "model", "weights", "checkpoints", "runs")
-"""First names of a path that are not owners of models on the Hugging Face Hub."""
 
 _MODEL_TYPES = {
     "fsdp2": TRANSFORMERS_MODEL_TYPES,
@@ -49,7 +46,8 @@ def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
             remedies=[("model=starter",)],
             fix="set model=starter, or model=hf_folder model.path=FOLDER",
         )
-    if model.path is not None and model.starter is not None:
+    has_folder = model.path is not None and not flaw_of_folder(model.path)
+    if has_folder and model.starter is not None:  # check_model_folder has the other case
         yield ConfigError(
             "model.starter",
             "{...}",
@@ -161,7 +159,7 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
             "model.path",
             path,
             rule=f"must be a Hugging Face model folder; {flaw}",
-            fix=f"{_download(path)}, or set model=starter",
+            fix=f"{answer_model(path)}, or set model=starter model.path=null",
         )
         return
     if problem := problem_of(Path(path)):
@@ -249,16 +247,6 @@ def _model_type_of(config: ExperimentConfig) -> str | None:
         return None if path is None else str(read_settings(Path(path))["model_type"])
     except ModelError:
         return None  # check_model_folder reports the error in the file
-
-
-def _download(path: str) -> str:
-    """Return how to get the model of ``path``: a folder, or a name on the Hugging Face Hub."""
-    name = path.removeprefix("hf://").removeprefix("https://huggingface.co/").rstrip("/")
-    owner = name.partition("/")[0]
-    if owner in _FOLDERS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return f"download one (hf download NAME --local-dir {path})"
-    folder = f"models/{name.rpartition('/')[2]}"
-    return f"type hf download {name} --local-dir {folder}, then set model.path={folder}"
 
 
 def _shorter_rows(config: ExperimentConfig, context: int) -> list[tuple[str, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,10 +20,22 @@ from hybridrl.config.python_files import ANYTHING, Names, flaw_of_kind, names_at
 from hybridrl.config.reward import BATCH_COLUMNS, BUILT_IN_REWARDS, ROW_COLUMNS
 from hybridrl.config.signatures import Number, Signature, check_numbers, signature_of
 from hybridrl.config.spelling import to_override
-from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.errors import ConfigError, first_of, suggest_name
 
 _PACKAGE = Path(hybridrl.__file__).parent / "rewards"
 _TIMEOUT = "timeout_s"
+_OF_VERL = {
+    **{"solution_str": "response", "ground_truth": "answer", "data_source": "source"},
+    "extra_info": "{}",
+}
+"""Inputs of verl's reward functions, and what to give them: a column, or no more information."""
+
+_OF_TRL = {
+    **{"completions": "responses", "prompts": "prompts"},
+    **dict.fromkeys(("answer", "answers", "ground_truth", "solution", "label"), "answers"),
+}
+"""Inputs of TRL's: the usual names of a column with the answer among them."""
+
 _METRIC_NAMES = ("kl_charge",)
 """Names below ``reward/`` that are no functions."""
 
@@ -119,6 +132,9 @@ def _check_in_file(choice: _Choice, file: Path, name: str) -> Iterator[ConfigErr
     node = names[name]
     if spelled not in BUILT_IN_REWARDS and (flaw := _flaw_of(node)):
         fix = f"write def {name}({', '.join(BATCH_COLUMNS[:2])}): ..., or with other columns"
+        if line := _line_that_calls(node):
+            flaw += "; the function is one of another framework"
+            fix = f"add the line `{line}` to {file}, then set {key}={file}:scored"
         yield ConfigError(key, spelled, f"it {flaw}", fix=fix)
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
         yield from check_numbers(
@@ -136,16 +152,14 @@ def _missing_function(choice: _Choice, file: Path, names: Names) -> ConfigError:
         for name, node in names.items()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _flaw_of(node)
     ]
-    return ConfigError(
-        choice.key,
-        choice.spelled,
-        f"{file} defines no function {choice.spelled.rpartition(':')[2]!r} at its top level",
-        fix=suggest_name(choice.spelled.rpartition(":")[2], functions) if functions else "",
-        remedies=[(f"{choice.key}={to_override(f'{file}:{function}')}",) for function in functions][
-            :2
-        ]
-        or [(f"{choice.key}=exact_match",)],
-    )
+    name = choice.spelled.rpartition(":")[2]
+    rule = f"{file} defines no function {name!r} at its top level"
+    if functions:
+        rule += f"; its functions are {first_of(functions, at_most=8)}"
+    near = get_close_matches(name, functions, cutoff=0.5) or functions[:2]
+    remedies = [(f"{choice.key}={to_override(f'{file}:{function}')}",) for function in near]
+    remedies = remedies or [(f"{choice.key}=exact_match",)]
+    return ConfigError(choice.key, choice.spelled, rule, remedies=remedies)
 
 
 def _flaw_of(node: ast.AST) -> str:
@@ -163,6 +177,8 @@ def _flaw_of(node: ast.AST) -> str:
     required = names[: len(names) - len(node.args.defaults)]
     is_per_row = not set(ROW_COLUMNS).isdisjoint(names)
     columns = ROW_COLUMNS if is_per_row else BATCH_COLUMNS
+    if {"args", "sample"} <= {*required}:  # slime's
+        return "asks for 'args' and 'sample'; here sample.response is response, its label answer"
     for name in required:
         if name not in (*columns, _TIMEOUT):
             return (
@@ -170,6 +186,23 @@ def _flaw_of(node: ast.AST) -> str:
                 "and arguments of its own after a single *"
             )
     return ""
+
+
+def _line_that_calls(node: ast.AST) -> str:
+    """Return a function that calls one of verl or TRL with the columns here; empty for others."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return ""
+    names = [arg.arg for arg in node.args.args]
+    required = names[: len(names) - len(node.args.defaults)]
+    column_of = _OF_TRL if "completions" in names else _OF_VERL
+    if not {"completions", "solution_str"} & {*required} or not {*required} <= {*column_of}:
+        return ""
+    given = {name: column_of[name] for name in required}
+    columns = ", ".join(dict.fromkeys(text for text in given.values() if text.isidentifier()))
+    inputs = ", ".join(f"{name}={text}" for name, text in given.items())
+    is_async = isinstance(node, ast.AsyncFunctionDef)
+    start, call = ("async def", "await ") if is_async else ("def", "")
+    return f"{start} scored({columns}): return {call}{node.name}({inputs})"
 
 
 def _without_columns(signature: Signature) -> Signature:
