@@ -357,7 +357,7 @@ def _check(config: ExperimentConfig) -> None:
         sys.stdout.write(f"{'rehearsal':<12} {line}\n")
     for note in missing_here(config):
         sys.stdout.write(f"{'note':<12} {note}\n")
-    sys.stdout.write(f"\n{sentence(config)}\n")
+    sys.stdout.write(f"\nA run would {sentence(config)}.\n")
 
 
 def _rehearse(config: ExperimentConfig) -> Iterator[str]:

@@ -18,22 +18,22 @@ def summarize(config: ExperimentConfig) -> str:
 
 
 def sentence(config: ExperimentConfig) -> str:
-    """Return in one sentence which run the configuration describes."""
+    """Return in one sentence what a run would do: ``train the starter model with grpo ...``."""
     algorithm, cluster = config.algorithm, config.cluster
     num_prompts = config.trainer.num_prompts_per_step
     at_most = "" if config.trainer.num_epochs is None else "at most "
     return (
-        f"A run would train {_model(config)} with {algorithm.advantage} and "
+        f"train {_model(config)} with {algorithm.advantage} and "
         f"{algorithm.policy_loss} on {num_prompts} prompts x "
         f"{config.rollout.num_responses_per_prompt} responses a step of {_data(config)}, learning "
         f"rate {config.actor.optimizer.lr:g}, {at_most}{config.trainer.num_steps} steps, on "
         f"{cluster.num_ranks} {'GPU' if cluster.device == 'cuda' else 'CPU'} "
-        f"rank{'s' * (cluster.num_ranks > 1)}."
+        f"rank{'s' * (cluster.num_ranks > 1)}"
     )
 
 
 def _model(config: ExperimentConfig) -> str:
-    return config.model.path or "the made model"
+    return config.model.path or "the starter model"
 
 
 def _data(config: ExperimentConfig) -> str:

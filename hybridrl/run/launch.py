@@ -15,6 +15,7 @@ from importlib import import_module
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.summary import sentence
 from hybridrl.diagnostics import trace
 from hybridrl.run.certify import certify
 from hybridrl.run.cluster import ray_cluster, show_workers_no_more
@@ -37,6 +38,9 @@ def run_supervised(
     config: ExperimentConfig, *, resolved_yaml: str, command: Sequence[str] = ()
 ) -> None:
     """Run a checked configuration in a child process, again if that dies; see `supervise`."""
+    if config.mode == "train" and config.tracking.live != "off":
+        sys.stdout.write(f"{'run':<20} {sentence(config)}\n")
+        sys.stdout.flush()
     has_begun = config.mode not in ("certify", "eval") and supervise(config)
     run(config, resolved_yaml=resolved_yaml, has_begun=has_begun, command=command)
 
