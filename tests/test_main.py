@@ -66,8 +66,8 @@ def test_check_validates_says_what_follows_and_starts_nothing(tmp_path: Path) ->
     assert "7 (1 a step x 7 steps)" in done.stdout
     assert "memory       peak of a rank " in done.stdout
     assert done.stdout.endswith(
-        "\n\nA run would train the starter model with grpo and ppo_clip on 16 prompts x 8 responses "
-        "a step of sort_digits, learning rate 3e-05, 7 steps, on 1 CPU rank.\n"
+        "\n\nA run would train the starter model with grpo and ppo_clip on 16 prompts x 8 "
+        "responses a step of sort_digits, learning rate 3e-05, 7 steps, on 1 CPU rank.\n"
     )
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
