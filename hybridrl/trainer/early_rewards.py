@@ -142,7 +142,7 @@ class EarlyRewards:
                 channel.sender.send(None)
             receiver.join(_END_WAIT_S)
             if receiver.is_alive():
-                self._lose("its process does not answer")
+                self._lose(f"the queue of ended responses was not read within {_END_WAIT_S:g} s")
             if self._call is None:
                 call.waiting.clear()
 
@@ -168,10 +168,11 @@ class EarlyRewards:
 
     def close(self) -> None:
         """End the channel; rows that still wait are not scored. Twice is a no-op."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        # Not with cancel_futures: a `wait` for what that cancels never ends.
+        self._threads.shutdown(wait=False)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     def _lose(self, reason: str) -> None:
         if self._channel is not None:
@@ -201,7 +202,8 @@ class EarlyRewards:
         with self._lock:
             num_rows = -(-len(call.waiting) // self._scorer.num_processes)
             taken = [call.waiting.popleft() for _ in range(num_rows)]
-        if not taken or call.num_hangs >= self._scorer.num_processes:
+        is_closed = self._channel is None
+        if not taken or is_closed or call.num_hangs >= self._scorer.num_processes:
             return
         positions = [p for (p, _), _ in taken]
         try:

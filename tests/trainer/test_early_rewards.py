@@ -45,6 +45,13 @@ def reward(response, answer, prompt, length):
         os._exit(3)
     return float(len(set(response + answer + prompt)) + length)
 """
+SLOW = """
+import time
+
+def reward(response):
+    time.sleep(0.5)
+    return float(len(response))
+"""
 SLICE = """
 def reward(responses, prompts):
     return [float(len(set(responses))) for _ in responses]
@@ -210,6 +217,24 @@ def test_a_lost_channel_costs_no_score(
     assert "responses are scored after all are sampled" in caplog.text
     assert _same(lost, _score(replace(reward, early=None), texts, []))
     assert _same(again, lost)
+
+
+@pytest.mark.timeout(100)
+def test_rows_that_wait_when_the_channel_is_lost_end_no_step(
+    open_reward: Callable[..., TextReward],
+) -> None:
+    shared, texts = open_reward(SLOW), ["1", "12", "123", "77", "1", ""]
+    with EarlyRewards(shared.scorer, TOKENIZER) as early:
+        reward, task = replace(shared, early=early), _task()
+        with reward.while_sampling(task, SAMPLING) as sampling:
+            for row, text in enumerate(texts):
+                _report(sampling.reporter, row, text)
+            while early._threads._work_queue.qsize() < 2:
+                time.sleep(0.01)
+            early._lose("a test")
+        lost = reward(_rollouts(task, texts), task)
+
+    assert _same(lost, _score(replace(reward, early=None), texts, []))
 
 
 def _score_unreported(reward: TextReward, texts: Sequence[str]) -> Scores:
