@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _NVIDIA = Path("/dev/nvidiactl")
 _MIB = 1024 * 1024
+_STDERR = 2
+_START_LIMIT_S = 300.0
 _WORKER_OUTPUT = "ray_print_logs"  # the name in ray.init of the function that writes it to stderr
 
 
@@ -92,6 +95,8 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
         arguments["object_store_memory"] = cluster.object_store_mib * _MIB
     keep_token_private()
     try:
+        # Within C++ it may wait for a busy machine without end; then the supervisor starts another.
+        faulthandler.dump_traceback_later(_START_LIMIT_S, exit=True, file=_STDERR)
         with hangups_ignored():
             ray.init(**arguments)
     except Exception as error:  # of a raylet that is late Ray raises just that
@@ -101,6 +106,8 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
             "machine is busy, type the command again later; or type `ray start --head`, then set "
             "cluster.ray_address=auto; Ray's logs are in /tmp/ray/session_latest/logs"
         ) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     _require_gpus(cluster)
 
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,11 +31,12 @@ from hybridrl.run.postmortem import write_postmortem
 from hybridrl.run.ray_end import RAY_PROCESSES
 from hybridrl.run.resume import newest_step
 from hybridrl.run.run_folder import LOG
-from hybridrl.trainer.interrupt import SIGNALS, exit_status
+from hybridrl.trainer.interrupt import ECHO_S, SIGNALS, exit_status
 
 log = logging.getLogger(__name__)
 
 _WATCHED = {*SIGNALS, signal.SIGCHLD}
+_NUM_REQUESTS = 3
 _WORD = b"."
 
 
@@ -93,6 +96,8 @@ class _Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         with os.fdopen(read_end, "rb", buffering=0) as pipe:
             has_said_goodbye = pipe.read(1) == _WORD
+        if status == -signal.SIGKILL and self._was_asked_to_stop:
+            guard.kill_all()  # it could not end them
         if status < 0 and (self._was_asked_to_stop or -status in SIGNALS):
             raise SystemExit(exit_status(-status))
         if has_said_goodbye or self._was_asked_to_stop:
@@ -114,11 +119,20 @@ class _Supervisor:
         error.add_note(f"post-mortem: {outcome}")
 
     def _wait(self, child: int) -> int:
-        """Return how the child ended; meanwhile pass on signals to this process."""
+        """Return how the child ended; meanwhile pass on signals to this process.
+
+        The third request to stop kills the child: within a call of C++ it heeds none.
+        """
+        num_requests, last_s = 0, -math.inf
         while True:
             signalled = signal.sigwaitinfo(_WATCHED)
             if signalled.si_signo != signal.SIGCHLD:
                 self._was_asked_to_stop = True
+                num_requests += time.monotonic() - last_s > ECHO_S
+                last_s = time.monotonic()
+                if num_requests == _NUM_REQUESTS:
+                    os.kill(child, signal.SIGKILL)
+                    continue
                 if signalled.si_code <= 0:  # of a process; a terminal sends it to the child itself
                     with suppress(ProcessLookupError):
                         os.kill(child, signalled.si_signo)

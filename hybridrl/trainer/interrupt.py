@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that stop a run in order."""
 
-_ECHO_S = 1.0
+ECHO_S = 1.0
 """A batch system sends a signal to all processes, and those who wait for the run hand it on: so it
 may come twice, and means one thing."""
 
@@ -86,7 +86,7 @@ class Interrupt:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now_s = time.monotonic()
-        if self.is_set and (number != self._number or now_s - self._since_s > _ECHO_S):
+        if self.is_set and (number != self._number or now_s - self._since_s > ECHO_S):
             raise RunInterrupted(number)
         if self.is_set:
             return
@@ -129,7 +129,7 @@ class _InterruptOnce:
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         now_s = time.monotonic()
-        if now_s - self._since_s > _ECHO_S:
+        if now_s - self._since_s > ECHO_S:
             self._since_s = now_s
             self._on_signal()
             raise RunInterrupted(number)

@@ -99,3 +99,23 @@ def test_variables_reach_ranks_before_their_workers_are_made(
     both = create_colocated_worker_cls({"first": worker, "second": worker})
     with start_group(cluster, both, variables=variables) as fused:
         assert fused.second_told() == ["1", "1"]
+
+
+_HANGING_START = """
+import time
+from hybridrl.run import cluster
+from tests.config.values import config_of
+cluster._START_LIMIT_S = 0.5
+cluster.ray.init = lambda **_: time.sleep(60)
+with cluster.ray_cluster(config_of().cluster):
+    pass
+"""
+
+
+@pytest.mark.shows("R3.5")
+def test_a_start_of_ray_that_hangs_ends_the_driver() -> None:
+    command = [sys.executable, "-c", _HANGING_START]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 1
+    assert "Timeout (0:00:00.500000)!" in done.stderr
+    assert "in _start_ray" in done.stderr

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,6 +153,28 @@ def test_a_signal_stops_the_run_once_whoever_gets_it(
         if whom == "both":
             os.kill(child, number)
         assert process.wait(timeout=60) == 128 + number
+
+
+_DEAF = """
+process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)  # as within a call of C++
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.shows("R4.5")
+def test_the_third_signal_ends_a_driver_that_heeds_none(tmp_path: Path) -> None:
+    with _started(tmp_path, _DEAF) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        for _ in range(3):
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            time.sleep(1.1)  # sooner it is an echo
+        assert process.wait(timeout=60) == 128 + signal.SIGKILL
+    assert not psutil.pid_exists(pid)
 
 
 @pytest.mark.shows("R7.6")
