@@ -58,7 +58,7 @@ sglang-cpu: $(SGLANG_STAMP)
 	@echo "  source $(VENV)/bin/activate && python -m hybridrl.main rollout=sglang"
 
 train: $(STAMP)
-	@$(BIN)/python -m hybridrl.main $(ARGS)
+	$(BIN)/python -m hybridrl.main $(ARGS)
 
 # Workers that share the tests (tests/two_workers.py). SGLang's tests have processes of their own, the
 # only ones that import it. With ARGS one process runs what they say.

@@ -301,8 +301,9 @@ def suggest_name(name: str, known: Sequence[str]) -> str:
     Names that begin with ``name`` come first. Of more than 40 that exist, the first are named and
     the others counted.
     """
-    begun = [other for other in sorted(known) if name and other.startswith(name)]
-    close = [*begun, *(c for c in get_close_matches(name, known, cutoff=0.5) if c not in begun)][:3]
+    word = name.lower()
+    begun = [other for other in sorted(known) if word and other.lower().startswith(word)]
+    close = [*begun, *(c for c in get_close_matches(word, known, cutoff=0.5) if c not in begun)][:3]
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown_names = sorted(known)[:_MOST_NAMED]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from hybridrl.errors import HybridRLError
-from hybridrl.run.export_checkpoint import export_checkpoint
+
+_EXPORT = "hybridrl.run.export_checkpoint"  # imports torch, which --help needs not wait for
 
 
 def main() -> None:
@@ -23,9 +25,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="to write; must be new")
     options = parser.parse_args()
     try:
-        for folder in export_checkpoint(
-            options.run_folder, step=options.step, output=options.output
-        ):
+        export = import_module(_EXPORT).export_checkpoint
+        for folder in export(options.run_folder, step=options.step, output=options.output):
             sys.stdout.write(f"{folder}\n")
     except HybridRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

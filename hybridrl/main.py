@@ -459,7 +459,9 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
         if group == "recipes":
             hint += f"{'' if hint.endswith('?') else ';'} --help lists all"
         hint = answer_choice(group, name) or hint
-        return ConfigError(group or "config", name, "there is no such file in this group", hint)
+        section, _, folder = group.partition("/")  # model=OWNER/NAME is a file in a folder to Hydra
+        typed = f"{folder}/{name}" if folder else name
+        return ConfigError(section or "config", typed, "there is no such file in this group", hint)
     if isinstance(refusal, OverrideParseException):
         key, _, value = refusal.override.partition("=")
         fix = "write key=value, and quote text with special characters: 'key=\"a, b\"'"

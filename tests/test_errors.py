@@ -101,6 +101,7 @@ def test_what_the_same_code_would_do_again_is_not(error: BaseException) -> None:
 
 def test_near_names_are_proposed_and_long_lists_end() -> None:
     assert suggest_name("temprature", ["temperature", "top_p"]) == "did you mean 'temperature'?"
+    assert suggest_name("GRPO", ["grpo", "ppo"]) == "did you mean 'grpo' or 'ppo'?"
     assert suggest_name("x", ["beta", "alpha"]) == "known: alpha, beta"
     many = suggest_name("x", [f"name_{number:03}" for number in range(500)])
     assert many.endswith("name_039 and 460 more")

@@ -20,6 +20,7 @@ _FOLDERS = (".", "..", "models", "model", "weights", "checkpoints", "runs")
 
 _CHOICES: Mapping[tuple[str, str], str] = {
     ("recipes", "clip_higher_kl_cpu"): "set recipes=dapo_cpu, which adds no KL term",
+    ("recipes", "grpo_cpu"): "leave it out: GRPO on this CPU is the default",
     **{("recipes", name): "set recipes=dapo_cpu" for name in ("dapo", "dapo_gpu")},
     ("algorithm", "reinforce++"): "set algorithm=reinforce_plus_plus",
     ("algorithm", "geo_mean"): "set algorithm=gmpo",

@@ -6,7 +6,7 @@ A rule looks at the last steps and is silent unless it is sure.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -25,6 +25,8 @@ FULL_SLOTS = 0.9
 LOG_LINES = 12
 
 _ERROR_MARK = "the run ended with an error"
+_STOPPED = "RunInterrupted: "
+_TRACEBACK = "Traceback (most recent call last):"
 _LINES_AFTER_THE_END = ("run folder:", "hybridrl.report", "trace")
 _LOG_LINE = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
 
@@ -93,7 +95,17 @@ def ended_with_error(run: Run) -> Finding | None:
         return None  # the run was resumed
     message = [line for line in after if line.strip() and line not in logged] or ["no message"]
     quote = "\n".join(message[-LOG_LINES:])
-    return Finding("The run ended with an error", message[-1].strip(), (), "error", quote)
+    text = _error_of(message)
+    if _STOPPED in text:
+        return Finding("The run was stopped within a step", text, (), "note", quote)
+    return Finding("The run ended with an error", text, (), "error", quote)
+
+
+def _error_of(message: Sequence[str]) -> str:
+    """Return the line of the last exception, which notes may follow; else the last line."""
+    starts = [number for number, line in enumerate(message) if line.startswith(_TRACEBACK)]
+    behind = message[starts[-1] + 1 :] if starts else ()
+    return next((line for line in behind if not line.startswith(" ")), message[-1]).strip()
 
 
 def generate_dominates(run: Run) -> Finding | None:

@@ -25,6 +25,7 @@ FLAT_GROUPS = 0.9
 ENTROPY_NATS = 0.02
 ENTROPY_SHARE = 0.1
 STILL = 0.1
+NEARLY_STILL = 0.05
 KL_TO_OLD_NATS = 0.05
 KL_TO_REFERENCE_NATS = 1.0
 RATIO = 10.0
@@ -88,7 +89,7 @@ def first_rewards_do_not_differ(run: Run) -> Finding | None:
 
 
 def reward_does_not_rise(run: Run) -> Finding | None:
-    """The last third of the run is no better than the first, beyond chance."""
+    """The last third of the run is no better than the first, beyond chance; or hardly."""
     values = run.history.get("reward/mean").finite
     is_flat = recent(run, "reward/zero_variance_group_fraction") >= FLAT_GROUPS
     if len(values) < ENOUGH_STEPS or is_flat or training_did_harm(run):
@@ -97,20 +98,29 @@ def reward_does_not_rise(run: Run) -> Finding | None:
     first, last = values[:third], values[-third:]
     gain = fmean(last) - fmean(first)
     chance = 2 * sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / third)
-    if gain > chance:
+    if gain > chance and not _has_hardly_changed(run, NEARLY_STILL):
         return None
     text = f"Mean reward {fmean(first):.3g} over the first {third} steps, {fmean(last):.3g} over "
     text += f"the last {third}. "
     if gain < -chance:
         return Finding("The reward has fallen", f"{text}Updates are too large.", (f"{LR}*0.3",))
     title, more_prompts = "The reward does not rise", "trainer.num_prompts_per_step*2"
-    moved = ("policy/entropy_nats/mean", "length/response_tokens/mean")
-    ends = [pair for name in moved if (pair := first_and_now(run, name))]
-    if ends and all(abs(now - before) < STILL * before for before, now in ends):
+    if gain > chance:
+        text += "Entropy and length of the responses have hardly changed: larger updates may get "
+        text += "there sooner."
+        return Finding("The reward rises slowly", text, (f"{LR}*3",), "note")
+    if _has_hardly_changed(run, STILL):
         text += "Entropy and length of the responses have hardly changed: updates are too small."
         return Finding(title, text, (f"{LR}*3", more_prompts))
     text += "The policy moves, but the gradient of a step is mostly chance."
     return Finding(title, text, (more_prompts,))
+
+
+def _has_hardly_changed(run: Run, share: float) -> bool:
+    """Return whether entropy and length of the responses lie within ``share`` of the first ones."""
+    names = ("policy/entropy_nats/mean", "length/response_tokens/mean")
+    ends = [pair for name in names if (pair := first_and_now(run, name))]
+    return bool(ends) and all(abs(now - before) < share * before for before, now in ends)
 
 
 def reward_may_be_gamed(run: Run) -> Finding | None:

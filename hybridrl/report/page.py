@@ -76,9 +76,17 @@ def write_page(path: Path, text: str) -> Path:
 
 
 def try_report(folder: Path) -> None:
-    """Make the report at the end of a run. A failure costs a warning, never the run's results."""
+    """Make the report at the end of a run, and repeat its warnings in the log.
+
+    A failure costs a warning, never the run's results.
+    """
     try:
-        log.info("report: %s", write_report(folder))
+        run = read_run(folder)
+        log.info("report: %s", write_page(folder / NAME, build_page(run)))
+        for finding in diagnose(run, RULES):
+            if finding.severity == "warning":
+                advice = f" Try {' or '.join(finding.overrides(run))}." if finding.remedies else ""
+                log.warning("%s. %s%s", finding.title, finding.text, advice)
     except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
         log.warning(
             "no report was made: %s: %s; try python -m hybridrl.report %s",

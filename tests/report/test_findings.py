@@ -57,6 +57,10 @@ def flat(at: int) -> float:
 
 BAD: dict[str, dict[str, Curve | list[float]]] = {
     "The reward does not rise": {"reward__mean": flat},
+    "The reward rises slowly": {
+        "reward__mean": rising,
+        "policy__entropy_nats__mean": lambda at: 0.34 - 0.0001 * at,
+    },
     "The reward has fallen": {"reward__mean": lambda at: rising(60 - at)},
     "Training made the model worse": {"eval__reward__mean": [0.5, 0.45, 0.3, 0.25]},
     "The reward may be gamed": {
@@ -137,7 +141,9 @@ def test_no_rule_speaks_of_a_run_that_has_just_begun() -> None:
 
 
 def test_every_rule_has_an_example() -> None:
-    two_titles = 4  # of the reward, of equal rewards, of the first ones, and of skipped updates
+    two_titles = (
+        5  # of the reward twice, of equal rewards, of the first ones, and of skipped updates
+    )
     error = 1
     assert len(BAD) - two_titles + error == len(RULES)
 
@@ -147,6 +153,7 @@ def test_every_rule_has_an_example() -> None:
     [
         ("good", 1e-4, [], None),
         ("too_high", 3e-4, ["Training made the model worse"], "actor.optimizer.lr=3e-05"),
+        ("slow", 3e-6, ["The reward rises slowly"], "actor.optimizer.lr=9e-06"),
         ("too_low", 1e-7, ["The reward does not rise"], "actor.optimizer.lr=3e-07"),
         ("collapsed", 1e-3, ["Training made the model worse"], "actor.optimizer.lr=0.0001"),
         (
@@ -215,3 +222,21 @@ def test_errors_come_before_warnings_and_warnings_before_notes() -> None:
     findings = diagnose(run_of(history(**curves), *lines), RULES)
     assert [finding.severity for finding in findings] == ["error", "warning", "note"]
     assert findings[0].quote == "Traceback\nRewardError: no"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("hybridrl.errors.RewardError: no", ("The run ended with an error", "error")),
+        ("x.RunInterrupted: SIGTERM", ("The run was stopped within a step", "note")),
+    ],
+)
+def test_the_end_of_a_run_is_named_by_its_error_not_its_notes(
+    error: str, expected: tuple[str, str]
+) -> None:
+    trace = ["Traceback (most recent call last):", '  File "a.py", line 1, in f', "    f()"]
+    notes = ["in step 2 of 3, reward, 3.1 s after that began", "post-mortem: runs/x"]
+    lines = ["the run ended with an error", *trace, "KeyError: 1", "", *trace, error, *notes]
+    (finding,) = diagnose(run_of(History([]), *lines), RULES)
+    assert (finding.title, finding.severity) == expected
+    assert finding.text == error

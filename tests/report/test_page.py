@@ -13,6 +13,7 @@ import pytest
 from hybridrl.errors import RunFolderError
 from hybridrl.report.charts import build_charts
 from hybridrl.report.facts import try_machine
+from hybridrl.report.learning_rules import _ADD_KL
 from hybridrl.report.page import try_report, write_report
 from hybridrl.report.run import read_run
 from hybridrl.report.samples import read_samples
@@ -221,6 +222,16 @@ def test_a_report_that_cannot_be_made_is_a_warning(
     try_report(folder)
     assert "no report was made" in caplog.text
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_warnings_of_a_report_are_logged_with_their_advice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = [{"step": step, "eval/reward/mean": 0.5 - 0.1 * step} for step in range(5)]
+    try_report(write_folder(tmp_path / "run", metrics=metrics))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("Training made the model worse. Held-out reward was 0.5 at first")
+    assert warning.endswith(f" Try actor.optimizer.lr=1e-05 or {_ADD_KL}.")
 
 
 def test_the_command_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
