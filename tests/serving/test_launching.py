@@ -54,7 +54,7 @@ def test_engines_of_a_model_draw_other_random_numbers(
     launch = _launch(config, plan, tmp_path)
     engines = [launch(group, engine) for group in plan.groups for engine in group.engines]
     try:
-        seeds = ray.get([engine._actor.seed.remote() for engine in engines])  # type: ignore[attr-defined]
+        seeds = ray.get([engine._actor.seed.remote() for engine in engines])
         assert seeds == [config.seed, config.seed + 1]
     finally:
         for engine in engines:
