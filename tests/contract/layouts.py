@@ -285,17 +285,20 @@ def on_layouts(
     compares_numbers: bool = False,
     first_only: bool = False,
     families: Collection[Family] | None = None,
+    steps_of: Collection[str] = (),
 ) -> pytest.MarkDecorator:
     """Run a module's tests on every layout of the engines that are ``wanted``, or on the first.
 
-    With ``families``, on those layouts alone whose model is of one of them.
+    With ``families``, on those layouts alone whose model is of one of them. ``steps_of`` names
+    layouts whose optimizer steps are taken by day.
     """
     by_day = {"all", "turns", *(["steps"] if compares_numbers else [])}
     params = [
         pytest.param(
             layout,
             id=layout.name,
-            marks=[pytest.mark.nightly] * (layout.by_day not in by_day and not first_only),
+            marks=[pytest.mark.nightly]
+            * (layout.by_day not in by_day and layout.name not in steps_of and not first_only),
         )
         for engine in ENGINES.values()
         if wanted(engine)
