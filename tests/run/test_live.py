@@ -92,7 +92,10 @@ def test_a_long_silence_says_which_phase_takes_so_long_and_stops_with_the_run() 
     assert len(stream.getvalue()) == length
 
 
-def test_a_terminal_gets_a_table_with_progress_phase_and_trends() -> None:
+def test_a_terminal_gets_a_table_with_progress_phase_and_trends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one gets no escapes
     stream = Terminal()
     with open_live("auto", num_steps=3, stream=stream) as view:
         view.step(1, {"reward/mean": 0.25, "time/step_s": 2.0})
