@@ -119,7 +119,7 @@ def test_a_failure_is_told_to_the_model(
 def test_a_result_is_bounded_and_can_be_encoded(toolbox: Toolbox) -> None:
     flood = _call(toolbox, "misbehave", how="flood")
 
-    assert "(99999800 characters left out)" in flood.text
+    assert "(999999800 characters left out)" in flood.text
     assert len(flood.text) < 250
     assert _call(toolbox, "misbehave", how="unencodable").text == "?é"
     assert _call(toolbox, "shout").text == "done"

@@ -34,7 +34,7 @@ def misbehave(
         case "raise":
             raise ValueError("no such city: \ud800")
         case "flood":
-            return "x" * 10**8
+            return "x" * 10**9
         case "unencodable":
             return "\ud800é"
         case "object":
