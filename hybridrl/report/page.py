@@ -59,7 +59,8 @@ def write_report(folder: Path, *, output: Path | None = None) -> Path:
     Raises:
         RunFolderError: it is not a run folder, or the file cannot be written.
     """
-    return write_page(output or folder / NAME, build_page(read_run(folder)))
+    run = read_run(folder)
+    return write_page(output or folder / NAME, build_page(run, diagnose(run, RULES)))
 
 
 def write_page(path: Path, text: str) -> Path:
@@ -82,8 +83,9 @@ def try_report(folder: Path) -> None:
     """
     try:
         run = read_run(folder)
-        log.info("report: %s", write_page(folder / NAME, build_page(run)))
-        for finding in diagnose(run, RULES):
+        findings = diagnose(run, RULES)
+        log.info("report: %s", write_page(folder / NAME, build_page(run, findings)))
+        for finding in findings:
             if finding.severity == "warning":
                 advice = f" Try {' or '.join(finding.overrides(run))}." if finding.remedies else ""
                 log.warning("%s. %s%s", finding.title, finding.text, advice)
@@ -94,9 +96,8 @@ def try_report(folder: Path) -> None:
         )
 
 
-def build_page(run: Run) -> str:
+def build_page(run: Run, findings: Sequence[Finding]) -> str:
     """Return the page as HTML."""
-    findings = diagnose(run, RULES)
     charts = build_charts(run.history, run.settings)
     grids = {name: _grid([c for c in charts if c.section == name]) for name in SECTIONS}
     silent = "No rule found anything to say. That alone does not make a run good."

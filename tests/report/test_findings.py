@@ -141,9 +141,8 @@ def test_no_rule_speaks_of_a_run_that_has_just_begun() -> None:
 
 
 def test_every_rule_has_an_example() -> None:
-    two_titles = (
-        5  # of the reward twice, of equal rewards, of the first ones, and of skipped updates
-    )
+    # Of the reward twice, of equal rewards, of the first ones, and of skipped updates.
+    two_titles = 5
     error = 1
     assert len(BAD) - two_titles + error == len(RULES)
 
