@@ -295,16 +295,20 @@ def first_of(names: Sequence[str], *, at_most: int = 4) -> str:
 _MOST_NAMED = 40
 
 
+def close_names(name: str, known: Sequence[str]) -> list[str]:
+    """Return at most three known names: first those that begin with ``name``, then similar ones."""
+    word = name.lower()
+    begun = [other for other in sorted(known) if word and other.lower().startswith(word)]
+    similar = get_close_matches(word, known, cutoff=0.5)
+    return [*begun, *(other for other in similar if other not in begun)][:3]
+
+
 def suggest_name(name: str, known: Sequence[str]) -> str:
     """Suggest known names: ``did you mean 'lr'?`` or, if none is close, a list of them.
 
-    Names that begin with ``name`` come first. Of more than 40 that exist, the first are named and
-    the others counted.
+    Of more than 40 that exist, the first are named and the others counted.
     """
-    word = name.lower()
-    begun = [other for other in sorted(known) if word and other.lower().startswith(word)]
-    close = [*begun, *(c for c in get_close_matches(word, known, cutoff=0.5) if c not in begun)][:3]
-    if close:
+    if close := close_names(name, known):
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown_names = sorted(known)[:_MOST_NAMED]
     num_others = len(known) - len(shown_names)

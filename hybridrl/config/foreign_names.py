@@ -12,7 +12,6 @@ from hybridrl.config.foreign_keys import KEYS, MODELS, TRACKERS, VALUES
 from hybridrl.config.paths import is_there
 from hybridrl.config.reward import BUILT_IN_REWARDS
 
-_REWARD = "set reward.function=FILE.py:NAME"
 _PLACE = re.compile(r"<([A-Za-z.]+)>")
 _PLAIN = re.compile(r"[\w./~][\w./+,:@~-]*", re.ASCII)
 _FOLDERS = (".", "..", "models", "model", "weights", "checkpoints", "runs")
@@ -103,5 +102,6 @@ def answer_choice(group: str, name: str) -> str:
         return _with_value("dataset_name" if owner else "train_files")
     if group == "reward":
         is_built_in = name in BUILT_IN_REWARDS
-        return f"set reward.function={name}" if is_built_in else f"{_REWARD}, or reward=exact_match"
+        own_function = f"{_with_value('reward_fn')}, or reward=exact_match"
+        return f"set reward.function={name}" if is_built_in else own_function
     return _CHOICES.get((group, name.lower()), "")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping
 from typing import get_args, get_origin, get_type_hints
 
 from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign_names import answer_key
 from hybridrl.config.reader import Reader
-from hybridrl.errors import ConfigError, ConfigErrors, suggest_name, to_type
+from hybridrl.errors import ConfigError, ConfigErrors, close_names, suggest_name, to_type
 
 
 def load_config(values: Mapping[str, object]) -> ExperimentConfig:
@@ -83,15 +82,11 @@ def unknown_key(typed: str, value: str) -> ConfigError:
     neighbours = [last for above, _, last in parts if above == section]
     near = [other for other, (_, _, last) in zip(known, parts, strict=True) if last == name]
     if neighbours:
-        near = near or [section + dot + last for last in _close(name, neighbours)]
+        near = near or [section + dot + last for last in close_names(name, neighbours)]
         where = f"key{dot and ' in ' + section}"
     else:  # the section itself is mistyped, or the key belongs to another one
-        near, where = near or _close(key, known), "section"
+        near, where = near or close_names(key, known), "section"
     lines = [to_type(f"{other}={value}" if value else other) for other in near[:3]]
     instead = f"did you mean {' or '.join(lines)}?" if lines else ""
     fix = instead or suggest_name(name, neighbours or known)
     return ConfigError(typed, value, f"there is no such {where}", fix)
-
-
-def _close(name: str, known: Sequence[str]) -> list[str]:
-    return get_close_matches(name, known, n=3, cutoff=0.5)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from hybridrl.config.python_files import ANYTHING, Names, flaw_of_kind, names_at
 from hybridrl.config.reward import BATCH_COLUMNS, BUILT_IN_REWARDS, ROW_COLUMNS
 from hybridrl.config.signatures import Number, Signature, check_numbers, signature_of
 from hybridrl.config.spelling import to_override
-from hybridrl.errors import ConfigError, first_of, suggest_name
+from hybridrl.errors import ConfigError, close_names, first_of, suggest_name
 
 _PACKAGE = Path(hybridrl.__file__).parent / "rewards"
 _TIMEOUT = "timeout_s"
@@ -156,7 +155,7 @@ def _missing_function(choice: _Choice, file: Path, names: Names) -> ConfigError:
     rule = f"{file} defines no function {name!r} at its top level"
     if functions:
         rule += f"; its functions are {first_of(functions, at_most=8)}"
-    near = get_close_matches(name, functions, cutoff=0.5) or functions[:2]
+    near = close_names(name, functions) or functions[:2]
     remedies = [(f"{choice.key}={to_override(f'{file}:{function}')}",) for function in near]
     remedies = remedies or [(f"{choice.key}=exact_match",)]
     return ConfigError(choice.key, choice.spelled, rule, remedies=remedies)
