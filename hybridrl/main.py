@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -47,12 +47,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridrl import env
-from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign_names import answer_choice
 from hybridrl.config.help_text import help_text
 from hybridrl.config.interpolation import check_lengths, leaves, unresolved
-from hybridrl.config.load import free_keys, load_config, read_config, unknown_key
-from hybridrl.config.summary import sentence, summarize
+from hybridrl.config.load import free_keys, load_config, unknown_key
 from hybridrl.config.unread_keys import find_unread_keys
 from hybridrl.config.yaml_text import flaw_of_yaml
 from hybridrl.errors import (
@@ -63,21 +61,16 @@ from hybridrl.errors import (
     shorten,
     suggest_name,
 )
-from hybridrl.planning.page import peak_line, plan_page
-from hybridrl.run.readiness import missing_here
+from hybridrl.planning.page import plan_page
+from hybridrl.run.check import check, load_or_refuse
 from hybridrl.run.sweep import SweepJob, build_jobs, run_sweep
-from hybridrl.serving.settings import rehearsed_configs
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
-from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
 _PACKAGE = Path(__file__).resolve().parent
 # In a wheel both folders lie inside the package, in a checkout beside it.
 _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.run.launch"
-_MEGATRON_REHEARSAL = "hybridrl.run.megatron_rehearsal"
-_REWARD_REHEARSAL = "hybridrl.rewards.rehearsal"  # torch takes a second
-_ROWS_CHECK = "hybridrl.run.rows_check"  # it imports torch, to tokenize as a run does
 _DOCTOR = "hybridrl.run.doctor"  # it imports torch
 _STARTS_NOTHING = ("check", "plan", "doctor")
 _SEARCH_PATH = "hydra.searchpath="
@@ -304,24 +297,8 @@ def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
         _stop(error, 1)
 
 
-def _load(values: Mapping[str, object]) -> ExperimentConfig:
-    """Load a configuration as `load_config`; ``mode=check`` names bad rows beside its violations.
-
-    Raises:
-        ConfigErrors: it is not valid.
-    """
-    try:
-        return load_config(values)
-    except ConfigErrors as errors:
-        config, _ = read_config(values)
-        if config is None or config.mode != "check" or not any(config.files_by_key.values()):
-            raise
-        rows = import_module(_ROWS_CHECK).find_bad_rows(config, refused=errors.violations)
-        raise ConfigErrors([*errors.violations, *rows]) from errors
-
-
 def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
-    config = _load(resolved(composed))
+    config = load_or_refuse(resolved(composed))
     if unread := list(find_unread_keys(config.mode, command)):
         raise ConfigErrors(unread)
     starts_nothing = config.mode in _STARTS_NOTHING
@@ -329,7 +306,7 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     if signal.getsignal(signal.SIGINT) is _end_quietly:  # the run ends in order from now on
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.mode == "check":
-        _check(config)
+        check(config)
     elif config.mode == "doctor":
         page, is_bad = import_module(_DOCTOR).examine(config)
         sys.stdout.write(page)
@@ -338,41 +315,6 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
         sys.stdout.write(plan_page(config))
     else:
         launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed), command=command)
-
-
-def _check(config: ExperimentConfig) -> None:
-    """Load reward functions and rows as a run would, then print the page of ``mode=check``.
-
-    Raises:
-        ConfigErrors: a function cannot be loaded, or rows are bad.
-    """
-    refused = import_module(_REWARD_REHEARSAL).find_reward_flaws(config.reward)
-    if any(config.files_by_key.values()):
-        refused += import_module(_ROWS_CHECK).find_bad_rows(config)
-    if refused:
-        raise ConfigErrors(refused)
-    sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
-    sys.stdout.flush()
-    for line in _rehearse(config):
-        sys.stdout.write(f"{'rehearsal':<12} {line}\n")
-    for note in missing_here(config):
-        sys.stdout.write(f"{'note':<12} {note}\n")
-    sys.stdout.write(f"\nA run would {sentence(config)}.\n")
-
-
-def _rehearse(config: ExperimentConfig) -> Iterator[str]:
-    """Let the packages of a run check its configuration; yields lines for the user."""
-    if config.megatron_worlds:  # only then: the rehearsal imports torch
-        yield from import_module(_MEGATRON_REHEARSAL).rehearse_megatron(config)
-    groups = list(rehearsed_configs(config)) if config.has_servers else []
-    if config.rollout.engine == "sglang" and (groups or not config.has_servers):
-        sys.stderr.write("asking SGLang about its arguments, some 10 s ...\n")
-        if not config.has_servers:
-            yield f"SGLang: {rehearse_server(config)}"
-            return
-        for group, of_engine in groups:
-            keys = {name: f"{group.key}.engine_args.{name}" for name in group.config.engine_args}
-            yield f"SGLang, {group.key}: {rehearse_server(of_engine, keys=keys)}"
 
 
 def compose(overrides: Sequence[str]) -> Mapping[str, object]:
@@ -441,7 +383,7 @@ def _explain_all(refusal: Exception, arguments: Sequence[str]) -> Sequence[Confi
     if not violations:  # no override is wrong, so a file is
         return [_explain(refusal, [])]
     try:
-        _load(compose(kept))
+        load_or_refuse(compose(kept))
     except ConfigErrors as errors:
         violations += errors.violations
     return violations

@@ -1,0 +1,71 @@
+"""``mode=check``: all that a run would refuse, and what it would do; it starts nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import load_config, read_config
+from hybridrl.config.summary import sentence, summarize
+from hybridrl.errors import ConfigErrors
+from hybridrl.planning.page import peak_line
+from hybridrl.run.readiness import missing_here
+from hybridrl.serving.settings import rehearsed_configs
+from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
+
+_MEGATRON_REHEARSAL = "hybridrl.run.megatron_rehearsal"
+_REWARD_REHEARSAL = "hybridrl.rewards.rehearsal"  # torch takes a second
+_ROWS_CHECK = "hybridrl.run.rows_check"  # it imports torch, to tokenize as a run does
+
+
+def load_or_refuse(values: Mapping[str, object]) -> ExperimentConfig:
+    """Load a configuration as `load_config`; ``mode=check`` names bad rows beside its violations.
+
+    Raises:
+        ConfigErrors: it is not valid.
+    """
+    try:
+        return load_config(values)
+    except ConfigErrors as errors:
+        config, _ = read_config(values)
+        if config is None or config.mode != "check" or not any(config.files_by_key.values()):
+            raise
+        rows = import_module(_ROWS_CHECK).find_bad_rows(config, refused=errors.violations)
+        raise ConfigErrors([*errors.violations, *rows]) from errors
+
+
+def check(config: ExperimentConfig) -> None:
+    """Load reward functions and rows as a run would, then print the page of ``mode=check``.
+
+    Raises:
+        ConfigErrors: a function cannot be loaded, or rows are bad.
+    """
+    refused = import_module(_REWARD_REHEARSAL).find_reward_flaws(config.reward)
+    if any(config.files_by_key.values()):
+        refused += import_module(_ROWS_CHECK).find_bad_rows(config)
+    if refused:
+        raise ConfigErrors(refused)
+    sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
+    sys.stdout.flush()
+    for line in _rehearse(config):
+        sys.stdout.write(f"{'rehearsal':<12} {line}\n")
+    for note in missing_here(config):
+        sys.stdout.write(f"{'note':<12} {note}\n")
+    sys.stdout.write(f"\nA run would {sentence(config)}.\n")
+
+
+def _rehearse(config: ExperimentConfig) -> Iterator[str]:
+    """Let the packages of a run check its configuration; yields lines for the user."""
+    if config.megatron_worlds:  # only then: the rehearsal imports torch
+        yield from import_module(_MEGATRON_REHEARSAL).rehearse_megatron(config)
+    groups = list(rehearsed_configs(config)) if config.has_servers else []
+    if config.rollout.engine == "sglang" and (groups or not config.has_servers):
+        sys.stderr.write("asking SGLang about its arguments, some 10 s ...\n")
+        if not config.has_servers:
+            yield f"SGLang: {rehearse_server(config)}"
+            return
+        for group, of_engine in groups:
+            keys = {name: f"{group.key}.engine_args.{name}" for name in group.config.engine_args}
+            yield f"SGLang, {group.key}: {rehearse_server(of_engine, keys=keys)}"
