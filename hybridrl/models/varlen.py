@@ -169,13 +169,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        query_TND, key_SJD, value_SJD, output_TND, lse_NT = ctx.saved_tensors
+        # Read once: non-reentrant checkpointing recomputes at the first read and refuses a second.
+        saved = ctx.saved_tensors
+        query_TND, key_SJD, value_SJD, output_TND, lse_NT = saved
         grad_TND = grads[0].contiguous()
         # The kernel recomputes probabilities from scores and log-sum-exps. With those of the full
         # row its result is this call's part of the full row's gradient.
-        query_grad, key_grad, value_grad = _backward(
-            grad_TND, ctx.saved_tensors, ctx.own, ctx.scale
-        )
+        query_grad, key_grad, value_grad = _backward(grad_TND, saved, ctx.own, ctx.scale)
         if ctx.prompts is not None:
             own_rows, seen = slice(ctx.prompts.first_query, None), slice(ctx.prompts.num_keys)
             parts = (query_TND[own_rows], key_SJD[seen], value_SJD[seen], output_TND[own_rows])

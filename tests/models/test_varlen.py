@@ -110,8 +110,13 @@ def _learn(
     return num_tokens, logprobs, grads
 
 
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("family", ["qwen3", *WINDOWED])
-def test_responses_share_a_prompt_and_learn_as_single_rows(family: Family, tmp_path: Path) -> None:
+def test_responses_share_a_prompt_and_learn_as_single_rows(
+    family: Family,
+    recomputes: bool,
+    tmp_path: Path,
+) -> None:
     policy = build_model(
         make_tiny_model(tmp_path, family),
         config=ACTOR,
@@ -121,6 +126,8 @@ def test_responses_share_a_prompt_and_learn_as_single_rows(family: Family, tmp_p
         is_trainable=True,
     )
     assert isinstance(policy, PolicyModel)
+    if recomputes:
+        policy.train().hf.gradient_checkpointing_enable({"use_reentrant": False})
     # The second pack has a lone row between two families.
     groups = [[0, 1, 2, 3], [4, 5, 6, 8, 9], [7, 10, 11]]
     alone = _learn(policy, "padded", [[row] for group in groups for row in group])
