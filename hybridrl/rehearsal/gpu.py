@@ -1,0 +1,541 @@
+"""One GPU without a GPU: tensors on ``cuda`` have shapes, types and bytes, and no values.
+
+``FakeGpu`` is torch's ``FakeTensorMode`` behind a dispatch mode: an operator that makes a tensor on
+``cuda``, or reads one, is checked (types, shapes, strides, devices) and computes nothing. Small
+tensors on the host stay real, so that the program around the model runs as usual; large ones are
+fake, too. Every fake storage is counted from its birth to its death, as torch's allocator would.
+
+Works with any build of torch, also one for CPUs: to autograd's C++ a fake tensor is on torch's
+device for back ends in Python (``privateuse1``), to Python it is on ``cuda``. That is settled for
+the process, so a rehearsal has a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+GPU = torch.device("cuda", 0)
+
+_IN_CPP = "rehearsed"
+"""Name of ``cuda`` in autograd's C++."""
+
+_LARGE = 2**24
+"""Bytes from which a tensor that is made on the host, or comes from the GPU, has no values."""
+
+_BLOCK = 512
+"""torch's allocator hands out multiples of so many bytes."""
+
+_PLACES = {
+    "/torch/distributed/fsdp/": "gathered weights",
+    "/torch/optim/": "optimizer step",
+    "/hybridrl/models/load.py": "weights on their way in",
+    "/hybridrl/models/logprobs.py": "logits",
+    "/hybridrl/workers/rollout/": "weight stream",
+    "/hybridrl/workers/train/shards.py:full_tensor": "weight stream",
+    "/hybridrl/workers/train/offload.py:copy_to_host": "checkpoint",
+    "/hybridrl/workers/train/offload.py:__init__": "offloaded training state",
+    "/megatron/core/distributed/": "gradients",
+    "/megatron/core/optimizer/": "optimizer step",
+}
+"""What memory is for, by the part of ``FILE:FUNCTION`` that made it; else ``activations``."""
+
+_FRAMES = 40
+"""Python frames that are searched for such a file."""
+
+
+_SHAPES_ALONE = torch._C._TorchDispatchModeKey.FAKE
+
+_SEEDS = ("manual_seed", "manual_seed_all", "set_rng_state_all")
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A storage that lives, or lived."""
+
+    num_bytes: int
+    device: torch.device
+    use: str
+    """What it is for; ``FakeGpu.name`` gives storages that last their final names."""
+
+
+class Memory:
+    """The bytes of fake storages on one kind of device, and who had them at the fullest moment."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = self.peak = 0
+        self._before: Counter[Block] = Counter()
+        self._changes: list[tuple[Block, int]] = []
+
+    def change(self, block: Block, num_bytes: int) -> None:
+        """Count bytes that a block takes, or gives back if negative."""
+        self.allocated += num_bytes
+        self.reserved = max(self.reserved, self.allocated)
+        self.peak = max(self.peak, self.allocated)
+        self._changes.append((block, num_bytes))
+
+    def reset_peak(self) -> None:
+        """Begin to look for the fullest moment from here on."""
+        for block, num_bytes in self._changes:
+            self._before[block] += num_bytes
+        self._before = +self._before
+        self._changes = []
+        self.peak = self.allocated
+
+    def uses_at_peak(self) -> dict[str, int]:
+        """Return the bytes of each use at the fullest moment since ``reset_peak``."""
+        held = before = sum(self._before.values())
+        length, most = 0, before
+        for number, (_, num_bytes) in enumerate(self._changes, 1):
+            held += num_bytes
+            if held > most:
+                length, most = number, held
+        uses: Counter[str] = Counter()
+        for block, num_bytes in [*self._before.items(), *self._changes[:length]]:
+            uses[block.use] += num_bytes
+        return {use: num_bytes for use, num_bytes in uses.items() if num_bytes}
+
+
+class FakeGpu(TorchDispatchMode):
+    """In its block ``torch.cuda`` is one GPU, and its tensors are fake. Once a process.
+
+    Args:
+        num_bytes: memory of the GPU.
+        num_devices: GPUs of the machine, of which this is the first.
+    """
+
+    def __init__(self, *, num_bytes: int, num_devices: int = 8) -> None:
+        super().__init__()
+        self.torch = Memory()
+        """What this process's tensors hold of the GPU."""
+        self.device = Memory()
+        """What is taken of the GPU, by anybody."""
+        self.host = Memory()
+        """Large tensors of this process on the host."""
+        self.num_bytes = num_bytes
+        self.events: Counter[str] = Counter()
+        """Copies between host and GPU and synchronisations, with the product's line."""
+        self.share_selected = 1.0
+        """Of the elements of a mask on the GPU those that are taken for True."""
+        self._blocks: dict[int, tuple[Block, object]] = {}
+        self._pinned: set[int] = set()
+        self._fake = FakeTensorMode()
+        self._fake.cache_enabled = False  # its views of an emptied storage fill it again
+        _be_two_devices()
+        self._patch_torch(num_devices)
+
+    # -- storages --------------------------------------------------------------------------------
+
+    def name(self, tensors: Iterable[Tensor], use: str) -> None:
+        """Say what tensors that last are for."""
+        for tensor in tensors:
+            known = self._blocks.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                known[0].use = use
+
+    def _count(self, leaf: object) -> None:
+        if not isinstance(leaf, FakeTensor):
+            return
+        storage = leaf.untyped_storage()
+        key = storage._cdata
+        if key in self._blocks:
+            return
+        block = Block(0, leaf.fake_device, _use())
+
+        def end(_: object) -> None:
+            self._resize(block, 0)
+            del self._blocks[key]
+            self._pinned.discard(key)
+
+        self._blocks[key] = (block, weakref.ref(storage, end))
+        self._resize(block, storage.nbytes())
+
+    def _resize(self, block: Block, num_bytes: int) -> None:
+        taken = -(-num_bytes // _BLOCK) * _BLOCK
+        more, block.num_bytes = taken - block.num_bytes, taken
+        ledgers = (self.torch, self.device) if block.device.type == "cuda" else (self.host,)
+        for ledger in ledgers:
+            ledger.change(block, more)
+
+    # -- torch -----------------------------------------------------------------------------------
+
+    def _patch_torch(self, num_devices: int) -> None:
+        cuda: Any = torch.cuda
+        stream = Stream()
+
+        @contextmanager
+        def on_stream(_: object) -> Iterator[None]:
+            yield
+
+        def empty_cache() -> None:
+            self.torch.reserved = self.torch.allocated
+
+        properties = SimpleNamespace(
+            name="NVIDIA H100 80GB HBM3",
+            major=9,
+            minor=0,
+            total_memory=self.num_bytes,
+            multi_processor_count=132,
+        )
+        answers: dict[str, object] = {
+            "is_available": True,
+            "is_initialized": True,
+            "is_bf16_supported": True,
+            "current_device": 0,
+            "device_count": num_devices,
+            "current_stream": stream,
+            "default_stream": stream,
+            "get_device_capability": (9, 0),
+            "get_device_properties": properties,
+            "get_device_name": properties.name,
+            "get_rng_state": torch.Generator().get_state(),
+            "get_rng_state_all": [torch.Generator().get_state()] * num_devices,
+        }
+        for name in ("set_device", "ipc_collect", "init", "_lazy_init", "set_rng_state", *_SEEDS):
+            answers[name] = None
+        for name, answer in answers.items():
+            for module in (cuda, cuda.random) if hasattr(cuda.random, name) else (cuda,):
+                setattr(module, name, lambda *_, answer=answer, **__: answer)
+        cuda.default_generators = tuple(torch.Generator() for _ in range(num_devices))
+        cuda.empty_cache = empty_cache
+        cuda.mem_get_info = lambda *_: (self.free_bytes(), self.num_bytes)
+        cuda.memory_allocated = lambda *_: self.torch.allocated
+        cuda.max_memory_allocated = lambda *_: self.torch.peak
+        cuda.memory_reserved = lambda *_: self.torch.reserved
+        cuda.reset_peak_memory_stats = lambda *_: self.reset_peaks()
+        cuda.synchronize = lambda *_: self._note("synchronize")
+        cuda.Stream, cuda.Event, cuda.stream = Stream, Signal, on_stream
+        swap: Any = torch.utils.swap_tensors
+
+        def swap_tensors(old: Tensor, new: Tensor) -> None:
+            """Let ``Module.to()`` move a parameter that stays the same object with its marks."""
+            if (old.device, old.dtype) == (new.device, new.dtype):
+                return
+            if isinstance(old, FakeTensor) and isinstance(new, FakeTensor):
+                old.data, old.fake_device = new, new.fake_device
+                return
+            swap(old, new)
+
+        make_parameter = Parameter.__new__
+
+        def new_parameter(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            if type(data) is Tensor and data.device.type == "cpu":  # else it could not be moved
+                data = self.on_host(data.shape, data.dtype)
+            return make_parameter(cls, data, *args, **kwargs)
+
+        Parameter.__new__ = new_parameter  # type: ignore[assignment]
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        torch.utils.swap_tensors = swap_tensors
+        for name in ("tensor", "as_tensor"):  # their C++ asks the driver which GPU ``cuda`` is
+            setattr(torch, name, _on_first_gpu(getattr(torch, name)))
+        plain: Any = Tensor
+        plain.cuda = lambda tensor, *_, **__: tensor.to(GPU)
+        plain.is_pinned = lambda tensor, *_: tensor.untyped_storage()._cdata in self._pinned
+        plain.pin_memory = self._pin
+        fake: Any = FakeTensor
+        fake.is_cuda = property(lambda tensor: tensor.device.type == "cuda")
+        type_of = plain.type
+
+        def type_(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            answer = type_of(tensor, *args, **kwargs)
+            return answer.replace(_IN_CPP, "cuda") if isinstance(answer, str) else answer
+
+        fake.type = type_
+        storage: Any = UntypedStorage
+        resize, device = storage.resize_, storage.device
+
+        def resize_(storage: UntypedStorage, num_bytes: int) -> UntypedStorage:
+            known = self._blocks.get(storage._cdata)
+            if known is not None:
+                self._resize(known[0], num_bytes)
+            return resize(storage, num_bytes)
+
+        def device_of(storage: UntypedStorage) -> torch.device:
+            known = self._blocks.get(storage._cdata)
+            return device.__get__(storage) if known is None else known[0].device
+
+        storage.resize_, storage.device = resize_, property(device_of)
+
+    def free_bytes(self) -> int:
+        """Return what the driver would call free."""
+        cached = self.torch.reserved - self.torch.allocated
+        return self.num_bytes - self.device.allocated - cached
+
+    def on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor on the host without values, whatever its size."""
+        with self._fake:
+            made = torch.empty(tuple(shape), dtype=dtype)
+        self._count(made)
+        return made
+
+    def reset_peaks(self) -> None:
+        """Look for fullest moments from here on."""
+        for memory in (self.torch, self.device, self.host):
+            memory.reset_peak()
+
+    def hold(self, block: Block, num_bytes: int) -> None:
+        """Let somebody besides torch have so many bytes of the GPU."""
+        more, block.num_bytes = num_bytes - block.num_bytes, num_bytes
+        self.device.change(block, more)
+
+    def _pin(self, tensor: Tensor, *_: object) -> Tensor:
+        pinned = torch.empty_like(tensor, pin_memory=True)
+        return pinned.copy_(tensor)
+
+    # -- operators -------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return self._device_in_cpp(args[0])
+        if any(not _is_plain(each) for each in types):
+            return NotImplemented  # DTensor divides itself first
+        if torch._C._get_dispatch_mode(_SHAPES_ALONE) is not None:
+            return func(*args, **kwargs)  # DTensor asks for the shape of a result
+        args, kwargs = tree_map(_in_python, (args, kwargs)) if _names_device(args, kwargs) else (
+            args,
+            kwargs,
+        )
+        is_pinned = bool(kwargs.get("pin_memory"))
+        if is_pinned:
+            kwargs = {**kwargs, "pin_memory": False}
+        if not self._is_fake(func, args, kwargs, is_pinned=is_pinned):
+            return func(*args, **kwargs)
+        out = self._without_values(func, args, kwargs)
+        if out is None:
+            with self._fake:
+                # Not by the mode's own conversion: it keeps a weak reference to each tensor, and a
+                # parameter that has one cannot be moved.
+                args, kwargs = tree_map(_without_value, (args, kwargs))
+                out = func(*args, **kwargs)
+        if not is_pinned and not _is_alias(func):
+            out = tree_map(_real_if_small, out)
+        for leaf in tree_iter(out):
+            self._count(leaf)
+        if is_pinned and isinstance(out, FakeTensor):
+            self._pinned.add(out.untyped_storage()._cdata)
+        return out
+
+    def _device_in_cpp(self, tensor: FakeTensor) -> torch.device:
+        if tensor.fake_mode.in_kernel_invocation:
+            return torch.device("meta")
+        return torch.device(_IN_CPP, 0) if tensor.fake_device.type == "cuda" else tensor.fake_device
+
+    def _is_fake(self, func: Any, args: Any, kwargs: Any, *, is_pinned: bool) -> bool:  # noqa: ANN401
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "meta":
+            return False
+        if device is not None and torch.device(device).type == "cuda":
+            return True
+        if is_pinned:
+            return True
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not tensors:
+            return _bytes_made(func, args, kwargs) >= _LARGE
+        return any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+    def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        """Answer operators whose result depends on values, or on a storage; else None."""
+        name, first = func.__name__, args[0] if args else None
+        if name.startswith("_local_scalar_dense"):
+            self._note("item()", first)
+            return 1.0 if first.is_floating_point() else 1
+        if name.startswith(("copy_.", "_to_copy.")):
+            self._note_copy(name, args, kwargs)
+            target = args[0]
+            return target if name.startswith("copy_") and not isinstance(target, FakeTensor) else None
+        if func.namespace == "c10d" and "coalesced" in name:
+            return FakeWork().boxed()
+        shape: tuple[int, ...] | None = None
+        dtype, device = torch.int64, getattr(first, "device", None)
+        if name.startswith("nonzero."):
+            self._note("nonzero", first)
+            shape = (first.numel(), first.dim())
+        elif name.startswith("bincount."):
+            self._note("bincount", first)
+            shape = (args[2] if len(args) > 2 else kwargs.get("minlength", 0),)
+        elif name.startswith("masked_select."):
+            self._note("masked_select", first)
+            shape, dtype = (round(args[1].numel() * self.share_selected),), first.dtype
+        if shape is None:
+            return None
+        with self._fake:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+    def _note_copy(self, name: str, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        is_copy = name.startswith("copy_")
+        source, target = (args[1], args[0].device) if is_copy else (args[0], kwargs.get("device"))
+        target = torch.device(target or source.device)
+        if source.device.type == target.type:
+            return
+        is_asked = kwargs.get("non_blocking") or (is_copy and len(args) > 2 and args[2])
+        host = args[0] if is_copy and target.type == "cpu" else source
+        overlaps = is_asked and (host.is_pinned() or (not is_copy and target.type == "cpu"))
+        self._note(f"copy {source.device.type} -> {target.type}" + ", blocking" * (not overlaps))
+
+    def _note(self, what: str, tensor: Tensor | None = None) -> None:
+        if tensor is None or tensor.device.type == "cuda":
+            self.events[f"{what} at {_line_of_product()}"] += 1
+
+
+def _be_two_devices() -> None:
+    """Let Python see ``cuda`` where C++ sees a device for which autograd has all it needs."""
+    FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[method-assign,assignment]
+    torch.cuda._lazy_init = lambda: None  # type: ignore[assignment]
+    _setup_privateuseone_for_python_backend(rename=_IN_CPP)
+    torch._C._set_only_lift_cpu_tensors(True)
+
+
+def _on_first_gpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        is_gpu = device is not None and torch.device(device).type == "cuda"
+        if isinstance(data, list | tuple):
+            data = tree_map(lambda each: each.item() if isinstance(each, FakeTensor) else each, data)
+        return make(data, *args, device=GPU if is_gpu else device, **kwargs)
+
+    return made
+
+
+def _is_plain(kind: type) -> bool:
+    return kind in (Tensor, torch.nn.Parameter) or issubclass(kind, FakeTensor)
+
+
+def _names_device(args: Any, kwargs: Any) -> bool:  # noqa: ANN401
+    return any(isinstance(leaf, torch.device) for leaf in tree_iter((args, kwargs)))
+
+
+def _in_python(leaf: object) -> object:
+    return GPU if isinstance(leaf, torch.device) and leaf.type == _IN_CPP else leaf
+
+
+def _is_alias(func: Any) -> bool:  # noqa: ANN401
+    return any(each.alias_info is not None for each in func._schema.returns)
+
+
+def _bytes_made(func: Any, args: Any, kwargs: Any) -> int:  # noqa: ANN401
+    """Return the bytes of a factory's result."""
+    size = args[0] if args and isinstance(args[0], list | tuple | torch.Size) else ()
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return math.prod(size) * dtype.itemsize
+
+
+def _without_value(leaf: object) -> object:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+def _real_if_small(leaf: object) -> object:
+    """Give a small tensor on the host values: zeros."""
+    is_small = isinstance(leaf, FakeTensor) and leaf.device.type == "cpu" and leaf.nbytes < _LARGE
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if is_small else leaf
+
+
+# -- places in the program -----------------------------------------------------------------------
+
+
+def _use() -> str:
+    """Return what the memory is for that the caller makes, by the files on the stack."""
+    frame, num_frames = sys._getframe(2), 0
+    import os
+    if os.environ.get("DBG"):
+        f=frame; st=[]
+        while f is not None and len(st)<9:
+            st.append(f"{f.f_code.co_filename.split('site-packages/')[-1][-40:]}:{f.f_lineno}"); f=f.f_back
+        return "|".join(st[2:7])
+    while frame is not None and num_frames < _FRAMES:
+        place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
+        for part, use in _PLACES.items():
+            if part in place:
+                return use
+        frame, num_frames = frame.f_back, num_frames + 1
+    return "activations"
+
+
+def _line_of_product() -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        folder, is_product, file = frame.f_code.co_filename.rpartition("/hybridrl/")
+        if is_product and not file.startswith("rehearsal/"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "torch"
+
+
+# -- torch.cuda ----------------------------------------------------------------------------------
+
+
+class Signal:
+    """A CUDA event: of a stream whose work is always done."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Take the arguments of ``torch.cuda.Event``."""
+
+    def record(self, *_: object) -> None:
+        """Mark a point of a stream."""
+
+    def wait(self, *_: object) -> None:
+        """Let a stream wait."""
+
+    def query(self) -> bool:
+        """Whether it is over."""
+        return True
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+
+    def elapsed_time(self, _: object) -> float:
+        """Return milliseconds: none."""
+        return 0.0
+
+
+class Stream:
+    """A CUDA stream."""
+
+    device = GPU
+    cuda_stream = stream_id = device_index = 0
+    device_type = 1
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Take the arguments of ``torch.cuda.Stream``."""
+
+    def wait_stream(self, _: object) -> None:
+        """Wait for the work of another stream."""
+
+    def wait_event(self, _: object) -> None:
+        """Wait for an event."""
+
+    def record_event(self, event: Signal | None = None) -> Signal:
+        """Mark a point of this stream."""
+        return event or Signal()
+
+    def query(self) -> bool:
+        """Whether its work is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the stream."""

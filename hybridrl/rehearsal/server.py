@@ -1,0 +1,370 @@
+"""An SGLang server without SGLang: it answers in this process, holds bytes, and refuses as SGLang.
+
+It stands at the seam of HTTP (``ServerClient``): arguments, capabilities, life cycle, weight
+buckets and requests above it are the product's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64encode
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import PromptBatch
+from hybridrl.config.architecture import read_architecture
+from hybridrl.errors import DriftError, EngineError
+from hybridrl.metrics import Metrics
+from hybridrl.models.load import WeightFiles
+from hybridrl.rehearsal.gpu import GPU, Block, FakeGpu
+from hybridrl.sampler import NO_VERSION, Sample, SamplingParams
+from hybridrl.workers.rollout.assemble import Answered
+from hybridrl.workers.rollout.buckets import TensorSpan
+from hybridrl.workers.rollout.directory import Door
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sglang.arguments import ServerSpec, build_arguments
+from hybridrl.workers.rollout.sglang.capabilities import (
+    TESTED_VERSIONS,
+    read_capabilities,
+    require_as_asked,
+)
+from hybridrl.workers.rollout.sglang.client import ServerError
+from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.sharding.served_engines import Servers
+from hybridrl.workers.sharding.weight_files import WeightSource
+
+T = TypeVar("T")
+Body = dict[str, Any]
+
+_USES = {
+    MemoryTag.WEIGHTS: "rollout weights",
+    MemoryTag.KV_CACHE: "KV cache",
+    MemoryTag.CUDA_GRAPH: "SGLang's graphs",
+}
+_REFUSED = 400
+_TOKEN = 1
+
+
+class Handles:
+    """Handles of CUDA IPC: each keeps its memory until it is opened, which happens once."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, tuple[Tensor, Sequence[TensorSpan]]] = {}
+        self._num_made = 0
+
+    def make(self, flat: Tensor, spans: Sequence[TensorSpan]) -> str:
+        """Take the place of ``weights.encode``."""
+        if not flat.is_cuda:
+            raise EngineError("a handle of CUDA IPC was asked for memory of the host")
+        self._num_made += 1
+        name = f"handle {self._num_made}"
+        self._sent[name] = (flat, spans)
+        return name
+
+    def open(self, name: str) -> Sequence[TensorSpan]:
+        """Open memory in the server, and close it: its owner may use it again.
+
+        Raises:
+            EngineError: it was opened before, or its memory was freed.
+        """
+        if name not in self._sent:
+            raise EngineError(f"{name} is opened twice, or was never made")
+        flat, spans = self._sent.pop(name)
+        if flat.untyped_storage().nbytes() < len(flat):
+            raise EngineError(f"the memory of {name} was freed before it was opened")
+        return spans
+
+    @property
+    def unopened(self) -> list[str]:
+        """Handles that nobody opened: their memory stays."""
+        return list(self._sent)
+
+
+class RehearsedServer(ServerCalls):
+    """Takes the place of ``Server``.
+
+    Args:
+        spec: what it serves.
+        variables: environment of a real one.
+        door: where a real one listens.
+        handles: of the buckets that it gets.
+        sizes: bytes of each memory tag on this rank's device.
+        gpu: of this rank.
+    """
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        *,
+        handles: Handles,
+        sizes: Mapping[MemoryTag, int],
+        gpu: FakeGpu,
+        variables: Mapping[str, str],
+        door: Door | None = None,
+    ) -> None:
+        arguments = build_arguments(spec, name="rehearsal", port=1, key="rehearsal")
+        self.key, self.start_s = "rehearsal", 0.0
+        self.num_ranks = spec.rollout.tensor_parallel_size
+        self._spec = spec
+        model = read_architecture(spec.model_folder)
+        self._num_layers, self._experts = model.num_layers, model.experts
+        self._timeout_s = spec.rollout.stage_timeout_s
+        gib = {tag: num_bytes / 2**30 for tag, num_bytes in sizes.items()}
+        usage = {
+            "weight": gib[MemoryTag.WEIGHTS],
+            "kvcache": gib[MemoryTag.KV_CACHE],
+            "graph": gib[MemoryTag.CUDA_GRAPH],
+        }
+        self.info = {
+            **arguments,
+            "version": TESTED_VERSIONS[1],
+            "internal_states": [{"memory_usage": usage}],
+        }
+        require_as_asked(arguments, self.info)
+        self.capabilities = read_capabilities(self.info, None)
+        self.capabilities.require_for(spec)
+        self.client = RehearsedClient(self)  # type: ignore[assignment]
+        self.process = _Process()
+        self._handles, self._sizes, self._gpu = handles, sizes, gpu
+        self._blocks = {tag: Block(0, GPU, _USES[tag]) for tag in MemoryTag}
+        self._resident: set[MemoryTag] = set()
+        for tag in MemoryTag:
+            self._hold(tag)
+        self._is_updating, self._is_paused = False, False
+        self._reference: set[str] | None = None
+        self._version = ""
+        self.received: dict[str, tuple[int, ...]] = {}
+        """Shapes of the tensors of the last update by name."""
+        self.asked: list[str] = []
+        """Paths in their order."""
+
+    def _hold(self, tag: MemoryTag) -> None:
+        self._resident.add(tag)
+        self._gpu.hold(self._blocks[tag], self._sizes[tag])
+
+    def _free(self, tag: MemoryTag) -> None:
+        self._resident.discard(tag)
+        self._gpu.hold(self._blocks[tag], 0)
+
+    def has_died(self) -> bool:
+        """It lives."""
+        return False
+
+    def require_alive(self, what: str) -> None:
+        """It lives."""
+
+    def end(self) -> None:
+        """Give all memory back."""
+        for tag in MemoryTag:
+            self._free(tag)
+
+    # -- answers ---------------------------------------------------------------------------------
+
+    def answer(self, path: str, body: Body) -> Any:  # noqa: ANN401 - as ServerClient.call
+        """Answer a call as SGLang would.
+
+        Raises:
+            ServerError: it would refuse.
+        """
+        route = path.partition("?")[0]
+        self.asked.append(route)
+        handlers = {
+            "/release_memory_occupation": self._release,
+            "/resume_memory_occupation": self._resume,
+            "/begin_weight_update": self._begin_update,
+            "/end_weight_update": self._end_update,
+            "/update_weights_from_tensor": self._load,
+            "/update_weights_from_disk": self._load_files,
+            "/weights_checker": self._check,
+            "/update_weight_version": self._rename,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/load_lora_adapter_from_tensors": self._load_adapter,
+            "/generate": self._generate,
+        }
+        handler = handlers.get(route)
+        return {"success": True} if handler is None else handler(body)
+
+    def _refuse(self, why: str) -> None:
+        raise ServerError(self.asked[-1], _REFUSED, why)
+
+    def _require(self, *tags: MemoryTag) -> None:
+        for tag in tags:
+            if tag not in self._resident:
+                self._refuse(f"the memory of {tag.value} is released")
+
+    def _release(self, body: Body) -> Body:
+        for name in body["tags"]:
+            self._require(MemoryTag(name))
+            self._free(MemoryTag(name))
+            if MemoryTag(name) is MemoryTag.WEIGHTS:
+                self.received.clear()
+        return {"success": True}
+
+    def _resume(self, body: Body) -> Body:
+        for name in body["tags"]:
+            if MemoryTag(name) in self._resident:
+                self._refuse(f"the memory of {name} is resident")
+            self._hold(MemoryTag(name))
+        return {"success": True}
+
+    def _begin_update(self, _: Body) -> Body:
+        self._is_updating = True
+        return {"success": True}
+
+    def _end_update(self, _: Body) -> Body:
+        self._is_updating = False
+        return {"success": True}
+
+    def _load(self, body: Body) -> Body:
+        self._require(MemoryTag.WEIGHTS)
+        if not self._is_updating:
+            self._refuse("no weight update was begun")
+        names = body["serialized_named_tensors"]
+        if len(names) != self.num_ranks:
+            self._refuse(f"{len(names)} handles for {self.num_ranks} ranks")
+        for span in self._handles.open(names[0]):
+            self.received[span.name] = span.shape
+        return {"success": True}
+
+    def _load_files(self, _: Body) -> Body:
+        self._require(MemoryTag.WEIGHTS)
+        return {"success": True}
+
+    def _check(self, body: Body) -> Body:
+        if body["action"] == "reset_tensors":
+            self.received.clear()
+        return {"success": True}
+
+    def _rename(self, body: Body) -> Body:
+        self._version = body["new_version"]
+        return {"success": True}
+
+    def _pause(self, _: Body) -> Body:
+        self._is_paused = True
+        return {"success": True}
+
+    def _continue(self, _: Body) -> Body:
+        self._is_paused = False
+        return {"success": True}
+
+    def _load_adapter(self, _: Body) -> Body:
+        self._require(MemoryTag.WEIGHTS)
+        return {"success": True}
+
+    def _generate(self, body: Body) -> Any:  # noqa: ANN401 - a response, or a list of them
+        self._require(*MemoryTag)
+        if self._is_paused:
+            self._refuse("a request while generation is paused")
+        if "rid" not in body:
+            return {}
+        return [
+            self._response(len(context), params["max_new_tokens"])
+            for context, params in zip(body["input_ids"], body["sampling_params"], strict=True)
+        ]
+
+    def _response(self, num_before: int, num_tokens: int) -> Body:
+        meta: Body = {
+            "finish_reason": {"type": "length"},
+            "weight_version": self._version,
+            "output_token_logprobs": [(-1.0, _TOKEN, None)] * num_tokens,
+        }
+        if self._spec.rollout.routed_experts and self._experts is not None:
+            size = self._num_layers * self._experts.num_per_token
+            experts = torch.arange(size, dtype=torch.int32) % self._experts.num_experts
+            routes = experts.repeat(num_before + num_tokens - 1)
+            meta["routed_experts"] = b64encode(routes.numpy().tobytes()).decode()
+        return {"output_ids": [_TOKEN] * num_tokens, "meta_info": meta}
+
+
+class _Process:
+    """Of a server that has none."""
+
+    pid = 0
+
+
+class RehearsedClient:
+    """Takes the place of ``ServerClient``."""
+
+    base_url = "http://rehearsal"
+    num_lost = 0
+
+    def __init__(self, server: RehearsedServer) -> None:
+        self._server = server
+
+    def open_session(self) -> AbstractAsyncContextManager[None]:
+        """There is no connection."""
+        return nullcontext()
+
+    async def request(self, path: str, body: Body | None = None, **_: object) -> Any:  # noqa: ANN401
+        """Answer in the caller's loop."""
+        return self._server.answer(path, body or {})
+
+    def call(self, path: str, body: Body | None = None, **_: object) -> Any:  # noqa: ANN401
+        """Answer at once."""
+        return self._server.answer(path, body or {})
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end."""
+        return asyncio.run(work)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine to its end."""
+        future: Future[T] = Future()
+        future.set_result(asyncio.run(work))
+        return future
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class RehearsedServers(Servers):
+    """Rollout servers beside the ranks: they read the names of what is published, and answer."""
+
+    timeout_s = 60.0
+
+    def __init__(self) -> None:
+        self._version = NO_VERSION
+        self.received: frozenset[str] = frozenset()
+        """Names of the last update's tensors."""
+
+    def need_weights(self, *, version: int) -> bool:
+        """Whether the weights are older."""
+        return version != self._version
+
+    def update(self, source: WeightSource, *, version: int) -> None:
+        """Read the headers of the files."""
+        if not isinstance(source, Path):
+            raise EngineError("a broadcast of weights cannot be rehearsed; set serving.weights=files")
+        self.received, self._version = WeightFiles(source).names, version
+
+    def sample(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingParams,
+        *,
+        version: int,
+        fused: Sequence[str] = (),
+    ) -> tuple[list[Sample], Metrics]:
+        """Answer with responses of full length."""
+        if version != self._version:
+            raise DriftError(f"asked for version {version}, and the weights are {self._version}")
+        num_tokens = sampling.max_response_tokens
+        tokens, logprobs = torch.full((num_tokens,), _TOKEN), torch.full((num_tokens,), -1.0)
+        one = Sample(tokens, logprobs, "length", version)
+        return [one] * (len(prompts) * sampling.num_responses_per_prompt), {}
+
+    def exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
+    ) -> tuple[Answered, Metrics]:
+        """Answer the prompts that are admitted now."""
+        if prompts is None:
+            raise EngineError("no prompt was admitted")
+        samples, metrics = self.sample(prompts, sampling, version=version)
+        return Answered(prompts, samples), metrics
