@@ -17,6 +17,7 @@ from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.page import memory_lines
 from hybridrl.planning.plan import MemoryKind, MemoryPlan
 from hybridrl.planning.suggestions import find_misfits
+from tests.config.test_checks import NO_TENSORS
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
 
 RECIPES = Path(hybridrl.__file__).parents[1] / "recipes"
@@ -31,8 +32,8 @@ GIB = 2**30
 def config_of(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
     """The recipe with a model's config.json, and what it says alone, in the place of its files."""
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
-    for name_of_file in ("tokenizer.json", "model.safetensors"):
-        (folder / name_of_file).touch()
+    (folder / "tokenizer.json").touch()
+    (folder / "model.safetensors").write_text(NO_TENSORS)
     (folder / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     rows = [f"data.{split}_files=[{folder}/rows.jsonl]" for split in ("train", "eval")]
     given = (f"recipes={name}", f"model.path={folder}", *rows, "mode=check", *overrides)

@@ -121,8 +121,9 @@ def test_a_server_that_leaves_too_little_gets_a_smaller_share(big: tuple[str, ..
 def test_a_share_without_room_for_weights_and_a_row_does_not_fit(big: tuple[str, ...]) -> None:
     (error,) = find_misfits(config_of(*big, *SERVED, "rollout.memory_fraction=0.19"))
     assert str(error) == (
-        "rollout.memory_fraction=0.19: a rank's engine 15.54 GiB of weights and one row's KV cache, "
-        "735 MiB more than there is. Fix: set rollout.memory_fraction=0.2, which leaves 64 MiB."
+        "rollout.memory_fraction=0.19: a rank's engine 15.54 GiB of weights and one row's KV "
+        "cache, 735 MiB more than there is. "
+        "Fix: set rollout.memory_fraction=0.2, which leaves 64 MiB."
     )
 
 
