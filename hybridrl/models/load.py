@@ -7,6 +7,7 @@ meanwhile is never complete in the memory of one process.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,8 +40,8 @@ _FLOATS = ("F32", "BF16", "F16", "F64")
 class WeightSource(Protocol):
     """A source of the values of a model's parameters."""
 
-    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return one tensor in host memory, by its parameter's name in the model."""
+    def read(self, name: str, *, shape: torch.Size) -> Tensor:
+        """Return one tensor in host memory as it is stored, by its parameter's name."""
         ...
 
 
@@ -85,8 +86,8 @@ class WeightFiles:
         """Read the shape of a tensor, without its values."""
         return tuple(self._file_with(name).get_slice(name).get_shape())
 
-    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Read one tensor to host memory, in ``dtype``.
+    def read(self, name: str, *, shape: torch.Size) -> Tensor:
+        """Read one tensor to host memory, in its stored type.
 
         Raises:
             ModelError: the stored shape differs, or a value is NaN or infinite.
@@ -94,7 +95,7 @@ class WeightFiles:
         self.require_shape(name, shape)
         tensor: Tensor = self._file_with(name).get_tensor(name)
         self._require_finite(name, tensor)
-        return tensor.to(dtype)
+        return tensor
 
     def require_shape(self, name: str, shape: torch.Size) -> None:
         """Reject a tensor of another shape than config.json gives it.
@@ -169,16 +170,18 @@ class ModelFiles:
             return {name: shape}
         return dict(self._names.shapes(name, shape))
 
-    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, *, shape: torch.Size) -> Tensor:
         """Read one parameter to host memory; see ``WeightFiles.read``."""
         matrices = () if name in self._files.names else self._names.matrices(name, shape)
         if not matrices:
             (stored,) = self.shapes_of(name, shape)
-            return self._files.read(stored, shape=shape, dtype=dtype)
+            return self._files.read(stored, shape=shape)
+        values = [self._files.read(matrix.name, shape=matrix.shape) for matrix in matrices]
+        # The type that holds them all, should they differ. They are views of mapped files.
+        dtype = reduce(torch.promote_types, {tensor.dtype for tensor in values})
         fused = torch.empty(shape, dtype=dtype)
-        for matrix in matrices:
-            values = self._files.read(matrix.name, shape=matrix.shape, dtype=dtype)
-            matrix.of(fused).copy_(values)
+        for matrix, tensor in zip(matrices, values, strict=True):
+            matrix.of(fused).copy_(tensor)
         return fused
 
 
@@ -331,10 +334,12 @@ def fill_weights(
     """
     for name, parameter in list(module.named_parameters()):
         if parameter.is_meta:
-            values = weights.read(prefix + name, shape=parameter.shape, dtype=parameter.dtype)
+            stored = weights.read(prefix + name, shape=parameter.shape)
             owner_name, _, leaf = name.rpartition(".")
+            values = stored.to(device)  # half the bytes of bfloat16 converted before
             # A copy even on the CPU: the memory map is read-only and lasts as long as its file.
-            filled = nn.Parameter(values.to(device, copy=True), parameter.requires_grad)
+            values = values.to(parameter.dtype, copy=values is stored)
+            filled = nn.Parameter(values, parameter.requires_grad)
             setattr(module.get_submodule(owner_name), leaf, filled)
 
 
