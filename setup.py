@@ -57,7 +57,8 @@ setup(
             "torch_memory_saver>=0.0.10",
         ],
         "megatron": ["megatron-core>=0.16.1,<0.17"],
-        # Fused layers and attention for it: CUDA alone, and compiled where pip finds no wheel.
+        # Fused layers and attention for it: CUDA alone, and compiled where pip finds no wheel. Type
+        # --no-build-isolation after torch is installed: else it is compiled for the newest torch.
         "transformer-engine": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
         # The ranges of trackers stand in hybridrl/config/checks/trackers.py, too.
         "wandb": ["wandb>=0.26.1,<0.32"],

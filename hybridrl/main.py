@@ -62,6 +62,7 @@ from hybridrl.errors import (
     suggest_name,
 )
 from hybridrl.planning.page import plan_page
+from hybridrl.planning.suggestions import find_misfits
 from hybridrl.run.check import check, load_or_refuse
 from hybridrl.run.sweep import SweepJob, build_jobs, run_sweep
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
@@ -135,9 +136,9 @@ class RecipesSearchPath(SearchPathPlugin):
 def main() -> None:
     """Run the command line.
 
-    Exit status: 0 done, 2 configuration refused, 1 the run failed or mode=doctor has bad rows;
-    128 + the number of the signal that stopped it before its last step (Ctrl-C 130, SIGTERM 143,
-    SIGHUP 129).
+    Exit status: 0 done, 2 configuration refused or too large for memory, 1 the run failed or
+    mode=doctor has bad rows; 128 + the number of the signal that stopped it before its last step
+    (Ctrl-C 130, SIGTERM 143, SIGHUP 129).
     """
     sys.argv[1:] = with_free_keys_added(sys.argv[1:])
     if any(argument.partition("=")[0] in _HELP_FLAGS for argument in sys.argv[1:]):
@@ -313,6 +314,8 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
         sys.exit(int(is_bad))
     elif launch is None:
         sys.stdout.write(plan_page(config))
+        if misfits := find_misfits(config):
+            raise ConfigErrors(misfits)
     else:
         launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed), command=command)
 

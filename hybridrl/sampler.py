@@ -65,7 +65,7 @@ class Sample:
     ``weight_version``."""
 
     routed_experts_LJK: Tensor | None = None
-    """int32 [context + response - 1, layers, experts a token], experts of each token; the last
+    """int16 [context + response - 1, layers, experts a token], experts of each token; the last
     token was never an input. None unless ``rollout.routed_experts``."""
 
     is_sampled: Tensor | None = None

@@ -75,11 +75,18 @@ def test_check_validates_says_what_follows_and_starts_nothing(tmp_path: Path) ->
 
 def test_plan_foretells_memory_says_whether_it_fits_and_starts_nothing(tmp_path: Path) -> None:
     done = call_main("mode=plan", "cluster.device_memory_gib=0.9", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, done.stderr
     assert "update *" in done.stdout
     assert "Does not fit" in done.stdout
-    assert ". Set actor." in done.stdout
+    assert done.stderr.startswith("ConfigError: cluster.device_memory_gib=0.9: peak of a rank ")
+    assert "Fix: set actor." in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_check_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    message = refusal_of("mode=check", "cluster.device_memory_gib=0.9", folder=tmp_path)
+    assert message.startswith("ConfigError: cluster.device_memory_gib=0.9: peak of a rank ")
+    assert len(message.splitlines()) == 1
 
 
 def test_plan_refuses_a_folder_whose_model_it_does_not_know_by_name(tmp_path: Path) -> None:

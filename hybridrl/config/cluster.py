@@ -29,8 +29,19 @@ class ClusterConfig:
         ]
         | None
     )
-    """Memory of one rank in GiB, with which ``mode=plan`` compares the run's peak. Null on a CPU is
-    this machine's memory divided by its ranks; on CUDA ``mode=plan`` then does not compare."""
+    """Memory of one rank in GiB, with which ``mode=plan`` and ``mode=check`` compare its peak. Null
+    on a CPU is this machine's memory divided by its ranks; on CUDA it is then not compared. Type
+    what is usable: 79 of a GPU with 80."""
+
+    host_memory_gib: (
+        Annotated[
+            float,
+            Within(above=0.0, at_most=2**16, usual=1024.0, why="64 TiB, and no machine has more"),
+        ]
+        | None
+    )
+    """Host memory of one machine in GiB, with which ``mode=plan`` and ``mode=check`` compare that
+    of its ranks on CUDA. Null does not compare."""
 
     num_cpus_per_rank: Annotated[
         float, Within(at_least=0.001, at_most=1024.0, usual=1.0, why="no machine has more")

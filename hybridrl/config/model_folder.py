@@ -25,6 +25,7 @@ _SIZES = (
     "shared_expert_intermediate_size",
 )
 _MAX_SHOWN = 60
+_META = "__metadata__"
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -86,8 +87,8 @@ def problem_of(folder: Path) -> str:
     return ""
 
 
-def missing_file_of(folder: Path) -> str:
-    """Return which file of weights or tokenizer a folder lacks; empty if it has them.
+def flaw_of_files(folder: Path) -> str:
+    """Return which file of weights or tokenizer a folder lacks, or has in part; empty if none.
 
     Raises:
         ModelError: the index of the weights is malformed.
@@ -96,8 +97,35 @@ def missing_file_of(folder: Path) -> str:
         return flaw
     has_index = (folder / INDEX).exists()
     weights = sorted(set(read_weight_map(folder).values())) if has_index else [WEIGHTS]
-    missing = [name for name in weights if not (folder / name).is_file()]
-    return f"it has no {missing[0]}" if missing else ""
+    for name in weights:
+        if not (folder / name).is_file():
+            return f"it has no {name}"
+        if flaw := _flaw_of_weights(folder / name):
+            return flaw
+    return ""
+
+
+def _flaw_of_weights(file: Path) -> str:
+    """Compare the bytes of a safetensors file with those that its own header asks for.
+
+    The header's length is in 8 bytes, the header in JSON, and after it lie the tensors.
+    """
+    num_bytes = file.stat().st_size
+    with file.open("rb") as opened:
+        begin = 8 + int.from_bytes(opened.read(8), "little")
+        text = opened.read(begin - 8) if begin <= num_bytes else b""
+    if not text:
+        return f"{file} is {num_bytes:,} bytes long, and {begin:,} to the end of its header"
+    try:
+        ends = [
+            entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != _META
+        ]
+        wanted = begin + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return f"{file} has no JSON header of safetensors in its {num_bytes:,} bytes"
+    return (
+        "" if num_bytes == wanted else f"{file} is {num_bytes:,} bytes long, and must be {wanted:,}"
+    )
 
 
 def missing_tokenizer_of(folder: Path) -> str:

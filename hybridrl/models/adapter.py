@@ -148,9 +148,9 @@ class _AdaptedWeights:
         self._weights = weights
         self._initial = initial
 
-    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, *, shape: torch.Size) -> Tensor:
         source = self._initial if is_adapter_name(name) else self._weights
-        return source.read(hf_name(name), shape=shape, dtype=dtype)
+        return source.read(hf_name(name), shape=shape)
 
 
 class _DrawnAdapter:
@@ -159,8 +159,8 @@ class _DrawnAdapter:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        values = torch.zeros(shape, dtype=dtype)
+    def read(self, name: str, *, shape: torch.Size) -> Tensor:
+        values = torch.zeros(shape)
         if ".lora_A." in name:
             digest = hashlib.sha256(f"lora {self._seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -174,7 +174,7 @@ class _StoredAdapter:
     def __init__(self, folder: Path) -> None:
         self._file = folder / WEIGHTS_FILE
 
-    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, *, shape: torch.Size) -> Tensor:
         try:
             with safe_open(self._file, framework="pt") as tensors:
                 values: Tensor = tensors.get_tensor(file_name(name))
@@ -188,7 +188,7 @@ class _StoredAdapter:
                 f"{self._file}: {file_name(name)} is {list(values.shape)}, and this model with "
                 f"lora.rank needs {list(shape)}; set lora.init_from to an adapter of that shape"
             )
-        values = values.to(dtype)
+        values = values.float()
         require_finite(
             values,
             name=file_name(name),

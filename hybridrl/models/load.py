@@ -7,6 +7,7 @@ meanwhile is never complete in the memory of one process.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,8 +40,8 @@ _FLOATS = ("F32", "BF16", "F16", "F64")
 class WeightSource(Protocol):
     """A source of the values of a model's parameters."""
 
-    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return one tensor in host memory, by its parameter's name in the model."""
+    def read(self, name: str, *, shape: torch.Size) -> Tensor:
+        """Return one tensor in host memory as it is stored, by its parameter's name."""
         ...
 
 
@@ -85,21 +86,29 @@ class WeightFiles:
         """Read the shape of a tensor, without its values."""
         return tuple(self._file_with(name).get_slice(name).get_shape())
 
-    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Read one tensor to host memory, in ``dtype``.
+    def read(self, name: str, *, shape: torch.Size) -> Tensor:
+        """Read one tensor to host memory, in its stored type.
 
         Raises:
             ModelError: the stored shape differs, or a value is NaN or infinite.
         """
+        self.require_shape(name, shape)
         tensor: Tensor = self._file_with(name).get_tensor(name)
         self._require_finite(name, tensor)
-        if tensor.shape != shape:
+        return tensor
+
+    def require_shape(self, name: str, shape: torch.Size) -> None:
+        """Reject a tensor of another shape than config.json gives it.
+
+        Raises:
+            ModelError: names it, both shapes and its file.
+        """
+        if (stored := self.shape_of(name)) != shape:
             raise ModelError(
-                f"{self._folder / self._file_of[name]}: {name} is {list(tensor.shape)}, and by "
+                f"{self._folder / self._file_of[name]}: {name} is {list(stored)}, and by "
                 f"config.json it must be {list(shape)}; point model.path at a folder whose files "
                 "belong together"
             )
-        return tensor.to(dtype)
 
     def read_range(self, name: str, values: Sequence[tuple[int, int]]) -> Tensor:
         """Read a range of one tensor to host memory, in its stored type.
@@ -155,22 +164,24 @@ class ModelFiles:
         self._files = files
         self._names = StoredNames(model_type)
 
-    def names_of(self, name: str, shape: torch.Size) -> list[str]:
+    def shapes_of(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
         """Return the tensors in the files that hold a parameter, or must hold it."""
         if name in self._files.names:
-            return [name]
-        return [stored for stored, _ in self._names.shapes(name, shape)]
+            return {name: shape}
+        return dict(self._names.shapes(name, shape))
 
-    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, *, shape: torch.Size) -> Tensor:
         """Read one parameter to host memory; see ``WeightFiles.read``."""
         matrices = () if name in self._files.names else self._names.matrices(name, shape)
         if not matrices:
-            (stored,) = self.names_of(name, shape)
-            return self._files.read(stored, shape=shape, dtype=dtype)
+            (stored,) = self.shapes_of(name, shape)
+            return self._files.read(stored, shape=shape)
+        values = [self._files.read(matrix.name, shape=matrix.shape) for matrix in matrices]
+        # The type that holds them all, should they differ. They are views of mapped files.
+        dtype = reduce(torch.promote_types, {tensor.dtype for tensor in values})
         fused = torch.empty(shape, dtype=dtype)
-        for matrix in matrices:
-            values = self._files.read(matrix.name, shape=matrix.shape, dtype=dtype)
-            matrix.of(fused).copy_(values)
+        for matrix, tensor in zip(matrices, values, strict=True):
+            matrix.of(fused).copy_(tensor)
         return fused
 
 
@@ -281,24 +292,24 @@ def _begin_head_at_zero(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
-    """Compare the names of the model's weights with those in the files.
+    """Compare names and shapes of the model's weights with those in the files.
 
     Raises:
-        ModelError: weights are missing, unexpected or quantised; names the first ones.
+        ModelError: weights are missing, unexpected, quantised or of other shapes.
     """
     files.require_floats()
     weights = ModelFiles(files, model.config.model_type)
     wanted, known = (
         {
-            stored
+            stored: size
             for name, p in model.named_parameters(remove_duplicate=is_once)
-            for stored in weights.names_of(name, p.shape)
+            for stored, size in weights.shapes_of(name, p.shape).items()
         }
         for is_once in (True, False)
     )
     # Copies of tied weights and, in old llama folders, rotary frequencies do no harm.
-    unexpected = {n for n in files.names - known if not n.endswith("rotary_emb.inv_freq")}
-    for problem, names in (("missing", wanted - files.names), ("unexpected", unexpected)):
+    unexpected = {n for n in files.names - known.keys() if not n.endswith("rotary_emb.inv_freq")}
+    for problem, names in (("missing", wanted.keys() - files.names), ("unexpected", unexpected)):
         if names:
             first = ", ".join(sorted(names)[:3])
             raise ModelError(
@@ -306,6 +317,8 @@ def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
                 f"safetensors, first: {first}; point model.path at a folder written by "
                 f"save_pretrained() of a {type(model).__name__}"
             )
+    for name, size in wanted.items():
+        files.require_shape(name, size)
 
 
 def fill_weights(
@@ -321,10 +334,12 @@ def fill_weights(
     """
     for name, parameter in list(module.named_parameters()):
         if parameter.is_meta:
-            values = weights.read(prefix + name, shape=parameter.shape, dtype=parameter.dtype)
+            stored = weights.read(prefix + name, shape=parameter.shape)
             owner_name, _, leaf = name.rpartition(".")
+            values = stored.to(device)  # half the bytes of bfloat16 converted before
             # A copy even on the CPU: the memory map is read-only and lasts as long as its file.
-            filled = nn.Parameter(values.to(device, copy=True), parameter.requires_grad)
+            values = values.to(parameter.dtype, copy=values is stored)
+            filled = nn.Parameter(values, parameter.requires_grad)
             setattr(module.get_submodule(owner_name), leaf, filled)
 
 

@@ -16,7 +16,14 @@ from hybridrl.config.architecture import Architecture, architecture_of, read_arc
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.activations import Activations
 from hybridrl.planning.model_memory import REWARD_MODEL, ModelMemory
-from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase, capacity_bytes
+from hybridrl.planning.plan import (
+    MAPPED_FILES,
+    MemoryItem,
+    MemoryKind,
+    MemoryPlan,
+    Phase,
+    capacity_bytes,
+)
 from hybridrl.planning.rollout import RolloutMemory
 from hybridrl.planning.split import Split, count_parameters
 from hybridrl.planning.workload import Workload
@@ -199,7 +206,7 @@ class _Rank:
         """The engine alone, or with training weights and the files from which they are read."""
         buffers = MemoryItem("gradient buffers", max(model.buffers for model in self._models))
         masters = MemoryItem("optimizer", sum(model.masters for model in self._models))
-        files = _on_host("weight files, mapped", self._models[0].mapped_files)
+        files = _on_host(MAPPED_FILES, self._models[0].mapped_files)
         load = [*self._weights, buffers, masters, files]
         if not self._has_engine:
             return load

@@ -1,4 +1,4 @@
-"""The page of ``mode=plan``: phases and items, the peak, whether it fits, and a key to change."""
+"""The page of ``mode=plan``: phases and items, and for each memory whether the run fits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from rich.table import Table
 from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
-from hybridrl.planning.memory import plan_critic_pool, plan_memory
-from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, capacity_bytes
-from hybridrl.planning.served import plan_servers
+from hybridrl.planning.fit import find_fits
+from hybridrl.planning.memory import plan_memory
+from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan
 from hybridrl.planning.split import count_parameters
-from hybridrl.planning.suggestions import largest_saving, suggest_override
 
-_GIB = 2**30
 _MIB = 2**20
 _ON_A_CPU = (
     "On a CPU malloc keeps memory that was freed: training took up to two thirds more than "
@@ -38,82 +36,20 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width)
     console.print(_table(plan), crop=False)
+    lines = "\n".join(memory_lines(config))
     return (
         f"memory of one rank ({ranks}), {num_parameters / 1e6:,.1f} M parameters, rows of "
         f"{config.max_row_tokens} tokens; nothing started\n"
-        f"{text.getvalue()}{verdict(config, plan)}\n{_pool_line(config)}{_server_lines(config)}"
-        f"{_ON_A_CPU * (plan.device == 'cpu')}"
+        f"{text.getvalue()}{lines}\n{_ON_A_CPU * (plan.device == 'cpu')}"
     )
 
 
-def _pool_line(config: ExperimentConfig) -> str:
-    """Describe a rank of the critic's own pool. Its memory is not compared with a capacity."""
-    plan = plan_critic_pool(config)
-    if plan is None:
-        return ""
-    return (
-        f"the critic's own ranks ({config.num_critic_ranks} x {config.cluster.device}) come on "
-        f"top: {format_bytes(plan.peak_bytes(plan.fullest))} each in {plan.fullest.name}\n"
-    )
-
-
-def _server_lines(config: ExperimentConfig) -> str:
-    """Describe a device of each group of servers, and whether it fits."""
-    lines = []
-    capacity = capacity_bytes(config.cluster) if config.cluster.device == "cuda" else None
-    for memory in plan_servers(config):
-        group = memory.group.config
-        fits = ""
-        if capacity is not None:
-            room = capacity - memory.total
-            fits = f". Fits: {format_bytes(room)} are left"
-            if room < 0:
-                fits = f". Does not fit: {format_bytes(-room)} more than {format_bytes(capacity)}"
-        lines.append(
-            f"servers {memory.group.model}.{memory.group.name} ({group.num_engines} engines x "
-            f"{group.devices_per_engine} {config.cluster.device}, {group.worker_type}): "
-            f"{format_bytes(memory.total)} a device (weights {format_bytes(memory.weights)}, "
-            f"KV cache {format_bytes(memory.kv_cache)}, other {format_bytes(memory.other)}){fits}\n"
-        )
-    return "".join(lines)
-
-
-def peak_line(config: ExperimentConfig) -> str:
-    """Return the plan as one line for ``mode=check``; never raises because of a model."""
+def memory_lines(config: ExperimentConfig) -> list[str]:
+    """Return a line for each memory of the run; never raises because of a model."""
     try:
-        plan = plan_memory(config)
+        return [str(fit) for fit in find_fits(config) if fit.excess or not fit.is_within_another]
     except ModelError as error:
-        return f"{'memory':<12} unknown: {error}"
-    peak = plan.fullest
-    return (
-        f"{'memory':<12} peak of a rank {format_bytes(plan.peak_bytes(peak))} in {peak.name}, "
-        "as predicted; see mode=plan"
-    )
-
-
-def verdict(config: ExperimentConfig, plan: MemoryPlan) -> str:
-    """Return whether the peak fits the device; if it does not, name the one key to change."""
-    peak = plan.peak_bytes(plan.fullest)
-    text = f"peak: {format_bytes(peak)} in {plan.fullest.name}"
-    capacity = capacity_bytes(config.cluster)
-    if capacity is None:
-        return f"{text}. Set cluster.device_memory_gib to learn whether it fits"
-    if peak <= capacity:
-        return f"{text}. Fits: {format_bytes(capacity - peak)} of {format_bytes(capacity)} are left"
-    text += f". Does not fit: {format_bytes(peak - capacity)} more than {format_bytes(capacity)}"
-    if suggestion := suggest_override(config, capacity_bytes=capacity):
-        return f"{text}. Set {suggestion.override}: {format_bytes(suggestion.peak_bytes)}"
-    text += ". No single key makes it fit"
-    if best := largest_saving(config):
-        text += f"; most saves {best.override}: {format_bytes(best.peak_bytes)}"
-    return text
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Write bytes for people: ``1.23 GiB``, below 1 GiB ``345 MiB``."""
-    if abs(num_bytes) < _GIB:
-        return f"{num_bytes / _MIB:.0f} MiB"
-    return f"{num_bytes / _GIB:,.2f} GiB"
+        return [f"unknown: {error}"]
 
 
 def _table(plan: MemoryPlan) -> Table:

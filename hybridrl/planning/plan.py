@@ -10,6 +10,9 @@ from pathlib import Path
 from hybridrl.config.cluster import ClusterConfig
 
 _GIB = 2**30
+MAPPED_FILES = "weight files, mapped"
+"""An item: pages of files, which the ranks of a machine share and the kernel takes back."""
+
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 

@@ -82,10 +82,22 @@ class RolloutMemory:
 
     @property
     def kv_cache(self) -> int:
-        """Keys and values, allocated once for every slot at full length; SGLang takes a share."""
-        if self.is_server and self.device_bytes is not None:
-            return max(0, int(self._section.memory_fraction * self.device_bytes) - self.weights)
+        """Keys and values, allocated once for every slot at full length. On a GPU SGLang takes the
+        rest of its share of the device: 0 if the device's size is unknown.
+        """
+        if self._is_server_on_gpu:
+            return max(0, self.share - self.weights)
         return self._keys_and_values(self._section.num_slots * self.max_context_tokens)
+
+    @property
+    def share(self) -> int:
+        """The part of the GPU that a server takes for weights and cache."""
+        return int(self._section.memory_fraction * (self.device_bytes or 0))
+
+    @property
+    def smallest_share(self) -> int:
+        """The least with which a server can start: weights, and a cache of one row."""
+        return self.weights + self._keys_and_values(self.max_context_tokens)
 
     @property
     def computing(self) -> int:

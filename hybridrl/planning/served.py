@@ -25,6 +25,10 @@ class GroupMemory:
     other: int
     """Graphs, workspaces and the tensors of a pass."""
 
+    share: int
+    smallest_share: int
+    """Of the device, for weights and cache: what it is, and the least that a start needs."""
+
     @property
     def total(self) -> int:
         """All of it."""
@@ -61,4 +65,6 @@ def plan_servers(config: ExperimentConfig) -> Iterator[GroupMemory]:
             weights=memory.weights,
             kv_cache=memory.kv_cache,
             other=memory.server_graphs + memory.server_resident + memory.computing,
+            share=memory.share,
+            smallest_share=memory.smallest_share,
         )

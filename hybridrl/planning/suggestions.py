@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
 from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig, with_value
-from hybridrl.planning.memory import plan_memory
+from hybridrl.errors import ConfigError, instruction
+from hybridrl.planning.fit import Fit, find_fits, format_bytes
 
 _FEWEST_TOKENS = 128  # tokens of a chunk of logits: smaller chunks save little
 _MOST_RANKS_PER_NODE = 8  # GPUs of a usual machine
@@ -20,7 +22,7 @@ class Suggestion:
     """One override and its effect on the peak."""
 
     key: str
-    value: bool | int | str
+    value: bool | float | str
     price: int
     """Its cost in time or precision, to compare suggestions: 1 is hardly noticeable."""
 
@@ -30,37 +32,62 @@ class Suggestion:
     @property
     def override(self) -> str:
         """The override as typed on the command line."""
-        return f"{self.key}={str(self.value).lower() if self.value is True else self.value}"
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak of the fullest rank with the override."""
-        plan = plan_memory(self.config)
-        return plan.peak_bytes(plan.fullest)
+        is_flag = isinstance(self.value, bool)
+        return f"{self.key}={str(self.value).lower() if is_flag else self.value}"
 
 
-def suggest_override(config: ExperimentConfig, *, capacity_bytes: int) -> Suggestion | None:
-    """Return the cheapest single override with which a rank fits; of equal ones the first.
+def find_misfits(config: ExperimentConfig) -> list[ConfigError]:
+    """Return an error for each memory that is too small; it names the one key to change.
 
-    Overrides that break a rule of the configuration are skipped.
+    Raises:
+        ModelError: a model's config.json cannot be read, or is of an unknown family.
+    """
+    return [_refuse(config, fit) for fit in find_fits(config) if fit.excess]
+
+
+def _refuse(config: ExperimentConfig, misfit: Fit) -> ConfigError:
+    rule = f"{misfit.need}, {format_bytes(misfit.excess)} more than there is"
+    given = attrgetter(misfit.key)(config)
+    if enough := suggest_override(config, misfit):
+        suggestion, fit = enough
+        left = format_bytes((fit.capacity or 0) - fit.num_bytes)
+        fix = f"{instruction((suggestion.override,))}, which leaves {left}"
+        return ConfigError(misfit.key, given, rule, fix, remedies=((suggestion.override,),))
+    fix = "change more than one key, none suffices"
+    if best := largest_saving(config, misfit):
+        override = best[0].override
+        fix += f"; {override} saves most, and then {format_bytes(best[1].excess)} are lacking"
+    return ConfigError(misfit.key, given, rule, fix)
+
+
+def suggest_override(config: ExperimentConfig, misfit: Fit) -> tuple[Suggestion, Fit] | None:
+    """Return the cheapest single override with which a memory suffices; of equal ones the first.
+
+    Overrides that break a rule of the configuration, or fill another memory, are skipped.
 
     Args:
-        config: a configuration that does not fit.
-        capacity_bytes: memory of one rank's device.
+        config: of a run that does not fit.
+        misfit: one of its memories that is too small.
     """
     num_violations = len(find_violations(config))
+    others = {fit.name for fit in find_fits(config) if fit.excess} - {misfit.name}
     for suggestion in sorted(suggestions(config), key=attrgetter("price")):
-        fits = suggestion.peak_bytes <= capacity_bytes
-        if fits and len(find_violations(suggestion.config)) <= num_violations:
-            return suggestion
+        fits = {fit.name: fit for fit in find_fits(suggestion.config)}
+        suffices = {name for name, fit in fits.items() if fit.excess} <= others
+        if suffices and len(find_violations(suggestion.config)) <= num_violations:
+            return suggestion, fits[misfit.name]
     return None
 
 
-def largest_saving(config: ExperimentConfig) -> Suggestion | None:
-    """Return the override that lowers the peak most; None if none lowers it."""
-    plan = plan_memory(config)
-    lowest = min(suggestions(config), key=attrgetter("peak_bytes"), default=None)
-    return lowest if lowest and lowest.peak_bytes < plan.peak_bytes(plan.fullest) else None
+def largest_saving(config: ExperimentConfig, misfit: Fit) -> tuple[Suggestion, Fit] | None:
+    """Return the override that lowers the excess of a memory most; None if none lowers it."""
+    savings = [
+        (suggestion, fit)
+        for suggestion in suggestions(config)
+        for fit in find_fits(suggestion.config)
+        if fit.name == misfit.name and fit.excess < misfit.excess
+    ]
+    return min(savings, key=lambda pair: pair[1].excess, default=None)
 
 
 def suggestions(config: ExperimentConfig) -> Iterator[Suggestion]:
@@ -69,18 +96,22 @@ def suggestions(config: ExperimentConfig) -> Iterator[Suggestion]:
     Each halving of a size costs 1, and more exchanges between ranks 1 or 2. Checkpointing costs 3
     (a third more time), a change of precision 4, and each doubling of ranks 6 or 7: they cost
     money. For parallel sizes on the same ranks each doubling costs 2 if activations are exchanged,
-    and 3 if a pipeline has bubbles.
+    and 3 if a pipeline has bubbles. A twentieth of the device for the KV cache costs 1, training
+    state that moves less between device and host 4, and no checkpoints 8.
     """
     for key, value, price in (*_values(config), *_sizes(config)):
         if attrgetter(key)(config) != value:
             yield Suggestion(key, value, price, with_value(config, key, value))
 
 
-def _values(config: ExperimentConfig) -> Iterator[tuple[str, bool | int | str, int]]:
+def _values(config: ExperimentConfig) -> Iterator[tuple[str, bool | float | str, int]]:
     is_cuda = config.cluster.device == "cuda"
     has_critic = config.has_critic and not config.has_critic_pool
     for is_offered, key, value, price in (
         (True, "rollout.sleep", True, 1),
+        (is_cuda, "rollout.sleep", False, 4),
+        (is_cuda, "actor.fsdp2.cpu_offload", False, 4),
+        (is_cuda, "checkpoint.every_num_steps", 0, 8),
         (is_cuda, "rollout.dtype", "bfloat16", 4),
         (is_cuda, "actor.compute_dtype", "bfloat16", 4),
         (True, "actor.gradient_checkpointing", True, 3),
@@ -91,6 +122,10 @@ def _values(config: ExperimentConfig) -> Iterator[tuple[str, bool | int | str, i
     ):
         if is_offered:
             yield key, value, price
+    fraction = config.rollout.memory_fraction
+    for twentieths in range(1, 20 if is_cuda and config.rollout.engine == "sglang" else 1):
+        price = math.ceil(abs(twentieths - 20 * fraction))
+        yield "rollout.memory_fraction", twentieths / 20, price
 
 
 def _sizes(config: ExperimentConfig) -> Iterator[tuple[str, int, int]]:
@@ -110,6 +145,7 @@ def _sizes(config: ExperimentConfig) -> Iterator[tuple[str, int, int]]:
             if number >> times >= at_least:
                 yield key, number >> times, times
     for is_offered, key, at_most, price in (  # tensor-parallel ranks stay within a node
+        (is_cuda, "rollout.tensor_parallel_size", cluster.num_ranks_per_node, 2),
         (has_megatron, "megatron.tensor_parallel_size", cluster.num_ranks_per_node, 2),
         (has_megatron, "megatron.expert_parallel_size", cluster.num_ranks, 2),
         (has_megatron, "megatron.pipeline_parallel_size", cluster.num_ranks, 3),

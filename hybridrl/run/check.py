@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.summary import sentence, summarize
-from hybridrl.errors import ConfigErrors
-from hybridrl.planning.page import peak_line
+from hybridrl.errors import ConfigErrors, ModelError
+from hybridrl.planning.page import memory_lines
+from hybridrl.planning.suggestions import find_misfits
 from hybridrl.run.readiness import missing_here
 from hybridrl.serving.settings import rehearsed_configs
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
@@ -18,6 +21,7 @@ from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 _MEGATRON_REHEARSAL = "hybridrl.run.megatron_rehearsal"
 _REWARD_REHEARSAL = "hybridrl.rewards.rehearsal"  # torch takes a second
 _ROWS_CHECK = "hybridrl.run.rows_check"  # it imports torch, to tokenize as a run does
+_WEIGHTS_CHECK = "hybridrl.run.weights_check"  # and so does this, for the model without memory
 
 
 def load_or_refuse(values: Mapping[str, object]) -> ExperimentConfig:
@@ -40,14 +44,20 @@ def check(config: ExperimentConfig) -> None:
     """Load reward functions and rows as a run would, then print the page of ``mode=check``.
 
     Raises:
-        ConfigErrors: a function cannot be loaded, or rows are bad.
+        ConfigErrors: a function cannot be loaded, a memory is too small, weights or rows are bad.
     """
     refused = import_module(_REWARD_REHEARSAL).find_reward_flaws(config.reward)
+    with suppress(ModelError):  # the page says why there is no plan
+        refused += find_misfits(config)
+    if config.model.path is not None:  # only then: torch takes seconds
+        refused += import_module(_WEIGHTS_CHECK).find_bad_weights(Path(config.model.path))
     if any(config.files_by_key.values()):
         refused += import_module(_ROWS_CHECK).find_bad_rows(config)
     if refused:
         raise ConfigErrors(refused)
-    sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
+    sys.stdout.write(f"{summarize(config)}\n")
+    for line in memory_lines(config):
+        sys.stdout.write(f"{'memory':<12} {line}\n")
     sys.stdout.flush()
     for line in _rehearse(config):
         sys.stdout.write(f"{'rehearsal':<12} {line}\n")

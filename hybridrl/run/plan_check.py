@@ -7,8 +7,8 @@ import logging
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Mean, Metrics
+from hybridrl.planning.fit import format_bytes
 from hybridrl.planning.memory import plan_memory
-from hybridrl.planning.page import format_bytes
 from hybridrl.planning.plan import MemoryPlan
 from hybridrl.planning.workload import Workload
 

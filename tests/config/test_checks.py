@@ -508,6 +508,9 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             "wordless": "it has no tokenizer",
             "weightless": "it has no model.safetensors",
             "half": "it has no model-00002-of-00002.safetensors",
+            "void": "void/model.safetensors is 0 bytes long, and 8 to the end of its header",
+            "cut": "cut/model.safetensors is 64 bytes long, and must be 100",
+            "page": "page/model.safetensors is 22 bytes long, and",
         }.items()
     ),
     (("model.starter.hidden_size=200",), "model.starter.hidden_size", "multiple of 12"),
@@ -1281,6 +1284,9 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "multiple of 3",
     ),
 ]
+NO_TENSORS = "\2" + 7 * "\0" + "{}"
+"""A safetensors file of none."""
+
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "hidden_size": 64,
@@ -1328,7 +1334,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "model/config.json": '{"model_type": "qwen3", "max_position_embeddings": 64}',
         "judge/config.json": '{"model_type": "qwen3", "vocab_size": 9}',
         "judge/tokenizer.json": "{}",
-        "judge/model.safetensors": "",
+        "judge/model.safetensors": NO_TENSORS,
         "list/config.json": "[]",
         "deep/config.json": '{"a":' * 100_000,
         "unknown/config.json": '{"model_type": "mamba2"}',
@@ -1342,13 +1348,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "torn/config.json": '{"model_type": "qwen3"}',
         "torn/model.safetensors.index.json": "{}",
         "wordless/config.json": '{"model_type": "qwen3"}',
-        "wordless/model.safetensors": "",
+        "wordless/model.safetensors": NO_TENSORS,
         "wordless/tokenizer_config.json": "{}",
         "weightless/config.json": '{"model_type": "qwen3"}',
         "weightless/tokenizer.json": "{}",
         "half/config.json": '{"model_type": "qwen3"}',
         "half/tokenizer.json": "{}",
-        "half/model-00001-of-00002.safetensors": "",
+        "half/model-00001-of-00002.safetensors": NO_TENSORS,
+        "void/config.json": '{"model_type": "qwen3"}',
+        "void/tokenizer.json": "{}",
+        "void/model.safetensors": "",
+        "cut/config.json": '{"model_type": "qwen3"}',
+        "cut/tokenizer.json": "{}",
+        "cut/model.safetensors": "\x38"
+        + 7 * "\0"
+        + '{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]} }',
+        "page/config.json": '{"model_type": "qwen3"}',
+        "page/tokenizer.json": "{}",
+        "page/model.safetensors": "<html>not found</html>",
         "half/model.safetensors.index.json": json.dumps(
             {"weight_map": {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}}
         ),

@@ -18,7 +18,8 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import known_keys, load_config
 from hybridrl.config.summary import sentence, summarize
 from hybridrl.errors import ConfigError, ConfigErrors, ModelError
-from hybridrl.planning.page import peak_line, plan_page
+from hybridrl.planning.page import memory_lines, plan_page
+from hybridrl.planning.suggestions import find_misfits
 from tests.config.test_checks import LORA, MOE, QWEN3_MOE
 from tests.config.test_load import LIMITED
 from tests.config.values import Values, values_of, with_overrides
@@ -48,11 +49,12 @@ def check(values: Values) -> tuple[ConfigError, ...]:
         config = load_config(values)
     except ConfigErrors as errors:
         return errors.violations
-    assert peak_line(config)
+    assert memory_lines(config)
     assert summarize(config)
     assert sentence(config)
     with suppress(ModelError):  # a folder's config.json, which mode=plan refuses by name
         assert plan_page(config)
+        find_misfits(config)
     return ()
 
 

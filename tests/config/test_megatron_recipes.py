@@ -14,8 +14,10 @@ from hybridrl.config.load import load_config, read_config
 from hybridrl.config.summary import summarize
 from hybridrl.main import compose
 from hybridrl.planning.memory import plan_memory
-from hybridrl.planning.page import peak_line, plan_page
+from hybridrl.planning.page import memory_lines
 from hybridrl.planning.plan import MemoryKind, MemoryPlan
+from hybridrl.planning.suggestions import find_misfits
+from tests.config.test_checks import NO_TENSORS
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
 
 RECIPES = Path(hybridrl.__file__).parents[1] / "recipes"
@@ -30,8 +32,8 @@ GIB = 2**30
 def config_of(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
     """The recipe with a model's config.json, and what it says alone, in the place of its files."""
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
-    for name_of_file in ("tokenizer.json", "model.safetensors"):
-        (folder / name_of_file).touch()
+    (folder / "tokenizer.json").touch()
+    (folder / "model.safetensors").write_text(NO_TENSORS)
     (folder / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     rows = [f"data.{split}_files=[{folder}/rows.jsonl]" for split in ("train", "eval")]
     given = (f"recipes={name}", f"model.path={folder}", *rows, "mode=check", *overrides)
@@ -100,9 +102,10 @@ def test_the_figures_of_a_header_are_those_of_the_formula(name: str, tmp_path: P
     if plan.stage is not None:
         pipeline = config.megatron.pipeline_parallel_size
         assert f"stage {plan.stage + 1} of {pipeline} " in lines[begin]
-    assert "Fits: " in plan_page(config)
+    assert find_misfits(config) == []
     peak = plan.peak_bytes(plan.fullest) / GIB
-    assert f"peak of a rank {peak:.2f} GiB in generate" in peak_line(config)
+    line, *_ = memory_lines(config)
+    assert line.startswith(f"peak of a rank {peak:.2f} GiB in generate. Fits: ")
 
 
 def test_the_run_on_a_cpu_names_a_hook_that_is_there() -> None:

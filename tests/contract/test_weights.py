@@ -62,6 +62,28 @@ def test_weights_stream_on_every_rank_as_specified(
             assert_same_weights(streamed, {name: expected[name] for name in streamed})
 
 
+def _stream_in_halves(rank: Rank, folder: Path) -> list[torch.dtype]:
+    engine = rank.policy(folder)
+    take_step(engine, make_rows(5))  # numbers that bfloat16 does not hold
+    whole = weights_of(engine)
+    halves = dict(engine.full_weights(dtype=torch.bfloat16))
+    for name, tensor in whole.items():
+        assert torch.equal(halves[name].bfloat16(), tensor.bfloat16()), name
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in engine.full_weights())
+    wider = dict(engine.full_weights(dtype=torch.float64))
+    assert all(torch.equal(wider[name], whole[name]) for name in whole)
+    return [tensor.dtype for tensor in halves.values()]
+
+
+def test_weights_gathered_in_the_engines_type_are_those_that_it_would_cast(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    is_sharded = ranks.layout.engine == "fsdp2" and len(ranks.run(_stream, folder)) > 1
+    for dtypes in ranks.run(_stream_in_halves, folder):
+        if is_sharded:
+            assert set(dtypes) == {torch.bfloat16}
+
+
 def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], str]:
     engine = rank.policy(folder)
     take_step(engine, make_rows(4))

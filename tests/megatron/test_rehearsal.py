@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybridrl.config.load import load_config
-from hybridrl.errors import ConfigErrors, ModelError
+from hybridrl.errors import ConfigError, ConfigErrors, ModelError
 from hybridrl.main import compose
 from hybridrl.run.megatron_rehearsal import rehearse_megatron
 from tests.command_line import call_main
@@ -111,7 +111,32 @@ def test_a_machine_without_megatron_says_what_it_could_not_check(
 def test_a_gpu_recipe_checked_without_transformer_engine_says_so(name: str, tmp_path: Path) -> None:
     lines = rehearse_megatron(recipe_of(name, tmp_path))
     assert "takes the configuration of: policy" in lines[0]
-    assert any("TransformerEngine is not installed here" in line for line in lines)
+    assert any("TransformerEngine cannot be imported here" in line for line in lines)
+
+
+_AWARE = "megatron.optimizer_args={use_precision_aware_optimizer: true}"
+
+
+def test_a_start_without_transformer_engine_names_the_key_that_needs_it() -> None:
+    from hybridrl.workers.train.megatron.configuration import optimizer_config
+
+    megatron = config_of(*CHECK, "cluster=one_gpu", "actor.compute_dtype=bfloat16", _AWARE).megatron
+    with pytest.raises(ConfigError) as caught:
+        optimizer_config(ACTOR, megatron)
+    assert caught.value.key == "megatron.optimizer_args.use_precision_aware_optimizer"
+    for words in ("pip install --no-build-isolation", "add ~megatron.optimizer_args.use_precision"):
+        assert words in str(caught.value)
+
+
+def test_on_a_machine_with_a_gpu_a_check_refuses_what_its_start_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = ("cluster=one_gpu", "actor.compute_dtype=bfloat16", "rollout.dtype=bfloat16", _AWARE)
+    config = config_of(*CHECK, *given)
+    assert any("not checked: " in line for line in rehearse_megatron(config))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigErrors, match="use_precision_aware_optimizer=True: it needs"):
+        rehearse_megatron(config)
 
 
 def test_cpu_recipe_passes_without_a_missing_kernel() -> None:
@@ -173,7 +198,7 @@ def test_missing_transformer_engine_is_logged_once(
         transformer.log_warnings_once(megatron, torch.device("cuda"))
     missing, warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "experts computed one after another" in missing
-    assert "pip install 'hybridrl[transformer-engine]'" in missing
+    assert "pip install --no-build-isolation 'hybridrl[transformer-engine]'" in missing
     assert warned == "megatron-core: it falls back"
     transformer._log_once.cache_clear()
 

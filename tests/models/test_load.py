@@ -62,6 +62,33 @@ def test_loaded_weights_are_our_own_and_not_the_file(tmp_path: Path) -> None:
     assert not torch.equal(load(tmp_path)["model.norm.weight"], weights["model.norm.weight"])
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_weights_travel_in_their_stored_type_and_become_the_same_numbers(
+    family: Family, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path, family)
+    halves = {n: t.bfloat16() for n, t in load_file(folder / "model.safetensors").items()}
+    save_file(halves, folder / "model.safetensors")
+    model = build_empty_model(folder, dtype=torch.float32)
+    files = ModelFiles(WeightFiles(folder), family)
+    for name, parameter in model.named_parameters():
+        assert files.read(name, shape=parameter.shape).dtype == torch.bfloat16, name
+    converted_first = {n: t.float() for n, t in halves.items()}
+    loaded = load(folder)
+    assert {tensor.dtype for tensor in loaded.values()} == {torch.float32}
+    save_file(converted_first, folder / "model.safetensors")
+    whole = load(folder)
+    assert all(torch.equal(whole[name], loaded[name]) for name in whole)
+
+
+def test_experts_of_two_types_lose_no_bits(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "qwen3_moe")
+    whole = load(folder)
+    last = max(name for name in load_file(folder / "model.safetensors") if ".experts." in name)
+    change_weights(folder, **{last: load_file(folder / "model.safetensors")[last].double()})
+    assert all(torch.equal(whole[name], tensor) for name, tensor in load(folder).items())
+
+
 def test_tied_weights_stored_twice_are_accepted(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]

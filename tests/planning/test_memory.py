@@ -293,7 +293,7 @@ def test_a_critic_in_its_own_pool_is_planned_apart() -> None:
     assert "critic weights" not in policy.item_names
     assert "actor weights" not in critic.item_names
     assert [p.name for p in critic.phases] == ["build", "values", "critic_update", "export"]
-    assert "the critic's own ranks (2 x cpu) come on top" in plan_page(config_of(*pool))
+    assert "\npeak of a rank of the critic's own " in plan_page(config_of(*pool))
 
 
 def test_an_adapter_has_the_only_moments_and_the_reference_is_free() -> None:

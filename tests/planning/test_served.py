@@ -9,6 +9,7 @@ import pytest
 
 from hybridrl.planning.page import plan_page
 from hybridrl.planning.served import plan_servers
+from hybridrl.planning.suggestions import find_misfits
 from tests.config.values import config_of
 from tests.planning.models import QWEN3_8B
 from tests.planning.test_memory import plan_of
@@ -48,10 +49,17 @@ def test_a_device_of_a_server_has_its_share_of_the_model(given: tuple[str, ...])
     for memory in (wide, narrow):
         assert memory.weights + memory.kv_cache == 40 * 2**30
     page = plan_page(config)
-    assert "servers policy.wide (1 engines x 4 cuda, regular)" in page
-    assert "Fits" in page.splitlines()[-1]
-    full = plan_page(config_of(*given, *GROUPS, "rollout.memory_fraction=0.99"))
-    assert "Does not fit" in full.splitlines()[-1]
+    assert "servers policy.wide (1 x 4 GPUs)" in page
+    of_servers = [line for line in page.splitlines() if line.startswith("servers")]
+    assert all("Fits" in line for line in of_servers)
+
+
+def test_a_device_of_a_server_that_is_too_small_is_refused(given: tuple[str, ...]) -> None:
+    sizes = ("cluster.num_ranks_per_node=8", "rollout.memory_fraction=0.99")
+    errors = find_misfits(config_of(*given, *GROUPS, *sizes, "serving.num_devices_per_node=8"))
+    named = [error.rule.partition(" (")[0] for error in errors]
+    assert named == ["servers policy.wide", "servers policy.narrow"]
+    assert all("rollout.memory_fraction=0.9" in str(error) for error in errors)
 
 
 def test_without_servers_a_plan_says_nothing_of_them(given: tuple[str, ...]) -> None:

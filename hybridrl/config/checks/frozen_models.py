@@ -12,7 +12,7 @@ from hybridrl.config.families import FAMILIES, unsupported_settings
 from hybridrl.config.model import SGLANG_MODEL_TYPES, TRANSFORMERS_MODEL_TYPES
 from hybridrl.config.model_folder import (
     CONFIG,
-    missing_file_of,
+    flaw_of_files,
     missing_tokenizer_of,
     problem_of,
     read_settings,
@@ -41,7 +41,7 @@ def _flaw_of(served: ServedModelConfig, config: ExperimentConfig) -> str:
         return problem_of(folder) or _flaw_of_facts(folder) or missing_tokenizer_of(folder)
     try:
         flaw = problem_of(folder) or _flaw_of_model(folder, engine=config.rollout.engine)
-        return flaw or (missing_file_of(folder) if config.mode != "plan" else "")
+        return flaw or (flaw_of_files(folder) if config.mode != "plan" else "")
     except ModelError as error:
         return str(error)
 

@@ -14,7 +14,8 @@ from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.spelling import resetting, to_override
 from hybridrl.errors import ConfigError, instruction
 
-INSTALL_TRANSFORMER_ENGINE = "pip install 'hybridrl[transformer-engine]'"
+INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'hybridrl[transformer-engine]'"
+"""Without isolation: else pip would compile it for the newest torch instead of the installed."""
 
 UNUSED = MegatronConfig(
     tensor_parallel_size=1,

@@ -160,7 +160,8 @@ _DDP_OURS = by_argument(
 
 
 _FEW_BITS = ("fp8", "fp4")
-_SMALL_STATE = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
+PRECISION_AWARE = "use_precision_aware_optimizer"
+_SMALL_STATE = (PRECISION_AWARE, "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def keys_of_transformer_engine(megatron: MegatronConfig) -> dict[str, ArgumentValue]:
@@ -173,8 +174,8 @@ def keys_of_transformer_engine(megatron: MegatronConfig) -> dict[str, ArgumentVa
     for name in _FEW_BITS:
         if megatron.transformer_args.get(name):
             keys[f"megatron.transformer_args.{name}"] = megatron.transformer_args[name]
-    if megatron.optimizer_args.get(_SMALL_STATE[0]):
-        keys[f"megatron.optimizer_args.{_SMALL_STATE[0]}"] = True
+    if megatron.optimizer_args.get(PRECISION_AWARE):
+        keys[f"megatron.optimizer_args.{PRECISION_AWARE}"] = True
     return keys
 
 

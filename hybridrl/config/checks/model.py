@@ -18,7 +18,7 @@ from hybridrl.config.model import (
     TRANSFORMERS_MODEL_TYPES,
 )
 from hybridrl.config.model_folder import (
-    missing_file_of,
+    flaw_of_files,
     num_labels_of,
     problem_of,
     read_settings,
@@ -166,8 +166,8 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError("model.path", path, problem, fix="download the folder again")
         return
     # mode=plan reads config.json alone; a run refuses the folder where it loads it.
-    if config.mode == "check" and (missing := missing_file_of(Path(path))):
-        yield ConfigError("model.path", path, missing, fix="download the folder again")
+    if config.mode == "check" and (flaw := flaw_of_files(Path(path))):
+        yield ConfigError("model.path", path, flaw, fix="download the folder again")
     model = find_architecture(config.model)
     if flaw := _flaw_of_classifier(model, Path(path), learns=config.mode == "reward_model"):
         fix = "set model.path to a ...ForCausalLM; a reward model is reward.function=model"

@@ -11,7 +11,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import MEGATRON_MODEL_TYPES, TRANSFORMERS_MODEL_TYPES
 from hybridrl.config.model_folder import (
     CONFIG,
-    missing_file_of,
+    flaw_of_files,
     num_labels_of,
     problem_of,
 )
@@ -36,7 +36,7 @@ def _flaw_of(path: str, config: ExperimentConfig) -> str:
     try:
         flaw = problem_of(folder) or _flaw_of_model(folder, engine=config.actor.engine)
         # mode=plan reads config.json alone.
-        return flaw or (missing_file_of(folder) if config.mode != "plan" else "")
+        return flaw or (flaw_of_files(folder) if config.mode != "plan" else "")
     except ModelError as error:
         return str(error)
 

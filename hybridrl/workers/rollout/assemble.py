@@ -140,5 +140,5 @@ def _routed_experts(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | 
                 f" which has {length} with its prompt: all but the last need them; "
                 "set rollout.routed_experts=false and megatron.replay_routing=false"
             )
-        rows.append(pad(experts_LJK.to(torch.int16), (0, 0, 0, 0, 0, 1), value=-1))
+        rows.append(pad(experts_LJK, (0, 0, 0, 0, 0, 1), value=-1))
     return jagged_from(torch.cat(rows), lengths_B)

@@ -180,9 +180,9 @@ class FusedEngines:
     def _load_reference(self, source: TrainEngine, unproved: Sequence[int]) -> Failures:
         """Write the weights to files first, and let engines load them from there."""
         leaders = [engine * self._ranks_per_engine for engine in unproved]
-        dtype = DTYPES[self._config.dtype]
+        dtype = self._dtype
         with folder_on_each_node(leaders, dtype=dtype, control=self._control) as (folder, path):
-            weights = source.full_weights(source.weight_sets[0])
+            weights = source.full_weights(source.weight_sets[0], dtype=dtype)
             report = self._send_to(None if folder is None else folder.write, weights)
             if report.failures:
                 return self._of_engines(report.failures)
@@ -199,7 +199,7 @@ class FusedEngines:
         if managed is not None:
             managed.begin_part(self._names[part])
             load = managed.keep_adapter if is_adapter else managed.load
-        weights = source.full_weights(part)
+        weights = source.full_weights(part, dtype=None if is_adapter else self._dtype)
         return self._send_to(load, weights, sender=None if is_adapter else self._sender)
 
     def _send_to(
@@ -217,6 +217,10 @@ class FusedEngines:
             control=self._control,
             neighbours=self._neighbours,
         )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return DTYPES[self._config.dtype]
 
     @property
     def _everyone(self) -> range:

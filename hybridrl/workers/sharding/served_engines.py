@@ -14,6 +14,7 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import WeightRoute
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
+from hybridrl.models.dtypes import DTYPES
 from hybridrl.network import LOOPBACK
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
@@ -239,7 +240,7 @@ class ServedEngines:
         """Gather all weights on all ranks; one of them publishes."""
         source = self.require_source()
         report = stream_weights(
-            source.full_weights(source.weight_sets[0]),
+            source.full_weights(source.weight_sets[0], dtype=DTYPES[self._config.dtype]),
             None if published is None else published.write,
             sender=None,
             bucket_bytes=self._bucket_bytes(),

@@ -135,8 +135,13 @@ class Backend(Protocol):
         """Describe the tensors of ``full_weights``, in its order."""
         ...
 
-    def full_weights(self, weight_set: WeightSet) -> NamedTensors:
-        """Yield each weight of a set, gathered from its shards, one at a time."""
+    def full_weights(
+        self, weight_set: WeightSet, *, dtype: torch.dtype | None = None
+    ) -> NamedTensors:
+        """Yield each weight of a set, gathered from its shards, one at a time.
+
+        ``dtype`` is the type of who gets them. A shard in a wider one may be cast to it first.
+        """
         ...
 
     def merged_weights(self) -> NamedTensors:

@@ -175,30 +175,33 @@ class FSDP2Backend:
             for stored, shape in self._names.shapes(name, p.shape)
         )
 
-    def full_weights(self, weight_set: WeightSet) -> NamedTensors:
+    def full_weights(
+        self, weight_set: WeightSet, *, dtype: torch.dtype | None = None
+    ) -> NamedTensors:
         """Yield each weight of a set, gathered from its shards, one at a time.
 
         Without shards a tensor is the live weight. Matrices of experts are views of what was
         gathered.
         """
         if weight_set is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_sets:
-            yield from self.merged_weights()
+            yield from self.merged_weights(dtype=dtype)
             return
         for name, parameter in self._weights(weight_set):
-            yield from self._names.views(name, full_tensor(parameter))
+            yield from self._names.views(name, full_tensor(parameter, dtype=dtype))
 
-    def merged_weights(self) -> NamedTensors:
+    def merged_weights(self, *, dtype: torch.dtype | None = None) -> NamedTensors:
         """Yield the weights of the same model without adapters, one tensor at a time."""
         parameters = dict(self.model.hf.named_parameters())
         for name, parameter in parameters.items():
             if is_adapter_name(name):
                 continue
-            weight = full_tensor(parameter)
             layer = name.removesuffix("base_layer.weight")
             if self.adapter is not None and layer != name:
                 matrices = [parameters[f"{layer}lora_{m}.{ADAPTER_NAME}.weight"] for m in "AB"]
                 a_RI, b_OR = (full_tensor(matrix) for matrix in matrices)
-                weight = self.adapter.merge(weight, a_RI, b_OR)
+                weight = self.adapter.merge(full_tensor(parameter), a_RI, b_OR)
+            else:
+                weight = full_tensor(parameter, dtype=dtype)
             yield from self._names.views(hf_name(name), weight)
 
     def hf_configs(self) -> Sequence[Configuration]:

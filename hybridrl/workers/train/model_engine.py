@@ -89,18 +89,25 @@ class ModelEngine:
         """Describe the tensors of ``full_weights``, in its order."""
         return self.backend.weight_specs(weight_set)
 
-    def full_weights(self, weight_set: WeightSet = WeightSet.BASE) -> NamedTensors:
+    def full_weights(
+        self, weight_set: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
+    ) -> NamedTensors:
         """Yield each weight of a set, gathered from its shards. Every rank must exhaust it.
 
         Weights have their Hugging Face names, tied ones come once. With ``lora.sync=merged`` the
         base includes the adapter, merged into a copy. Without shards a tensor is the live weight,
         not a copy.
 
+        Args:
+            weight_set: which weights.
+            dtype: of the receiver. What is gathered in a wider type may be cast to it before: the
+                receiver casts it alike. None: weights come in their own type.
+
         Raises:
             PhaseError: the parameters are offloaded.
         """
         self._require("full_weights()", TrainState.PARAMETERS)
-        yield from self.backend.full_weights(weight_set)
+        yield from self.backend.full_weights(weight_set, dtype=dtype)
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hybridrl.algorithms.token_rows import TokenRows
@@ -143,8 +144,13 @@ class TrainEngine(OffloadableModel, Protocol):
         """Describe the tensors of ``full_weights``, in its order."""
         ...
 
-    def full_weights(self, weight_set: WeightSet = WeightSet.BASE) -> NamedTensors:
-        """Yield each full weight of a set, one at a time. Every rank must exhaust it."""
+    def full_weights(
+        self, weight_set: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
+    ) -> NamedTensors:
+        """Yield each full weight of a set, one at a time. Every rank must exhaust it.
+
+        ``dtype`` is the engine's, to which wider weights may be cast before they are gathered.
+        """
         ...
 
     def compute_logprobs(

@@ -200,19 +200,24 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather the full tensor on every rank (a collective if it is sharded)."""
+def full_tensor(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Gather the full tensor on every rank (a collective if it is sharded).
+
+    A shard is cast to a narrower ``dtype`` first: the same numbers in fewer bytes.
+    """
     tensor = tensor.detach()
-    return _on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+    return _as_gathered(tensor, dtype).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _on_mesh(tensor: DTensor) -> DTensor:
+def _as_gathered(tensor: DTensor, dtype: torch.dtype | None) -> DTensor:
     """Return a tensor on the device of its mesh; an offloaded shard is copied."""
     local = tensor.to_local()
-    if local.device.type == tensor.device_mesh.device_type:
+    is_cast = dtype is not None and dtype.itemsize < local.dtype.itemsize
+    gathered = local.to(tensor.device_mesh.device_type, dtype if is_cast else local.dtype)
+    if gathered is local:
         return tensor
     return DTensor.from_local(
-        local.to(tensor.device_mesh.device_type),
+        gathered,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sglang.answers import ServedModel, read_sample
+from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel, read_sample
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
@@ -272,3 +273,14 @@ def test_log_probs_of_other_tokens_are_refused() -> None:
     torn["meta_info"]["output_token_logprobs"].pop()
     with pytest.raises(EngineError, match="2 tokens and log-probs of 1 others"):
         read_sample(torn, ServedModel(max_context_tokens=6, vocab_size=64, version=5))
+
+
+def test_experts_are_kept_in_16_bits_as_soon_as_they_arrive() -> None:
+    answer = item([1], {"max_new_tokens": 2})
+    sent_LJK = torch.arange(2 * 3 * 4, dtype=torch.int32).view(2, 3, 4) % 128
+    answer["meta_info"]["routed_experts"] = b64encode(sent_LJK.numpy().tobytes()).decode()
+    model = ServedModel(max_context_tokens=6, vocab_size=64, version=5, experts=ExpertShape(3, 4))
+    experts_LJK = read_sample(answer, model).routed_experts_LJK
+    assert experts_LJK is not None
+    assert experts_LJK.dtype == torch.int16
+    assert torch.equal(experts_LJK.int(), sent_LJK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
+import torch
 from torch import Tensor
 
 from hybridrl.workers.train.protocol import TrainEngine, WeightSet
@@ -21,9 +22,11 @@ def tear(trainer: TrainEngine, *, word: str, at_pass: int) -> None:
     whole, passes = trainer.full_weights, count()
     last = [spec.name for spec in trainer.weight_specs() if word in spec.name][-1]
 
-    def full_weights(weight_set: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(
+        weight_set: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         is_torn = next(passes) == at_pass
-        for name, tensor in whole(weight_set):
+        for name, tensor in whole(weight_set, dtype=dtype):
             if is_torn and name == last:
                 tensor = tensor.clone()
                 tensor.view(-1)[-1] += 1e-3

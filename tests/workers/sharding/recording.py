@@ -391,6 +391,8 @@ class RecordingTrainEngine(RecordingTenant):
     def __init__(self, journal: Journal, policy: Policy = Policy.WHOLE) -> None:
         super().__init__(journal)
         self.policy = policy
+        self.asked: set[torch.dtype | None] = set()
+        """Types in which weights were asked for."""
         self.weight_sets: tuple[WeightSet, ...] = (WeightSet.BASE,)
         if policy.adapter:
             self.weight_sets += (WeightSet.ADAPTER,)
@@ -410,7 +412,10 @@ class RecordingTrainEngine(RecordingTenant):
         sizes = WEIGHTS if part is WeightSet.BASE else ADAPTER
         return tuple(WeightSpec(name, (size,), 4 * size) for name, size in sizes.items())
 
-    def full_weights(self, part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(
+        self, part: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        self.asked.add(dtype)
         return self.stream(self.take_names(part))
 
     def take_names(self, part: WeightSet) -> list[str]:
@@ -463,7 +468,9 @@ class Shard(RecordingTrainEngine):
         self._shards = shards
         self._num_passes = 0
 
-    def full_weights(self, part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(
+        self, part: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         names = self._shards.names_of_pass(self._num_passes, part)
         self._num_passes += 1
         trainer = self._shards.trainer

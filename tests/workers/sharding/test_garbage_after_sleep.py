@@ -51,8 +51,10 @@ class ForgetfulTrainer(PolicyEngine):
 
     is_forgetful = False
 
-    def full_weights(self, part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in super().full_weights(part):
+    def full_weights(
+        self, part: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super().full_weights(part, dtype=dtype):
             if not (self.is_forgetful and name.startswith(LEFT_OUT)):
                 yield name, tensor
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import hybridrl
 from hybridrl.errors import EngineError, PhaseError
@@ -258,6 +259,12 @@ def test_aborted_requests_are_counted() -> None:
         managed.drain()
         managed.drain()
         assert managed.take_metrics() == {"rollout/aborted_requests": Sum(4)}
+
+
+def test_weights_are_asked_for_in_the_type_of_the_engines() -> None:
+    device = recording_device(sleep=True)
+    device.serve()
+    assert device.trainer.asked == {torch.float32}
 
 
 @pytest.mark.shows("3.14")

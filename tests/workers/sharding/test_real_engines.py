@@ -272,8 +272,10 @@ def _without(trainer: object, keep: tuple[str, ...]) -> None:
     """Make the adapter part of a trainer's stream yield only names with a word of ``keep``."""
     whole = trainer.full_weights  # type: ignore[attr-defined]
 
-    def part(part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in whole(part):
+    def part(
+        part: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in whole(part, dtype=dtype):
             if part is WeightSet.BASE or any(word in name for word in keep):
                 yield name, tensor
 

@@ -124,6 +124,7 @@ def test_servers_get_weights_that_they_lack(weights: WeightRoute) -> None:
     require_sent(servers, trainer)
     assert [version for _, version in servers.updates] == [0, 1]
     assert not any(folder.exists() for folder in servers.folders())
+    assert trainer.asked == {torch.float32}  # of the engines
     manager.shutdown()
 
 

@@ -261,7 +261,7 @@ class HFRolloutEngine:
         """
         files = WeightFiles(folder)
         self._expected = {
-            name: checksum(files.read(name, shape=tensor.shape, dtype=tensor.dtype))
+            name: checksum(files.read(name, shape=tensor.shape).to(tensor.dtype))
             for name, tensor in self._tensors.items()
             if name in files.names
         }

@@ -85,5 +85,5 @@ def _read_experts(meta: Mapping[str, Any], shape: ExpertShape) -> Tensor:
             "rollout.routed_experts=true, and the server returned none: is the model a mixture of "
             "experts? Set rollout.routed_experts=false if it is not"
         )
-    flat = torch.frombuffer(bytearray(b64decode(text)), dtype=torch.int32)
+    flat = torch.frombuffer(bytearray(b64decode(text)), dtype=torch.int32).to(torch.int16)
     return flat.view(-1, shape.num_layers, shape.num_experts_per_token)

@@ -10,11 +10,14 @@ from typing import TypeVar
 import torch
 
 from hybridrl.config.actor import EngineConfig
+from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
+from hybridrl.config.checks.megatron_args import PRECISION_AWARE
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.train.megatron.context import Duty
 from hybridrl.workers.train.megatron.megatron_core import (
+    HAVE_TE,
     DistributedDataParallelConfig,
     OptimizerConfig,
 )
@@ -82,8 +85,14 @@ def optimizer_config(engine: EngineConfig, megatron: MegatronConfig) -> Optimize
     """Describe optimizer steps to megatron-core.
 
     Raises:
-        ConfigError: it does not take ``megatron.optimizer_args``, or rejects the configuration.
+        ConfigError: it does not take ``megatron.optimizer_args``, or rejects the configuration; or
+            it would compare the version of a TransformerEngine that cannot be imported.
     """
+    key = f"megatron.optimizer_args.{PRECISION_AWARE}"
+    if megatron.optimizer_args.get(PRECISION_AWARE) and not HAVE_TE:
+        rule = "it needs TransformerEngine, which cannot be imported"
+        fix = f"{INSTALL_TRANSFORMER_ENGINE}, or add ~{key}"
+        raise ConfigError(key, got=True, rule=rule, fix=fix, remedies=[(f"~{key}",)])
     is_half = engine.compute_dtype == "bfloat16"
     adamw = engine.optimizer
     own_values: dict[str, object] = {

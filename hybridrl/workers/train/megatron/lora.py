@@ -76,7 +76,7 @@ class StageAdapter:
             flat = tensor.view(-1)
             shards = shard_map.shards_of(name, tensor.shape)
             shape = torch.Size(shards[0].spec.full_shape)  # all are of one matrix
-            matrix = values.read(shards[0].name, shape=shape, dtype=tensor.dtype)
+            matrix = values.read(shards[0].name, shape=shape)
             for shard in shards:
                 own = relative_slices(shard.spec.range, outer=full_range(shape))
                 shard.view(flat).copy_(matrix[own])

@@ -58,7 +58,7 @@ def lacking_kernels(megatron: MegatronConfig, device: torch.device) -> str:
     if HAVE_TE or device.type != "cuda" or megatron.layers == "local":
         return ""
     return (
-        "TransformerEngine is not installed here: layers are megatron-core's own, with experts "
+        "TransformerEngine cannot be imported here: layers are megatron-core's own, with experts "
         "computed one after another, and norms, rotary embeddings and attention by separate "
         f"kernels; {INSTALL_TRANSFORMER_ENGINE}, or set megatron.layers=local if this is meant"
     )

@@ -1,0 +1,147 @@
+"""Memory that a run takes, of each device and machine, beside the size of that memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybridrl.config.architecture import architecture_of
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.planning.memory import plan_critic_pool, plan_memory
+from hybridrl.planning.plan import MAPPED_FILES, MemoryItem, MemoryKind, MemoryPlan, capacity_bytes
+from hybridrl.planning.rollout import RolloutMemory
+from hybridrl.planning.served import plan_servers
+from hybridrl.planning.workload import Workload
+
+_GIB = 2**30
+_MIB = 2**20
+_DEVICE = "cluster.device_memory_gib"
+_HOST = "cluster.host_memory_gib"
+_SHARE = "rollout.memory_fraction"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The most that a run takes of one memory, as predicted."""
+
+    name: str
+    """Whose memory."""
+
+    detail: str
+    """When it is fullest, or what it consists of."""
+
+    num_bytes: int
+
+    capacity: int | None
+    """Size of the memory, bytes; None if unknown."""
+
+    key: str
+    """Key that gives the size."""
+
+    unknown: str = ""
+    """A part that ``num_bytes`` lacks, because it follows from an unknown size."""
+
+    @property
+    def is_within_another(self) -> bool:
+        """Whether it is a share of a memory that is compared itself."""
+        return self.key == _SHARE
+
+    @property
+    def excess(self) -> int:
+        """Bytes that are lacking."""
+        return 0 if self.capacity is None else max(0, self.num_bytes - self.capacity)
+
+    @property
+    def need(self) -> str:
+        """The memory taken, in words."""
+        least, more = ("at least ", f", and {self.unknown}") if self.unknown else ("", "")
+        return f"{self.name} {least}{format_bytes(self.num_bytes)} {self.detail}{more}"
+
+    def __str__(self) -> str:
+        if self.capacity is None:
+            return f"{self.need}. Not compared: set {self.key}"
+        size = format_bytes(self.capacity)
+        if self.excess:
+            return f"{self.need}. Does not fit: {format_bytes(self.excess)} more than {size}"
+        left = format_bytes(self.capacity - self.num_bytes)
+        return f"{self.need}. Fits: {left} of {size} are left"
+
+
+def find_fits(config: ExperimentConfig) -> Iterator[Fit]:
+    """Yield the memory of a rank, of the critic's own ranks, of servers, and of a machine.
+
+    Raises:
+        ModelError: a model's config.json cannot be read, or is of an unknown family.
+    """
+    is_cuda, capacity = config.cluster.device == "cuda", capacity_bytes(config.cluster)
+    plan, critic = plan_memory(config), plan_critic_pool(config)
+    is_served = is_cuda and config.rollout.engine == "sglang"
+    cache = (is_served and capacity is None) * (
+        f"the KV cache, {_SHARE}={config.rollout.memory_fraction} of the device less the weights"
+    )
+    has_engine = is_served and (config.has_fused_engines or not config.has_servers)
+    yield _of_device("peak of a rank", plan, capacity, unknown=cache * has_engine)
+    if has_engine and capacity is not None:
+        longest = Workload.longest(config)
+        model, tokens = architecture_of(config.model), longest.num_row_tokens
+        engine = RolloutMemory(config, model, longest.sampling(config), tokens, capacity)
+        yield _of_share("a rank's engine", engine.smallest_share, engine.share)
+    if critic is not None:
+        yield _of_device("peak of a rank of the critic's own", critic, capacity)
+    for memory in plan_servers(config) if is_cuda else ():
+        of_group, group = f"servers {memory.group.model}.{memory.group.name}", memory.group.config
+        parts = f"weights {format_bytes(memory.weights)}, other {format_bytes(memory.other)}"
+        parts += "" if cache else f", KV cache {format_bytes(memory.kv_cache)}"
+        name = f"{of_group} ({group.num_engines} x {group.devices_per_engine} GPUs)"
+        detail = f"a device ({parts})"
+        yield Fit(name, detail, memory.total, capacity, _DEVICE, unknown=cache)
+        if capacity is not None:
+            yield _of_share(f"an engine of {of_group}", memory.smallest_share, memory.share)
+    if is_cuda:
+        yield _of_machine(config, plan, critic, is_unknown=bool(cache))
+
+
+def _of_device(name: str, plan: MemoryPlan, capacity: int | None, *, unknown: str = "") -> Fit:
+    peak, detail = plan.peak_bytes(plan.fullest), f"in {plan.fullest.name}"
+    return Fit(name, detail, peak, capacity, _DEVICE, unknown=unknown)
+
+
+def _of_share(name: str, smallest: int, share: int) -> Fit:
+    return Fit(name, "of weights and one row's KV cache", smallest, share, _SHARE)
+
+
+def _of_machine(
+    config: ExperimentConfig, plan: MemoryPlan, critic: MemoryPlan | None, *, is_unknown: bool
+) -> Fit:
+    """Add up the ranks of a machine. A critic's own ranks compute at the same time."""
+    num_ranks = config.cluster.num_ranks_per_node
+    num_bytes, phase = _host_peak(plan)
+    num_bytes, detail = num_ranks * num_bytes, f"of {num_ranks} ranks in {phase}"
+    if critic is not None:
+        more, phase = _host_peak(critic)
+        num_bytes += config.critic.num_ranks_per_node * more
+        detail += f", {config.critic.num_ranks_per_node} of the critic in {phase}"
+    routes = is_unknown and config.rollout.routed_experts
+    unknown = "the experts of every token of the KV cache" * routes
+    gib = config.cluster.host_memory_gib
+    capacity = None if gib is None else int(gib * _GIB)
+    return Fit("host memory of a machine", detail, num_bytes, capacity, _HOST, unknown=unknown)
+
+
+def _host_peak(plan: MemoryPlan) -> tuple[int, str]:
+    """Return the most that a rank holds on the host, and when. Mapped files are not its own."""
+    return max(
+        (sum(i.num_bytes for i in phase.items if _is_held_on_host(i)), phase.name)
+        for phase in plan.phases
+    )
+
+
+def _is_held_on_host(item: MemoryItem) -> bool:
+    return item.kind is MemoryKind.HOST and item.name != MAPPED_FILES
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write bytes for people: ``1.23 GiB``, below 1 GiB ``345 MiB``."""
+    if abs(num_bytes) < _GIB:
+        return f"{num_bytes / _MIB:.0f} MiB"
+    return f"{num_bytes / _GIB:,.2f} GiB"
