@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -107,11 +107,15 @@ class RewardConfig:
 
     def with_absolute_files(self) -> RewardConfig:
         """Return the same rewards with absolute paths of models, for any working folder."""
-        absolute = {
-            name: replace(part, args={**part.args, "path": str(Path(path).absolute())})
+        return self.with_model_paths(lambda path: Path(path).absolute())
+
+    def with_model_paths(self, change: Callable[[str], Path]) -> RewardConfig:
+        """Return the same rewards with the folders of models that ``change`` gives for theirs."""
+        changed = {
+            name: replace(part, args={**part.args, "path": str(change(path))})
             for name, path in self.model_paths.items()
             for part in [self.parts[name]]
         }
         if self.function is not None:
-            return replace(self, args=absolute[MODEL].args) if absolute else self
-        return replace(self, functions={**self.functions, **absolute})
+            return replace(self, args=changed[MODEL].args) if changed else self
+        return replace(self, functions={**self.functions, **changed})

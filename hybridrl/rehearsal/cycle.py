@@ -1,10 +1,9 @@
-"""A rank's cycle, executed: what ``main`` would build and call, on a GPU that is not there."""
+"""A rank's cycle, executed: what a run would build and call on it, on a GPU that is not there."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -12,109 +11,186 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._tools import fake_collectives  # noqa: F401 - the shapes of their results
+from torch.distributed._tools import fake_collectives  # noqa: F401 - shapes of their results
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridrl import env
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, jagged
+from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.models import load
 from hybridrl.planning.rollout import RolloutMemory
-from hybridrl.rehearsal.gpu import Block, FakeGpu
+from hybridrl.planning.workload import Workload
+from hybridrl.rehearsal.gpu import GPU, Block, FakeGpu
 from hybridrl.rehearsal.model_folder import HollowFile, write_hollow_file
+from hybridrl.rehearsal.plan import Executed
 from hybridrl.rehearsal.server import Handles, RehearsedServer, RehearsedServers
 from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.train_batch import build_train_batch
+from hybridrl.trainer.advantages import Targets
+from hybridrl.trainer.train_batch import build_critic_batch, build_train_batch
 from hybridrl.workers import actor_rollout
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
+from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang import engine as sglang_engine
 from hybridrl.workers.rollout.sglang import weights as sglang_weights
 from hybridrl.workers.sharding import weight_proof
 from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.train import checkpoint, export
 from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.model_engine import ModelEngine
+from hybridrl.workers.train.protocol import TrainState
+from hybridrl.workers.train.shards import local_shard
 
-_CONTEXT = 2 * 2**30
+_RESERVE = 2 * 2**30
+"""CUDA context, NCCL's buffers and memory that the allocator cannot use. Assumed, not measured."""
+
+_MEGATRON = "hybridrl.rehearsal.megatron"  # imported on request: it needs megatron-core
 
 
-class Meter(PeakMeter):
-    """Notes besides the peak of each scope who had the memory then."""
+class _Meter(PeakMeter):
+    """Notes besides the peak of a scope who had the memory then."""
 
-    def __init__(self, gpu: FakeGpu, phases: dict[str, dict[str, int]], device: torch.device) -> None:
+    def __init__(self, gpu: FakeGpu, executed: Executed, device: torch.device) -> None:
         super().__init__(device)
-        self._gpu, self._phases = gpu, phases
+        self._gpu, self._executed = gpu, executed
 
     def _look(self) -> None:
-        uses = self._gpu.device.uses_at_peak()
-        for name, _ in self._open:
-            if sum(uses.values()) > sum(self._phases.get(name, {}).values()):
-                self._phases[name] = uses
+        ledgers = (self._gpu.device, self._executed.device), (self._gpu.host, self._executed.host)
+        for memory, phases in ledgers:
+            moments = memory.fullest_moments() if self._open else {}
+            for name, _ in self._open:
+                phase = phases.setdefault(name, {})
+                for kind, uses in moments.items():
+                    if sum(uses.values()) > sum(phase.get(kind, {}).values()):
+                        phase[kind] = uses
         super()._look()
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one rank."""
+    """The rows of one rank in a cycle."""
 
     num_prompts: int
     num_responses: int
-    """Per prompt, on this rank."""
+    """To each of them."""
 
     @classmethod
     def of(cls, config: ExperimentConfig) -> Rows:
-        """Take enough rows of full length for two micro-batches of each update, if there are."""
+        """Take rows of full length for two micro-batches, if an update has as many."""
         num_ranks = config.num_train_groups
         num_responses = max(1, config.rollout.num_responses_per_prompt // num_ranks)
         per_microbatch = max(1, config.actor.max_tokens_per_microbatch // config.max_row_tokens)
-        num_rows = 2 * per_microbatch * config.algorithm.num_minibatches
-        num_rows = min(num_rows, max(1, config.num_rows_per_step // num_ranks))
-        return cls(max(1, -(-num_rows // num_responses)), num_responses)
+        per_update = config.num_rows_per_step // num_ranks // config.algorithm.num_minibatches
+        num_rows = max(1, min(2 * per_microbatch, per_update))
+        num_prompts = -(-num_rows // num_responses)
+        return cls(max(1, num_prompts), num_responses)
 
 
 class Cycle:
-    """One rank of the policy, its engine's server a stand-in."""
+    """One rank of the policy, with all that shares its device; its engine's server is a stand-in.
 
-    def __init__(self, config: ExperimentConfig, model_folder: Path, gpu: FakeGpu) -> None:
+    Once a process.
+    """
+
+    def __init__(self, config: ExperimentConfig, gpu: FakeGpu, *, rank: int = 0) -> None:
         """Prepare.
 
         Args:
-            config: has passed its checks.
-            model_folder: of ``write_hollow_model``.
+            config: has passed its checks; its models are hollow folders.
             gpu: entered.
+            rank: which of the ranks it is; one that has an engine.
         """
-        num_minibatches = min(2, config.algorithm.num_minibatches)
-        self.config = replace(
-            config,
-            model=replace(config.model, path=str(model_folder)),
-            algorithm=replace(config.algorithm, num_minibatches=num_minibatches),
-        )
-        self.gpu = gpu
-        self.phases: dict[str, dict[str, int]] = {}
-        """Bytes of each use at the fullest moment, by phase."""
+        self.config = replace(config, algorithm=replace(config.algorithm, num_minibatches=1))
+        self.executed = Executed()
         self.handles = Handles()
-        self.servers: list[RehearsedServer] = []
-        self._folder = model_folder
-        self._rows = Rows.of(self.config)
-        gpu.hold(Block(0, torch.device("cuda", 0), "CUDA, NCCL, fragments"), _CONTEXT)
+        self.servers: list[RehearsedServer | RehearsedServers] = []
+        self._gpu, self._rank = gpu, rank
+        self._folder = Path(config.model.path or "")
+        self._rows = Rows.of(config)
+        self._critic: CriticWorker | None = None
+        gpu.hold(Block(0, GPU, "CUDA, NCCL, fragments"), _RESERVE)
+        self._replace_what_needs_a_device()
+        register_optimizer_step_pre_hook(self._name_gradients)
+
+    def run(self) -> Executed:
+        """Build a rank, take two steps with a checkpoint between them, and export."""
+        self.build()
+        self.step()
+        self._save()
+        self._gpu.events.clear()
+        self.step()
+        self.executed.events.update(self._gpu.events)
+        self._export()
+        return self.executed
+
+    def run_without_computing(self) -> Executed:
+        """Build a rank as after its first step, save, sample, and export."""
+        self.build()
+        for name, engine in self._engines():
+            if name in ("actor", "critic"):  # they learn
+                engine.begin_restore(num_updates=1)
+        self._name_what_lasts()
+        self._save()
+        self.generate()
+        self.worker.take_up({"policy_version": 1, "metrics": {}})  # the first sync is unlike others
+        self.generate()
+        self._export()
+        return self.executed
+
+    def _save(self) -> None:
+        if self.config.checkpoint.every_num_steps:
+            self.worker.save(self._folder.parent / "checkpoint")
+
+    def _export(self) -> None:
+        with self.worker.sharding.meter("export"):
+            self.worker.export_hf(self._folder.parent / "export")
 
     def build(self) -> None:
         """Build what a rank has."""
-        _join(self.config.cluster.num_ranks)
-        self._replace_what_needs_a_device()
-        worker = ActorRolloutWorker.__new__(ActorRolloutWorker)
-        worker.fused = {"actor": worker}
+        _join(self.config.cluster.num_ranks, self._rank)
         servers = RehearsedServers() if self.config.has_servers else None
-        worker.__init__(self.config, self._folder, servers)  # type: ignore[misc]
-        self.worker = worker
+        if servers is not None:
+            self.servers.append(servers)
+        fused: dict[str, Any] = {}
+        self.worker = fused["actor"] = ActorRolloutWorker.__new__(ActorRolloutWorker)
+        self.worker.fused = fused
+        self.worker.__init__(self.config, self._folder, servers)  # type: ignore[misc]
+        if self.config.has_critic and not self.config.has_critic_pool:
+            self._critic = fused["critic"] = CriticWorker.__new__(CriticWorker)
+            self._critic.fused = fused
+            self._critic.__init__(self.config, self._folder)  # type: ignore[misc]
+        self._name_what_lasts()
+
+    def step(self) -> None:
+        """Do what a training step does on a rank."""
+        rollouts = self.generate()
+        for name in self.config.reward.model_paths:
+            row = [1] * self.config.max_row_tokens
+            self.worker.compute_rewards(lay_out_conversations([row] * len(rollouts)), model=name)
+        values_BL = None
+        if self._critic is not None:
+            values_BL = self._critic.compute_values(rollouts).values_BL
+        logprobs = LogprobBatch(batch_size=[len(rollouts)])
+        if self.config.algorithm.scores_rollouts:
+            logprobs = self.worker.compute_logprobs(rollouts)
+        zeros_BL = torch.zeros_like(rollouts.sampler_logprobs_BL)
+        if self._critic is not None and values_BL is not None:
+            targets = Targets(zeros_BL, zeros_BL, {})
+            self._critic.update(build_critic_batch(rollouts, values_BL, targets))
+        batch = build_train_batch(rollouts, logprobs, zeros_BL)
+        self.worker.update(batch, kl_coefficient=self.config.algorithm.kl.coefficient)
         self._name_what_lasts()
 
     def generate(self) -> RolloutBatch:
-        """Wake the engine, send the weights, sample, put it to sleep."""
-        prompts = [torch.ones(self.config.data.max_prompt_tokens, dtype=torch.int64)]
+        """Wake the engine, send the weights, sample, and put the engine to sleep."""
+        prompt = torch.ones(self.config.data.max_prompt_tokens, dtype=torch.int64)
         index_P = torch.arange(self._rows.num_prompts)
         rollouts = self.worker.generate(
             PromptBatch(
-                token_ids_PL=jagged(prompts * self._rows.num_prompts),
+                token_ids_PL=jagged([prompt] * self._rows.num_prompts),
                 prompt_index_P=index_P,
                 seed_P=index_P,
                 batch_size=[len(index_P)],
@@ -126,82 +202,84 @@ class Cycle:
             ),
         )
         if rollouts is None:
-            raise AssertionError("rank 0 has an engine")
+            raise AssertionError(f"rank {self._rank} was to have an engine")
         return rollouts
 
-    def score(self, rollouts: RolloutBatch) -> LogprobBatch:
-        """Compute old log-probs, and those of a reference."""
-        if self.config.algorithm.scores_rollouts:
-            return self.worker.compute_logprobs(rollouts)
-        return LogprobBatch(batch_size=[len(rollouts)])
+    # -- who has memory --------------------------------------------------------------------------
 
-    def update(self, rollouts: RolloutBatch, logprobs: LogprobBatch) -> None:
-        """Take the optimizer steps of a step."""
-        advantages_BL = torch.ones_like(rollouts.sampler_logprobs_BL)
-        batch = build_train_batch(rollouts, logprobs, advantages_BL)
-        self.worker.update(batch, kl_coefficient=self.config.algorithm.kl.coefficient)
-        self._name_what_lasts()
-
-    def step(self) -> None:
-        """Do all that a training step does on a rank."""
-        rollouts = self.generate()
-        self.update(rollouts, self.score(rollouts))
+    def _engines(self) -> Iterator[tuple[str, ModelEngine]]:
+        worker = self.worker
+        for name, engine in (
+            ("actor", worker._actor),
+            ("reference", worker._reference),
+            ("teacher", worker._teacher),
+            ("critic", None if self._critic is None else self._critic._engine),
+            *((f"reward model {name}", engine) for name, engine in worker._reward_models.items()),
+        ):
+            if isinstance(engine, ModelEngine):
+                yield name, engine
 
     def _name_what_lasts(self) -> None:
-        from hybridrl.workers.train.protocol import TrainState
+        for name, engine in self._engines():
+            self._gpu.name(engine.backend.tensors(TrainState.OPTIMIZER), "optimizer")
+            self._gpu.name(engine.backend.tensors(TrainState.GRADIENTS), "gradients")
+            self._gpu.name(engine.backend.tensors(TrainState.PARAMETERS), f"{name} weights")
 
-        backend = self.worker._actor.backend
-        self.gpu.name(backend.tensors(TrainState.PARAMETERS), "actor weights")
-        self.gpu.name(backend.tensors(TrainState.OPTIMIZER), "optimizer")
-        self.gpu.name(backend.tensors(TrainState.GRADIENTS), "gradients")
+    def _name_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            self._gpu.name([local_shard(gradient) for gradient in gradients], "gradients")
+
+    # -- stand-ins -------------------------------------------------------------------------------
 
     def _replace_what_needs_a_device(self) -> None:
+        model = architecture_of(self.config.model)
         memory = RolloutMemory(
             self.config,
-            _architecture(self.config),
-            None,  # type: ignore[arg-type]
+            model,
+            Workload.longest(self.config).sampling(self.config),
             self.config.max_row_tokens,
-            self.gpu.num_bytes,
+            self._gpu.num_bytes,
         )
         sizes = {
             MemoryTag.WEIGHTS: memory.weights,
-            MemoryTag.KV_CACHE: memory.kv_cache,
+            MemoryTag.KV_CACHE: memory.kv_cache + memory.computing,
             MemoryTag.CUDA_GRAPH: memory.server_graphs,
         }
+        self._gpu.hold(Block(0, GPU, "SGLang itself"), memory.server_resident)
 
         def start_server(*args: Any, **kwargs: Any) -> RehearsedServer:  # noqa: ANN401
-            server = RehearsedServer(*args, handles=self.handles, sizes=sizes, gpu=self.gpu, **kwargs)
+            server = RehearsedServer(
+                *args, handles=self.handles, sizes=sizes, gpu=self._gpu, **kwargs
+            )
             self.servers.append(server)
             return server
 
-        modules: Any = (sglang_engine, sglang_weights, actor_rollout)
-        if self.config.megatron_worlds:
-            import_module("hybridrl.rehearsal.megatron").install(
-                self.gpu, self.config.megatron, _architecture(self.config)
-            )
         open_file = load._open_safetensors
-        load._open_safetensors = lambda path: HollowFile(open_file(path), self.gpu)
-        Ranks.gather = lambda ranks, numbers: torch.tensor([numbers] * ranks.size)
-        weight_proof.save_file = write_hollow_file
-        sglang_engine.Server = start_server
-        sglang_weights.encode = self.handles.make
-        actor_rollout.PeakMeter = partial(Meter, self.gpu, self.phases)
+        for module, name, stand_in in (
+            (load, "_open_safetensors", lambda path: HollowFile(open_file(path), self._gpu)),
+            (weight_proof, "save_file", write_hollow_file),
+            (export, "save_file", write_hollow_file),
+            (checkpoint, "_write", lambda _path, _header, copied: copied),
+            (sglang_engine, "Server", start_server),
+            (sglang_weights, "encode", self.handles.make),
+            (sglang_weights, "_name_gpus_by_serial_number", lambda: None),
+            (actor_rollout, "PeakMeter", partial(_Meter, self._gpu, self.executed)),
+            (Ranks, "gather", lambda ranks, numbers: torch.tensor([numbers] * ranks.size)),
+        ):
+            setattr(module, name, stand_in)
+        if self.config.megatron_worlds:
+            import_module(_MEGATRON).install(self._gpu, self.config.megatron, model)
 
 
-def _architecture(config: ExperimentConfig) -> Any:
-    from hybridrl.config.architecture import architecture_of
-
-    return architecture_of(config.model)
-
-
-def _join(num_ranks: int) -> None:
-    """Be rank 0 of a group whose other ranks are like this one."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0}.items():
+def _join(num_ranks: int, rank: int) -> None:
+    """Join a group whose other ranks are like this one."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0}.items():
         env.set_value(name, str(value))
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
-    make_group = dist.new_group
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+    make_group: Any = dist.new_group
 
     def new_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
-        return make_group(*args, backend=None if backend is None else "fake", **kwargs)
+        return make_group(*args, backend=backend and "fake", **kwargs)
 
     dist.new_group = new_group

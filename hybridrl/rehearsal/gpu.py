@@ -47,6 +47,9 @@ _PLACES = {
     "/torch/optim/": "optimizer step",
     "/hybridrl/models/load.py": "weights on their way in",
     "/hybridrl/models/logprobs.py": "logits",
+    "/hybridrl/workers/sharding/weight_proof.py": "file of weights",
+    "/hybridrl/workers/train/export.py": "file of weights",
+    "/hybridrl/workers/train/megatron/export.py": "weight stream",
     "/hybridrl/workers/rollout/": "weight stream",
     "/hybridrl/workers/train/shards.py:full_tensor": "weight stream",
     "/hybridrl/workers/train/offload.py:copy_to_host": "checkpoint",
@@ -71,8 +74,14 @@ class Block:
 
     num_bytes: int
     device: torch.device
-    use: str
+    made_for: str
+    """What its maker uses memory for."""
+
+    use: str = ""
     """What it is for; ``FakeGpu.name`` gives storages that last their final names."""
+
+    def __post_init__(self) -> None:
+        self.use = self.use or self.made_for
 
 
 class Memory:
@@ -98,18 +107,24 @@ class Memory:
         self._changes = []
         self.peak = self.allocated
 
-    def uses_at_peak(self) -> dict[str, int]:
-        """Return the bytes of each use at the fullest moment since ``reset_peak``."""
-        held = before = sum(self._before.values())
-        length, most = 0, before
-        for number, (_, num_bytes) in enumerate(self._changes, 1):
-            held += num_bytes
-            if held > most:
-                length, most = number, held
+    def fullest_moments(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of each use at fullest moments since ``reset_peak``.
+
+        One for each kind of memory that was the last to be taken: with more layers another of them
+        may be the fullest of all.
+        """
         uses: Counter[str] = Counter()
-        for block, num_bytes in [*self._before.items(), *self._changes[:length]]:
+        for block, num_bytes in self._before.items():
             uses[block.use] += num_bytes
-        return {use: num_bytes for use, num_bytes in uses.items() if num_bytes}
+        held = sum(uses.values())
+        most = {"": held}
+        moments = {"": dict(uses)}
+        for block, num_bytes in self._changes:
+            uses[block.use] += num_bytes
+            held += num_bytes
+            if num_bytes > 0 and held > most.get(block.made_for, 0):
+                most[block.made_for], moments[block.made_for] = held, dict(uses)
+        return moments
 
 
 class FakeGpu(TorchDispatchMode):
@@ -136,7 +151,6 @@ class FakeGpu(TorchDispatchMode):
         self._blocks: dict[int, tuple[Block, object]] = {}
         self._pinned: set[int] = set()
         self._fake = FakeTensorMode()
-        self._fake.cache_enabled = False  # its views of an emptied storage fill it again
         _be_two_devices()
         self._patch_torch(num_devices)
 
@@ -246,6 +260,17 @@ class FakeGpu(TorchDispatchMode):
             setattr(torch, name, _on_first_gpu(getattr(torch, name)))
         plain: Any = Tensor
         plain.cuda = lambda tensor, *_, **__: tensor.to(GPU)
+        move = plain.to
+
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+            moved: Tensor = move(
+                tensor,
+                *(GPU if isinstance(arg, str) and arg == "cuda" else arg for arg in args),
+                **{n: GPU if v == "cuda" and n == "device" else v for n, v in kwargs.items()},
+            )
+            return moved
+
+        plain.to = to
         plain.is_pinned = lambda tensor, *_: tensor.untyped_storage()._cdata in self._pinned
         plain.pin_memory = self._pin
         fake: Any = FakeTensor
@@ -325,6 +350,8 @@ class FakeGpu(TorchDispatchMode):
                 # Not by the mode's own conversion: it keeps a weak reference to each tensor, and a
                 # parameter that has one cannot be moved.
                 args, kwargs = tree_map(_without_value, (args, kwargs))
+                # Else its views of a storage that was emptied would fill it again.
+                self._fake.cache_enabled = not (args and _is_emptied(args[0]))
                 out = func(*args, **kwargs)
         if not is_pinned and not _is_alias(func):
             out = tree_map(_real_if_small, out)
@@ -437,6 +464,12 @@ def _bytes_made(func: Any, args: Any, kwargs: Any) -> int:  # noqa: ANN401
     return math.prod(size) * dtype.itemsize
 
 
+def _is_emptied(leaf: object) -> bool:
+    if not isinstance(leaf, FakeTensor):
+        return False
+    return leaf.numel() > 0 and leaf.untyped_storage().nbytes() == 0
+
+
 def _without_value(leaf: object) -> object:
     if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
         return leaf
@@ -455,12 +488,6 @@ def _real_if_small(leaf: object) -> object:
 def _use() -> str:
     """Return what the memory is for that the caller makes, by the files on the stack."""
     frame, num_frames = sys._getframe(2), 0
-    import os
-    if os.environ.get("DBG"):
-        f=frame; st=[]
-        while f is not None and len(st)<9:
-            st.append(f"{f.f_code.co_filename.split('site-packages/')[-1][-40:]}:{f.f_lineno}"); f=f.f_back
-        return "|".join(st[2:7])
     while frame is not None and num_frames < _FRAMES:
         place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
         for part, use in _PLACES.items():

@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model_folder import CONFIG, WEIGHTS, read_settings
 from hybridrl.json_text import to_json_text
+from hybridrl.errors import ModelError
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import build_empty_model
 from hybridrl.rehearsal.gpu import FakeGpu
+from hybridrl.workers.rollout.sglang.rehearsal import starter_settings
 
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _TYPES = {stored: dtype for dtype, stored in _STORED.items()}
@@ -61,24 +65,47 @@ class HollowSlice:
         return self._gpu.on_host(shape, _TYPES[self.get_dtype()])
 
 
-def write_hollow_model(folder: Path, source: Path, *, num_layers: int | None = None) -> Path:
-    """Write a folder with the shapes of another one's config.json, and return it.
-
-    Args:
-        folder: to write; its parent exists.
-        source: a Hugging Face folder; only its config.json is read.
-        num_layers: the first layers alone; None: all.
+def with_hollow_models(
+    config: ExperimentConfig, folder: Path, *, num_layers: int
+) -> ExperimentConfig:
+    """Return the configuration with hollow folders of at most ``num_layers`` for all its models.
 
     Raises:
-        ModelError: config.json is not usable.
+        ModelError: a config.json is not usable.
     """
-    settings = dict(read_settings(source))
-    if num_layers is not None:
-        settings["num_hidden_layers"] = num_layers
-        if isinstance(kinds := settings.get("layer_types"), list):
-            settings["layer_types"] = kinds[:num_layers]
+    if config.model.path is not None:
+        settings = read_settings(Path(config.model.path))
+    elif config.model.starter is not None:
+        settings = starter_settings(config.model.starter, dtype=config.model.dtype)
+    else:
+        raise ModelError("there is no model to plan for; set model.path=FOLDER, or model=starter")
+    model = _write_hollow_model(folder / "model", settings, num_layers=num_layers)
+
+    def hollow(path: str) -> Path:
+        number = len(list(folder.iterdir()))
+        other = read_settings(Path(path))
+        return _write_hollow_model(folder / f"model {number}", other, num_layers=num_layers)
+
+    teacher = config.algorithm.teacher_path
+    return replace(
+        config,
+        model=replace(config.model, path=str(model), starter=None),
+        algorithm=replace(config.algorithm, teacher_path=teacher and str(hollow(teacher))),
+        reward=config.reward.with_model_paths(hollow),
+    )
+
+
+def _write_hollow_model(folder: Path, settings: Mapping[str, Any], *, num_layers: int) -> Path:
+    """Write a folder with the first layers of a model."""
+    total = settings["num_hidden_layers"]
+    changes: dict[str, object] = {"num_hidden_layers": min(num_layers, total)}
+    for key, value in settings.items():
+        if isinstance(value, list) and len(value) == total:  # one entry for each layer
+            changes[key] = value[:num_layers]
+    if "mlp_only_layers" in settings:
+        changes["mlp_only_layers"] = [n for n in settings["mlp_only_layers"] if n < num_layers]
     folder.mkdir()
-    (folder / CONFIG).write_text(to_json_text(settings), encoding="utf-8")
+    (folder / CONFIG).write_text(to_json_text({**settings, **changes}), encoding="utf-8")
     model = build_empty_model(folder, dtype=torch.bfloat16)
     names = StoredNames(model.config.model_type)
     tensors = {

@@ -7,11 +7,13 @@ buckets and requests above it are the product's own.
 from __future__ import annotations
 
 import asyncio
+import sys
 from base64 import b64encode
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +51,36 @@ _USES = {
 }
 _REFUSED = 400
 _TOKEN = 1
+
+
+def stand_in_for_package() -> None:
+    """Let ``workers.rollout.sglang.weights`` be imported without SGLang, whose import takes 5 s.
+
+    The real names are those that it imports; handles and adapters are not serialised here.
+    """
+    names: dict[str, dict[str, object]] = {
+        "sglang.srt.utils": {
+            "MultiprocessingSerializer": _Serializer,
+            "init_custom_process_group": None,
+        },
+        "sglang.srt.utils.patch_torch": {"monkey_patch_torch_reductions": None},
+        "sglang.srt.weight_sync.tensor_bucket": {"FlattenedTensorMetadata": None},
+    }
+    for path, members in names.items():
+        parents = path.split(".")
+        for length in range(1, len(parents) + 1):
+            name = ".".join(parents[:length])
+            sys.modules.setdefault(name, ModuleType(name))
+        vars(sys.modules[path]).update(members)
+
+
+class _Serializer:
+    @staticmethod
+    def serialize(payload: Mapping[str, Tensor], output_str: bool) -> str:  # noqa: FBT001
+        """Take the tensors of an adapter, which come from the host."""
+        if any(tensor.is_cuda for tensor in payload.values()):
+            raise EngineError("tensors of an adapter were to be sent from the GPU")
+        return f"{len(payload)} tensors" if output_str else ""
 
 
 class Handles:
@@ -186,6 +218,7 @@ class RehearsedServer(ServerCalls):
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
             "/load_lora_adapter_from_tensors": self._load_adapter,
+            "/v1/loads": lambda _: {"loads": [{"timestamp": len(self.asked)}]},
             "/generate": self._generate,
         }
         handler = handlers.get(route)

@@ -123,12 +123,12 @@ def _model_folder(config: ExperimentConfig, scratch: Path) -> Path:
     if config.model.path is not None:
         return Path(config.model.path).absolute()
     if config.model.starter is not None:
-        values = _starter_values(config.model.starter, dtype=config.rollout.dtype)
+        values = starter_settings(config.model.starter, dtype=config.rollout.dtype)
         (scratch / "config.json").write_text(to_json_text(values), encoding="utf-8")
     return scratch
 
 
-def _starter_values(starter: StarterConfig, *, dtype: str) -> dict[str, object]:
+def starter_settings(starter: StarterConfig, *, dtype: str) -> dict[str, object]:
     """Write config.json as far as SGLang reads it; run/starter.py makes the real model."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
