@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
-from hybridrl.planning.plan import MAPPED_FILES, MemoryItem, MemoryKind, MemoryPlan, capacity_bytes
+from hybridrl.planning.plan import MAPPED_FILES, MemoryKind, MemoryPlan, capacity_bytes
 from hybridrl.planning.rollout import RolloutMemory
-from hybridrl.planning.served import plan_servers
-from hybridrl.planning.workload import Workload
+from hybridrl.planning.served import engine_memory, plan_servers
 
 _GIB = 2**30
 _MIB = 2**20
 _DEVICE = "cluster.device_memory_gib"
 _HOST = "cluster.host_memory_gib"
-_SHARE = "rollout.memory_fraction"
+SHARE = "rollout.memory_fraction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +24,11 @@ class Fit:
     """The most that a run takes of one memory, as predicted."""
 
     name: str
-    """Whose memory."""
-
-    detail: str
-    """When it is fullest, or what it consists of."""
-
+    detail: str  # when it is fullest, or what it consists of
     num_bytes: int
-
-    capacity: int | None
-    """Size of the memory, bytes; None if unknown."""
-
-    key: str
-    """Key that gives the size."""
-
-    unknown: str = ""
-    """A part that ``num_bytes`` lacks, because it follows from an unknown size."""
-
-    @property
-    def is_within_another(self) -> bool:
-        """Whether it is a share of a memory that is compared itself."""
-        return self.key == _SHARE
+    capacity: int | None  # bytes; None if unknown
+    key: str  # that gives the capacity
+    unknown: str = ""  # a part that num_bytes lacks, because it follows from an unknown capacity
 
     @property
     def excess(self) -> int:
@@ -77,26 +61,27 @@ def find_fits(config: ExperimentConfig) -> Iterator[Fit]:
     plan, critic = plan_memory(config), plan_critic_pool(config)
     is_served = is_cuda and config.rollout.engine == "sglang"
     cache = (is_served and capacity is None) * (
-        f"the KV cache, {_SHARE}={config.rollout.memory_fraction} of the device less the weights"
+        f"the KV cache, {SHARE}={config.rollout.memory_fraction} of the device less the weights"
     )
     has_engine = is_served and (config.has_fused_engines or not config.has_servers)
     yield _of_device("peak of a rank", plan, capacity, unknown=cache * has_engine)
-    if has_engine and capacity is not None:
-        longest = Workload.longest(config)
-        model, tokens = architecture_of(config.model), longest.num_row_tokens
-        engine = RolloutMemory(config, model, longest.sampling(config), tokens, capacity)
-        yield _of_share("a rank's engine", engine.smallest_share, engine.share)
+    if has_engine:
+        yield from _of_share(
+            "a rank's engine", engine_memory(config, architecture_of(config.model))
+        )
     if critic is not None:
         yield _of_device("peak of a rank of the critic's own", critic, capacity)
-    for memory in plan_servers(config) if is_cuda else ():
-        of_group, group = f"servers {memory.group.model}.{memory.group.name}", memory.group.config
-        parts = f"weights {format_bytes(memory.weights)}, other {format_bytes(memory.other)}"
-        parts += "" if cache else f", KV cache {format_bytes(memory.kv_cache)}"
-        name = f"{of_group} ({group.num_engines} x {group.devices_per_engine} GPUs)"
-        detail = f"a device ({parts})"
-        yield Fit(name, detail, memory.total, capacity, _DEVICE, unknown=cache)
-        if capacity is not None:
-            yield _of_share(f"an engine of {of_group}", memory.smallest_share, memory.share)
+    for group, memory in plan_servers(config) if is_cuda else ():
+        sizes = {
+            "weights": memory.weights,
+            "KV cache": memory.kv_cache,
+            "other": memory.server_rest,
+        }
+        parts = ", ".join(f"{part} {format_bytes(n)}" for part, n in sizes.items() if n)
+        name = f"servers {group.model}.{group.name}"
+        total = sum(sizes.values())
+        yield Fit(name, f"a device ({parts})", total, capacity, _DEVICE, unknown=cache)
+        yield from _of_share(f"an engine of {name}", memory)
     if is_cuda:
         yield _of_machine(config, plan, critic, is_unknown=bool(cache))
 
@@ -106,8 +91,10 @@ def _of_device(name: str, plan: MemoryPlan, capacity: int | None, *, unknown: st
     return Fit(name, detail, peak, capacity, _DEVICE, unknown=unknown)
 
 
-def _of_share(name: str, smallest: int, share: int) -> Fit:
-    return Fit(name, "of weights and one row's KV cache", smallest, share, _SHARE)
+def _of_share(name: str, memory: RolloutMemory) -> Iterator[Fit]:
+    if memory.share:
+        detail = "of weights and one row's KV cache"
+        yield Fit(name, detail, memory.smallest_share, memory.share, SHARE)
 
 
 def _of_machine(
@@ -130,14 +117,11 @@ def _of_machine(
 
 def _host_peak(plan: MemoryPlan) -> tuple[int, str]:
     """Return the most that a rank holds on the host, and when. Mapped files are not its own."""
-    return max(
-        (sum(i.num_bytes for i in phase.items if _is_held_on_host(i)), phase.name)
-        for phase in plan.phases
-    )
-
-
-def _is_held_on_host(item: MemoryItem) -> bool:
-    return item.kind is MemoryKind.HOST and item.name != MAPPED_FILES
+    peaks = []
+    for phase in plan.phases:
+        shared = sum(item.num_bytes for item in phase.items if item.name == MAPPED_FILES)
+        peaks.append((phase.bytes_on(MemoryKind.HOST) - shared, phase.name))
+    return max(peaks)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
-from hybridrl.planning.fit import find_fits
+from hybridrl.planning.fit import SHARE, find_fits
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan
 from hybridrl.planning.split import count_parameters
@@ -47,7 +47,7 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
 def memory_lines(config: ExperimentConfig) -> list[str]:
     """Return a line for each memory of the run; never raises because of a model."""
     try:
-        return [str(fit) for fit in find_fits(config) if fit.excess or not fit.is_within_another]
+        return [str(fit) for fit in find_fits(config) if fit.excess or fit.key != SHARE]
     except ModelError as error:
         return [f"unknown: {error}"]
 

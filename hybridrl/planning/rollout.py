@@ -100,6 +100,11 @@ class RolloutMemory:
         return self.weights + self._keys_and_values(self.max_context_tokens)
 
     @property
+    def server_rest(self) -> int:
+        """All that a server holds awake besides weights and cache."""
+        return self.server_graphs + self.server_resident + self.computing
+
+    @property
     def computing(self) -> int:
         """The most that a call holds besides weights and cache. A server on a CPU holds it in host
         memory of its own.

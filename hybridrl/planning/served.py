@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from hybridrl.config.architecture import architecture_of, read_architecture
+from hybridrl.config.architecture import Architecture, architecture_of, read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import PlacedGroup
 from hybridrl.planning.plan import capacity_bytes
@@ -14,29 +14,8 @@ from hybridrl.planning.rollout import RolloutMemory
 from hybridrl.planning.workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMemory:
-    """The most that a device of one group holds."""
-
-    group: PlacedGroup
-    weights: int
-    kv_cache: int
-
-    other: int
-    """Graphs, workspaces and the tensors of a pass."""
-
-    share: int
-    smallest_share: int
-    """Of the device, for weights and cache: what it is, and the least that a start needs."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.kv_cache + self.other
-
-
-def plan_servers(config: ExperimentConfig) -> Iterator[GroupMemory]:
-    """Yield the memory of each group that has engines.
+def plan_servers(config: ExperimentConfig) -> Iterator[tuple[PlacedGroup, RolloutMemory]]:
+    """Yield each group that has engines, and the memory of a device of one.
 
     Args:
         config: has passed its checks.
@@ -46,25 +25,18 @@ def plan_servers(config: ExperimentConfig) -> Iterator[GroupMemory]:
     """
     if not config.has_servers:
         return
-    longest = Workload.longest(config)
-    capacity = capacity_bytes(config.cluster) if config.cluster.device == "cuda" else None
     for group in config.serving.placed_groups:
-        path = config.serving.models[group.model].path
+        path, size = config.serving.models[group.model].path, group.config.devices_per_engine
         if not group.config.num_engines or config.is_fused(group):
             continue
-        size = group.config.devices_per_engine
-        memory = RolloutMemory(
-            replace(config, rollout=replace(config.rollout, tensor_parallel_size=size)),
-            architecture_of(config.model) if path is None else read_architecture(Path(path)),
-            longest.sampling(config),
-            longest.num_row_tokens,
-            capacity,
-        )
-        yield GroupMemory(
-            group,
-            weights=memory.weights,
-            kv_cache=memory.kv_cache,
-            other=memory.server_graphs + memory.server_resident + memory.computing,
-            share=memory.share,
-            smallest_share=memory.smallest_share,
-        )
+        model = architecture_of(config.model) if path is None else read_architecture(Path(path))
+        rollout = replace(config.rollout, tensor_parallel_size=size)
+        yield group, engine_memory(replace(config, rollout=rollout), model)
+
+
+def engine_memory(config: ExperimentConfig, model: Architecture) -> RolloutMemory:
+    """Return the memory of an engine for rows of full length."""
+    longest = Workload.longest(config)
+    capacity = capacity_bytes(config.cluster) if config.cluster.device == "cuda" else None
+    tokens = longest.num_row_tokens
+    return RolloutMemory(config, model, longest.sampling(config), tokens, capacity)

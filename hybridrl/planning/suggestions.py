@@ -48,46 +48,38 @@ def find_misfits(config: ExperimentConfig) -> list[ConfigError]:
 def _refuse(config: ExperimentConfig, misfit: Fit) -> ConfigError:
     rule = f"{misfit.need}, {format_bytes(misfit.excess)} more than there is"
     given = attrgetter(misfit.key)(config)
-    if enough := suggest_override(config, misfit):
-        suggestion, fit = enough
-        left = format_bytes((fit.capacity or 0) - fit.num_bytes)
-        fix = f"{instruction((suggestion.override,))}, which leaves {left}"
-        return ConfigError(misfit.key, given, rule, fix, remedies=((suggestion.override,),))
-    fix = "change more than one key, none suffices"
-    if best := largest_saving(config, misfit):
-        override = best[0].override
-        fix += f"; {override} saves most, and then {format_bytes(best[1].excess)} are lacking"
-    return ConfigError(misfit.key, given, rule, fix)
+    if (change := suggest_override(config, misfit)) is None:
+        return ConfigError(misfit.key, given, rule, "change several keys: no single one saves any")
+    suggestion, fit = change
+    if fit.excess:
+        fix = f"change several keys: {suggestion.override} saves most, and leaves "
+        return ConfigError(misfit.key, given, rule, f"{fix}{format_bytes(fit.excess)} too much")
+    left = format_bytes((fit.capacity or 0) - fit.num_bytes)
+    fix = f"{instruction((suggestion.override,))}, which leaves {left}"
+    return ConfigError(misfit.key, given, rule, fix, remedies=((suggestion.override,),))
 
 
 def suggest_override(config: ExperimentConfig, misfit: Fit) -> tuple[Suggestion, Fit] | None:
     """Return the cheapest single override with which a memory suffices; of equal ones the first.
 
-    Overrides that break a rule of the configuration, or fill another memory, are skipped.
+    It breaks no rule of the configuration, and fills no other memory. Without such an override the
+    one that saves most; None if none saves any.
 
     Args:
         config: of a run that does not fit.
         misfit: one of its memories that is too small.
     """
+    best, least = None, misfit.excess
     num_violations = len(find_violations(config))
     others = {fit.name for fit in find_fits(config) if fit.excess} - {misfit.name}
     for suggestion in sorted(suggestions(config), key=attrgetter("price")):
         fits = {fit.name: fit for fit in find_fits(suggestion.config)}
-        suffices = {name for name, fit in fits.items() if fit.excess} <= others
-        if suffices and len(find_violations(suggestion.config)) <= num_violations:
+        lacking = {name for name, fit in fits.items() if fit.excess}
+        if lacking <= others and len(find_violations(suggestion.config)) <= num_violations:
             return suggestion, fits[misfit.name]
-    return None
-
-
-def largest_saving(config: ExperimentConfig, misfit: Fit) -> tuple[Suggestion, Fit] | None:
-    """Return the override that lowers the excess of a memory most; None if none lowers it."""
-    savings = [
-        (suggestion, fit)
-        for suggestion in suggestions(config)
-        for fit in find_fits(suggestion.config)
-        if fit.name == misfit.name and fit.excess < misfit.excess
-    ]
-    return min(savings, key=lambda pair: pair[1].excess, default=None)
+        if fits[misfit.name].excess < least:
+            best, least = (suggestion, fits[misfit.name]), fits[misfit.name].excess
+    return best
 
 
 def suggestions(config: ExperimentConfig) -> Iterator[Suggestion]:

@@ -20,6 +20,7 @@ from hybridrl.config.help_text import help_text
 from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigErrors
 from tests.composing import composed
+from tests.config.test_checks import NO_TENSORS
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, blocks_of, commands_of
 from tests.planning.models import QWEN3_8B
 
@@ -66,7 +67,7 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         model = tmp_path / name
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(settings))
-        (model / "model.safetensors").write_bytes(b"")
+        (model / "model.safetensors").write_text(NO_TENSORS)
         (model / "tokenizer.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "data" / "math", tmp_path / "data" / "gsm8k"):
         folder.mkdir(parents=True, exist_ok=True)

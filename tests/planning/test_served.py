@@ -43,13 +43,13 @@ def test_a_rank_has_no_memory_of_servers(given: tuple[str, ...]) -> None:
 
 def test_a_device_of_a_server_has_its_share_of_the_model(given: tuple[str, ...]) -> None:
     config = config_of(*given, *GROUPS)
-    wide, narrow = plan_servers(config)
-    assert (wide.group.name, narrow.group.name) == ("wide", "narrow")
+    (first, wide), (second, narrow) = plan_servers(config)
+    assert (first.name, second.name) == ("wide", "narrow")
     assert narrow.weights == 4 * wide.weights == 2 * 8_190_735_360
     for memory in (wide, narrow):
         assert memory.weights + memory.kv_cache == 40 * 2**30
     page = plan_page(config)
-    assert "servers policy.wide (1 x 4 GPUs)" in page
+    assert "servers policy.wide " in page
     of_servers = [line for line in page.splitlines() if line.startswith("servers")]
     assert all("Fits" in line for line in of_servers)
 
@@ -57,7 +57,7 @@ def test_a_device_of_a_server_has_its_share_of_the_model(given: tuple[str, ...])
 def test_a_device_of_a_server_that_is_too_small_is_refused(given: tuple[str, ...]) -> None:
     sizes = ("cluster.num_ranks_per_node=8", "rollout.memory_fraction=0.99")
     errors = find_misfits(config_of(*given, *GROUPS, *sizes, "serving.num_devices_per_node=8"))
-    named = [error.rule.partition(" (")[0] for error in errors]
+    named = [" ".join(error.rule.split()[:2]) for error in errors]
     assert named == ["servers policy.wide", "servers policy.narrow"]
     assert all("rollout.memory_fraction=0.9" in str(error) for error in errors)
 
@@ -73,7 +73,7 @@ def test_engines_of_ranks_are_in_the_memory_of_ranks_alone(given: tuple[str, ...
         *("serving.colocated=true", "serving.models={policy: {groups: {}}}"),
         "serving.models.policy.groups={fused: {num_devices: 4}, own: {num_devices: 1}}",
     )
-    assert [memory.group.name for memory in plan_servers(config_of(*given, *mixed))] == ["own"]
+    assert [group.name for group, _ in plan_servers(config_of(*given, *mixed))] == ["own"]
     fused = plan_of(*given, "cluster.num_ranks_per_node=4", "rollout.sleep=true")
     served = plan_of(*given, *mixed)
     assert served.item_names == fused.item_names

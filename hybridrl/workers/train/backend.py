@@ -135,13 +135,8 @@ class Backend(Protocol):
         """Describe the tensors of ``full_weights``, in its order."""
         ...
 
-    def full_weights(
-        self, weight_set: WeightSet, *, dtype: torch.dtype | None = None
-    ) -> NamedTensors:
-        """Yield each weight of a set, gathered from its shards, one at a time.
-
-        ``dtype`` is the type of who gets them. A shard in a wider one may be cast to it first.
-        """
+    def full_weights(self, weight_set: WeightSet, dtype: torch.dtype | None) -> NamedTensors:
+        """Yield each weight, gathered from its shards; these may be cast to ``dtype`` first."""
         ...
 
     def merged_weights(self) -> NamedTensors:

@@ -175,21 +175,19 @@ class FSDP2Backend:
             for stored, shape in self._names.shapes(name, p.shape)
         )
 
-    def full_weights(
-        self, weight_set: WeightSet, *, dtype: torch.dtype | None = None
-    ) -> NamedTensors:
+    def full_weights(self, weight_set: WeightSet, dtype: torch.dtype | None) -> NamedTensors:
         """Yield each weight of a set, gathered from its shards, one at a time.
 
         Without shards a tensor is the live weight. Matrices of experts are views of what was
         gathered.
         """
         if weight_set is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_sets:
-            yield from self.merged_weights(dtype=dtype)
+            yield from self.merged_weights(dtype)
             return
         for name, parameter in self._weights(weight_set):
             yield from self._names.views(name, full_tensor(parameter, dtype=dtype))
 
-    def merged_weights(self, *, dtype: torch.dtype | None = None) -> NamedTensors:
+    def merged_weights(self, dtype: torch.dtype | None = None) -> NamedTensors:
         """Yield the weights of the same model without adapters, one tensor at a time."""
         parameters = dict(self.model.hf.named_parameters())
         for name, parameter in parameters.items():

@@ -96,18 +96,13 @@ class ModelEngine:
 
         Weights have their Hugging Face names, tied ones come once. With ``lora.sync=merged`` the
         base includes the adapter, merged into a copy. Without shards a tensor is the live weight,
-        not a copy.
-
-        Args:
-            weight_set: which weights.
-            dtype: of the receiver. What is gathered in a wider type may be cast to it before: the
-                receiver casts it alike. None: weights come in their own type.
+        not a copy. Shards in a wider type than ``dtype``, the receiver's, may be cast to it first.
 
         Raises:
             PhaseError: the parameters are offloaded.
         """
         self._require("full_weights()", TrainState.PARAMETERS)
-        yield from self.backend.full_weights(weight_set, dtype=dtype)
+        yield from self.backend.full_weights(weight_set, dtype)
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.

@@ -149,7 +149,7 @@ class TrainEngine(OffloadableModel, Protocol):
     ) -> NamedTensors:
         """Yield each full weight of a set, one at a time. Every rank must exhaust it.
 
-        ``dtype`` is the engine's, to which wider weights may be cast before they are gathered.
+        Weights in a wider type than ``dtype``, the engine's, may be cast to it.
         """
         ...
 

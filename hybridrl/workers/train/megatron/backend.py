@@ -226,9 +226,7 @@ class MegatronBackend:
             for spec in self._adapter_export.specs
         )
 
-    def full_weights(
-        self, weight_set: WeightSet, *, dtype: torch.dtype | None = None
-    ) -> NamedTensors:
+    def full_weights(self, weight_set: WeightSet, dtype: torch.dtype | None) -> NamedTensors:
         """Yield each weight of a set, gathered from its shards, in the type that computes."""
         if weight_set is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_sets:
             yield from self.merged_weights()
