@@ -127,7 +127,7 @@ class Cycle:
         return self.executed
 
     def run_without_computing(self) -> Executed:
-        """Build a rank as after its first step, save, sample, and export."""
+        """Build a rank as it is after its first step, save, and sample."""
         self.build()
         for name, engine in self._engines():
             if name in ("actor", "critic"):  # they learn
@@ -135,9 +135,6 @@ class Cycle:
         self._name_what_lasts()
         self._save()
         self.generate()
-        self.worker.take_up({"policy_version": 1, "metrics": {}})  # the first sync is unlike others
-        self.generate()
-        self._export()
         return self.executed
 
     def _save(self) -> None:
@@ -255,9 +252,8 @@ class Cycle:
             self.servers.append(server)
             return server
 
-        open_file = load._open_safetensors
         for module, name, stand_in in (
-            (load, "_open_safetensors", lambda path: HollowFile(open_file(path), self._gpu)),
+            (load, "_open_safetensors", lambda path: HollowFile(path, self._gpu)),
             (weight_proof, "save_file", write_hollow_file),
             (export, "save_file", write_hollow_file),
             (checkpoint, "_write", lambda _path, _header, copied: copied),

@@ -37,7 +37,10 @@ _IN_CPP = "rehearsed"
 """Name of ``cuda`` in autograd's C++."""
 
 _LARGE = 2**24
-"""Bytes from which a tensor that is made on the host, or comes from the GPU, has no values."""
+"""Bytes from which a tensor that is made on the host has no values."""
+
+_LARGE_COPY = 2**20
+"""Bytes from which a tensor that comes from the GPU has none; smaller ones are zeros."""
 
 _BLOCK = 512
 """torch's allocator hands out multiples of so many bytes."""
@@ -54,7 +57,7 @@ _PLACES = {
     "/hybridrl/workers/train/shards.py:full_tensor": "weight stream",
     "/hybridrl/workers/train/offload.py:copy_to_host": "checkpoint",
     "/hybridrl/workers/train/offload.py:__init__": "offloaded training state",
-    "/megatron/core/distributed/": "gradients",
+    "/megatron/core/distributed/param_and_grad_buffer": "gradients",
     "/megatron/core/optimizer/": "optimizer step",
 }
 """What memory is for, by the part of ``FILE:FUNCTION`` that made it; else ``activations``."""
@@ -328,56 +331,50 @@ class FakeGpu(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: ANN401
-        kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return self._device_in_cpp(args[0])
         if any(not _is_plain(each) for each in types):
             return NotImplemented  # DTensor divides itself first
+        kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(_SHAPES_ALONE) is not None:
             return func(*args, **kwargs)  # DTensor asks for the shape of a result
-        args, kwargs = tree_map(_in_python, (args, kwargs)) if _names_device(args, kwargs) else (
-            args,
-            kwargs,
-        )
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _in_python(kwargs["device"])}
         is_pinned = bool(kwargs.get("pin_memory"))
         if is_pinned:
             kwargs = {**kwargs, "pin_memory": False}
-        if not self._is_fake(func, args, kwargs, is_pinned=is_pinned):
+        tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
+        if not is_pinned and not _is_without_values(func, args, kwargs, tensors):
             return func(*args, **kwargs)
         out = self._without_values(func, args, kwargs)
         if out is None:
+            if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
+                args, kwargs = self._hollow((args, kwargs))
+            # Else its views of a storage that was emptied would fill it again.
+            self._fake.cache_enabled = not (tensors and _is_emptied(tensors[0]))
             with self._fake:
-                # Not by the mode's own conversion: it keeps a weak reference to each tensor, and a
-                # parameter that has one cannot be moved.
-                args, kwargs = tree_map(_without_value, (args, kwargs))
-                # Else its views of a storage that was emptied would fill it again.
-                self._fake.cache_enabled = not (args and _is_emptied(args[0]))
                 out = func(*args, **kwargs)
         if not is_pinned and not _is_alias(func):
-            out = tree_map(_real_if_small, out)
-        for leaf in tree_iter(out):
+            out = _real_if_small(out) if isinstance(out, Tensor) else tree_map(_real_if_small, out)
+        for leaf in (out,) if isinstance(out, Tensor) else tree_iter(out):
             self._count(leaf)
         if is_pinned and isinstance(out, FakeTensor):
             self._pinned.add(out.untyped_storage()._cdata)
         return out
 
+    def _hollow(self, arguments: Any) -> Any:  # noqa: ANN401 - arguments of an operator
+        """Take the values of all tensors away.
+
+        Not by torch's own conversion: it keeps a weak reference to each tensor, and a parameter
+        that has one cannot be moved.
+        """
+        with self._fake:
+            return tree_map(_without_value, arguments)
+
     def _device_in_cpp(self, tensor: FakeTensor) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:
             return torch.device("meta")
         return torch.device(_IN_CPP, 0) if tensor.fake_device.type == "cuda" else tensor.fake_device
-
-    def _is_fake(self, func: Any, args: Any, kwargs: Any, *, is_pinned: bool) -> bool:  # noqa: ANN401
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "meta":
-            return False
-        if device is not None and torch.device(device).type == "cuda":
-            return True
-        if is_pinned:
-            return True
-        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not tensors:
-            return _bytes_made(func, args, kwargs) >= _LARGE
-        return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         """Answer operators whose result depends on values, or on a storage; else None."""
@@ -442,15 +439,31 @@ def _on_first_gpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _is_plain(kind: type) -> bool:
-    return kind in (Tensor, torch.nn.Parameter) or issubclass(kind, FakeTensor)
+    return kind in (Tensor, Parameter, FakeTensor)
 
 
-def _names_device(args: Any, kwargs: Any) -> bool:  # noqa: ANN401
-    return any(isinstance(leaf, torch.device) for leaf in tree_iter((args, kwargs)))
+def _in_python(device: object) -> object:
+    return GPU if isinstance(device, torch.device) and device.type == _IN_CPP else device
 
 
-def _in_python(leaf: object) -> object:
-    return GPU if isinstance(leaf, torch.device) and leaf.type == _IN_CPP else leaf
+def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of an operator, and in its lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _is_without_values(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:  # noqa: ANN401
+    """Whether an operator's result has no values: on the GPU, of such tensors, or large."""
+    if (device := kwargs.get("device")) is not None:
+        kind = torch.device(device).type
+        if kind in ("cuda", "meta"):
+            return kind == "cuda"
+    if tensors:
+        return any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    return _bytes_made(func, args, kwargs) >= _LARGE
 
 
 def _is_alias(func: Any) -> bool:  # noqa: ANN401
@@ -478,8 +491,9 @@ def _without_value(leaf: object) -> object:
 
 def _real_if_small(leaf: object) -> object:
     """Give a small tensor on the host values: zeros."""
-    is_small = isinstance(leaf, FakeTensor) and leaf.device.type == "cpu" and leaf.nbytes < _LARGE
-    return torch.zeros(leaf.shape, dtype=leaf.dtype) if is_small else leaf
+    if not isinstance(leaf, FakeTensor) or leaf.fake_device.type != "cpu":
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.nbytes < _LARGE_COPY else leaf
 
 
 # -- places in the program -----------------------------------------------------------------------

@@ -1,7 +1,6 @@
-"""A model folder of a rehearsal: config.json, and weight files as large as real ones without bytes.
+"""The model folders of a rehearsal: config.json, and files of weights that end after their headers.
 
-The files are sparse: they have the headers of safetensors and holes. So the product's own loader
-reads names, types and shapes.
+So the product's own loader reads names, types and shapes. The tensors have no values.
 """
 
 from __future__ import annotations
@@ -25,24 +24,28 @@ from hybridrl.models.load import build_empty_model
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.workers.rollout.sglang.rehearsal import starter_settings
 
+_LENGTH = "<Q"
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _TYPES = {stored: dtype for dtype, stored in _STORED.items()}
 
 
 class HollowFile:
-    """Takes the place of safetensors' open file: large tensors have no values.
+    """Takes the place of an open file of safetensors.
 
     Args:
-        file: as ``safe_open`` returns it.
-        gpu: whose host has the tensors.
+        path: of ``write_hollow_file``.
+        gpu: whose host has the tensors, which have no values.
     """
 
-    def __init__(self, file: Any, gpu: FakeGpu) -> None:  # noqa: ANN401 - it ships no types
-        self._file, self._gpu = file, gpu
+    def __init__(self, path: Path, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        with path.open("rb") as file:
+            (length,) = struct.unpack(_LENGTH, file.read(8))
+            self._header: dict[str, dict[str, Any]] = json.loads(file.read(length))
 
     def keys(self) -> list[str]:
         """Return all names."""
-        return list(self._file.keys())
+        return list(self._header)
 
     def get_tensor(self, name: str) -> Tensor:
         """Return a full tensor."""
@@ -50,18 +53,28 @@ class HollowFile:
 
     def get_slice(self, name: str) -> HollowSlice:
         """Return a tensor of which a part can be read."""
-        return HollowSlice(self._file.get_slice(name), self._gpu)
+        return HollowSlice(self._header[name], self._gpu)
 
 
 class HollowSlice:
     """Takes the place of a slice of safetensors."""
 
-    def __init__(self, stored: Any, gpu: FakeGpu) -> None:  # noqa: ANN401
-        self._stored, self._gpu = stored, gpu
-        self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+    def __init__(self, entry: Mapping[str, Any], gpu: FakeGpu) -> None:
+        self._entry, self._gpu = entry, gpu
 
-    def __getitem__(self, edges: Any) -> Tensor:  # noqa: ANN401 - slices
-        shape = torch.empty(self.get_shape(), device="meta")[edges].shape
+    def get_shape(self) -> list[int]:
+        """Return the shape of the full tensor."""
+        return list(self._entry["shape"])
+
+    def get_dtype(self) -> str:
+        """Return the type as the file spells it."""
+        return str(self._entry["dtype"])
+
+    def __getitem__(self, edges: slice | tuple[slice, ...]) -> Tensor:
+        edges = edges if isinstance(edges, tuple) else (edges,)
+        shape = self.get_shape()
+        for dim, edge in enumerate(edges):
+            shape[dim] = len(range(*edge.indices(shape[dim])))
         return self._gpu.on_host(shape, _TYPES[self.get_dtype()])
 
 
@@ -118,17 +131,11 @@ def _write_hollow_model(folder: Path, settings: Mapping[str, Any], *, num_layers
 
 
 def write_hollow_file(tensors: Mapping[str, Tensor], path: Path, **_: object) -> None:
-    """Take the place of safetensors' ``save_file``: names, types and shapes, and no values."""
+    """Take the place of safetensors' ``save_file``: the header alone."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _STORED[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        dtype, shape = _STORED[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
+    path.write_bytes(struct.pack(_LENGTH, len(text)) + text)

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -78,8 +78,8 @@ def plan_by_execution(config: ExperimentConfig) -> MemoryPlan:
     """
     num_layers, stages = architecture_of(config.model).num_layers, _stages(config)
     sizes = layers_to_execute(config, architecture_of(config.model))
-    whole = (num_layers, sizes == (num_layers,))
-    cases = {(stage, *case) for stage in stages for case in (*((n, True) for n in sizes), whole)}
+    whole = (0, num_layers, sizes == (num_layers,))
+    cases = {whole, *((stage, size, True) for stage in stages for size in sizes)}
     context = get_context("spawn")  # a rehearsal changes its process for good
     num_processes = min(len(cases), os.cpu_count() or 1)
     with ProcessPoolExecutor(num_processes, mp_context=context, max_tasks_per_child=1) as pool:
@@ -88,7 +88,7 @@ def plan_by_execution(config: ExperimentConfig) -> MemoryPlan:
     plans = []
     for stage in stages:
         computing = [executed[stage, size, True] for size in sizes]
-        phases = _phases(config, executed[stage, *whole], computing, sizes=sizes)
+        phases = _phases(config, executed[whole], computing, sizes=sizes)
         shown = stage if len(stages) > 1 else None
         plans.append(MemoryPlan(config.cluster.device, tuple(phases), shown))
     return max(plans, key=lambda plan: sorted(map(plan.peak_bytes, plan.phases), reverse=True))
@@ -146,6 +146,9 @@ def execute(
         with_folders = hollow.with_hollow_models(config, Path(folder), num_layers=num_layers)
         num_stages = config.megatron.pipeline_parallel_size if config.megatron_worlds else 1
         rank = stage * (config.cluster.num_ranks // num_stages)
+        if not computes:  # only the first sync writes files, and on one rank of a machine
+            no_files = replace(with_folders.rollout, verify_weights="never")
+            with_folders = replace(with_folders, rollout=no_files)
         import_module("hybridrl.rehearsal.server").stand_in_for_package()
         cycle = import_module("hybridrl.rehearsal.cycle").Cycle(with_folders, gpu, rank=rank)
         executed: Executed = cycle.run() if computes else cycle.run_without_computing()
