@@ -25,6 +25,7 @@ from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_queue import EngineQueue, Member
 from hybridrl.workers.rollout.continuations import sample_to_the_end
 from hybridrl.workers.rollout.prefixes import KnownPrefixes, prefix_sums
+from hybridrl.workers.rollout.progress import while_it_works
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class EnginePool(Sampler):
             max_context_tokens: limit of context + response.
             vocab_size: tokens that the model knows.
             version: of the policy that must sample, until ``readmit`` names another one.
-            timeout_s: seconds that one request may take.
+            timeout_s: seconds in which the engine of a request must make progress.
         """
         self.ask: AskGroup = ask_process
         """Sends a request to an engine."""
@@ -294,22 +295,23 @@ class EnginePool(Sampler):
         params: RequestParams,
         keys: Sequence[int],
     ) -> list[Sample]:
-        """Ask one engine, until it answers, is lost, or is late."""
+        """Ask one engine, until it answers, is lost, or makes no progress."""
         answer = asyncio.ensure_future(self.ask(member.handle, token_ids, params, keys))
         loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         member.losses.add(loss)
         try:
-            await asyncio.wait(
-                (answer, loss), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            async with while_it_works(
+                lambda: asyncio.wrap_future(member.handle.probe()),
+                timeout_s=self._timeout_s,
+                name="it",
+            ):
+                await asyncio.wait((answer, loss), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
         finally:
             member.losses.discard(loss)
             answer.cancel()
-        if loss.done():
-            raise EngineError(loss.result())
-        raise DeadlineError(f"no answer within rollout.request_timeout_s={self._timeout_s:g} s")
+        raise EngineError(loss.result())
 
     async def _take(self, token_ids: Sequence[int] | Tensor, num_responses: int) -> Member:
         """Wait for an engine with room, and return the one with the fewest open responses.

@@ -59,7 +59,7 @@ class ExternalEngine:
             self.url, name=f"SGLang at {self.url}", require_alive=assume_alive, key=key
         )
         self._questions = ServerQuestions(
-            self._client, expected, has_key=bool(key), timeout_s=config.request_timeout_s
+            self._client, expected, has_key=bool(key), timeout_s=config.stage_timeout_s
         )
         self._sampler: ServerSampler | None = None
         self._weight_version: str | None = None

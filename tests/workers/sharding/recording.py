@@ -30,6 +30,7 @@ from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.memory import DeviceMemory
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
 from tests.workers.rollout import engines
@@ -602,8 +603,9 @@ def recording_device(
     manager = ShardingManager(
         engine=engine,
         config=config,
-        device=CPU,
+        meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=timeout_s),
+        call_timeout_s=60.0,
     )
     trainer = RecordingTrainEngine(journal)
     manager.attach_policy(trainer)

@@ -23,6 +23,9 @@ Body = dict[str, Any]
 _KEEP_ALIVE_S = 2.0
 """The server drops a connection that was idle for 5 s; a request sent just then is lost."""
 
+PROBE_TIMEOUT_S = 5.0
+"""Of calls that a busy server answers at once, too."""
+
 _FAIL_S = 5.0
 """How long a request may take to fail when its connection was closed."""
 
@@ -73,14 +76,15 @@ class Endpoint:
         path: str,
         body: Body | None = None,
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         method: str = "POST",
         session: aiohttp.ClientSession | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401
         """Do one call, as ``call`` does; to be awaited on the loop of ``session``.
 
-        Without a session the client's own is used, on the client's loop.
+        Without a session the client's own is used, on the client's loop. Without ``timeout_s`` the
+        caller limits the wait: see ``while_it_works``.
         """
         if session is None:
             session = self._session = self._session or self.open_session()

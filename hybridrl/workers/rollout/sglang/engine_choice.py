@@ -15,7 +15,7 @@ from hybridrl.errors import ServerDiedError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.workers.rollout.directory import EngineAddress, EngineDirectory
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
-from hybridrl.workers.rollout.sglang.client import Endpoint
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, Body, Endpoint
 
 _POLL_S = 0.01
 
@@ -49,9 +49,18 @@ class ServingEngine:
         self._session = self._endpoint.open_session()
         return self._session
 
-    async def ask(self, path: str, body: dict[str, Any], *, timeout_s: float) -> Any:  # noqa: ANN401
+    async def ask(self, path: str, body: Body, *, timeout_s: float | None) -> Any:  # noqa: ANN401
         """Do one request; see ``Endpoint.request``."""
         return await self._endpoint.request(path, body, timeout_s=timeout_s, session=self._session)
+
+    async def progress(self) -> object:
+        """Return its load: any token changes it, and the time at which it was written does not.
+
+        Raises:
+            EngineError: the server is gone, or refuses.
+            DeadlineError: it does not answer.
+        """
+        return await load_of(self._endpoint, self._session)
 
 
 class EngineChoice:
@@ -151,6 +160,15 @@ class EngineChoice:
     def _loads(self) -> list[int]:
         directory = self._directory
         return [0 if directory is None else directory.load(e.index) for e in self._engines]
+
+
+async def load_of(endpoint: Endpoint, session: aiohttp.ClientSession | None) -> list[Body]:
+    """Return the load of each data rank of a server, without times; see ``progress``."""
+    answer = await endpoint.request(
+        "/v1/loads", timeout_s=PROBE_TIMEOUT_S, method="GET", session=session
+    )
+    loads = answer.get("loads", []) if isinstance(answer, dict) else []
+    return [{**load, "timestamp": None} for load in loads]
 
 
 def _foreign(index: int, address: EngineAddress) -> Endpoint:

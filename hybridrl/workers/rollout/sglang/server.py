@@ -24,10 +24,10 @@ from hybridrl.workers.rollout.sglang.arguments import (
     environment,
 )
 from hybridrl.workers.rollout.sglang.capabilities import require_as_asked
-from hybridrl.workers.rollout.sglang.client import ServerClient
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ServerClient
 from hybridrl.workers.rollout.sglang.memory_saver import require_no_obstacle
 from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
-from hybridrl.workers.rollout.sglang.server_calls import PROBE_TIMEOUT_S, ServerCalls
+from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
 
 log = logging.getLogger(__name__)
 

@@ -20,15 +20,12 @@ from hybridrl.workers.rollout.sglang.capabilities import (
     ServerCapabilities,
     read_capabilities,
 )
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ServerClient, ServerError
 from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
 log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
-
-PROBE_TIMEOUT_S = 5.0
-"""Of calls that a busy server answers at once, too."""
 
 _FLUSH_WAIT_S = 1.0
 
