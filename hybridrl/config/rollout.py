@@ -144,7 +144,7 @@ class RolloutConfig:
 
     start_timeout_s: Seconds
     """Seconds until an SGLang server must answer after a start or restart; it may compile kernels
-    meanwhile."""
+    meanwhile. A load of all weights from files may take as long."""
 
     request_timeout_s: Seconds
     """Seconds in which the engine of a request must make progress: a token, or a part of a context,

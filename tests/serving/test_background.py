@@ -79,7 +79,7 @@ class Rig:
         self.server = RolloutServer(
             self.plan,
             self._launch,
-            config=rollout_config(start_timeout_s=20.0, stage_timeout_s=stage_timeout_s),
+            config=rollout_config(start_timeout_s=stage_timeout_s, stage_timeout_s=stage_timeout_s),
             kept=KeptWeights(folder / "kept"),
         )
         weights = {name: torch.tensor(Policy.WHOLE.truth(name, 0)) for name in WEIGHTS}
@@ -288,7 +288,7 @@ def test_an_engine_that_never_takes_new_weights_is_replaced() -> None:
         rig.update(0)
         rig.exchange(0, num_open=4)
         rig.launched[1].takes_weights = False
-        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 1 s"):
+        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 2 s"):
             rig.update(1)
         update_with_tries(lambda: rig.update(1))
         assert [handle.is_alive() for handle in rig.launched] == [True, False, True]
@@ -304,7 +304,7 @@ def test_engines_that_never_take_new_weights_end_the_update() -> None:
         rig.exchange(0, num_open=4)
         rig.launched[1].takes_weights = False
         rig.stuck = {1}
-        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 1 s"):
+        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 2 s"):
             update_with_tries(lambda: rig.update(1))
         assert [handle.index for handle in rig.launched] == [0, 1, 1, 1, 1]  # three tries
 

@@ -7,6 +7,7 @@ copy was kept, and whoever works with memory that is not there raises.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -180,6 +181,9 @@ class RecordingEngine:
     keeps_backup = True
     """Whether it was started so that it can copy weights to the host, as a server must be."""
 
+    load_s = 0.0
+    """Seconds that it takes for a bucket."""
+
     def __init__(self, index: int, journal: Journal, policy: Policy = Policy.WHOLE) -> None:
         self.index = index
         self.journal = journal
@@ -226,6 +230,7 @@ class RecordingEngine:
         pass
 
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        time.sleep(self.load_s)
         with self.journal.entry(self.index, "load"):
             for name, tensor in staged.tensors:
                 self.memory[MemoryTag.WEIGHTS][name].copy_(tensor)

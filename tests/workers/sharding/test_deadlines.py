@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,38 @@ def _two_ranks_of_an_engine_that_starts_late(rank: int) -> bool:
 
 def test_ranks_wait_for_an_engine_that_starts_later_than_a_stage() -> None:
     assert run_ranks(2, _two_ranks_of_an_engine_that_starts_late) == [True, True]
+
+
+class SlowReader(RecordingEngine):
+    """Loads files more slowly than a stage may take: those of a comparison, or of a sync."""
+
+    def load_reference_weights(self, folder: Path) -> None:
+        assert list(folder.iterdir())
+        time.sleep(LATE_S)
+
+    def verify_weights(self) -> None:
+        pass
+
+    def finish_update(self, *, version: int) -> None:
+        time.sleep(LATE_S if self.is_disk else 0.0)
+        super().finish_update(version=version)
+
+    is_disk = False
+
+
+def _two_ranks_of_an_engine_that_loads_files(rank: int, transport: str) -> bool:
+    verified = "never" if transport == "disk" else "first"
+    keys = {"tensor_parallel_size": 2, "transport": transport, "verify_weights": verified}
+    device = recording_device(rank, kind=SlowReader, timeout_s=STAGE_S, **keys)
+    if device.engine is not None:
+        device.engine.is_disk = transport == "disk"  # type: ignore[attr-defined]
+    begin = time.monotonic()
+    return device.serve() and time.monotonic() - begin > LATE_S
+
+
+@pytest.mark.parametrize("transport", ["auto", "disk"])
+def test_a_load_from_files_may_take_as_long_as_a_start(transport: str) -> None:
+    assert run_ranks(2, _two_ranks_of_an_engine_that_loads_files, transport) == [True] * 2
 
 
 def _an_engine_of_two_ranks_that_samples_long(rank: int) -> str:

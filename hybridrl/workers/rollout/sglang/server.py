@@ -59,6 +59,7 @@ class Server(ServerCalls):
         """
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
         self._timeout_s = spec.rollout.stage_timeout_s
+        self._start_timeout_s = spec.rollout.start_timeout_s
         self.num_ranks = spec.rollout.tensor_parallel_size
         self._door = door or Door()
         for attempt in range(1, _NUM_STARTS + 1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import DeadlineError, EngineError
@@ -51,6 +52,9 @@ class ServerCalls:
 
     _timeout_s: float
     """Of one call (``rollout.stage_timeout_s``)."""
+
+    _start_timeout_s: float
+    """Of a load of all weights from files, as in a start (``rollout.start_timeout_s``)."""
 
     def has_died(self) -> bool:
         """Whether it is gone, as far as is known."""
@@ -129,6 +133,17 @@ class ServerCalls:
             EngineError: the answer is a failure, with its reason.
         """
         return _successful(path, self.post(path, **body))
+
+    def load_folder(self, folder: Path, *, load_format: str) -> None:
+        """Load all weights of a folder, within ``rollout.start_timeout_s``.
+
+        Raises:
+            EngineError: the answer is a failure, with its reason.
+        """
+        path = "/update_weights_from_disk"
+        body = {"model_path": str(folder), "load_format": load_format, "flush_cache": False}
+        timeout_s = left_s(self._start_timeout_s)
+        _successful(path, self.client.call(path, body, timeout_s=timeout_s))
 
     def start(self, path: str, **body: object) -> Future[Body]:
         """Begin the call of ``require_success``, without waiting."""

@@ -188,12 +188,8 @@ class DiskTransport(Transport):
         folder = self._parent / "weights"
         try:
             rename_into_place(self._unfinished(self._parent), folder)
-            server.require_success(
-                "/update_weights_from_disk",
-                model_path=str(folder),
-                load_format="safetensors",  # the server was started with made-up weights
-                flush_cache=False,
-            )
+            # Named, because the server was started with made-up weights.
+            server.load_folder(folder, load_format="safetensors")
         finally:
             self.forget()
 
