@@ -205,15 +205,17 @@ class Neighbours:
             size: ranks that share an engine.
         """
         self._control = control
-        self._size = size
-        self._leader = control.rank // size * size
+        self.size = size
+        """Ranks that share an engine."""
+        self.leader = control.rank // size * size
+        """Rank that owns the engine."""
         self._group = None
         for first in range(0, control.world_size if size > 1 else 0, size):
             group = control.subgroup(range(first, first + size))
-            if first == self._leader:
+            if first == self.leader:
                 self._group = group
 
-    def gather(self, item: str) -> list[str]:
+    def gather(self, item: T) -> list[T]:
         """Return, on the engine's rank, the values of all ranks in rank order; elsewhere nothing.
 
         Raises:
@@ -221,10 +223,10 @@ class Neighbours:
         """
         if self._group is None:
             return [item]
-        is_leader = self._control.rank == self._leader
-        items: list[str] | None = [""] * self._size if is_leader else None
+        is_leader = self._control.rank == self.leader
+        items: list[T] | None = [item] * self.size if is_leader else None
         with self._control.deadline("gather of offers"):
-            dist.gather_object(item, items, dst=self._leader, group=self._group)
+            dist.gather_object(item, items, dst=self.leader, group=self._group)
         return items or []
 
 

@@ -89,6 +89,7 @@ class FusedEngines:
         self._sender = follower if managed is None else managed.engine
         self._neighbours = Neighbours(control, size=tensor_parallel_size)
         self._metrics: Metrics = {}
+        self._unanswered_bytes = 0
 
     def attach(self, source: TrainEngine) -> None:
         """Make ``source`` the training engine whose weights a sync sends."""
@@ -221,7 +222,7 @@ class FusedEngines:
         *,
         sender: WeightSender | None = None,
     ) -> StreamReport:
-        return stream_weights(
+        report = stream_weights(
             weights,
             load,
             sender=sender,
@@ -229,6 +230,17 @@ class FusedEngines:
             control=self._control,
             neighbours=self._neighbours,
         )
+        self._unanswered_bytes += report.unanswered_bytes
+        return report
+
+    def torch_bytes(self) -> int:
+        """Return this process's memory of engines: of an embedded one, and what torch keeps.
+
+        It keeps buckets on a GPU whose handle a server got, and did not load.
+        """
+        is_embedded = self._config.engine == "hf"
+        own_bytes = self.managed.resident_bytes() if self.managed and is_embedded else 0
+        return own_bytes + self._unanswered_bytes
 
     @property
     def _everyone(self) -> range:

@@ -87,6 +87,7 @@ class ShardingManager:
                 follower=follower,
                 resends_base=lora is None or lora.base == "resend",
             )
+            self._colocated.engine_bytes = fused.torch_bytes
             if isinstance(engine, MixedRollout):
                 served = ServedEngines(
                     engine.servers, config=config, device=device, control=control
@@ -94,8 +95,6 @@ class ShardingManager:
                 self._engines = MixedEngines(fused, served)
         if self._engines.managed is not None:
             self._engines.managed.neighbours = self._colocated.holders
-            if config.engine == "hf":  # it allocates from torch, in this process
-                self._colocated.engine_bytes = self._engines.managed.resident_bytes
         self._life = LifeCycle(
             self._engines,
             host=self._colocated,
