@@ -25,7 +25,6 @@ from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_queue import EngineQueue, Member
 from hybridrl.workers.rollout.continuations import sample_to_the_end
 from hybridrl.workers.rollout.prefixes import KnownPrefixes, prefix_sums
-from hybridrl.workers.rollout.progress import while_it_works
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,6 @@ class EnginePool(Sampler):
         max_context_tokens: int,
         vocab_size: int,
         version: int,
-        timeout_s: float,
     ) -> None:
         """Prepare.
 
@@ -81,7 +79,6 @@ class EnginePool(Sampler):
             max_context_tokens: limit of context + response.
             vocab_size: tokens that the model knows.
             version: of the policy that must sample, until ``readmit`` names another one.
-            timeout_s: seconds in which the engine of a request must make progress.
         """
         self.ask: AskGroup = ask_process
         """Sends a request to an engine."""
@@ -102,7 +99,6 @@ class EnginePool(Sampler):
             self._queue.add(member)
         self._vocab_size = vocab_size
         self._version = version
-        self._timeout_s = timeout_s
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gave_back = asyncio.Event()
@@ -295,17 +291,12 @@ class EnginePool(Sampler):
         params: RequestParams,
         keys: Sequence[int],
     ) -> list[Sample]:
-        """Ask one engine, until it answers, is lost, or makes no progress."""
+        """Ask one engine until it answers or is dropped; others watch it, so there is no limit."""
         answer = asyncio.ensure_future(self.ask(member.handle, token_ids, params, keys))
         loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         member.losses.add(loss)
         try:
-            async with while_it_works(
-                lambda: asyncio.wrap_future(member.handle.probe()),
-                timeout_s=self._timeout_s,
-                name="it",
-            ):
-                await asyncio.wait((answer, loss), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer, loss), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
         finally:

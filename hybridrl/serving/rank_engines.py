@@ -18,15 +18,12 @@ from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.losses import Losses
 from hybridrl.workers.rollout.sample_messages import (
-    PROGRESS_ROUTE,
     SAMPLE_ROUTE,
-    progress_of,
     read_answer,
     request_body,
 )
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
 
-_PROBE_S = 10.0
 _LEAST_SERVER_FAULT = 500
 
 
@@ -67,12 +64,7 @@ class RankEngine:
 
     def probe(self) -> Future[object]:
         """Return how far the engine is."""
-
-        async def ask() -> object:
-            answer = await self._client.request(PROGRESS_ROUTE, timeout_s=_PROBE_S, method="GET")
-            return progress_of(answer)
-
-        return self._client.start(ask())
+        return self._client.start(self._client.loads())
 
     def is_alive(self) -> bool:
         """Whether it was not lost: no process of another machine can be looked at."""

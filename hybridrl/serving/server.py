@@ -209,7 +209,6 @@ class RolloutServer:
             max_context_tokens=max_context_tokens,
             vocab_size=vocab_size,
             version=version,
-            timeout_s=self._config.request_timeout_s,
         )
 
     def shutdown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import HybridRLError, PhaseError, RequestError, ServerDiedError
-from hybridrl.metrics import Metrics
+from hybridrl.metrics import Metrics, Sum
 from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Sample, Sampler, SamplingParams
 from hybridrl.serving.background import BackgroundSampling
@@ -79,7 +80,11 @@ class Rig:
         self.server = RolloutServer(
             self.plan,
             self._launch,
-            config=rollout_config(start_timeout_s=stage_timeout_s, stage_timeout_s=stage_timeout_s),
+            config=rollout_config(
+                start_timeout_s=stage_timeout_s,
+                stage_timeout_s=stage_timeout_s,
+                request_timeout_s=0.2,  # no limit of a request whose engine makes tokens
+            ),
             kept=KeptWeights(folder / "kept"),
         )
         weights = {name: torch.tensor(Policy.WHOLE.truth(name, 0)) for name in WEIGHTS}
@@ -281,6 +286,19 @@ def test_after_a_failed_update_nothing_is_sampled_until_the_next() -> None:
         rig.update(1)
         answered, _ = rig.exchange(1, num_open=2)
         require_exact(answered)
+
+
+def test_engines_that_make_tokens_are_not_lost_however_long_a_request_takes() -> None:
+    with rig_of() as rig:
+        rig.update(0)
+        for handle in rig.launched:
+            handle.step_s = 0.05
+        begin = time.monotonic()
+        answered, metrics = rig.exchange(0, num_open=2)
+        assert time.monotonic() - begin > 2 * 0.2
+        require_exact(answered)
+        assert len(rig.launched) == 2
+        assert metrics["rollout/repeated_requests"] == Sum(0)
 
 
 def test_an_engine_that_never_takes_new_weights_is_replaced() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample
-from hybridrl.serving.engine_handle import SamplingEngine, answered
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes
 
@@ -35,7 +35,6 @@ class OpenEngine:
         self.contexts: list[int] = []
         self.asked: list[tuple[list[int], int, list[int]]] = []
         """Contexts, tokens at most, and keys."""
-        self.num_probes = 0
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
@@ -46,10 +45,6 @@ class OpenEngine:
         self.asked.append((context, params.max_new_tokens, list(keys)))
         self.open.append((len(keys), future))
         return future
-
-    def probe(self) -> Future[object]:
-        self.num_probes += 1
-        return answered(self.num_probes)
 
     def answer(self, *, version: int = 3) -> None:
         """Answer the oldest open request."""
@@ -82,7 +77,6 @@ class Losses:
 def pool_of(
     *engines: OpenEngine,
     num_slots: int = 2,
-    timeout_s: float = 60.0,
     losses: Losses | None = None,
 ) -> EnginePool:
     pool = EnginePool(
@@ -91,7 +85,6 @@ def pool_of(
         max_context_tokens=32,
         vocab_size=10,
         version=3,
-        timeout_s=timeout_s,
     )
     if losses is not None:
         pool.on_lost = losses.report
@@ -218,42 +211,6 @@ def test_requests_of_a_lost_engine_are_repeated_and_answered_once() -> None:
         assert [len(task.result()) for task in tasks] == [2] * 4
         assert losses.reasons == {0: "it is gone"}
         assert pool.metrics()["rollout/repeated_requests"] == Sum(2)
-
-    asyncio.run(program())
-
-
-@pytest.mark.parametrize("says", ["the same", "an error", "nothing"])
-def test_a_stalled_engine_loses_its_requests_to_the_others(says: str) -> None:
-    stalled, other, losses = OpenEngine(), OpenEngine(), Losses()
-    said: Future[object] = Future()
-    if says == "an error":
-        said.set_exception(ServerDiedError("its network is cut"))
-    elif says == "the same":
-        said.set_result(7)
-    stalled.probe = lambda: said  # type: ignore[method-assign]
-
-    async def program() -> None:
-        pool = pool_of(stalled, other, timeout_s=0.2, losses=losses)
-        task = ask(pool, 0)
-        while not other.open:
-            await asyncio.sleep(0.01)
-        other.answer()
-        assert len(await task) == 1
-        assert "no progress within rollout.request_timeout_s=0.2 s" in losses.reasons[0]
-
-    asyncio.run(asyncio.wait_for(program(), 10.0))
-
-
-def test_an_engine_that_makes_progress_is_not_lost_however_long_it_takes() -> None:
-    slow, other, losses = OpenEngine(), OpenEngine(), Losses()
-
-    async def program() -> None:
-        pool = pool_of(slow, other, timeout_s=0.2, losses=losses)
-        task = ask(pool, 0)
-        await asyncio.sleep(1.0)
-        slow.answer()
-        assert len(await task) == 1
-        assert (losses.reasons, other.contexts) == ({}, [])
 
     asyncio.run(program())
 

@@ -66,7 +66,6 @@ def new_pool() -> EnginePool:
         max_context_tokens=32,
         vocab_size=VOCAB_SIZE,
         version=0,
-        timeout_s=60.0,
     )
 
 

@@ -118,6 +118,19 @@ class Endpoint:
             raise ServerError(path, answer.status, _message_of(text))
         return _parsed(text)
 
+    async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:
+        """Return the load of each data rank, as its scheduler wrote it last: once a second if idle.
+
+        Raises:
+            EngineError: the server is gone, or refuses.
+            DeadlineError: it does not answer.
+        """
+        answer = await self.request(
+            "/v1/loads", timeout_s=PROBE_TIMEOUT_S, method="GET", session=session
+        )
+        loads: list[Body] = answer.get("loads", []) if isinstance(answer, dict) else []
+        return loads
+
     def _without_key(self, text: str) -> str:
         """Return an answer without the key, which ``/server_info`` repeats: texts are logged."""
         return text.replace(self._key, "(key)") if self._key else text

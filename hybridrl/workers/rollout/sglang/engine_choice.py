@@ -15,7 +15,7 @@ from hybridrl.errors import ServerDiedError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.workers.rollout.directory import EngineAddress, EngineDirectory
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
-from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, Body, Endpoint
+from hybridrl.workers.rollout.sglang.client import Body, Endpoint
 
 _POLL_S = 0.01
 
@@ -54,13 +54,8 @@ class ServingEngine:
         return await self._endpoint.request(path, body, timeout_s=timeout_s, session=self._session)
 
     async def progress(self) -> object:
-        """Return its load: any token changes it, and the time at which it was written does not.
-
-        Raises:
-            EngineError: the server is gone, or refuses.
-            DeadlineError: it does not answer.
-        """
-        return await load_of(self._endpoint, self._session)
+        """Return what any token changes: its load without the time of that. See ``loads``."""
+        return without_time(await self._endpoint.loads(self._session))
 
 
 class EngineChoice:
@@ -162,12 +157,8 @@ class EngineChoice:
         return [0 if directory is None else directory.load(e.index) for e in self._engines]
 
 
-async def load_of(endpoint: Endpoint, session: aiohttp.ClientSession | None) -> list[Body]:
-    """Return the load of each data rank of a server, without times; see ``progress``."""
-    answer = await endpoint.request(
-        "/v1/loads", timeout_s=PROBE_TIMEOUT_S, method="GET", session=session
-    )
-    loads = answer.get("loads", []) if isinstance(answer, dict) else []
+def without_time(loads: list[Body]) -> list[Body]:
+    """Return loads that are equal if a scheduler did nothing but write them again."""
     return [{**load, "timestamp": None} for load in loads]
 
 

@@ -18,7 +18,7 @@ import aiohttp
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.workers.rollout.sglang.arguments import ServerAddress
 from hybridrl.workers.rollout.sglang.client import Body, Endpoint
-from hybridrl.workers.rollout.sglang.engine_choice import ServingEngine, load_of
+from hybridrl.workers.rollout.sglang.engine_choice import ServingEngine, without_time
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class _PrefillHalf:
         return self._session
 
     async def load(self) -> object:
-        return await load_of(self._endpoint, self._session)
+        return without_time(await self._endpoint.loads(self._session))
 
     async def ask(self, path: str, body: Body, *, timeout_s: float | None) -> Any:  # noqa: ANN401
         return await self._endpoint.request(path, body, timeout_s=timeout_s, session=self._session)

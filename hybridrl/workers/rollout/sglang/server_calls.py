@@ -204,30 +204,18 @@ class ServerCalls:
     def load(self) -> str:
         """Describe how many requests run and wait, for a message: figures may be seconds old."""
         try:
-            answer = self.client.call("/v1/loads", timeout_s=PROBE_TIMEOUT_S, method="GET")
+            loads = self.client.run(self.client.loads())
         except (EngineError, DeadlineError) as error:
             return f"it does not say how many requests run: {error}"
-        loads = answer.get("loads", []) if isinstance(answer, dict) else []
-        return (
-            ", ".join(
-                f"{load.get('num_running_reqs')} requests running and "
-                f"{load.get('num_waiting_reqs')} waiting"
-                for load in loads
-            )
-            or f"it does not say how many requests run: {answer}"
+        return ", ".join(
+            f"{load.get('num_running_reqs')} requests running and "
+            f"{load.get('num_waiting_reqs')} waiting"
+            for load in loads
         )
 
     def progress(self) -> object:
-        """Return when the scheduler last wrote its load, and its decode steps; each data rank's.
-
-        An idle scheduler writes once a second, a paused or hung one never.
-
-        Raises:
-            EngineError: the server is gone, or refuses.
-            DeadlineError: it does not answer.
-        """
-        answer = self.client.call("/v1/loads", timeout_s=PROBE_TIMEOUT_S, method="GET")
-        return [(load.get("timestamp"), load.get("decode_moments")) for load in answer["loads"]]
+        """Return its loads with their times, which a paused or hung server does not change."""
+        return self.client.run(self.client.loads())
 
 
 def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ServerClient.call
