@@ -65,10 +65,9 @@ def _long_sampling(config: ExperimentConfig) -> Iterator[str]:
     if config.samples and config.cluster.device == "cuda" and seconds > limit_s:
         yield (
             f"sampling may take {seconds:.0f} s, more than cluster.call_timeout_s={limit_s:g}: "
-            f"{num_waves} times {rollout.max_response_tokens} tokens (rollout.max_response_tokens) "
-            f"at {_TOKENS_PER_S:g} a second, {rollout.num_slots} responses at a time "
-            f"(rollout.num_slots) on {num_engines} engines; set "
-            f"cluster.call_timeout_s={math.ceil(seconds)}"
+            f"{num_waves} times rollout.max_response_tokens={rollout.max_response_tokens} at "
+            f"{_TOKENS_PER_S:g} a second, with rollout.num_slots={rollout.num_slots} and "
+            f"{num_engines} engines; set cluster.call_timeout_s={math.ceil(seconds)}"
         )
 
 
@@ -83,9 +82,8 @@ def _full_disk(config: ExperimentConfig) -> Iterator[str]:
     free = shutil.disk_usage(gettempdir()).free
     if free < needed:
         yield (
-            f"{gettempdir()} has {free / 2**30:,.1f} GiB free, and the weights that engines load "
-            f"from files there need {needed / 2**30:,.1f} GiB: set TMPDIR to a larger disk, or "
-            "rollout.verify_weights=never if no other way of the weights needs files"
+            f"{gettempdir()} has {free / 2**30:,.1f} GiB free, and files of weights there need "
+            f"{needed / 2**30:,.1f} GiB: set TMPDIR to a larger disk"
         )
 
 

@@ -54,7 +54,7 @@ class ServingEngine:
         return await self._endpoint.request(path, body, timeout_s=timeout_s, session=self._session)
 
     async def progress(self) -> object:
-        """Return what any token changes: its load without the time of that. See ``loads``."""
+        """Return its load, which any token changes; not when it was written. See ``loads``."""
         return without_time(await self._endpoint.loads(self._session))
 
 
