@@ -35,6 +35,7 @@ from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
@@ -84,8 +85,9 @@ class Way:
         self.manager = ShardingManager(
             engine=rollout,
             config=self.config.rollout,
-            device=_CPU,
+            meter=PeakMeter(_CPU),
             control=ControlGroup(timeout_s=60.0),
+            call_timeout_s=60.0,
             lora=lora,
         )
         self.trainer = build_engine(self.config, self.folder)

@@ -328,7 +328,6 @@ def pool_of(
         max_context_tokens=config.max_row_tokens,
         vocab_size=starter.vocab_size if starter else 0,
         version=server.version,
-        timeout_s=config.rollout.request_timeout_s,
     )
 
 

@@ -156,7 +156,7 @@ def tiny_bucket(engine: SGLangEngine, transport: Transport, weights: dict[str, T
 
     def send_one() -> None:
         staged = engine.stage(list(norm.items()))
-        engine.load(staged, [staged.handle])
+        engine.load(staged, [staged.make_handle()])
 
     took = [timed(send_one) for _ in range(NUM_SMALL_BUCKETS)]
     engine.release_buffers()

@@ -178,7 +178,7 @@ class Sampler(Protocol):
         Raises:
             RequestError: the context or a parameter is refused; other requests are not affected.
             EngineError: the engine failed, or was drained; ``run`` ends with an error, too.
-            DeadlineError: the request took longer than ``rollout.request_timeout_s``.
+            DeadlineError: the engine made no progress within ``rollout.request_timeout_s``.
         """
         ...
 

@@ -130,7 +130,8 @@ class RolloutConfig:
     """Size of one bucket of the weight stream, in MiB. 0 derives it from free memory."""
 
     skew_timeout_s: Seconds
-    """Seconds that one rank may sample longer than another."""
+    """Seconds that one engine may sample longer than another. Ranks without an engine wait for all
+    of sampling, ``cluster.call_timeout_s``."""
 
     drain_timeout_s: Annotated[
         float, Within(above=0.0, at_most=1e5, usual=30.0, why="longer than a day")
@@ -143,10 +144,11 @@ class RolloutConfig:
 
     start_timeout_s: Seconds
     """Seconds until an SGLang server must answer after a start or restart; it may compile kernels
-    meanwhile."""
+    meanwhile. A load of all weights from files may take as long."""
 
     request_timeout_s: Seconds
-    """Seconds that one generation request may take before it counts as lost."""
+    """Seconds in which the engine of a request must make progress: a token, or a part of a context,
+    of whichever request. Else the request counts as lost. It may take any time otherwise."""
 
     dump: bool
     """Write all columns of all rollouts, with their scores, to ``<run_dir>/rollouts``: a file for

@@ -1,23 +1,34 @@
-"""Notes of ``mode=check`` on a machine that could not start the run: another one may well be meant.
+"""Notes of ``mode=check``: limits that a run may meet, and resources that this machine lacks.
 
-It looks at files and the environment alone; the run itself refuses in its own words.
+Another machine may well be meant. It looks at files and the environment alone; the run itself
+refuses in its own words.
 """
 
 from __future__ import annotations
 
+import math
 import netrc
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import gettempdir
 from urllib.parse import urlsplit
 
 from hybridrl import env
+from hybridrl.config.architecture import find_architecture
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.planning.model_memory import BYTES
+from hybridrl.planning.split import count_parameters
 
 _DEVICES = Path("/dev")
+_SAMPLES = ("regular", "decode")
+
+_TOKENS_PER_S = 20.0
+"""Of one response on a GPU, at the least: one of 32,768 tokens had 50 on an H100."""
 
 
 def missing_here(config: ExperimentConfig, *, devices: Path = _DEVICES) -> Iterator[str]:
-    """Yield a note for each thing that this machine lacks, with what to type.
+    """Yield a note for each thing that a run may lack on this machine, with what to type.
 
     Args:
         config: of the run.
@@ -33,10 +44,46 @@ def missing_here(config: ExperimentConfig, *, devices: Path = _DEVICES) -> Itera
             f"{num_needed}: start it where they are, or set cluster.ray_address=HOST:PORT of a Ray "
             "cluster, or cluster=cpu"
         )
+    yield from _long_sampling(config)
+    yield from _full_disk(config)
     if "wandb" in config.tracking.trackers and not _has_login():
         yield (
             "W&B has no key on this machine: type `wandb login`, or set WANDB_API_KEY or "
             "WANDB_MODE=offline in the environment"
+        )
+
+
+def _long_sampling(config: ExperimentConfig) -> Iterator[str]:
+    """Compare the longest rollout phase on slow GPUs with the limit of its call."""
+    rollout, serving, limit_s = config.rollout, config.serving, config.cluster.call_timeout_s
+    num_engines = config.cluster.num_ranks // rollout.tensor_parallel_size
+    if served := serving.models.get(serving.policy):
+        groups = (each for each in served.groups.values() if each.worker_type in _SAMPLES)
+        num_engines = len(served.urls) or sum(group.num_engines for group in groups)
+    num_waves = math.ceil(config.num_rows_per_step / max(1, num_engines) / rollout.num_slots)
+    seconds = num_waves * rollout.max_response_tokens / _TOKENS_PER_S
+    if config.samples and config.cluster.device == "cuda" and seconds > limit_s:
+        yield (
+            f"sampling may take {seconds:.0f} s, more than cluster.call_timeout_s={limit_s:g}: "
+            f"{num_waves} times rollout.max_response_tokens={rollout.max_response_tokens} at "
+            f"{_TOKENS_PER_S:g} a second, with rollout.num_slots={rollout.num_slots} and "
+            f"{num_engines} engines; set cluster.call_timeout_s={math.ceil(seconds)}"
+        )
+
+
+def _full_disk(config: ExperimentConfig) -> Iterator[str]:
+    """Compare the weights with the room where files of them are written for engines to load."""
+    rollout, model = config.rollout, find_architecture(config.model)
+    is_written = rollout.verify_weights != "never" or rollout.transport == "disk"
+    is_written |= config.has_own_engines and config.serving.weights == "files"
+    if model is None or not config.samples or not is_written:
+        return
+    needed = count_parameters(model) * BYTES[rollout.dtype]
+    free = shutil.disk_usage(gettempdir()).free
+    if free < needed:
+        yield (
+            f"{gettempdir()} has {free / 2**30:,.1f} GiB free, and files of weights there need "
+            f"{needed / 2**30:,.1f} GiB: set TMPDIR to a larger disk"
         )
 
 

@@ -70,7 +70,6 @@ class EnginePool(Sampler):
         max_context_tokens: int,
         vocab_size: int,
         version: int,
-        timeout_s: float,
     ) -> None:
         """Prepare.
 
@@ -80,7 +79,6 @@ class EnginePool(Sampler):
             max_context_tokens: limit of context + response.
             vocab_size: tokens that the model knows.
             version: of the policy that must sample, until ``readmit`` names another one.
-            timeout_s: seconds that one request may take.
         """
         self.ask: AskGroup = ask_process
         """Sends a request to an engine."""
@@ -101,7 +99,6 @@ class EnginePool(Sampler):
             self._queue.add(member)
         self._vocab_size = vocab_size
         self._version = version
-        self._timeout_s = timeout_s
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gave_back = asyncio.Event()
@@ -294,22 +291,18 @@ class EnginePool(Sampler):
         params: RequestParams,
         keys: Sequence[int],
     ) -> list[Sample]:
-        """Ask one engine, until it answers, is lost, or is late."""
+        """Ask one engine until it answers or is dropped; others watch it, so there is no limit."""
         answer = asyncio.ensure_future(self.ask(member.handle, token_ids, params, keys))
         loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         member.losses.add(loss)
         try:
-            await asyncio.wait(
-                (answer, loss), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((answer, loss), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
         finally:
             member.losses.discard(loss)
             answer.cancel()
-        if loss.done():
-            raise EngineError(loss.result())
-        raise DeadlineError(f"no answer within rollout.request_timeout_s={self._timeout_s:g} s")
+        raise EngineError(loss.result())
 
     async def _take(self, token_ids: Sequence[int] | Tensor, num_responses: int) -> Member:
         """Wait for an engine with room, and return the one with the fewest open responses.

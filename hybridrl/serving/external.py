@@ -92,7 +92,6 @@ class ExternalModel:
             max_context_tokens=self._expected.max_context_tokens,
             vocab_size=self._expected.vocab_size,
             version=VERSION,
-            timeout_s=rollout.request_timeout_s,
         )
 
         async def answer() -> list[Answer]:

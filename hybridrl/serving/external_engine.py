@@ -20,7 +20,6 @@ from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.rollout.request_gate import ProgramCall
-from hybridrl.workers.rollout.sglang import server_questions
 from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.client import ServerClient, assume_alive
 from hybridrl.workers.rollout.sglang.comparison import (
@@ -59,7 +58,7 @@ class ExternalEngine:
             self.url, name=f"SGLang at {self.url}", require_alive=assume_alive, key=key
         )
         self._questions = ServerQuestions(
-            self._client, expected, has_key=bool(key), timeout_s=config.request_timeout_s
+            self._client, expected, has_key=bool(key), timeout_s=config.stage_timeout_s
         )
         self._sampler: ServerSampler | None = None
         self._weight_version: str | None = None
@@ -99,9 +98,7 @@ class ExternalEngine:
 
     def probe(self) -> Future[object]:
         """Return the load that the server's scheduler wrote last."""
-        return self._client.start(
-            self._client.request("/v1/loads", timeout_s=server_questions.CALL_S, method="GET")
-        )
+        return self._client.start(self._client.loads())
 
     def is_alive(self) -> bool:
         """Assume so: its process is another machine's, as far as is known."""

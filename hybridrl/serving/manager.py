@@ -98,7 +98,6 @@ class RolloutManager:
         self._rank_engines = RankEngines(
             key=keys.own,
             first_index=self._policy.num_engines,
-            timeout_s=config.rollout.request_timeout_s,
             health_timeout_s=config.serving.health_timeout_s,
         )
         self._ahead: BackgroundSampling | None = None

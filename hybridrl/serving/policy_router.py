@@ -49,7 +49,7 @@ class RoutedEndpoint(Endpoint):
         path: str,
         body: Body | None = None,
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         method: str = "POST",
         session: aiohttp.ClientSession | None = None,
         headers: Mapping[str, str] | None = None,
@@ -60,9 +60,7 @@ class RoutedEndpoint(Endpoint):
                 path, body, timeout_s=timeout_s, method=method, session=session, headers=headers
             )
         tasks = [
-            asyncio.ensure_future(
-                self._front.generate(each, url=self.base_url, timeout_s=timeout_s, session=session)
-            )
+            asyncio.ensure_future(self._front.generate(each, url=self.base_url, session=session))
             for each in single_bodies(body)
         ]
         try:
@@ -156,7 +154,7 @@ class PolicyRouter:
         self._front = RouterFront(
             key=self.key,
             start_timeout_s=rollout.start_timeout_s,
-            request_timeout_s=rollout.request_timeout_s,
+            call_timeout_s=self._config.cluster.call_timeout_s,
         )
         self._monitor = HealthMonitor(
             lambda: {0: self.front.process},

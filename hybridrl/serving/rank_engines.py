@@ -18,31 +18,26 @@ from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.losses import Losses
 from hybridrl.workers.rollout.sample_messages import (
-    PROGRESS_ROUTE,
     SAMPLE_ROUTE,
-    progress_of,
     read_answer,
     request_body,
 )
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
 
-_PROBE_S = 10.0
 _LEAST_SERVER_FAULT = 500
 
 
 class RankEngine:
     """A ``SamplingEngine`` over HTTP. Its rank moves it along the life cycle, and nobody else."""
 
-    def __init__(self, url: str, *, key: str, timeout_s: float) -> None:
+    def __init__(self, url: str, *, key: str) -> None:
         """Connect when first used.
 
         Args:
             url: of its server, or of the listener of its rank.
             key: of all engines that the ranks lend.
-            timeout_s: seconds that a request may take.
         """
         self.url = url
-        self._timeout_s = timeout_s
         self._client = ServerClient(
             url, name=f"the engine of a rank at {url}", require_alive=assume_alive, key=key
         )
@@ -60,7 +55,7 @@ class RankEngine:
 
     async def _sample(self, body: dict[str, Any]) -> list[Sample]:
         try:
-            answer = await self._client.request(SAMPLE_ROUTE, body, timeout_s=self._timeout_s)
+            answer = await self._client.request(SAMPLE_ROUTE, body, timeout_s=None)
         except ServerError as error:
             if error.status < _LEAST_SERVER_FAULT:
                 raise RequestError(error.text) from error
@@ -69,12 +64,7 @@ class RankEngine:
 
     def probe(self) -> Future[object]:
         """Return how far the engine is."""
-
-        async def ask() -> object:
-            answer = await self._client.request(PROGRESS_ROUTE, timeout_s=_PROBE_S, method="GET")
-            return progress_of(answer)
-
-        return self._client.start(ask())
+        return self._client.start(self._client.loads())
 
     def is_alive(self) -> bool:
         """Whether it was not lost: no process of another machine can be looked at."""
@@ -100,20 +90,16 @@ class RankEngine:
 class RankEngines:
     """The engines of all ranks, as the manager has them. Those of one phase at a time."""
 
-    def __init__(
-        self, *, key: str, first_index: int, timeout_s: float, health_timeout_s: float
-    ) -> None:
+    def __init__(self, *, key: str, first_index: int, health_timeout_s: float) -> None:
         """Have no engine yet.
 
         Args:
             key: that all of them require.
             first_index: of the first one in a pool; the manager's own engines come before.
-            timeout_s: seconds that a request may take.
             health_timeout_s: seconds within which an engine must get on.
         """
         self._key = key
         self._first_index = first_index
-        self._timeout_s = timeout_s
         self._serving: dict[int, RankEngine] = {}
         self._lost: set[int] = set()
         self._losses = Losses()
@@ -133,7 +119,7 @@ class RankEngines:
             yield
             return
         self._serving = {
-            self._first_index + number: RankEngine(url, key=self._key, timeout_s=self._timeout_s)
+            self._first_index + number: RankEngine(url, key=self._key)
             for number, url in enumerate(urls)
         }
         self._pool, replace = pool, pool.on_lost

@@ -120,20 +120,21 @@ class RouterProcess:
         return list(self.workers())
 
     async def generate(
-        self, body: Body, *, index: int, timeout_s: float, session: aiohttp.ClientSession | None
+        self, body: Body, *, index: int, session: aiohttp.ClientSession | None
     ) -> Any:  # noqa: ANN401 - JSON
         """Send one request to the server with this index in the order of ``show``.
+
+        The caller limits the wait: see ``while_it_works``.
 
         Raises:
             ServerError: the server refuses it, or is gone; with ``NO_SERVER`` there is none.
             ServerDiedError: the router is gone.
             ConnectionLostError: no answer, and the router lives.
-            DeadlineError: no answer within ``timeout_s``.
         """
         return await self._client.request(
             "/generate",
             body,
-            timeout_s=timeout_s,
+            timeout_s=None,
             session=session,
             headers={_TARGET: str(index)},
         )

@@ -48,7 +48,7 @@ class RouterFront:
         *,
         key: str,
         start_timeout_s: float,
-        request_timeout_s: float,
+        call_timeout_s: float,
         arguments: Mapping[str, object] | None = None,
     ) -> None:
         """Start the router and wait until it answers; see ``RouterProcess``.
@@ -56,13 +56,13 @@ class RouterFront:
         Args:
             key: of the router and of all its servers.
             start_timeout_s: seconds until it must answer, also after a restart.
-            request_timeout_s: seconds that one request may take.
+            call_timeout_s: seconds of the longest phase.
             arguments: of the router that differ.
         """
         self.key = key
         self._start_timeout_s = start_timeout_s
-        # The router's own limit must not end a request before the client's does.
-        limit = {"request_timeout_secs": int(request_timeout_s) + 60}
+        # The router limits a request's total time; no request must reach that.
+        limit = {"request_timeout_secs": int(call_timeout_s) + 60}
         self._arguments = limit | dict(arguments or {})
         self._router = self._start()
         self._order: list[str] = []
@@ -184,14 +184,13 @@ class RouterFront:
 
     # -- requests --------------------------------------------------------------------------------
 
-    async def generate(
-        self, body: Body, *, url: str, timeout_s: float, session: aiohttp.ClientSession | None
-    ) -> Any:  # noqa: ANN401 - JSON
+    async def generate(self, body: Body, *, url: str, session: aiohttp.ClientSession | None) -> Any:  # noqa: ANN401 - JSON
         """Send one request to the server at ``url``, through the router.
+
+        The caller limits the wait: see ``while_it_works``.
 
         Raises:
             ServerError: the server refused it, or is gone.
-            DeadlineError: it gave no answer within ``timeout_s``.
             ServerDiedError: the router ended again and again.
             EngineError: it does not start again.
         """
@@ -199,9 +198,7 @@ class RouterFront:
         while True:
             router = self._router
             try:
-                return await router.generate(
-                    body, index=self._index_of(url), timeout_s=timeout_s, session=session
-                )
+                return await router.generate(body, index=self._index_of(url), session=session)
             except ServerError as error:
                 num_routes += 1
                 if NO_SERVER not in str(error.text) or num_routes == _NUM_ROUTES:

@@ -209,7 +209,6 @@ class RolloutServer:
             max_context_tokens=max_context_tokens,
             vocab_size=vocab_size,
             version=version,
-            timeout_s=self._config.request_timeout_s,
         )
 
     def shutdown(self) -> None:
@@ -301,7 +300,7 @@ class RolloutServer:
             self._replaced.difference_update(members)
             return self._start(self._by_group(members))
         futures = [group.act(action, slots=slots) for group, slots in self._by_group(members)]
-        limit_s = self._config.stage_timeout_s
+        limit_s = self._load_limit_s if stage == SYNC.name else self._config.stage_timeout_s
         return _describe(self._wait(futures, self._by_group(members), limit_s=limit_s))
 
     def sync(self) -> Failures:
@@ -314,7 +313,7 @@ class RolloutServer:
             raise PhaseError("there are no weights to load: call update")
         present = [i for i, state in enumerate(self.states) if state is not State.BROKEN]
         source = _for(self._weights, num_engines=len(present))
-        limit_s = self._config.stage_timeout_s
+        limit_s = self._load_limit_s
         everyone = self._by_group(present)
         futures = [
             group.load_weights(source, version=self._wanted_version, slots=slots)
@@ -328,6 +327,11 @@ class RolloutServer:
         if errors and not at_fault:
             raise StageError(SYNC.name, _describe(errors), of="engine")
         return _describe(at_fault)
+
+    @property
+    def _load_limit_s(self) -> float:
+        """Seconds of a load from files, or of a broadcast, which gives up by itself before."""
+        return self._config.start_timeout_s + self._config.stage_timeout_s
 
     def _start(self, members: Sequence[tuple[ServerGroup, Collection[int]]]) -> Failures:
         """Fill the empty slots among these, all at once; slots that failed are empty again."""

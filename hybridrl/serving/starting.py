@@ -48,7 +48,7 @@ def start_servers(
             manager = _start_manager(config, model_folder, placements, variables, folder, key)
             limit_s = cluster.start_timeout_s + rollout.start_timeout_s
             num_frozen = len(config.serving.frozen)
-            limit_s += num_frozen * (rollout.start_timeout_s + rollout.stage_timeout_s)
+            limit_s += num_frozen * (2 * rollout.start_timeout_s + rollout.stage_timeout_s)
             starting = ManagedServers(manager, timeout_s=limit_s)
             try:
                 starting.start()

@@ -171,9 +171,9 @@ class ActorRolloutWorker(CheckpointedWorker):
             engine=self._engines_of(engine),
             follower=build_follower(config.rollout, device) if follows else None,
             config=config.rollout,
-            device=device,
-            control=control,
             meter=meter,
+            control=control,
+            call_timeout_s=config.cluster.call_timeout_s,
             lora=config.lora if config.lora.sends_adapters else None,
         )
         self._lent = None

@@ -1,11 +1,15 @@
 """Notes of mode=check about the machine that it runs on."""
 
+import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hybridrl.run.readiness import missing_here
 from tests.config.values import config_of
+from tests.tiny_models import make_tiny_model
 
 EIGHT = ("cluster=one_gpu", "cluster.num_ranks_per_node=8")
 
@@ -53,3 +57,55 @@ def test_a_missing_login_of_wandb_is_a_note(
     notes = list(missing_here(config_of("tracking.trackers=[wandb]")))
     assert ["wandb login" in note for note in notes] == [True] * has_note
     assert list(missing_here(config_of())) == []
+
+
+SGLANG = ("rollout.engine=sglang", "rollout.dtype=bfloat16")
+
+LONG = (
+    *("cluster=one_gpu", "cluster.ray_address=auto", "rollout.max_response_tokens=32768"),
+    *("rollout.num_slots=4", "trainer.num_prompts_per_step=4"),
+    *("rollout.num_responses_per_prompt=8", "cluster.num_ranks_per_node=2"),
+    "model.starter.max_position_embeddings=40000",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        ((), 4 * 32768 / 20),  # 32 rows on two engines of four slots are four waves
+        (("rollout.num_slots=8",), None),
+        ((*SGLANG, "rollout.tensor_parallel_size=2", "rollout.num_slots=8"), 4 * 32768 / 20),
+        (("rollout.max_response_tokens=8192",), None),
+        (("cluster=cpu",), None),
+    ],
+)
+def test_a_rollout_phase_that_may_exceed_its_call_is_a_note(
+    overrides: tuple[str, ...], seconds: float | None
+) -> None:
+    notes = list(missing_here(config_of(*LONG, *overrides)))
+    assert len(notes) == (seconds is not None)
+    for note in notes:
+        assert f"set cluster.call_timeout_s={seconds:.0f}" in note
+        fixed = f"cluster.call_timeout_s={math.ceil(seconds or 0)}"
+        assert list(missing_here(config_of(*LONG, *overrides, fixed))) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_note"),
+    [
+        (("rollout.verify_weights=first",), True),
+        (("rollout=sglang", "rollout.verify_weights=never", "rollout.transport=disk"), True),
+        ((), False),
+    ],
+)
+def test_a_disk_without_room_for_the_weights_is_a_note(
+    overrides: tuple[str, ...], *, has_note: bool, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"vocab_size": 2**24, "hidden_size": 2**24}  # a petabyte
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = config_of(*overrides)
+    config = replace(config, model=replace(config.model, path=str(folder)))
+    notes = [note for note in missing_here(config) if "set TMPDIR to a larger disk" in note]
+    assert len(notes) == has_note

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ class TakingServer(ElsewhereServer):
         """Whether control calls need another key."""
         self.sees_folder = True
         """Whether it finds the folder of weights."""
+        self.load_s = 0.0
+        """Seconds that it takes to load one."""
 
     @property
     def controlled(self) -> list[str]:
@@ -152,6 +155,8 @@ class TakingServer(ElsewhereServer):
             if self.has_update is begins:
                 return 400, {"error": {"message": "not in this order"}}
             self.has_update = begins
+        if path == "/update_weights_from_disk":
+            time.sleep(self.load_s)
         if path == "/update_weights_from_disk" and not self.sees_folder:
             return 400, {"success": False, "message": "no such folder"}
         return 200, {"success": True, "loads": [{"timestamp": 1.0, "decode_moments": [0]}]}
@@ -188,7 +193,8 @@ def _handler_of(server: ElsewhereServer) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            self.wfile.write(text)
+            with suppress(BrokenPipeError):  # a client that has given up
+                self.wfile.write(text)
 
         def log_message(self, *_: object) -> None:
             pass

@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 
-from hybridrl.errors import DriftError, EngineError, ExternalEngineError, ServerDiedError
+from hybridrl.errors import (
+    DeadlineError,
+    DriftError,
+    EngineError,
+    ExternalEngineError,
+    ServerDiedError,
+)
 from hybridrl.workers.rollout.sglang import attached_server
 from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
 from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
@@ -240,10 +246,20 @@ def test_a_server_updated_or_started_again_meanwhile_is_noticed(folder: Path) ->
 
 def test_a_folder_that_it_does_not_see_is_named(folder: Path) -> None:
     with taking() as server, attached(folder, server) as own:
-        own.require_success("/update_weights_from_disk", model_path="/here")
+        own.load_folder(Path("/here"), load_format="auto")
         server.sees_folder = False
         with pytest.raises(EngineError, match=r"the same folder \(/here\): point TMPDIR at"):
-            own.require_success("/update_weights_from_disk", model_path="/here")
+            own.load_folder(Path("/here"), load_format="auto")
+
+
+def test_a_folder_of_weights_may_take_longer_than_a_stage(folder: Path) -> None:
+    short = {"stage_timeout_s": 0.5, "start_timeout_s": 1.5}
+    with taking() as server, attached(folder, server, **short) as own:
+        server.load_s = 1.0
+        own.load_folder(folder, load_format="auto")
+        server.load_s = 2.0
+        with pytest.raises(DeadlineError, match=r"did not answer within 1\.5 s"):
+            own.load_folder(folder, load_format="auto")
 
 
 # -- its end -------------------------------------------------------------------------------------

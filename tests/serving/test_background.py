@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import HybridRLError, PhaseError, RequestError, ServerDiedError
-from hybridrl.metrics import Metrics
+from hybridrl.metrics import Metrics, Sum
 from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Sample, Sampler, SamplingParams
 from hybridrl.serving.background import BackgroundSampling
@@ -79,7 +80,11 @@ class Rig:
         self.server = RolloutServer(
             self.plan,
             self._launch,
-            config=rollout_config(start_timeout_s=20.0, stage_timeout_s=stage_timeout_s),
+            config=rollout_config(
+                start_timeout_s=stage_timeout_s,
+                stage_timeout_s=stage_timeout_s,
+                request_timeout_s=0.2,  # no limit of a request whose engine makes tokens
+            ),
             kept=KeptWeights(folder / "kept"),
         )
         weights = {name: torch.tensor(Policy.WHOLE.truth(name, 0)) for name in WEIGHTS}
@@ -283,12 +288,25 @@ def test_after_a_failed_update_nothing_is_sampled_until_the_next() -> None:
         require_exact(answered)
 
 
+def test_engines_that_make_tokens_are_not_lost_however_long_a_request_takes() -> None:
+    with rig_of() as rig:
+        rig.update(0)
+        for handle in rig.launched:
+            handle.step_s = 0.05
+        begin = time.monotonic()
+        answered, metrics = rig.exchange(0, num_open=2)
+        assert time.monotonic() - begin > 2 * 0.2
+        require_exact(answered)
+        assert len(rig.launched) == 2
+        assert metrics["rollout/repeated_requests"] == Sum(0)
+
+
 def test_an_engine_that_never_takes_new_weights_is_replaced() -> None:
     with rig_of(stage_timeout_s=1.0) as rig:
         rig.update(0)
         rig.exchange(0, num_open=4)
         rig.launched[1].takes_weights = False
-        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 1 s"):
+        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 2 s"):
             rig.update(1)
         update_with_tries(lambda: rig.update(1))
         assert [handle.is_alive() for handle in rig.launched] == [True, False, True]
@@ -304,7 +322,7 @@ def test_engines_that_never_take_new_weights_end_the_update() -> None:
         rig.exchange(0, num_open=4)
         rig.launched[1].takes_weights = False
         rig.stuck = {1}
-        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 1 s"):
+        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 2 s"):
             update_with_tries(lambda: rig.update(1))
         assert [handle.index for handle in rig.launched] == [0, 1, 1, 1, 1]  # three tries
 

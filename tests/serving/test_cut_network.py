@@ -103,7 +103,6 @@ def test_requests_leave_an_engine_whose_network_is_cut(tmp_path: Path) -> None:
                 max_context_tokens=32,
                 vocab_size=1000,
                 version=0,
-                timeout_s=LIMIT_S,
             )
             monitor = HealthMonitor(
                 lambda: dict(engines),

@@ -57,9 +57,7 @@ class Rig:
 
     def new_pool(self) -> EnginePool:
         engines = {index: cast(SamplingEngine, each) for index, each in enumerate(self.engines)}
-        return EnginePool(
-            engines, num_slots=2, max_context_tokens=9, vocab_size=9, version=3, timeout_s=60.0
-        )
+        return EnginePool(engines, num_slots=2, max_context_tokens=9, vocab_size=9, version=3)
 
     def sample(self) -> list[int]:
         """A phase of five requests, one after another."""

@@ -83,7 +83,6 @@ def run(
             max_context_tokens=32,
             vocab_size=1000,
             version=version,
-            timeout_s=60.0,
         )
         pool.on_lost = note
         async with routed.open(engines.values(), version=version) as pool.ask:

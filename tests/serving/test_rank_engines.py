@@ -53,7 +53,7 @@ def ranks(model: Path) -> Iterator[list[tuple[HFRolloutEngine, RequestListener]]
 
 @pytest.fixture
 def lent() -> Iterator[RankEngines]:
-    engines = RankEngines(key=KEY, first_index=FIRST, timeout_s=60.0, health_timeout_s=60.0)
+    engines = RankEngines(key=KEY, first_index=FIRST, health_timeout_s=60.0)
     yield engines
     engines.end()
 
@@ -66,7 +66,6 @@ def new_pool() -> EnginePool:
         max_context_tokens=32,
         vocab_size=VOCAB_SIZE,
         version=0,
-        timeout_s=60.0,
     )
 
 
@@ -110,7 +109,7 @@ def test_each_refusal_has_its_own_error(
         listener.close()
         with pytest.raises(EngineError, match="status 500: PhaseError: a request was refused"):
             engine.sample_group([1], SHORT, keys=(1,)).result(60)
-    strange = RankEngine(url, key="another", timeout_s=60.0)
+    strange = RankEngine(url, key="another")
     with pytest.raises(EngineError, match="the key is wrong"):
         strange.sample_group([1], SHORT, keys=(1,)).result(60)
     strange.disconnect()
@@ -147,7 +146,7 @@ def silent_server() -> Iterator[str]:
 
 @pytest.mark.shows("4.14")
 def test_a_hung_engine_is_waited_for_no_longer() -> None:
-    lent = RankEngines(key=KEY, first_index=FIRST, timeout_s=60.0, health_timeout_s=0.3)
+    lent = RankEngines(key=KEY, first_index=FIRST, health_timeout_s=0.3)
     pool = new_pool()
     with (
         silent_server() as hung,
@@ -166,7 +165,7 @@ def test_engines_of_the_manager_are_replaced_as_before(lent: RankEngines) -> Non
         reported.append(index)
         return True
 
-    pool, own = new_pool(), RankEngines(key="", first_index=0, timeout_s=1, health_timeout_s=1)
+    pool, own = new_pool(), RankEngines(key="", first_index=0, health_timeout_s=1)
     pool.on_lost = replace
     with lent.joining(pool, ["http://127.0.0.1:9"]):
         assert pool.on_lost(0, cast(SamplingEngine, own), "gone")

@@ -73,19 +73,23 @@ def _folders_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 class Rig:
     """A server of recording engines, and the stages that it goes through."""
 
-    def __init__(self, plan: ServerPlan, *, start_timeout_s: float = 20.0) -> None:
+    def __init__(
+        self, plan: ServerPlan, *, start_timeout_s: float = 20.0, stage_timeout_s: float = 5.0
+    ) -> None:
         self.plan = plan
         self.journal = Journal()
         self.launched: list[RecordingHandle] = []
         self.newest: dict[int, RecordingHandle] = {}
         self.silent: set[int] = set()
         """Engines whose next process never answers."""
+        self.load_s = 0.0
+        """Seconds that a process takes to load a bucket."""
         self.stages: list[tuple[str, int, int]] = []
         """Name, and the events of the journal that fell into it."""
         self.server = RolloutServer(
             plan,
             self._launch,
-            config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=5.0),
+            config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=stage_timeout_s),
             kept=KeptWeights(Path(mkdtemp())),
             observe=self._observe,
         )
@@ -99,6 +103,7 @@ class Rig:
         index = self.plan.engines.index(engine)
         handle = RecordingHandle(index, self.journal, releases=group.needs_offload)
         handle.is_silent = index in self.silent
+        handle.engine.load_s = self.load_s
         self.launched.append(handle)
         self.newest[index] = handle
         return handle
@@ -426,6 +431,16 @@ def test_the_newest_weights_are_kept_and_none_after_the_end(tmp_path: Path) -> N
     }
     rig.server.shutdown()
     assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_a_load_from_files_may_take_as_long_as_a_start() -> None:
+    rig = Rig(plan_of(("regular", 2)), stage_timeout_s=0.2)
+    rig.load_s = 0.5
+    rig.server.start()
+    rig.update(1)
+    rig.newest[0].kill()
+    assert rig.recover() == {0: True}
+    assert rig.server.states == (State.READY,) * 2
 
 
 def test_an_engine_that_does_not_answer_in_time_is_named() -> None:

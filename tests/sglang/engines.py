@@ -99,7 +99,7 @@ def send(engine: SGLangEngine, bucket: Bucket) -> None:
     """Load one bucket."""
     staged = engine.stage(bucket)
     try:
-        engine.load(staged, [staged.handle])
+        engine.load(staged, [staged.make_handle()])
     finally:
         engine.release_buffers()
 

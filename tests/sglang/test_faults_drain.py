@@ -5,7 +5,9 @@ The time limit of a test is the bound that it shows.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -141,3 +143,19 @@ def test_a_scheduler_that_hangs_is_named_and_may_come_back(
         assert engine.drain(timeout_s=10.0) == 0
         engine.continue_generation()
         require_serving(engine)
+
+
+@pytest.mark.timeout(150)
+def test_only_a_server_that_makes_no_token_is_late(
+    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = replace(engine._spec.rollout, request_timeout_s=1.0)
+    monkeypatch.setattr(engine, "_spec", replace(engine._spec, rollout=limit))
+    sampling, begin = sampling_params(group=8, tokens=80), time.monotonic()
+    with generating(engine, PROMPTS, sampling) as call:
+        assert [len(r.token_ids) for r in call.result()] == [80] * NUM_REQUESTS
+    assert time.monotonic() - begin > 2.0
+    late = pytest.raises(DeadlineError, match=r"no progress within rollout\.request_timeout_s=1")
+    with generating(engine, PROMPTS, sampling) as call, stopped_scheduler(engine), late:
+        call.result(15.0)
+    require_serving(engine)

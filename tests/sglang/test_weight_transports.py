@@ -121,7 +121,7 @@ def test_a_broadcast_that_the_server_took_and_cannot_load_is_reported(
         send(engine, list(weights_of(folder).items())[:2])
         staged = engine.transport.stage([("model.norm.weight", torch.zeros(3))])
         with pytest.raises(EngineError, match="Failed to update parameter online"):
-            engine.load(staged, [staged.handle])
+            engine.load(staged, [staged.make_handle()])
         send_folder(engine, folder, version=version)
         assert_serves(engine, folder)
 

@@ -21,6 +21,7 @@ from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.protocol import WeightSet
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.train.engines import CPU, make_rows, update
@@ -67,7 +68,12 @@ class Device:
         self.version = 0
         self.control = ControlGroup(timeout_s=150.0)
         self.manager = ShardingManager(
-            engine=engine, config=config, device=CPU, control=self.control, lora=lora
+            engine=engine,
+            config=config,
+            meter=PeakMeter(CPU),
+            control=self.control,
+            call_timeout_s=60.0,
+            lora=lora,
         )
         self.manager.attach_policy(trainer)
         self._prompts = prompts

@@ -51,8 +51,14 @@ class StagedBucket:
     flat: Tensor | None = None
     """uint8 [n], a copy of the bytes; None on a rank whose bytes are not needed."""
 
-    handle: str = ""
-    """Opens this rank's bytes in the engine's server; empty if it needs none."""
+    make_handle: Callable[[], str] = str
+    """Makes the text that opens this rank's bytes in the engine's server; empty if it needs none.
+    Called once, if the bucket is sent: torch keeps GPU memory until its handles were opened."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the buffer that holds ``flat``."""
+        return 0 if self.flat is None else self.flat.untyped_storage().nbytes()
 
 
 def stage_by_reference(bucket: Bucket) -> StagedBucket:

@@ -75,11 +75,6 @@ def read_answer(body: Body) -> list[Sample]:
         raise EngineError(f"not an answer with samples: {error!r}") from error
 
 
-def progress_of(body: Mapping[str, Any]) -> object:
-    """Return how far the engine is by an answer of ``PROGRESS_ROUTE``."""
-    return [(load.get("timestamp"), load.get("decode_moments")) for load in body["loads"]]
-
-
 def _read_sample(fields: Mapping[str, Any]) -> Sample:
     versions = fields["weight_versions"]
     return Sample(

@@ -26,7 +26,7 @@ class ColocatedEngines:
         self.memory = DeviceMemory(device)
         """Of the device, as torch's allocator counts it."""
         self.engine_bytes: Callable[[], int] = int
-        """Torch memory of a rollout engine in the same process."""
+        """Torch's memory in this process that is known to be for rollout engines."""
 
     def register(self, name: str, engine: OffloadableModel) -> None:
         """Add a colocated engine.

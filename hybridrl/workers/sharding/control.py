@@ -126,11 +126,20 @@ class ControlGroup:
         return largest
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Return the gloo group of some ranks; a collective call of all the first time."""
+        """Return the gloo group of some ranks; a collective call of these the first time.
+
+        All of them must have made equally many groups: torch names such a group by their number.
+        """
         members = tuple(ranks)
         if members not in self._subgroups:
+            # Where the default group is bound to a GPU (process_group.py), torch lets each rank
+            # that is asked and no member split the NCCL communicator, and no member of a gloo group
+            # does: they would wait for each other. So the members alone are asked.
             self._subgroups[members] = dist.new_group(
-                list(members), backend="gloo", timeout=timedelta(seconds=self._wait_s)
+                list(members),
+                backend="gloo",
+                timeout=timedelta(seconds=self._wait_s),
+                use_local_synchronization=True,
             )
         return self._subgroups[members]
 
@@ -198,22 +207,21 @@ class Neighbours:
     """The ranks that share an engine: adjacent ones; the first owns the engine."""
 
     def __init__(self, control: ControlGroup, *, size: int) -> None:
-        """Create the groups of all engines; a collective call of all ranks the first time.
+        """Create the group of this rank's engine; a collective call of its ranks the first time.
 
         Args:
             control: the control group of all ranks.
             size: ranks that share an engine.
         """
         self._control = control
-        self._size = size
-        self._leader = control.rank // size * size
-        self._group = None
-        for first in range(0, control.world_size if size > 1 else 0, size):
-            group = control.subgroup(range(first, first + size))
-            if first == self._leader:
-                self._group = group
+        self.size = size
+        """Ranks that share an engine."""
+        self.leader = control.rank // size * size
+        """Rank that owns the engine."""
+        ranks = range(self.leader, self.leader + size)
+        self._group = control.subgroup(ranks) if size > 1 else None
 
-    def gather(self, item: str) -> list[str]:
+    def gather(self, item: T) -> list[T]:
         """Return, on the engine's rank, the values of all ranks in rank order; elsewhere nothing.
 
         Raises:
@@ -221,10 +229,10 @@ class Neighbours:
         """
         if self._group is None:
             return [item]
-        is_leader = self._control.rank == self._leader
-        items: list[str] | None = [""] * self._size if is_leader else None
+        is_leader = self._control.rank == self.leader
+        items: list[T] | None = [item] * self.size if is_leader else None
         with self._control.deadline("gather of offers"):
-            dist.gather_object(item, items, dst=self._leader, group=self._group)
+            dist.gather_object(item, items, dst=self.leader, group=self._group)
         return items or []
 
 

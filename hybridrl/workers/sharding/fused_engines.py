@@ -89,6 +89,7 @@ class FusedEngines:
         self._sender = follower if managed is None else managed.engine
         self._neighbours = Neighbours(control, size=tensor_parallel_size)
         self._metrics: Metrics = {}
+        self._unanswered_bytes = 0
 
     def attach(self, source: TrainEngine) -> None:
         """Make ``source`` the training engine whose weights a sync sends."""
@@ -102,13 +103,20 @@ class FusedEngines:
             self.managed.sent_names = frozenset().union(*(self._names[part] for part in resent))
 
     def run(
-        self, stage: str, action: Callable[[ManagedEngine], None], *, members: Collection[int]
+        self,
+        stage: str,
+        action: Callable[[ManagedEngine], None],
+        *,
+        members: Collection[int],
+        loads_files: bool = False,
     ) -> Failures:
         """Run ``action`` on the engines ``members``; every rank gets the failed ones."""
         managed, error = self.managed, None
-        limit = start_limit(self._config) if stage == RESTART.name else None
+        is_start = stage == RESTART.name
+        limit = start_limit(self._config) if is_start or loads_files else None
+        own_s = self._config.start_timeout_s if loads_files else self._control.timeout_s
         if managed is not None and self._control.rank // self._ranks_per_engine in members:
-            with nullcontext() if limit else stage_time(self._control.timeout_s):
+            with nullcontext() if is_start else stage_time(own_s):
                 _, error = attempt(lambda: action(managed))
         return self._of_engines(self._control.exchange(stage, error, limit=limit))
 
@@ -153,7 +161,12 @@ class FusedEngines:
             failures = self.run("load_adapter", ManagedEngine.load_adapter, members=self._everyone)
             if failures:
                 return failures
-        failures = self.run("finish_sync", self._finish, members=self._everyone)
+        failures = self.run(
+            "finish_sync",
+            self._finish,
+            members=self._everyone,
+            loads_files=self._config.transport == "disk",
+        )
         if not failures:
             self._synced_version = self.trained_version
             self._metrics = merge([self._metrics, {"memory/synced_bytes": Sum(num_bytes)}])
@@ -191,7 +204,7 @@ class FusedEngines:
                 if path is not None:  # every rank with an unverified engine has the path
                     managed.load_reference_weights(path)
 
-            return self.run("load_reference_weights", load, members=unproved)
+            return self.run("load_reference_weights", load, members=unproved, loads_files=True)
 
     def _send(self, part: WeightSet, source: TrainEngine) -> StreamReport:
         managed, load = self.managed, None
@@ -209,7 +222,7 @@ class FusedEngines:
         *,
         sender: WeightSender | None = None,
     ) -> StreamReport:
-        return stream_weights(
+        report = stream_weights(
             weights,
             load,
             sender=sender,
@@ -217,6 +230,17 @@ class FusedEngines:
             control=self._control,
             neighbours=self._neighbours,
         )
+        self._unanswered_bytes += report.unanswered_bytes
+        return report
+
+    def torch_bytes(self) -> int:
+        """Return this process's memory of engines: of an embedded one, and what torch keeps.
+
+        It keeps buckets on a GPU whose handle a server got, and did not load.
+        """
+        is_embedded = self._config.engine == "hf"
+        own_bytes = self.managed.resident_bytes() if self.managed and is_embedded else 0
+        return own_bytes + self._unanswered_bytes
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -252,10 +276,10 @@ class FusedEngines:
 
 
 def start_limit(config: RolloutConfig) -> Limit:
-    """Return how long ranks wait for a rank that starts or restarts its engine.
+    """Return how long ranks wait for an engine that starts, or loads all weights from files.
 
-    An engine has ended its start, with or without success, within ``start_timeout_s``. Before and
-    after it are control calls of one stage.
+    That has ended, with or without success, within ``start_timeout_s``. Before and after it are
+    control calls of one stage.
     """
     return Limit(config.start_timeout_s + config.stage_timeout_s, "rollout.start_timeout_s")
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
-
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import activity, trace
@@ -16,7 +14,7 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
 from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
-from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.control import ControlGroup, Limit
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
@@ -45,9 +43,9 @@ class ShardingManager:
         *,
         engine: RolloutEngine | Servers | MixedRollout | None,
         config: RolloutConfig,
-        device: torch.device,
+        meter: PeakMeter,
         control: ControlGroup,
-        meter: PeakMeter | None = None,
+        call_timeout_s: float,
         lora: LoraConfig | None = None,
         follower: WeightSender | None = None,
     ) -> None:
@@ -60,25 +58,27 @@ class ShardingManager:
             engine: this rank's rollout engine; None on a rank without one. Servers if no rank has
                 one, or both if there are both.
             config: the rollout section.
-            device: the device that all share.
+            meter: of the device that all share; one made before the engine includes its memory.
             control: the control group of all ranks.
-            meter: measures each stage; one made before the engine includes the engine's memory.
+            call_timeout_s: seconds of one call of the driver (``cluster.call_timeout_s``).
             lora: given if the engine applies an adapter: how its frozen weights sleep.
             follower: stages the bytes of a rank without an engine; None if none are needed.
         """
-        self.meter = meter or PeakMeter(device)
+        self.meter, device = meter, meter.device
         self._control = control
-        self._skew_timeout = (config.skew_timeout_s, "rollout.skew_timeout_s")
+        # A rank without an engine waits while others sample, one with an engine after its own end.
+        self._sampled = Limit(call_timeout_s, "cluster.call_timeout_s")
         self._sleeps = config.sleep
         self._stages: Metrics = {}
         self._is_rollout_open = False
         self._colocated = ColocatedEngines(device=device, control=control)
         self._engines: FusedEngines | ServedEngines | MixedEngines
         if isinstance(engine, Servers):
-            self._skew_timeout = (engine.timeout_s, "cluster.call_timeout_s")
             self._engines = ServedEngines(engine, config=config, device=device, control=control)
         else:
             led = engine.engine if isinstance(engine, MixedRollout) else engine
+            if led is not None:
+                self._sampled = Limit(config.skew_timeout_s, "rollout.skew_timeout_s")
             self._engines = fused = FusedEngines(
                 None if led is None else ManagedEngine(led, config=config, device=device),
                 config=config,
@@ -87,6 +87,7 @@ class ShardingManager:
                 follower=follower,
                 resends_base=lora is None or lora.base == "resend",
             )
+            self._colocated.engine_bytes = fused.torch_bytes
             if isinstance(engine, MixedRollout):
                 served = ServedEngines(
                     engine.servers, config=config, device=device, control=control
@@ -94,8 +95,6 @@ class ShardingManager:
                 self._engines = MixedEngines(fused, served)
         if self._engines.managed is not None:
             self._engines.managed.neighbours = self._colocated.holders
-            if config.engine == "hf":  # it allocates from torch, in this process
-                self._colocated.engine_bytes = self._engines.managed.resident_bytes
         self._life = LifeCycle(
             self._engines,
             host=self._colocated,
@@ -193,8 +192,8 @@ class ShardingManager:
     def _wait_for_ranks(self) -> None:
         """Wait for all ranks without a stage's deadline: their responses differ in length."""
         with self._observe("skew"):
-            timeout_s, key = self._skew_timeout
-            self._control.meet("generate", timeout_s=timeout_s, key=key)
+            limit = self._sampled
+            self._control.meet("generate", timeout_s=limit.timeout_s, key=limit.key)
 
     @contextmanager
     def _observe(self, stage: str) -> Iterator[None]:

@@ -32,6 +32,7 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         """Take the process's present memory as the zero of a CPU's figures."""
+        self.device = device
         is_cuda = device.type == "cuda"
         self._take_peak = _cuda_peak(device) if is_cuda else _resident_peak()
         self._trim: Callable[[], None] = _keep if is_cuda else _malloc_trim()

@@ -90,7 +90,7 @@ def _load(managed: ManagedEngine, names: Collection[str], arriving: Iterable[Buc
         with ordinary_segments():
             for bucket in arriving:
                 staged = managed.engine.stage(bucket)
-                managed.load(staged, [staged.handle])
+                managed.load(staged, [staged.make_handle()])
     finally:
         managed.engine.release_buffers()
         managed.memory.empty_cache()

@@ -8,6 +8,7 @@ and of two flat ones. Within a process it is loaded at once: memory of one bucke
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,10 @@ class StreamReport:
     """Bytes as sent, in the engine's type."""
 
     failures: Failures = field(default_factory=dict)
+
+    unanswered_bytes: int = 0
+    """Buffers of this rank whose handle was sent for a load that failed: torch keeps them on a GPU
+    until the server opens and closes them, so for good if it ends."""
 
     def plus(self, bucket: StagedBucket) -> StreamReport:
         """Count one more bucket."""
@@ -85,8 +90,8 @@ def stream_weights(
 
     Gathering a sharded tensor is a collective, so every rank iterates, even one that loads nothing.
     One exchange carries the status of all ranks: of loading one bucket and staging the next. Only
-    then do neighbours gather handles, so no rank waits for a failed one. All ranks stop at the same
-    exchange when one fails.
+    then do neighbours make and gather handles, so no rank waits for a failed one, and no handle of
+    a bucket that is not sent exists. All ranks stop at the same exchange when one fails.
 
     Args:
         weights: (HF name, full tensor), the same names in the same order on all ranks.
@@ -100,19 +105,29 @@ def stream_weights(
     stream = buckets(weights, bucket_bytes=bucket_bytes)
     stage = stage_by_reference if sender is None else sender.stage
     report = sent = StreamReport()
+    handle_error: Exception | None = None
+    # A server of several ranks may answer while some still copy, until it answers the next bucket.
+    open_bytes: deque[int] = deque(maxlen=min(2, neighbours.size))
     try:
         with _Loader(load, timeout_s=control.timeout_s) as loader:
             while True:
                 staged, error = attempt(partial(_stage_next, stream, stage))
                 load_error = loader.wait()
-                failures = control.exchange("stream", load_error or error)
+                failures = control.exchange("stream", load_error or handle_error or error)
                 if failures:
-                    return replace(report, failures=failures)
+                    is_unanswered = control.gather("loads", load_error is not None)
+                    left_bytes = sum(open_bytes) if is_unanswered[neighbours.leader] else 0
+                    return replace(report, failures=failures, unanswered_bytes=left_bytes)
                 report = sent
                 if staged is None:
                     return report
                 sent = sent.plus(staged)
-                loader.start(staged, neighbours.gather(staged.handle))
+                handle, handle_error = attempt(staged.make_handle)
+                open_bytes.append(staged.buffer_bytes if handle else 0)
+                handles = neighbours.gather(handle)
+                known = [each for each in handles if each is not None]
+                if len(known) == len(handles):  # else the rank without one says why
+                    loader.start(staged, known)
                 del staged  # otherwise its memory would stay while the next one is gathered
     finally:
         if sender is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import torch
 from aiohttp import web
 
 from hybridrl.batch import PromptBatch, jagged
-from hybridrl.errors import EngineError
+from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
@@ -52,12 +53,13 @@ def sampling_from(
     version: int = 5,
     gate: RequestGate | None = None,
     program: Program[list[Sample]] = SINGLE_TURN,
+    timeout_s: float = 30.0,
 ) -> Iterator[tuple[Answering, Run]]:
     model = ServedModel(max_context_tokens=6, vocab_size=64, version=version, adapter="policy")
 
     def run() -> tuple[list[Sample], Metrics]:
         with (gate or RequestGate()).admit() as call:
-            sampler = ServerSampler(EngineChoice(client), model, call, timeout_s=30.0)
+            sampler = ServerSampler(EngineChoice(client), model, call, timeout_s=timeout_s)
 
             async def connected(_: Sampler) -> list[Sample]:
                 async with sampler:
@@ -245,6 +247,53 @@ def test_an_interrupt_returns_the_tokens_so_far(deaf: int) -> None:
     assert metrics["rollout/retried_requests"].value == 0
     generates = [body for path, body in server.asked if path == "/generate"]
     assert sum(isinstance(body["sampling_params"], list) for body in generates) == 2
+
+
+class Slow(Samples):
+    """Answers late, and writes its load every time; its tokens move unless it hangs."""
+
+    def __init__(self, *, seconds: float, hangs: bool) -> None:
+        super().__init__(lambda _, __: "length")
+        self._seconds = seconds
+        self._hangs = hangs
+        self._num_loads = 0
+
+    async def __call__(self, path: str, body: Body) -> web.StreamResponse:
+        if path == "/v1/loads":
+            self._num_loads += 1
+            num_tokens = 0 if self._hangs else self._num_loads
+            load = {"timestamp": self._num_loads, "num_used_tokens": num_tokens}
+            return web.json_response({"timestamp": self._num_loads, "loads": [load]})
+        await asyncio.sleep(self._seconds)
+        return await super().__call__(path, body)
+
+
+def test_a_request_may_take_any_time_while_its_server_makes_tokens() -> None:
+    with sampling_from(Slow(seconds=1.5, hangs=False), timeout_s=0.4) as (server, run):
+        responses, metrics = run()
+    assert len(responses) == 6
+    assert metrics["rollout/retried_requests"].value == 0
+    assert ("/v1/loads", {}) in server.asked
+
+
+@pytest.mark.parametrize("hangs_in", ["the scheduler", "all of it"])
+def test_a_server_that_makes_no_token_is_late_by_key(hangs_in: str) -> None:
+    answer = Slow(seconds=20.0, hangs=True)
+
+    async def nothing(path: str, body: Body) -> web.StreamResponse:
+        await asyncio.sleep(20.0)
+        return await answer(path, body)
+
+    asked_s = time.monotonic()
+    with (
+        sampling_from(answer if hangs_in == "the scheduler" else nothing, timeout_s=0.4) as (
+            _,
+            run,
+        ),
+        pytest.raises(DeadlineError, match=r"no progress within rollout\.request_timeout_s=0\.4 s"),
+    ):
+        run()
+    assert time.monotonic() - asked_s < 5.0
 
 
 def test_a_response_of_other_weights_is_refused() -> None:

@@ -7,6 +7,7 @@ copy was kept, and whoever works with memory that is not there raises.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.memory import DeviceMemory
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
 from tests.workers.rollout import engines
@@ -179,6 +181,9 @@ class RecordingEngine:
     keeps_backup = True
     """Whether it was started so that it can copy weights to the host, as a server must be."""
 
+    load_s = 0.0
+    """Seconds that it takes for a bucket."""
+
     def __init__(self, index: int, journal: Journal, policy: Policy = Policy.WHOLE) -> None:
         self.index = index
         self.journal = journal
@@ -225,6 +230,7 @@ class RecordingEngine:
         pass
 
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        time.sleep(self.load_s)
         with self.journal.entry(self.index, "load"):
             for name, tensor in staged.tensors:
                 self.memory[MemoryTag.WEIGHTS][name].copy_(tensor)
@@ -609,8 +615,9 @@ def recording_device(
     manager = ShardingManager(
         engine=engine,
         config=config,
-        device=CPU,
+        meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=timeout_s),
+        call_timeout_s=60.0,
     )
     trainer = RecordingTrainEngine(journal)
     manager.attach_policy(trainer)

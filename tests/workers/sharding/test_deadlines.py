@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
-from hybridrl.errors import ConfigError, ConfigErrors, EngineError
+from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.fused_engines import start_engine
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
 from tests.workers.sharding.recording import (
@@ -19,6 +21,7 @@ from tests.workers.sharding.recording import (
     Journal,
     RecordingEngine,
     RecordingTrainEngine,
+    recording_device,
     rollout_config,
 )
 
@@ -71,7 +74,9 @@ def _two_ranks_of_an_engine_that_starts_late(rank: int) -> bool:
     engine = start_engine(build if rank == 0 else None, config=config, control=control)
     assert (engine is None) == (rank == 1)
     assert engine is None or isinstance(engine, SlowEngine)
-    manager = ShardingManager(engine=engine, config=config, device=CPU, control=control)
+    manager = ShardingManager(
+        engine=engine, config=config, meter=PeakMeter(CPU), control=control, call_timeout_s=60.0
+    )
     manager.attach_policy(RecordingTrainEngine(Journal()))
     with manager.rollout_phase():
         served = {} if engine is None else engine.serve()
@@ -80,6 +85,66 @@ def _two_ranks_of_an_engine_that_starts_late(rank: int) -> bool:
 
 def test_ranks_wait_for_an_engine_that_starts_later_than_a_stage() -> None:
     assert run_ranks(2, _two_ranks_of_an_engine_that_starts_late) == [True, True]
+
+
+class SlowReader(RecordingEngine):
+    """Loads files more slowly than a stage may take: those of a comparison, or of a sync."""
+
+    def load_reference_weights(self, folder: Path) -> None:
+        assert list(folder.iterdir())
+        time.sleep(LATE_S)
+
+    def verify_weights(self) -> None:
+        pass
+
+    def finish_update(self, *, version: int) -> None:
+        time.sleep(LATE_S if self.is_disk else 0.0)
+        super().finish_update(version=version)
+
+    is_disk = False
+
+
+def _two_ranks_of_an_engine_that_loads_files(rank: int, transport: str) -> bool:
+    verified = "never" if transport == "disk" else "first"
+    keys = {"tensor_parallel_size": 2, "transport": transport, "verify_weights": verified}
+    device = recording_device(rank, kind=SlowReader, timeout_s=STAGE_S, **keys)
+    if device.engine is not None:
+        device.engine.is_disk = transport == "disk"  # type: ignore[attr-defined]
+    begin = time.monotonic()
+    return device.serve() and time.monotonic() - begin > LATE_S
+
+
+@pytest.mark.parametrize("transport", ["auto", "disk"])
+def test_a_load_from_files_may_take_as_long_as_a_start(transport: str) -> None:
+    assert run_ranks(2, _two_ranks_of_an_engine_that_loads_files, transport) == [True] * 2
+
+
+def _an_engine_of_two_ranks_that_samples_long(rank: int) -> str:
+    """The rank without an engine waits from the beginning on, longer than skews may be."""
+    device = recording_device(rank, tensor_parallel_size=2, skew_timeout_s=0.5)
+    with device.manager.rollout_phase() as engine:
+        if engine is not None:
+            time.sleep(3 * 0.5)
+    return device.manager.states[0].name
+
+
+def test_a_rank_without_an_engine_waits_for_the_whole_of_sampling() -> None:
+    assert run_ranks(2, _an_engine_of_two_ranks_that_samples_long) == ["ASLEEP"] * 2
+
+
+def _one_engine_samples_longer_than_another(rank: int) -> str:
+    device = recording_device(rank, skew_timeout_s=0.5)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineError) as raised, device.manager.rollout_phase():
+        time.sleep(1.0 + 2.0 * rank)
+    assert time.monotonic() - begin < 10.0
+    return str(raised.value)
+
+
+def test_ranks_that_have_sampled_measure_the_skew() -> None:
+    first, _ = run_ranks(2, _one_engine_samples_longer_than_another)
+    assert "within 0.5 s" in first
+    assert "raise rollout.skew_timeout_s" in first
 
 
 class OneOfTheirs(Exception):
@@ -130,7 +195,11 @@ def _phases_of_slow_engines(rank: int, fault: str) -> tuple[list[str], list[Stat
     engine = SlowEngine(rank, Journal())
     config = rollout_config(stage_timeout_s=STAGE_S)
     manager = ShardingManager(
-        engine=engine, config=config, device=CPU, control=ControlGroup(timeout_s=STAGE_S)
+        engine=engine,
+        config=config,
+        meter=PeakMeter(CPU),
+        control=ControlGroup(timeout_s=STAGE_S),
+        call_timeout_s=60.0,
     )
     manager.attach_policy(RecordingTrainEngine(Journal()))
     endings = []

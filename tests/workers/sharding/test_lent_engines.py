@@ -19,6 +19,7 @@ from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.lent_engines import LentEngines
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.mixed_engines import MixedRollout
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.sharding.weight_files import WeightSource
@@ -236,8 +237,9 @@ class Mixed:
         manager = ShardingManager(
             engine=MixedRollout(engine, self.servers),
             config=rollout_config(sleep=sleep),
-            device=CPU,
+            meter=PeakMeter(CPU),
             control=ControlGroup(timeout_s=20.0),
+            call_timeout_s=60.0,
         )
         trainer = RecordingTrainEngine(journal)
         manager.attach_policy(trainer)

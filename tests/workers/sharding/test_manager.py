@@ -7,6 +7,7 @@ from hybridrl.metrics import Max, Sum, check_declared
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
 from tests.workers.sharding.recording import (
@@ -73,8 +74,9 @@ def test_there_is_no_phase_without_a_policy() -> None:
     manager = ShardingManager(
         engine=RecordingEngine(0, Journal()),
         config=rollout_config(),
-        device=CPU,
+        meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=1.0),
+        call_timeout_s=60.0,
     )
     for _ in range(2):
         with pytest.raises(PhaseError, match="call attach_policy first"), manager.rollout_phase():
@@ -334,6 +336,7 @@ def test_a_leader_without_an_engine_is_refused() -> None:
         ShardingManager(
             engine=None,
             config=rollout_config(),
-            device=CPU,
+            meter=PeakMeter(CPU),
             control=ControlGroup(timeout_s=1.0),
+            call_timeout_s=60.0,
         )

@@ -1,17 +1,30 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Max
+from hybridrl.workers.rollout.buckets import Bucket, FlatBuffers, StagedBucket, tensors_in
 from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.sharding import colocated_engines
 from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.memory import DeviceMemory, empty_cache, free_bytes
 from hybridrl.workers.sharding.release import await_release
 from hybridrl.workers.train.protocol import TrainState
-from tests.workers.sharding.recording import CPU, CountedMemory, Journal, RecordingTenant
+from tests.workers.sharding.recording import (
+    CPU,
+    CountedMemory,
+    Journal,
+    RecordingEngine,
+    RecordingTenant,
+    allocate_on_host,
+    recording_device,
+)
 
 
 def test_a_cpu_counts_storage_and_not_free_memory() -> None:
@@ -106,3 +119,57 @@ def test_two_tenants_may_not_have_one_name() -> None:
     tenants.register("actor", RecordingTenant(Journal()))
     with pytest.raises(PhaseError, match="'actor' is registered already"):
         tenants.register("actor", RecordingTenant(Journal()))
+
+
+class HandedEngine(RecordingEngine):
+    """Gets buckets by handles; as torch does, it keeps their memory until they were opened."""
+
+    def __init__(self, index: int, journal: Journal) -> None:
+        super().__init__(index, journal)
+        self.buffers = FlatBuffers(count=2, allocate=allocate_on_host)
+        self.kept_bytes = 0
+
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        flat, spans = self.buffers.pack(bucket)
+
+        def make_handle() -> str:
+            self.kept_bytes += flat.untyped_storage().nbytes()
+            return "a handle"
+
+        return StagedBucket(spans=spans, flat=flat, make_handle=make_handle)
+
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        assert staged.flat is not None
+        tensors = list(tensors_in(staged.flat, staged.spans).items())
+        super().load(replace(staged, tensors=tensors), handles)
+        self.kept_bytes -= staged.buffer_bytes
+
+    def release_buffers(self) -> None:
+        self.buffers.free()
+
+
+def test_an_engine_comes_back_though_torch_keeps_what_it_did_not_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(colocated_engines, "_MAY_STAY_BYTES", 0)
+    device = recording_device(kind=HandedEngine)
+    engine, trainer = device.engine, device.trainer
+    assert isinstance(engine, HandedEngine)
+    device.manager._colocated.memory = CountedMemory(
+        total=2**36,
+        held_bytes=lambda: (
+            sum(engine.resident_bytes(part) for part in MemoryTag)
+            + sum(trainer.resident_bytes(part) for part in TrainState)
+            + engine.kept_bytes
+        ),
+    )
+    assert device.serve()
+    assert engine.kept_bytes == 0
+    for _ in range(2):
+        device.train()
+        engine.journal.fail(0, "load")
+        before = engine.kept_bytes
+        with pytest.raises(StageError, match="sync failed on engine 0: InjectedFault: load"):
+            device.serve()
+        assert engine.kept_bytes > before
+        assert device.serve()

@@ -20,6 +20,7 @@ from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.sharding import served_engines, weight_proof
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.served_engines import Servers
 from hybridrl.workers.sharding.weight_broadcast import WeightOffer, receiving
 from hybridrl.workers.sharding.weight_files import WeightSource
@@ -88,8 +89,9 @@ def rank_with(
     manager = ShardingManager(
         engine=servers,
         config=rollout_config(sleep=False),
-        device=CPU,
+        meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=stage_timeout_s),
+        call_timeout_s=60.0,
     )
     trainer = RecordingTrainEngine(Journal())
     manager.attach_policy(trainer)

@@ -17,6 +17,7 @@ from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding import weight_proof
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.weight_proof import WeightFolder
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
@@ -40,7 +41,11 @@ def _sync_with_a_torn_pass(
     config = replace(rollout_config(), verify_weights=verified)
     engine = HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
     manager = ShardingManager(
-        engine=engine, config=config, device=CPU, control=ControlGroup(timeout_s=30.0)
+        engine=engine,
+        config=config,
+        meter=PeakMeter(CPU),
+        control=ControlGroup(timeout_s=30.0),
+        call_timeout_s=60.0,
     )
     trainer = build_fsdp2(folder)
     manager.attach_policy(trainer)
@@ -127,7 +132,11 @@ def _proofs_on_two_nodes(rank: int, model: Path, folder: Path) -> list[tuple[str
     engine = Noting(model, config=config, max_context_tokens=32, device=CPU)
     engine.proofs = []
     manager = ShardingManager(
-        engine=engine, config=config, device=CPU, control=ControlGroup(timeout_s=30.0)
+        engine=engine,
+        config=config,
+        meter=PeakMeter(CPU),
+        control=ControlGroup(timeout_s=30.0),
+        call_timeout_s=60.0,
     )
     manager.attach_policy(build_fsdp2(model))
     for phase in range(2):

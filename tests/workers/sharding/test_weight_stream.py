@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ class DictionaryEngine:
     copies: bool = True
     fails_to: str = ""
     num_staged: int = 0
+    num_handles: int = 0
     num_ended: int = 0
     handles: list[list[str]] = field(default_factory=list)
     loaded: dict[str, list[float]] = field(default_factory=dict)
@@ -60,8 +62,14 @@ class DictionaryEngine:
             return stage_by_reference(bucket)
         flat, spans = self.buffers.pack(bucket)
         return StagedBucket(
-            spans=spans, flat=flat, handle=f"rank {self.rank} bucket {self.num_staged}"
+            spans=spans, flat=flat, make_handle=partial(self._make_handle, self.num_staged)
         )
+
+    def _make_handle(self, number: int) -> str:
+        self.num_handles += 1
+        if self.fails_to == "open" and number == 2:
+            raise OSError("cudaIpcGetMemHandle failed")
+        return f"rank {self.rank} bucket {number}"
 
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         if self.fails_to == "load" and len(self.handles) == 1:
@@ -211,7 +219,7 @@ def _two_streams(rank: int, copies: bool, at_fault: int, place: str) -> list[obj
         weights = _weights(fails=fails and place == "gather")
         report = _stream(weights, engine.load if leads else None, sender, num_neighbours=2)
         assert engine.num_ended == (sender is not None)
-        answers.append((report, engine.handles, engine.loaded))
+        answers.append((report, engine.handles, engine.loaded, engine.num_handles))
     return answers
 
 
@@ -219,7 +227,7 @@ def _two_streams(rank: int, copies: bool, at_fault: int, place: str) -> list[obj
 @pytest.mark.parametrize("copies", [True, False])
 def test_every_rank_stages_and_the_rank_with_the_engine_loads(copies: bool) -> None:
     for rank, answer in enumerate(run_ranks(4, _two_streams, copies, -1, "")):
-        for report, handles, loaded in answer:
+        for report, handles, loaded, _ in answer:
             assert report == COMPLETE
             if rank % 2:
                 assert not handles and not loaded
@@ -237,6 +245,7 @@ def test_every_rank_stages_and_the_rank_with_the_engine_loads(copies: bool) -> N
     [
         (True, 1, "gather", "gathering w3 failed"),
         (True, 1, "stage", "no memory for a bucket"),
+        (True, 1, "open", "cudaIpcGetMemHandle failed"),
         (True, 2, "load", "answered with status 400"),
         (True, 0, "gather", "gathering w3 failed"),
         (False, 1, "gather", "gathering w3 failed"),
@@ -248,7 +257,12 @@ def test_all_ranks_leave_a_stream_that_fails_and_the_next_arrives(
 ) -> None:
     answers = run_ranks(4, _two_streams, copies, at_fault, place)
     for rank, (broken, complete) in enumerate(answers):
-        report, handles, _ = broken
+        report, handles, _, num_handles = broken
+        if copies:  # no bucket that is not sent has a handle: torch would keep its memory
+            assert num_handles == (1 if place in ("stage", "gather") else 2)
+        is_unanswered = copies and place == "load" and rank in (2, 3)
+        # Two buffers of a server of two ranks; what was answered is given back.
+        assert report.unanswered_bytes == (64 if is_unanswered else 0)
         assert report.failures == {at_fault: f"OSError: {reason}"}
         assert report.num_buckets == answers[0][0][0].num_buckets < 4
         assert len(handles) < 4

@@ -11,6 +11,7 @@ import socket
 import time
 import uuid
 from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from hybridrl.config.rollout import FLUSH_TIMEOUT_S
@@ -26,7 +27,6 @@ from hybridrl.workers.rollout.sglang import server_questions
 from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.client import (
-    Body,
     ConnectionLostError,
     ServerClient,
     ServerError,
@@ -50,7 +50,6 @@ _NUM_LOST = 3
 """Connections that fail in a row before a server counts as gone."""
 
 _LEAVE_S = 5.0
-_FROM_DISK = "/update_weights_from_disk"
 
 
 class AttachedServer(ServerCalls):
@@ -69,6 +68,7 @@ class AttachedServer(ServerCalls):
         """
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
         self._timeout_s = spec.rollout.stage_timeout_s
+        self._start_timeout_s = spec.rollout.start_timeout_s
         self._may_be_paused = False
         self.client = ServerClient(
             elsewhere.url.rstrip("/"),
@@ -209,21 +209,20 @@ class AttachedServer(ServerCalls):
                 "started again, or somebody else updates it; a server takes the weights of one run"
             )
 
-    def require_success(self, path: str, **body: object) -> Body:
-        """Do one control call whose answer contains its own success; see ``ServerCalls``.
+    def load_folder(self, folder: Path, *, load_format: str) -> None:
+        """Load all weights of a folder; see ``ServerCalls``.
 
         Raises:
             EngineError: the answer is a failure, with its reason.
         """
         try:
-            return super().require_success(path, **body)
+            super().load_folder(folder, load_format=load_format)
+        except ConnectionLostError:
+            raise
         except EngineError as error:
-            if path != _FROM_DISK or isinstance(error, ConnectionLostError):
-                raise
             raise EngineError(
-                f"{self.url}: {error}; it must see the same folder ({body.get('model_path')}): "
-                "point TMPDIR at a disk that both share, start it as the same user, or set "
-                "serving.weights=broadcast"
+                f"{self.url}: {error}; it must see the same folder ({folder}): point TMPDIR at a "
+                "disk that both share, start it as the same user, or set serving.weights=broadcast"
             ) from error
 
 

@@ -23,6 +23,9 @@ Body = dict[str, Any]
 _KEEP_ALIVE_S = 2.0
 """The server drops a connection that was idle for 5 s; a request sent just then is lost."""
 
+PROBE_TIMEOUT_S = 5.0
+"""Of calls that a busy server answers at once, too."""
+
 _FAIL_S = 5.0
 """How long a request may take to fail when its connection was closed."""
 
@@ -73,14 +76,15 @@ class Endpoint:
         path: str,
         body: Body | None = None,
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         method: str = "POST",
         session: aiohttp.ClientSession | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401
         """Do one call, as ``call`` does; to be awaited on the loop of ``session``.
 
-        Without a session the client's own is used, on the client's loop.
+        Without a session the client's own is used, on the client's loop. Without ``timeout_s`` the
+        caller limits the wait: see ``while_it_works``.
         """
         if session is None:
             session = self._session = self._session or self.open_session()
@@ -113,6 +117,19 @@ class Endpoint:
         if answer.status // 100 != 2:
             raise ServerError(path, answer.status, _message_of(text))
         return _parsed(text)
+
+    async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:
+        """Return the load of each data rank, as its scheduler wrote it last: once a second if idle.
+
+        Raises:
+            EngineError: the server is gone, or refuses.
+            DeadlineError: it does not answer.
+        """
+        answer = await self.request(
+            "/v1/loads", timeout_s=PROBE_TIMEOUT_S, method="GET", session=session
+        )
+        loads: list[Body] = answer.get("loads", []) if isinstance(answer, dict) else []
+        return loads
 
     def _without_key(self, text: str) -> str:
         """Return an answer without the key, which ``/server_info`` repeats: texts are logged."""

@@ -102,7 +102,7 @@ class SGLangEngine(ServedWeights):
             PhaseError: paused, another program is running, or a memory tag is released.
             EngineError: the server is gone; the program was aborted by ``drain``; or responses
                 were cut off again and again.
-            DeadlineError: a request took longer than ``rollout.request_timeout_s``.
+            DeadlineError: a server made no progress within ``rollout.request_timeout_s``.
         """
         with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)

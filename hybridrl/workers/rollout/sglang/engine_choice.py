@@ -15,7 +15,7 @@ from hybridrl.errors import ServerDiedError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.workers.rollout.directory import EngineAddress, EngineDirectory
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
-from hybridrl.workers.rollout.sglang.client import Endpoint
+from hybridrl.workers.rollout.sglang.client import Body, Endpoint
 
 _POLL_S = 0.01
 
@@ -49,9 +49,13 @@ class ServingEngine:
         self._session = self._endpoint.open_session()
         return self._session
 
-    async def ask(self, path: str, body: dict[str, Any], *, timeout_s: float) -> Any:  # noqa: ANN401
+    async def ask(self, path: str, body: Body, *, timeout_s: float | None) -> Any:  # noqa: ANN401
         """Do one request; see ``Endpoint.request``."""
         return await self._endpoint.request(path, body, timeout_s=timeout_s, session=self._session)
+
+    async def progress(self) -> object:
+        """Return its load, which any token changes; not when it was written. See ``loads``."""
+        return without_time(await self._endpoint.loads(self._session))
 
 
 class EngineChoice:
@@ -151,6 +155,11 @@ class EngineChoice:
     def _loads(self) -> list[int]:
         directory = self._directory
         return [0 if directory is None else directory.load(e.index) for e in self._engines]
+
+
+def without_time(loads: list[Body]) -> list[Body]:
+    """Return loads that are equal if a scheduler did nothing but write them again."""
+    return [{**load, "timestamp": None} for load in loads]
 
 
 def _foreign(index: int, address: EngineAddress) -> Endpoint:

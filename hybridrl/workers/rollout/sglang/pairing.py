@@ -17,12 +17,10 @@ import aiohttp
 
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.workers.rollout.sglang.arguments import ServerAddress
-from hybridrl.workers.rollout.sglang.client import Endpoint
-from hybridrl.workers.rollout.sglang.engine_choice import ServingEngine
+from hybridrl.workers.rollout.sglang.client import Body, Endpoint
+from hybridrl.workers.rollout.sglang.engine_choice import ServingEngine, without_time
 
 log = logging.getLogger(__name__)
-
-Body = dict[str, Any]
 
 _SAMPLES = "/generate"
 _ABORTS = "/abort_request"
@@ -54,7 +52,7 @@ class PairedEngine(ServingEngine):
             await opened.enter_async_context(half.open())
         return opened
 
-    async def ask(self, path: str, body: Body, *, timeout_s: float) -> Any:  # noqa: ANN401
+    async def ask(self, path: str, body: Body, *, timeout_s: float | None) -> Any:  # noqa: ANN401
         """Send requests for tokens, and their aborts, to both halves, others to the decode server.
 
         Raises:
@@ -84,6 +82,10 @@ class PairedEngine(ServingEngine):
                     task.cancel()
                     await self._abort(ask, body["rid"])
             await asyncio.gather(decoded, filled, return_exceptions=True)
+
+    async def progress(self) -> object:
+        """Return the loads of all halves: a context may be computed while nothing is decoded."""
+        return await asyncio.gather(super().progress(), *(half.load() for half in self._halves))
 
     def _require_filled(self, half: _PrefillHalf, filled: asyncio.Task[Any]) -> None:
         """Raise the error of a prefill server, which the program then uses no more."""
@@ -119,7 +121,10 @@ class _PrefillHalf:
         self._session = self._endpoint.open_session()
         return self._session
 
-    async def ask(self, path: str, body: Body, *, timeout_s: float) -> Any:  # noqa: ANN401
+    async def load(self) -> object:
+        return without_time(await self._endpoint.loads(self._session))
+
+    async def ask(self, path: str, body: Body, *, timeout_s: float | None) -> Any:  # noqa: ANN401
         return await self._endpoint.request(path, body, timeout_s=timeout_s, session=self._session)
 
     def rooms(self, num_responses: int) -> Body:

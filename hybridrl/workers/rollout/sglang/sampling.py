@@ -25,6 +25,7 @@ from hybridrl.sampler import (
     Sampler,
     interrupted_sample,
 )
+from hybridrl.workers.rollout.progress import while_it_works
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sampling import check_request
 from hybridrl.workers.rollout.sglang.answers import ServedModel, accepted_drafts, read_sample
@@ -91,7 +92,7 @@ class ServerSampler(Sampler):
             engines: whose servers answer.
             model: of each of them.
             call: counts requests, and says whether the program was aborted or is interrupted.
-            timeout_s: seconds that one request may take.
+            timeout_s: seconds in which the server of a request must make progress.
         """
         self.max_context_tokens = model.max_context_tokens
         self._engines = engines
@@ -279,7 +280,10 @@ class ServerSampler(Sampler):
         names: Sequence[str] = body.get("rid", [])
         self._open.update(dict.fromkeys(names, engine))
         try:
-            answer: list[Body] = await engine.ask("/generate", body, timeout_s=self._timeout_s)
+            async with while_it_works(
+                engine.progress, timeout_s=self._timeout_s, name=f"SGLang at {engine.url}"
+            ):
+                answer: list[Body] = await engine.ask("/generate", body, timeout_s=None)
         except asyncio.CancelledError:
             self._abort(names, engine)
             raise

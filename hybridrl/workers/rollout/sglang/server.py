@@ -24,10 +24,10 @@ from hybridrl.workers.rollout.sglang.arguments import (
     environment,
 )
 from hybridrl.workers.rollout.sglang.capabilities import require_as_asked
-from hybridrl.workers.rollout.sglang.client import ServerClient
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ServerClient
 from hybridrl.workers.rollout.sglang.memory_saver import require_no_obstacle
 from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
-from hybridrl.workers.rollout.sglang.server_calls import PROBE_TIMEOUT_S, ServerCalls
+from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class Server(ServerCalls):
         """
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
         self._timeout_s = spec.rollout.stage_timeout_s
+        self._start_timeout_s = spec.rollout.start_timeout_s
         self.num_ranks = spec.rollout.tensor_parallel_size
         self._door = door or Door()
         for attempt in range(1, _NUM_STARTS + 1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import DeadlineError, EngineError
@@ -20,15 +21,12 @@ from hybridrl.workers.rollout.sglang.capabilities import (
     ServerCapabilities,
     read_capabilities,
 )
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ServerClient, ServerError
 from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
 log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
-
-PROBE_TIMEOUT_S = 5.0
-"""Of calls that a busy server answers at once, too."""
 
 _FLUSH_WAIT_S = 1.0
 
@@ -54,6 +52,9 @@ class ServerCalls:
 
     _timeout_s: float
     """Of one call (``rollout.stage_timeout_s``)."""
+
+    _start_timeout_s: float
+    """Of a load of all weights from files, as in a start (``rollout.start_timeout_s``)."""
 
     def has_died(self) -> bool:
         """Whether it is gone, as far as is known."""
@@ -133,6 +134,17 @@ class ServerCalls:
         """
         return _successful(path, self.post(path, **body))
 
+    def load_folder(self, folder: Path, *, load_format: str) -> None:
+        """Load all weights of a folder, within ``rollout.start_timeout_s``.
+
+        Raises:
+            EngineError: the answer is a failure, with its reason.
+        """
+        path = "/update_weights_from_disk"
+        body = {"model_path": str(folder), "load_format": load_format, "flush_cache": False}
+        timeout_s = left_s(self._start_timeout_s)
+        _successful(path, self.client.call(path, body, timeout_s=timeout_s))
+
     def start(self, path: str, **body: object) -> Future[Body]:
         """Begin the call of ``require_success``, without waiting."""
         timeout_s = left_s(self._timeout_s)  # here: the client's own thread has no stage
@@ -192,30 +204,18 @@ class ServerCalls:
     def load(self) -> str:
         """Describe how many requests run and wait, for a message: figures may be seconds old."""
         try:
-            answer = self.client.call("/v1/loads", timeout_s=PROBE_TIMEOUT_S, method="GET")
+            loads = self.client.run(self.client.loads())
         except (EngineError, DeadlineError) as error:
             return f"it does not say how many requests run: {error}"
-        loads = answer.get("loads", []) if isinstance(answer, dict) else []
-        return (
-            ", ".join(
-                f"{load.get('num_running_reqs')} requests running and "
-                f"{load.get('num_waiting_reqs')} waiting"
-                for load in loads
-            )
-            or f"it does not say how many requests run: {answer}"
+        return ", ".join(
+            f"{load.get('num_running_reqs')} requests running and "
+            f"{load.get('num_waiting_reqs')} waiting"
+            for load in loads
         )
 
     def progress(self) -> object:
-        """Return when the scheduler last wrote its load, and its decode steps; each data rank's.
-
-        An idle scheduler writes once a second, a paused or hung one never.
-
-        Raises:
-            EngineError: the server is gone, or refuses.
-            DeadlineError: it does not answer.
-        """
-        answer = self.client.call("/v1/loads", timeout_s=PROBE_TIMEOUT_S, method="GET")
-        return [(load.get("timestamp"), load.get("decode_moments")) for load in answer["loads"]]
+        """Return its loads with their times, which a paused or hung server does not change."""
+        return self.client.run(self.client.loads())
 
 
 def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ServerClient.call

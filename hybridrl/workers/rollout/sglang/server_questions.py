@@ -41,7 +41,7 @@ class ServerQuestions:
             client: of the server.
             expected: of its model.
             has_key: whether the client sends a key.
-            timeout_s: seconds until it must have computed a token.
+            timeout_s: seconds until it must have computed a token (``rollout.stage_timeout_s``).
         """
         self._client = client
         self._expected = expected
@@ -122,10 +122,12 @@ class ServerQuestions:
         )
         reason = ""
         try:
-            async with sampler:
+            async with asyncio.timeout(self._timeout_s), sampler:  # others may keep it busy
                 await sampler.sample_group([0], _PROBE, keys=[0])
         except (EngineError, DeadlineError) as error:
             reason = str(error)
+        except TimeoutError:
+            reason = f"no token within rollout.stage_timeout_s={self._timeout_s:g} s"
         except BROKEN as error:
             reason = other_form(self._client.base_url, error)
         if not reason:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,8 +72,8 @@ class Transport:
         if not self._stages_bytes:
             return StagedBucket(spans=lay_out(bucket, dtype=self._dtype))
         flat, spans = self._buffers.pack(bucket)
-        handle = "" if self._encode is None else self._encode(flat, spans)
-        return StagedBucket(spans=spans, flat=flat, handle=handle)
+        make_handle = str if self._encode is None else partial(self._encode, flat, spans)
+        return StagedBucket(spans=spans, flat=flat, make_handle=make_handle)
 
     def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Let ``server`` load a bucket, or make the preparations for it.
@@ -188,12 +189,8 @@ class DiskTransport(Transport):
         folder = self._parent / "weights"
         try:
             rename_into_place(self._unfinished(self._parent), folder)
-            server.require_success(
-                "/update_weights_from_disk",
-                model_path=str(folder),
-                load_format="safetensors",  # the server was started with made-up weights
-                flush_cache=False,
-            )
+            # Named, because the server was started with made-up weights.
+            server.load_folder(folder, load_format="safetensors")
         finally:
             self.forget()
 

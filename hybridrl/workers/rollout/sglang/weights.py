@@ -187,12 +187,7 @@ class ServedWeights:
         """
         self._require_loadable("load_reference_weights")
         self._server.begin_update()
-        self._server.require_success(
-            "/update_weights_from_disk",
-            model_path=str(folder),
-            load_format="auto",
-            flush_cache=False,
-        )
+        self._server.load_folder(folder, load_format="auto")
         for action in ("snapshot", "reset_tensors"):
             self._server.require_success("/weights_checker", action=action)
 
