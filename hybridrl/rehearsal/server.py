@@ -6,15 +6,13 @@ buckets and requests above it are the product's own.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from base64 import b64encode
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,12 +34,11 @@ from hybridrl.workers.rollout.sglang.capabilities import (
     read_capabilities,
     require_as_asked,
 )
-from hybridrl.workers.rollout.sglang.client import ServerError
+from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
 from hybridrl.workers.sharding.served_engines import Servers
 from hybridrl.workers.sharding.weight_files import WeightSource
 
-T = TypeVar("T")
 Body = dict[str, Any]
 
 _USES = {
@@ -147,6 +144,7 @@ class RehearsedServer(ServerCalls):
         model = read_architecture(spec.model_folder)
         self._num_layers, self._experts = model.num_layers, model.experts
         self._timeout_s = spec.rollout.stage_timeout_s
+        self._start_timeout_s = spec.rollout.start_timeout_s
         gib = {tag: num_bytes / 2**30 for tag, num_bytes in sizes.items()}
         usage = {
             "weight": gib[MemoryTag.WEIGHTS],
@@ -161,7 +159,7 @@ class RehearsedServer(ServerCalls):
         require_as_asked(arguments, self.info)
         self.capabilities = read_capabilities(self.info, None)
         self.capabilities.require_for(spec)
-        self.client = RehearsedClient(self)  # type: ignore[assignment]
+        self.client = RehearsedClient(self)
         self.process = _Process()
         self._handles, self._sizes, self._gpu = handles, sizes, gpu
         self._blocks = {tag: Block(0, GPU, _USES[tag]) for tag in MemoryTag}
@@ -195,6 +193,7 @@ class RehearsedServer(ServerCalls):
         """Give all memory back."""
         for tag in MemoryTag:
             self._free(tag)
+        self.client.close()
 
     # -- answers ---------------------------------------------------------------------------------
 
@@ -322,39 +321,20 @@ class _Process:
     pid = 0
 
 
-class RehearsedClient:
-    """Takes the place of ``ServerClient``."""
-
-    base_url = "http://rehearsal"
-    num_lost = 0
+class RehearsedClient(ServerClient):
+    """A client whose server is an object."""
 
     def __init__(self, server: RehearsedServer) -> None:
+        super().__init__("http://rehearsal", name="SGLang", require_alive=assume_alive)
         self._server = server
 
-    def open_session(self) -> AbstractAsyncContextManager[None]:
+    def open_session(self) -> Any:  # noqa: ANN401 - of aiohttp
         """There is no connection."""
         return nullcontext()
 
-    async def request(self, path: str, body: Body | None = None, **_: object) -> Any:  # noqa: ANN401
-        """Answer in the caller's loop."""
-        return self._server.answer(path, body or {})
-
-    def call(self, path: str, body: Body | None = None, **_: object) -> Any:  # noqa: ANN401
+    async def request(self, path: str, body: Body | None = None, **_: Any) -> Any:  # noqa: ANN401
         """Answer at once."""
         return self._server.answer(path, body or {})
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end."""
-        return asyncio.run(work)
-
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine to its end."""
-        future: Future[T] = Future()
-        future.set_result(asyncio.run(work))
-        return future
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 class RehearsedServers(Servers):
