@@ -204,6 +204,10 @@ class LedgerError(EngineError):
     """Rollout weights that were lost on release have not been sent again."""
 
 
+class RehearsalError(HybridRLError, RuntimeError):
+    """A rank fails on fake devices, with an error that is none of hybridrl's own."""
+
+
 class ModelError(HybridRLError, ValueError):
     """A model folder, tokenizer or tensor is missing or does not fit."""
 

@@ -61,9 +61,7 @@ from hybridrl.errors import (
     shorten,
     suggest_name,
 )
-from hybridrl.planning.page import plan_page
-from hybridrl.planning.suggestions import find_misfits
-from hybridrl.run.check import check, load_or_refuse
+from hybridrl.run.check import check, load_or_refuse, plan
 from hybridrl.run.sweep import SweepJob, build_jobs, run_sweep
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 
@@ -313,9 +311,7 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
         sys.stdout.write(page)
         sys.exit(int(is_bad))
     elif launch is None:
-        sys.stdout.write(plan_page(config))
-        if misfits := find_misfits(config):
-            raise ConfigErrors(misfits)
+        plan(config)
     else:
         launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed), command=command)
 

@@ -272,7 +272,6 @@ time/unwind_s | s | after a failed wake-up: engines release their memory again
 time/server_start_s | s | a rollout server started, until it answered
 time/restart_s | s | a broken engine is restarted
 memory/{stage}_peak_bytes/max | bytes | peak in a stage, or in build, generate, values, update ...
-memory/{phase}_plan_error_fraction | 1 | measured peak over predicted peak, less 1
 memory/released_bytes | bytes | released by engines; on CUDA the rise of free memory
 memory/unseen_release_bytes | bytes | on CUDA: reported as released, without a rise of free memory
 memory/left_allocated_bytes/max | bytes | on CUDA: torch's own once training state has left

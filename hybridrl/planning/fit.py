@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.planning.memory import plan_critic_pool, plan_memory
-from hybridrl.planning.plan import MAPPED_FILES, MemoryKind, MemoryPlan, capacity_bytes
+from hybridrl.planning.plan import MemoryKind, MemoryPlan, Phase, capacity_bytes
 from hybridrl.planning.rollout import RolloutMemory
 from hybridrl.planning.served import engine_memory, plan_servers
 
@@ -29,6 +28,7 @@ class Fit:
     capacity: int | None  # bytes; None if unknown
     key: str  # that gives the capacity
     unknown: str = ""  # a part that num_bytes lacks, because it follows from an unknown capacity
+    phase: Phase | None = None  # who has it then; None for servers
 
     @property
     def excess(self) -> int:
@@ -51,14 +51,20 @@ class Fit:
         return f"{self.need}. Fits: {left} of {size} are left"
 
 
-def find_fits(config: ExperimentConfig) -> Iterator[Fit]:
+def find_fits(
+    config: ExperimentConfig, plan: MemoryPlan, critic: MemoryPlan | None = None
+) -> Iterator[Fit]:
     """Yield the memory of a rank, of the critic's own ranks, of servers, and of a machine.
+
+    Args:
+        config: of the run.
+        plan: of a rank.
+        critic: of a rank of the critic's own; None if there are none.
 
     Raises:
         ModelError: a model's config.json cannot be read, or is of an unknown family.
     """
     is_cuda, capacity = config.cluster.device == "cuda", capacity_bytes(config.cluster)
-    plan, critic = plan_memory(config), plan_critic_pool(config)
     is_served = is_cuda and config.rollout.engine == "sglang"
     cache = (is_served and capacity is None) * (
         f"the KV cache, {SHARE}={config.rollout.memory_fraction} of the device less the weights"
@@ -87,8 +93,9 @@ def find_fits(config: ExperimentConfig) -> Iterator[Fit]:
 
 
 def _of_device(name: str, plan: MemoryPlan, capacity: int | None, *, unknown: str = "") -> Fit:
-    peak, detail = plan.peak_bytes(plan.fullest), f"in {plan.fullest.name}"
-    return Fit(name, detail, peak, capacity, _DEVICE, unknown=unknown)
+    fullest = plan.fullest
+    peak, detail = plan.peak_bytes(fullest), f"in {fullest.name}"
+    return Fit(name, detail, peak, capacity, _DEVICE, unknown=unknown, phase=fullest)
 
 
 def _of_share(name: str, memory: RolloutMemory) -> Iterator[Fit]:
@@ -102,26 +109,23 @@ def _of_machine(
 ) -> Fit:
     """Add up the ranks of a machine. A critic's own ranks compute at the same time."""
     num_ranks = config.cluster.num_ranks_per_node
-    num_bytes, phase = _host_peak(plan)
-    num_bytes, detail = num_ranks * num_bytes, f"of {num_ranks} ranks in {phase}"
+    fullest = _fullest_on_host(plan)
+    num_bytes = num_ranks * fullest.bytes_on(MemoryKind.HOST)
+    detail = f"of {num_ranks} ranks in {fullest.name}"
     if critic is not None:
-        more, phase = _host_peak(critic)
-        num_bytes += config.critic.num_ranks_per_node * more
-        detail += f", {config.critic.num_ranks_per_node} of the critic in {phase}"
+        phase, num_critics = _fullest_on_host(critic), config.critic.num_ranks_per_node
+        num_bytes += num_critics * phase.bytes_on(MemoryKind.HOST)
+        detail += f", {num_critics} of the critic in {phase.name}"
     routes = is_unknown and config.rollout.routed_experts
     unknown = "the experts of every token of the KV cache" * routes
     gib = config.cluster.host_memory_gib
     capacity = None if gib is None else int(gib * _GIB)
-    return Fit("host memory of a machine", detail, num_bytes, capacity, _HOST, unknown=unknown)
+    name = "host memory of a machine"
+    return Fit(name, detail, num_bytes, capacity, _HOST, unknown=unknown, phase=fullest)
 
 
-def _host_peak(plan: MemoryPlan) -> tuple[int, str]:
-    """Return the most that a rank holds on the host, and when. Mapped files are not its own."""
-    peaks = []
-    for phase in plan.phases:
-        shared = sum(item.num_bytes for item in phase.items if item.name == MAPPED_FILES)
-        peaks.append((phase.bytes_on(MemoryKind.HOST) - shared, phase.name))
-    return max(peaks)
+def _fullest_on_host(plan: MemoryPlan) -> Phase:
+    return max(plan.phases, key=lambda phase: phase.bytes_on(MemoryKind.HOST))
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.planning.memory import plan_memory
+from hybridrl.planning.plan import MemoryPlan
 
 Base = Literal["resident", "backup", "resend"]
 
@@ -43,17 +43,19 @@ class RankFacts:
     """Gathered from all ranks and copied on the device."""
 
 
-def plan_base(config: ExperimentConfig) -> BasePlan | None:
-    """Compute the numbers that the choice depends on; None if there is no choice.
-
-    Raises:
-        ModelError: as ``plan_memory``.
-    """
+def has_choice(config: ExperimentConfig) -> bool:
+    """Whether ``lora.base=auto`` depends on the memory of this run."""
     lora = config.lora
     sleeps = config.rollout.sleep and config.cluster.device == "cuda"
-    if not lora.sends_adapters or lora.base != "auto" or not sleeps:
-        return None
-    plan = plan_memory(replace(config, lora=replace(lora, base="resident")))
+    return lora.sends_adapters and lora.base == "auto" and sleeps
+
+
+def base_plan(plan: MemoryPlan) -> BasePlan:
+    """Return the numbers that the choice depends on.
+
+    Args:
+        plan: with ``lora.base=resident``.
+    """
     training = [phase for phase in plan.phases if phase.name not in _WITH_ENGINE]
     return BasePlan(
         base_bytes=max(

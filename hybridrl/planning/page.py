@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.errors import ModelError
-from hybridrl.planning.fit import SHARE, find_fits
-from hybridrl.planning.memory import plan_memory
+from hybridrl.planning.fit import SHARE, Fit
 from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan
 from hybridrl.planning.split import count_parameters
 
 _MIB = 2**20
 _ON_A_CPU = (
-    "On a CPU malloc keeps memory that was freed: training took up to two thirds more than "
-    "planned, see docs/memory.md\n"
+    "The plan is that of a GPU. On a CPU malloc keeps memory that was freed: training took up to "
+    "two thirds more than planned, see docs/memory.md\n"
 )
 
 
-def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
+def plan_page(
+    config: ExperimentConfig, plan: MemoryPlan, fits: Sequence[Fit], *, width: int = 120
+) -> str:
     """Return the page.
 
-    Raises:
-        ModelError: the model's config.json cannot be read, or is of an unknown family.
+    Args:
+        config: of the run.
+        plan: of a rank.
+        fits: of all memories.
+        width: of a line, in columns.
     """
-    plan, num_parameters = plan_memory(config), count_parameters(architecture_of(config.model))
+    num_parameters = count_parameters(architecture_of(config.model))
     ranks = f"{config.cluster.num_ranks} x {config.cluster.device}"
     if plan.stage is not None:
         num_stages = config.megatron.pipeline_parallel_size
@@ -36,7 +40,7 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width)
     console.print(_table(plan), crop=False)
-    lines = "\n".join(memory_lines(config))
+    lines = "\n".join(memory_lines(fits))
     return (
         f"memory of one rank ({ranks}), {num_parameters / 1e6:,.1f} M parameters, rows of "
         f"{config.max_row_tokens} tokens; nothing started\n"
@@ -44,12 +48,9 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
     )
 
 
-def memory_lines(config: ExperimentConfig) -> list[str]:
-    """Return a line for each memory of the run; never raises because of a model."""
-    try:
-        return [str(fit) for fit in find_fits(config) if fit.excess or fit.key != SHARE]
-    except ModelError as error:
-        return [f"unknown: {error}"]
+def memory_lines(fits: Sequence[Fit]) -> list[str]:
+    """Return a line for each memory of the run."""
+    return [str(fit) for fit in fits if fit.excess or fit.key != SHARE]
 
 
 def _table(plan: MemoryPlan) -> Table:

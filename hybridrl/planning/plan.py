@@ -10,9 +10,6 @@ from pathlib import Path
 from hybridrl.config.cluster import ClusterConfig
 
 _GIB = 2**30
-MAPPED_FILES = "weight files, mapped"
-"""An item: pages of files, which the ranks of a machine share and the kernel takes back."""
-
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -30,10 +27,6 @@ class MemoryItem:
     name: str
     num_bytes: int
     kind: MemoryKind = MemoryKind.DEVICE
-
-    is_measured: bool = True
-    """Whether the memory meter of a run counts it. It does not count the process before its
-    engines, nor GPU memory outside torch's allocator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +59,6 @@ class MemoryPlan:
         """Return the bytes on the device; on a CPU those of the host are in the same memory."""
         host = phase.bytes_on(MemoryKind.HOST) if self.device == "cpu" else 0
         return phase.bytes_on(MemoryKind.DEVICE) + host
-
-    def measured_bytes(self, phase: Phase) -> int:
-        """Return the bytes of ``peak_bytes`` that the memory meter of a run counts."""
-        unseen = sum(
-            item.num_bytes
-            for item in phase.items
-            if not item.is_measured and (self.device == "cpu" or item.kind is MemoryKind.DEVICE)
-        )
-        return self.peak_bytes(phase) - unseen
 
     @property
     def fullest(self) -> Phase:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from hybridrl.config.architecture import Architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.planning.model_memory import BYTES
-from hybridrl.planning.split import Split, count_parameters
+from hybridrl.planning.split import count_adapter, count_parameters
 from hybridrl.planning.workload import Workload
 
 _MIB = 2**20
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Size of a number of each type that a configuration can name."""
+
 _FLOAT32 = 4
 _FLOAT64 = 8
 _INT32 = 4
@@ -72,7 +74,7 @@ class RolloutMemory:
     def weights(self) -> int:
         """All weights, divided over the ranks of an engine, and those of an adapter beside them."""
         lora = self.config.lora
-        adapter = Split().count_adapter(self.model, lora).total if lora.sends_adapters else 0
+        adapter = count_adapter(self.model, lora) if lora.sends_adapters else 0
         return self.base_weights + self._share(adapter) * self._size
 
     @property

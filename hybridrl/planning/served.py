@@ -39,4 +39,4 @@ def engine_memory(config: ExperimentConfig, model: Architecture) -> RolloutMemor
     longest = Workload.longest(config)
     capacity = capacity_bytes(config.cluster) if config.cluster.device == "cuda" else None
     tokens = longest.num_row_tokens
-    return RolloutMemory(config, model, longest.sampling(config), tokens, capacity)
+    return RolloutMemory(config, model, longest, tokens, capacity)

@@ -21,8 +21,7 @@ from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.models import load
-from hybridrl.planning.rollout import RolloutMemory
-from hybridrl.planning.workload import Workload
+from hybridrl.planning.served import engine_memory
 from hybridrl.rehearsal.gpu import GPU, Block, FakeGpu
 from hybridrl.rehearsal.model_folder import HollowFile, write_hollow_file
 from hybridrl.rehearsal.plan import Executed
@@ -50,7 +49,7 @@ _RESERVE = 2 * 2**30
 _MEGATRON = "hybridrl.rehearsal.megatron"  # imported on request: it needs megatron-core
 
 
-class _Meter(PeakMeter):
+class Meter(PeakMeter):
     """Notes besides the peak of a scope who had the memory then."""
 
     def __init__(self, gpu: FakeGpu, executed: Executed, device: torch.device) -> None:
@@ -147,7 +146,7 @@ class Cycle:
 
     def build(self) -> None:
         """Build what a rank has."""
-        _join(self.config.cluster.num_ranks, self._rank)
+        join(self.config.cluster.num_ranks, self._rank)
         servers = RehearsedServers() if self.config.has_servers else None
         if servers is not None:
             self.servers.append(servers)
@@ -231,13 +230,7 @@ class Cycle:
 
     def _replace_what_needs_a_device(self) -> None:
         model = architecture_of(self.config.model)
-        memory = RolloutMemory(
-            self.config,
-            model,
-            Workload.longest(self.config).sampling(self.config),
-            self.config.max_row_tokens,
-            self._gpu.num_bytes,
-        )
+        memory = engine_memory(self.config, model)
         sizes = {
             MemoryTag.WEIGHTS: memory.weights,
             MemoryTag.KV_CACHE: memory.kv_cache + memory.computing,
@@ -260,7 +253,7 @@ class Cycle:
             (sglang_engine, "Server", start_server),
             (sglang_weights, "encode", self.handles.make),
             (sglang_weights, "_name_gpus_by_serial_number", lambda: None),
-            (actor_rollout, "PeakMeter", partial(_Meter, self._gpu, self.executed)),
+            (actor_rollout, "PeakMeter", partial(Meter, self._gpu, self.executed)),
             (Ranks, "gather", lambda ranks, numbers: torch.tensor([numbers] * ranks.size)),
         ):
             setattr(module, name, stand_in)
@@ -268,7 +261,7 @@ class Cycle:
             import_module(_MEGATRON).install(self._gpu, self.config.megatron, model)
 
 
-def _join(num_ranks: int, rank: int) -> None:
+def join(num_ranks: int, rank: int) -> None:
     """Join a group whose other ranks are like this one."""
     for name, value in {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0}.items():
         env.set_value(name, str(value))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridrl.config.architecture import Architecture
 from hybridrl.config.megatron import MegatronConfig
-from hybridrl.planning.split import Split
+from hybridrl.planning.split import PipelineStage
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.workers.train.megatron import backend, export
 from hybridrl.workers.train.megatron.context import ParallelRank
@@ -95,13 +95,7 @@ def _tensors_of(
         yield from local.items()
         return
     model = shard_map.architecture
-    split = Split(
-        pipeline=sizes.pipeline_parallel_size,
-        num_virtual=sizes.num_virtual_stages,
-        first=sizes.num_layers_in_first_stage,
-        last=sizes.num_layers_in_last_stage,
-        stage=stage,
-    )
+    split = PipelineStage(sizes=sizes, number=stage)
     like: dict[bool, dict[str, Tensor]] = {}
     for name, tensor in local.items():
         if name.startswith(_LAYER):

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from hybridrl.config.architecture import Architecture, architecture_of
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import HybridRLError, RehearsalError
 from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase, capacity_bytes
+from hybridrl.planning.served import engine_memory
 
 _GIB = 2**30
 _MIB = 2**20
 
 _PHASES = (
     *("build", "offload_optimizer", "sync", "generate", "reward", "values", "logprobs"),
-    *("critic_update", "update", "export"),
+    *("critic_update", "update"),
 )
 """In the order of a run, by the names of a rank's meter."""
 
@@ -41,13 +45,18 @@ _LONGEST_PERIOD = 8
 _FEWEST = 3
 """Layers of which one is first, one last and one between: from here on memory grows evenly."""
 
-_OUTSIDE_TORCH = (
-    *("CUDA, NCCL, fragments", "SGLang itself", "rollout weights", "KV cache"),
-    "SGLang's graphs",
-)
+_WITH_ENGINE = ("build", "sync", "generate")
+_AT_FULL_SIZE = "sync"
+"""The phase that a few layers do not show: buckets of weights have a size of their own."""
 
 Moments = dict[str, dict[str, int]]
 """Fullest moments of a phase: bytes by use, one for each kind of memory that was taken last."""
+
+
+Case = tuple[int, int, bool]
+"""Pipeline stage, number of layers, and whether the rank computes."""
+
+Work = Callable[[ExperimentConfig, Case], "Executed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +73,76 @@ class Executed:
     """Copies and synchronisations of the last step, with the product's lines."""
 
 
-def plan_by_execution(config: ExperimentConfig) -> MemoryPlan:
+def plan_by_execution(config: ExperimentConfig, *, is_quick: bool = False) -> MemoryPlan:
     """Execute a rank's cycle and return the memory of its phases, on the fullest pipeline stage.
 
     Phases that only build and move weights are executed with all layers.
 
     Args:
         config: has passed its checks.
+        is_quick: leaves out the phase that a few layers do not show.
 
     Raises:
         ModelError: the model's config.json cannot be read, or is of an unknown family.
-        Exception: whatever the cycle raises: the run would raise it, too.
+        HybridRLError: the run would raise it, too.
+        RehearsalError: another error of the cycle.
     """
     num_layers, stages = architecture_of(config.model).num_layers, _stages(config)
     sizes = layers_to_execute(config, architecture_of(config.model))
-    whole = (0, num_layers, sizes == (num_layers,))
-    cases = {whole, *((stage, size, True) for stage in stages for size in sizes)}
-    context = get_context("spawn")  # a rehearsal changes its process for good
-    num_processes = min(len(cases), os.cpu_count() or 1)
-    with ProcessPoolExecutor(num_processes, mp_context=context, max_tasks_per_child=1) as pool:
-        futures = {case: pool.submit(execute, config, *case) for case in sorted(cases)}
-        executed = {case: future.result() for case, future in futures.items()}
+    computing = [(stage, size, True) for stage in stages for size in sizes]
+    whole = computing[0] if is_quick or sizes == (num_layers,) else (0, num_layers, False)
+    executed = _execute_all(config, {whole: None, **dict.fromkeys(computing)})
     plans = []
     for stage in stages:
-        computing = [executed[stage, size, True] for size in sizes]
-        phases = _phases(config, executed[whole], computing, sizes=sizes)
+        of_stage = [executed[stage, size, True] for size in sizes]
+        at_full_size = None if whole in computing else executed[whole]
+        phases = _phases(config, of_stage, sizes, at_full_size, is_quick=is_quick)
         shown = stage if len(stages) > 1 else None
         plans.append(MemoryPlan(config.cluster.device, tuple(phases), shown))
     return max(plans, key=lambda plan: sorted(map(plan.peak_bytes, plan.phases), reverse=True))
+
+
+def plan_critic_pool(config: ExperimentConfig) -> MemoryPlan | None:
+    """Execute a step of the critic's own ranks; None if it has none.
+
+    Raises:
+        ModelError, HybridRLError, RehearsalError: as ``plan_by_execution``.
+    """
+    if not config.has_critic_pool:
+        return None
+    sizes = layers_to_execute(config, architecture_of(config.model))
+    executed = _execute_all(config, [(0, size, True) for size in sizes], work=execute_critic)
+    phases = _phases(config, [*executed.values()][::-1], sizes, None, is_quick=False)
+    return MemoryPlan(config.cluster.device, tuple(phases))
+
+
+def _execute_all(
+    config: ExperimentConfig, cases: Iterable[Case], *, work: Work | None = None
+) -> dict[Case, Executed]:
+    """Execute cases side by side, each in a process of its own, which it changes for good."""
+    cases = sorted(cases, key=lambda case: -case[1])
+    num_processes = min(len(cases), os.cpu_count() or 1)
+    pool = ProcessPoolExecutor(
+        num_processes, mp_context=get_context("spawn"), max_tasks_per_child=1
+    )
+    with pool:
+        futures = {case: pool.submit(work or execute, config, case) for case in cases}
+        try:
+            return {case: future.result() for case, future in futures.items()}
+        except HybridRLError:
+            raise
+        except Exception as error:
+            raise RehearsalError(
+                f"on fake devices a rank fails: {type(error).__name__}: {error}\n"
+                f"{_last_line_of_product(error)}"
+            ) from error
+
+
+def _last_line_of_product(error: Exception) -> str:
+    """Return where the product failed in the other process, as the pool's traceback has it."""
+    lines = [line.strip() for line in str(error.__cause__ or "").splitlines()]
+    own = [line for line in lines if line.startswith("File ") and "/hybridrl/" in line]
+    return own[-1] if own else ""
 
 
 def layers_to_execute(config: ExperimentConfig, model: Architecture) -> tuple[int, ...]:
@@ -122,68 +173,84 @@ def _stages(config: ExperimentConfig) -> list[int]:
     return sorted({0, num_stages - 1})
 
 
-def execute(
-    config: ExperimentConfig,
-    stage: int,
-    num_layers: int,
-    computes: bool = True,  # noqa: FBT001, FBT002 - through a pool of processes
-) -> Executed:
-    """Execute the cycle of a rank, in a process of its own.
-
-    Args:
-        config: of the run.
-        stage: pipeline stage of the rank.
-        num_layers: of its models, at most.
-        computes: whether it scores and updates, too.
-    """
-    # By name: only here may torch be imported, and it must be changed before anything uses it.
-    gpu = import_module("hybridrl.rehearsal.gpu").FakeGpu(
-        num_bytes=capacity_bytes(config.cluster) or _UNKNOWN_DEVICE,
-        num_devices=config.cluster.num_ranks_per_node,
-    )
-    with tempfile.TemporaryDirectory(prefix="hybridrl-rehearsal-") as folder, gpu:
-        hollow = import_module("hybridrl.rehearsal.model_folder")
-        with_folders = hollow.with_hollow_models(config, Path(folder), num_layers=num_layers)
+def execute(config: ExperimentConfig, case: Case) -> Executed:
+    """Execute the cycle of a rank, in a process of its own."""
+    stage, num_layers, computes = case
+    with _hollow(config, num_layers) as (gpu, hollow):
+        if not computes:  # only the first sync writes files, and on one rank of a machine
+            hollow = replace(hollow, rollout=replace(hollow.rollout, verify_weights="never"))
         num_stages = config.megatron.pipeline_parallel_size if config.megatron_worlds else 1
         rank = stage * (config.cluster.num_ranks // num_stages)
-        if not computes:  # only the first sync writes files, and on one rank of a machine
-            no_files = replace(with_folders.rollout, verify_weights="never")
-            with_folders = replace(with_folders, rollout=no_files)
-        import_module("hybridrl.rehearsal.server").stand_in_for_package()
-        cycle = import_module("hybridrl.rehearsal.cycle").Cycle(with_folders, gpu, rank=rank)
+        cycle = import_module("hybridrl.rehearsal.cycle").Cycle(hollow, gpu, rank=rank)
         executed: Executed = cycle.run() if computes else cycle.run_without_computing()
         return executed
 
 
+def execute_critic(config: ExperimentConfig, case: Case) -> Executed:
+    """Execute two steps of a critic's own rank, in a process of its own."""
+    with _hollow(config, case[1]) as (gpu, hollow):
+        cycle = import_module("hybridrl.rehearsal.critic_cycle").CriticCycle(hollow, gpu)
+        executed: Executed = cycle.run()
+        return executed
+
+
+@contextmanager
+def _hollow(config: ExperimentConfig, num_layers: int) -> Iterator[tuple[Any, ExperimentConfig]]:
+    """Change this process into one with a fake GPU; lend it, and a configuration of hollow models.
+
+    By name: only here may torch be imported, and it must be changed before anything uses it.
+    """
+    gpu = import_module("hybridrl.rehearsal.gpu").FakeGpu(
+        num_bytes=capacity_bytes(config.cluster) or _UNKNOWN_DEVICE,
+        num_devices=config.cluster.num_ranks_per_node,
+    )
+    import_module("hybridrl.rehearsal.server").stand_in_for_package()
+    with tempfile.TemporaryDirectory(prefix="hybridrl-rehearsal-") as folder, gpu:
+        models = import_module("hybridrl.rehearsal.model_folder")
+        yield gpu, models.with_hollow_models(config, Path(folder), num_layers=num_layers)
+
+
 def _phases(
     config: ExperimentConfig,
-    whole: Executed,
     computing: Sequence[Executed],
-    *,
     sizes: Sequence[int],
+    whole: Executed | None,
+    *,
+    is_quick: bool,
 ) -> Iterator[Phase]:
     num_layers = architecture_of(config.model).num_layers
     for name in _PHASES:
-        found, layers = ([whole], [num_layers]) if name in whole.device else (computing, sizes)
+        if is_quick and name == _AT_FULL_SIZE and sizes != (num_layers,):
+            continue
+        found, layers = computing, sizes
+        if whole is not None and name in whole.device:
+            found, layers = [whole], (num_layers,)
         if name not in found[0].device:
             continue
         device = _fullest([each.device[name] for each in found], layers, num_layers)
         host = _fullest([each.host[name] for each in found], layers, num_layers)
         items = [
-            *(
-                MemoryItem(use, num_bytes, is_measured=use not in _OUTSIDE_TORCH)
-                for use, num_bytes in device.items()
-            ),
+            *(MemoryItem(use, num_bytes) for use, num_bytes in device.items()),
             *(MemoryItem(use, num_bytes, MemoryKind.HOST) for use, num_bytes in host.items()),
-            *_processes(config),
+            *_outside(config, name),
         ]
         yield Phase(name, tuple(item for item in items if item.num_bytes >= _MIB))
 
 
-def _processes(config: ExperimentConfig) -> Iterator[MemoryItem]:
-    yield MemoryItem("Python, torch, Ray", _PROCESS, MemoryKind.HOST, is_measured=False)
-    if config.rollout.engine == "sglang" and (config.has_fused_engines or not config.has_servers):
-        yield MemoryItem("SGLang's processes", _SERVER, MemoryKind.HOST, is_measured=False)
+def _outside(config: ExperimentConfig, phase: str) -> Iterator[MemoryItem]:
+    """Yield what a rank and its engine's server hold on the host besides large tensors."""
+    yield MemoryItem("Python, torch, Ray", _PROCESS, MemoryKind.HOST)
+    if config.rollout.engine != "sglang" or not (config.has_fused_engines or not config.has_servers):
+        return
+    engine = engine_memory(config, architecture_of(config.model))
+    yield MemoryItem("SGLang's processes", _SERVER, MemoryKind.HOST)
+    yield MemoryItem("routed experts", engine.server_routes, MemoryKind.HOST)
+    keeps_base = config.lora.sends_adapters and config.lora.base == "backup"
+    if config.rollout.sleep and phase not in _WITH_ENGINE:
+        if config.rollout.backup_weights == "always":
+            yield MemoryItem("backup of rollout weights", engine.weights, MemoryKind.HOST)
+        elif keeps_base:
+            yield MemoryItem("backup of rollout weights", engine.base_weights, MemoryKind.HOST)
 
 
 def _fullest(

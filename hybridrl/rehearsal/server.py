@@ -368,10 +368,8 @@ class RehearsedServers(Servers):
         """Answer with responses of full length."""
         if version != self._version:
             raise DriftError(f"asked for version {version}, and the weights are {self._version}")
-        num_tokens = sampling.max_response_tokens
-        tokens, logprobs = torch.full((num_tokens,), _TOKEN), torch.full((num_tokens,), -1.0)
-        one = Sample(tokens, logprobs, "length", version)
-        return [one] * (len(prompts) * sampling.num_responses_per_prompt), {}
+        num_rows = len(prompts) * sampling.num_responses_per_prompt
+        return full_samples(num_rows, num_tokens=sampling.max_response_tokens, version=version), {}
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
@@ -381,3 +379,9 @@ class RehearsedServers(Servers):
             raise EngineError("no prompt was admitted")
         samples, metrics = self.sample(prompts, sampling, version=version)
         return Answered(prompts, samples), metrics
+
+
+def full_samples(num_rows: int, *, num_tokens: int, version: int) -> list[Sample]:
+    """Return responses of full length."""
+    tokens, logprobs = torch.full((num_tokens,), _TOKEN), torch.full((num_tokens,), -1.0)
+    return [Sample(tokens, logprobs, "length", version)] * num_rows

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.summary import sentence, summarize
-from hybridrl.errors import ConfigErrors, ModelError
-from hybridrl.planning.page import memory_lines
-from hybridrl.planning.suggestions import find_misfits
+from hybridrl.errors import ConfigError, ConfigErrors
+from hybridrl.planning.advice import find_misfits
+from hybridrl.planning.fit import find_fits
+from hybridrl.planning.page import memory_lines, plan_page
+from hybridrl.rehearsal.plan import plan_by_execution, plan_critic_pool
 from hybridrl.run.readiness import missing_here
 from hybridrl.serving.settings import rehearsed_configs
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
@@ -45,18 +46,18 @@ def check(config: ExperimentConfig) -> None:
 
     Raises:
         ConfigErrors: a function cannot be loaded, a memory is too small, weights or rows are bad.
+        HybridRLError: a rank of the run would fail so, as its cycle on fake devices does.
     """
     refused = import_module(_REWARD_REHEARSAL).find_reward_flaws(config.reward)
-    with suppress(ModelError):  # the page says why there is no plan
-        refused += find_misfits(config)
     if config.model.path is not None:  # only then: torch takes seconds
         refused += import_module(_WEIGHTS_CHECK).find_bad_weights(Path(config.model.path))
     if any(config.files_by_key.values()):
         refused += import_module(_ROWS_CHECK).find_bad_rows(config)
-    if refused:
-        raise ConfigErrors(refused)
+    memory, misfits = _memory_of(config)
+    if refused or misfits:
+        raise ConfigErrors([*refused, *misfits])
     sys.stdout.write(f"{summarize(config)}\n")
-    for line in memory_lines(config):
+    for line in memory:
         sys.stdout.write(f"{'memory':<12} {line}\n")
     sys.stdout.flush()
     for line in _rehearse(config):
@@ -64,6 +65,31 @@ def check(config: ExperimentConfig) -> None:
     for note in missing_here(config):
         sys.stdout.write(f"{'note':<12} {note}\n")
     sys.stdout.write(f"\nA run would {sentence(config)}.\n")
+
+
+def plan(config: ExperimentConfig) -> None:
+    """Print the page of ``mode=plan``.
+
+    Raises:
+        ConfigErrors: a memory is too small; the page is printed before.
+        HybridRLError: a rank of the run would fail so, as its cycle on fake devices does.
+    """
+    sys.stderr.write("executing a rank's steps on fake devices, some 30 s ...\n")
+    found = plan_by_execution(config)
+    fits = list(find_fits(config, found, plan_critic_pool(config)))
+    sys.stdout.write(plan_page(config, found, fits))
+    if misfits := find_misfits(config, fits):
+        raise ConfigErrors(misfits)
+
+
+def _memory_of(config: ExperimentConfig) -> tuple[list[str], list[ConfigError]]:
+    """Return lines about memory, and what does not fit; a laptop's run is tried sooner than read."""
+    if config.cluster.device == "cpu":
+        return ["mode=plan executes a step without values, and tells the memory of its phases"], []
+    sys.stderr.write("executing a rank's steps on fake devices, some 20 s ...\n")
+    found = plan_by_execution(config, is_quick=True)
+    fits = list(find_fits(config, found))
+    return memory_lines(fits), find_misfits(config, fits)
 
 
 def _rehearse(config: ExperimentConfig) -> Iterator[str]:

@@ -26,7 +26,6 @@ from hybridrl.run.evaluation import (
     judges_of,
     scores_of,
 )
-from hybridrl.run.plan_check import PlanCheck
 from hybridrl.run.record import RunFolder
 from hybridrl.run.rollouts import Recording, open_recording
 from hybridrl.run.rows import load_train_rows, within_epochs
@@ -67,9 +66,6 @@ class Training:
 
     kl: KLCoefficient | None = None
     """The coefficient of the KL penalty, which may change from step to step."""
-
-    finish: Callable[[], None] = lambda: None
-    """Logs the results after the last step."""
 
 
 class ProgressRecorder(StepRecorder, Protocol):
@@ -132,12 +128,9 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
                 judges_of(config, judges, workers),
             ),
             kl=kl,
-            plan_check=PlanCheck(config),
             recording=recording,
         )
-        yield Training(
-            config=config, stream=source, loop_of=rl.loop_of, kl=kl, finish=rl.plan_check.report
-        )
+        yield Training(config=config, stream=source, loop_of=rl.loop_of, kl=kl)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +145,6 @@ class _ReinforcementLearning:
 
     reward_with: Callable[[Workers], TextReward]
     kl: KLCoefficient
-    plan_check: PlanCheck
     recording: Recording
 
     def loop_of(self, workers: Workers) -> Loop:
@@ -179,7 +171,7 @@ class _ReinforcementLearning:
             }
             rate = metrics["throughput/tokens_per_s"].value / config.num_devices
             metrics["throughput/tokens_per_device_s"] = Mean(rate)
-            return metrics | self.plan_check.compare(metrics)
+            return metrics
 
         return Loop(
             take_step=take_step,

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from hybridrl import env
 from hybridrl.config.architecture import find_architecture
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.planning.model_memory import BYTES
+from hybridrl.planning.rollout import BYTES
 from hybridrl.planning.split import count_parameters
 
 _DEVICES = Path("/dev")

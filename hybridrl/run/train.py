@@ -71,7 +71,6 @@ def _train_once(
             has_learnt = _run_resumable(
                 config, loop, training, savers, origin=origin, record=record
             )
-            training.finish()
             if config.exports_model:
                 record.phase("export")
                 actor = cast(Learner, workers["actor"])

@@ -15,6 +15,8 @@ from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.setup_hook import SetupHook
 from hybridrl.diagnostics import trace
+from hybridrl.planning.frozen_base import BasePlan, base_plan, has_choice
+from hybridrl.rehearsal.plan import plan_by_execution
 from hybridrl.serving.managed_servers import ManagedServers
 from hybridrl.serving.starting import start_servers
 from hybridrl.single_controller import (
@@ -78,15 +80,17 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
     variables = rank_variables(config)
     workers = Workers()
     with ExitStack() as opened:
-        arguments: dict[str, dict[str, Servers]] = {}
+        arguments: dict[str, dict[str, Servers | BasePlan]] = {"actor": {}}
         if config.rollout.replay is not None:
-            arguments["actor"] = {"servers": NoEngines()}
+            arguments["actor"]["servers"] = NoEngines()
         if config.has_servers:
             environment = {**_rank_environment(config.cluster), **variables}
             servers = start_servers(config, model_folder, variables=environment)
             with trace.span("start servers"):
                 workers.servers = opened.enter_context(servers)
-            arguments["actor"] = {"servers": workers.servers}
+            arguments["actor"]["servers"] = workers.servers
+        if has_choice(config):
+            arguments["actor"]["base_plan"] = _plan_base(config)
         for cluster, roles in _pools_of(config):
             classes = {
                 role: RayClassWithInitArgs(cls, config, model_folder, **arguments.get(role, {}))
@@ -97,6 +101,12 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
             group = opened.enter_context(start_group(cluster, made, variables=variables))
             workers |= group.spawn(roles) if is_fused else dict.fromkeys(roles, group)
         yield workers
+
+
+def _plan_base(config: ExperimentConfig) -> BasePlan:
+    log.info("executing a step on fake devices, some 30 s; lora.base=resident spares it")
+    resident = replace(config, lora=replace(config.lora, base="resident"))
+    return base_plan(plan_by_execution(resident))
 
 
 def _pools_of(

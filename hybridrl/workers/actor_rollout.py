@@ -27,7 +27,7 @@ from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
 from hybridrl.errors import DriftError, PhaseError
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
-from hybridrl.planning.frozen_base import plan_base
+from hybridrl.planning.frozen_base import BasePlan
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
@@ -78,7 +78,11 @@ class ActorRolloutWorker(CheckpointedWorker):
     """One rank of the policy. The driver calls generate, compute_logprobs and update, in turn."""
 
     def __init__(
-        self, config: ExperimentConfig, model_folder: Path, servers: Servers | None = None
+        self,
+        config: ExperimentConfig,
+        model_folder: Path,
+        servers: Servers | None = None,
+        base_plan: BasePlan | None = None,
     ) -> None:
         """Start both engines; a collective call.
 
@@ -88,6 +92,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             config: of the run; ``model.path``, if it is set, is absolute.
             model_folder: Hugging Face folder to start from, absolute.
             servers: that have the requests, instead of the ranks; None: there are none.
+            base_plan: what ``lora.base=auto`` depends on; None: weights may stay resident.
         """
         device = start_process_group(
             device=config.cluster.device,
@@ -97,7 +102,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         control = ControlGroup(timeout_s=config.rollout.stage_timeout_s)
         lora = resolve_lora_base(
             config.lora,
-            plan=plan_base(config),
+            plan=base_plan,
             device=device,
             control=control,
             num_ranks_per_node=config.cluster.num_ranks_per_node,

@@ -1,0 +1,63 @@
+"""The steps of a critic's own rank, executed on a GPU that is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybridrl.batch import PromptBatch, RolloutBatch, jagged
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.rehearsal.cycle import Cycle, Meter, Rows, join
+from hybridrl.rehearsal.gpu import GPU, FakeGpu
+from hybridrl.rehearsal.plan import Executed
+from hybridrl.rehearsal.server import full_samples
+from hybridrl.trainer.advantages import Targets
+from hybridrl.trainer.train_batch import build_critic_batch
+from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.rollout.assemble import assemble_rollouts
+from hybridrl.workers.train.protocol import TrainState
+
+
+class CriticCycle(Cycle):
+    """A rank that has the critic alone."""
+
+    def __init__(self, config: ExperimentConfig, gpu: FakeGpu) -> None:
+        super().__init__(config, gpu)
+        per_update = config.num_rows_per_step // config.num_critic_groups
+        per_update //= config.critic.num_minibatches
+        per_microbatch = max(1, config.critic.max_tokens_per_microbatch // config.max_row_tokens)
+        self._rows = Rows(max(1, min(2 * per_microbatch, per_update)), 1)
+        self._meter = Meter(gpu, self.executed, GPU)
+
+    def run(self) -> Executed:
+        """Build the rank, and take two steps."""
+        join(self.config.num_critic_ranks, 0)
+        with self._meter("build"):
+            worker: Any = CriticWorker.__new__(CriticWorker)
+            worker.__init__(self.config, self._folder)
+        backend = worker._engine.backend
+        rollouts = self._rollouts()
+        zeros_BL = torch.zeros_like(rollouts.sampler_logprobs_BL)
+        for _ in range(2):
+            with self._meter("values"):
+                values_BL = worker.compute_values(rollouts).values_BL
+            batch = build_critic_batch(rollouts, values_BL, Targets(zeros_BL, zeros_BL, {}))
+            with self._meter("critic_update"):
+                worker.update(batch)
+            self._gpu.name(backend.tensors(TrainState.OPTIMIZER), "optimizer")
+            self._gpu.name(backend.tensors(TrainState.PARAMETERS), "critic weights")
+        return self.executed
+
+    def _rollouts(self) -> RolloutBatch:
+        prompt = torch.ones(self.config.data.max_prompt_tokens, dtype=torch.int64)
+        index_P = torch.arange(self._rows.num_prompts)
+        prompts = PromptBatch(
+            token_ids_PL=jagged([prompt] * len(index_P)),
+            prompt_index_P=index_P,
+            seed_P=index_P,
+            batch_size=[len(index_P)],
+        )
+        num_tokens = self.config.rollout.max_response_tokens
+        samples = full_samples(len(index_P), num_tokens=num_tokens, version=0)
+        return assemble_rollouts(prompts, samples, policy_version=0, has_versions=False)
