@@ -7,8 +7,10 @@ another one may be the fullest of all.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -200,6 +202,8 @@ def _hollow(config: ExperimentConfig, num_layers: int) -> Iterator[tuple[Any, Ex
 
     By name: only here may torch be imported, and it must be changed before anything uses it.
     """
+    warnings.simplefilter("ignore")  # of the packages: a run says them once more
+    logging.disable(logging.WARNING)
     gpu = import_module("hybridrl.rehearsal.gpu").FakeGpu(
         num_bytes=capacity_bytes(config.cluster) or _UNKNOWN_DEVICE,
         num_devices=config.cluster.num_ranks_per_node,
