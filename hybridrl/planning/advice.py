@@ -11,11 +11,13 @@ from operator import attrgetter
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError, instruction
-from hybridrl.planning.fit import SHARE, Fit, format_bytes
-from hybridrl.planning.plan import MemoryItem
+from hybridrl.planning.fit import DEVICE, HOST, SHARE, Fit, format_bytes
+from hybridrl.planning.plan import MemoryItem, MemoryKind
 
 _MOST = 0.95  # of a device for an engine
 _FEWEST_TOKENS = 128  # tokens of a chunk of logits: smaller chunks save little
+_OF_ENGINE = ("KV cache", "rollout weights", "SGLang's graphs")
+_OF_TRAINING = ("optimizer", "actor weights", "gradients")
 _MOST_ADVICE = "take more devices: raise cluster.num_ranks_per_node or cluster.num_nodes"
 
 
@@ -39,7 +41,12 @@ def _advise(config: ExperimentConfig, misfit: Fit) -> str:
     if misfit.phase is None:  # of a server: its cache is all that can be less
         items = [MemoryItem("KV cache", misfit.num_bytes)]
     else:
-        items = sorted(misfit.phase.items, key=lambda item: item.num_bytes, reverse=True)
+        is_on_host = misfit.key == HOST
+        items = sorted(
+            (item for item in misfit.phase.items if (item.kind is MemoryKind.HOST) == is_on_host),
+            key=attrgetter("num_bytes"),
+            reverse=True,
+        )
     for item in items:
         if override := next(_overrides(config, item.name, misfit), ""):
             size = format_bytes(item.num_bytes)
@@ -57,32 +64,44 @@ def _raise_share(config: ExperimentConfig, misfit: Fit) -> str:
 
 def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]:
     """Yield what makes a use of memory smaller, the cheapest first."""
-    actor, rollout, megatron = config.actor, config.rollout, bool(config.megatron_worlds)
-    row_tokens = config.max_row_tokens
-    if use == "KV cache" and misfit.capacity:
-        fraction = rollout.memory_fraction - misfit.excess / misfit.capacity
-        if fraction > 0:
-            yield f"{SHARE}={math.floor(100 * fraction) / 100}"
-    if use in ("KV cache", "rollout weights", "SGLang's graphs") and not rollout.sleep:
-        yield "rollout.sleep=true"
-    if use == "logits" and actor.logprob_chunk_tokens > _FEWEST_TOKENS:
-        yield f"actor.logprob_chunk_tokens={actor.logprob_chunk_tokens // 2}"
-    if use == "activations":
-        if not actor.gradient_checkpointing:
-            yield "actor.gradient_checkpointing=true"
-        if actor.max_tokens_per_microbatch > row_tokens:
-            half = max(row_tokens, actor.max_tokens_per_microbatch // 2)
-            yield f"actor.max_tokens_per_microbatch={half}"
-        if megatron and not config.megatron.sequence_parallel:
-            yield "megatron.sequence_parallel=true"
-    if use == "gathered weights" and not actor.fsdp2.reshard_after_forward:
-        yield "actor.fsdp2.reshard_after_forward=true"
-    if use == "gradients" and actor.fsdp2.reduce_gradients == "last_microbatch":
-        yield "actor.fsdp2.reduce_gradients=every_microbatch"
-    if use in ("optimizer", "actor weights", "gradients") and not megatron:
-        if misfit.key == "cluster.device_memory_gib" and not actor.fsdp2.cpu_offload:
-            yield "actor.fsdp2.cpu_offload=true"
-    if use == "checkpoint":
-        yield "checkpoint.every_num_steps=0"
-    if use == "offloaded training state" and rollout.sleep:
-        yield "rollout.sleep=false"
+    actor, rollout = config.actor, config.rollout
+    is_megatron, is_on_device = bool(config.megatron_worlds), misfit.key == DEVICE
+    fraction = rollout.memory_fraction - misfit.excess / max(1, misfit.capacity or 1)
+    tokens = max(config.max_row_tokens, actor.max_tokens_per_microbatch // 2)
+    chunk = actor.logprob_chunk_tokens // 2
+    moved = is_megatron or actor.fsdp2.cpu_offload
+    for uses, helps, override in (
+        (("KV cache",), fraction > 0, f"{SHARE}={math.floor(100 * fraction) / 100}"),
+        (_OF_ENGINE, not rollout.sleep, "rollout.sleep=true"),
+        (("logits",), chunk >= _FEWEST_TOKENS, f"actor.logprob_chunk_tokens={chunk}"),
+        (
+            ("activations",),
+            not actor.gradient_checkpointing,
+            "actor.gradient_checkpointing=true",
+        ),
+        (
+            ("activations",),
+            tokens < actor.max_tokens_per_microbatch,
+            f"actor.max_tokens_per_microbatch={tokens}",
+        ),
+        (
+            ("activations",),
+            is_megatron and not config.megatron.sequence_parallel,
+            "megatron.sequence_parallel=true",
+        ),
+        (
+            ("gathered weights",),
+            not actor.fsdp2.reshard_after_forward,
+            "actor.fsdp2.reshard_after_forward=true",
+        ),
+        (
+            ("gradients",),
+            actor.fsdp2.reduce_gradients == "last_microbatch",
+            "actor.fsdp2.reduce_gradients=every_microbatch",
+        ),
+        (_OF_TRAINING, is_on_device and not moved, "actor.fsdp2.cpu_offload=true"),
+        (("checkpoint",), True, "checkpoint.every_num_steps=0"),
+        (("offloaded training state",), rollout.sleep, "rollout.sleep=false"),
+    ):
+        if use in uses and helps:
+            yield override

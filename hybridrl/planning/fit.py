@@ -13,8 +13,8 @@ from hybridrl.planning.served import engine_memory, plan_servers
 
 _GIB = 2**30
 _MIB = 2**20
-_DEVICE = "cluster.device_memory_gib"
-_HOST = "cluster.host_memory_gib"
+DEVICE = "cluster.device_memory_gib"
+HOST = "cluster.host_memory_gib"
 SHARE = "rollout.memory_fraction"
 
 
@@ -86,7 +86,7 @@ def find_fits(
         parts = ", ".join(f"{part} {format_bytes(n)}" for part, n in sizes.items() if n)
         name = f"servers {group.model}.{group.name}"
         total = sum(sizes.values())
-        yield Fit(name, f"a device ({parts})", total, capacity, _DEVICE, unknown=cache)
+        yield Fit(name, f"a device ({parts})", total, capacity, DEVICE, unknown=cache)
         yield from _of_share(f"an engine of {name}", memory)
     if is_cuda:
         yield _of_machine(config, plan, critic, is_unknown=bool(cache))
@@ -95,7 +95,7 @@ def find_fits(
 def _of_device(name: str, plan: MemoryPlan, capacity: int | None, *, unknown: str = "") -> Fit:
     fullest = plan.fullest
     peak, detail = plan.peak_bytes(fullest), f"in {fullest.name}"
-    return Fit(name, detail, peak, capacity, _DEVICE, unknown=unknown, phase=fullest)
+    return Fit(name, detail, peak, capacity, DEVICE, unknown=unknown, phase=fullest)
 
 
 def _of_share(name: str, memory: RolloutMemory) -> Iterator[Fit]:
@@ -121,7 +121,7 @@ def _of_machine(
     gib = config.cluster.host_memory_gib
     capacity = None if gib is None else int(gib * _GIB)
     name = "host memory of a machine"
-    return Fit(name, detail, num_bytes, capacity, _HOST, unknown=unknown, phase=fullest)
+    return Fit(name, detail, num_bytes, capacity, HOST, unknown=unknown, phase=fullest)
 
 
 def _fullest_on_host(plan: MemoryPlan) -> Phase:

@@ -102,7 +102,13 @@ class Cycle:
             gpu: entered.
             rank: which of the ranks it is; one that has an engine.
         """
-        self.config = replace(config, algorithm=replace(config.algorithm, num_minibatches=1))
+        self.config = replace(
+            config,
+            algorithm=replace(config.algorithm, num_minibatches=1),
+            cluster=replace(config.cluster, device="cuda"),
+            rollout=replace(config.rollout, engine="sglang"),
+        )
+        self._asked = config  # of a run on a CPU the GPU shows memory alone
         self.executed = Executed()
         self.handles = Handles()
         self.servers: list[RehearsedServer | RehearsedServers] = []
@@ -110,7 +116,8 @@ class Cycle:
         self._folder = Path(config.model.path or "")
         self._rows = Rows.of(config)
         self._critic: CriticWorker | None = None
-        gpu.hold(Block(0, GPU, "CUDA, NCCL, fragments"), _RESERVE)
+        if config.cluster.device == "cuda":
+            gpu.hold(Block(0, GPU, "CUDA, NCCL, fragments"), _RESERVE)
         self._replace_what_needs_a_device()
         register_optimizer_step_pre_hook(self._name_gradients)
 
@@ -230,13 +237,14 @@ class Cycle:
 
     def _replace_what_needs_a_device(self) -> None:
         model = architecture_of(self.config.model)
-        memory = engine_memory(self.config, model)
+        memory = engine_memory(self._asked, model)
         sizes = {
             MemoryTag.WEIGHTS: memory.weights,
             MemoryTag.KV_CACHE: memory.kv_cache + memory.computing,
             MemoryTag.CUDA_GRAPH: memory.server_graphs,
         }
-        self._gpu.hold(Block(0, GPU, "SGLang itself"), memory.server_resident)
+        if self.config.has_fused_engines or not self.config.has_servers:
+            self._gpu.hold(Block(0, GPU, "SGLang itself"), memory.server_resident)
 
         def start_server(*args: Any, **kwargs: Any) -> RehearsedServer:  # noqa: ANN401
             server = RehearsedServer(

@@ -333,9 +333,7 @@ class FakeGpu(TorchDispatchMode):
 
     # -- operators -------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         if func is torch.ops.prim.device.default:
             return self._device_in_cpp(args[0])
         if any(not _is_plain(each) for each in types):
@@ -401,7 +399,9 @@ class FakeGpu(TorchDispatchMode):
         if name.startswith(("copy_.", "_to_copy.")):
             self._note_copy(name, args, kwargs)
             target = args[0]
-            return target if name.startswith("copy_") and not isinstance(target, FakeTensor) else None
+            return (
+                target if name.startswith("copy_") and not isinstance(target, FakeTensor) else None
+            )
         if func.namespace == "c10d" and "coalesced" in name:
             return FakeWork().boxed()
         shape: tuple[int, ...] | None = None
@@ -448,7 +448,9 @@ def _on_first_gpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:  # noqa: ANN401
         is_gpu = device is not None and torch.device(device).type == "cuda"
         if isinstance(data, list | tuple):
-            data = tree_map(lambda each: each.item() if isinstance(each, FakeTensor) else each, data)
+            data = tree_map(
+                lambda each: each.item() if isinstance(each, FakeTensor) else each, data
+            )
         return make(data, *args, device=GPU if is_gpu else device, **kwargs)
 
     return made

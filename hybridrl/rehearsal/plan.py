@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -43,6 +44,8 @@ _SERVER = 1300 * _MIB
 
 _UNKNOWN_DEVICE = 80 * _GIB
 _LONGEST_PERIOD = 8
+_TELL_EVERY_S = 4.0
+_MAPPED = "weights on their way in"
 
 _FEWEST = 3
 """Layers of which one is first, one last and one between: from here on memory grows evenly."""
@@ -60,6 +63,13 @@ Case = tuple[int, int, bool]
 
 Work = Callable[[ExperimentConfig, Case], "Executed"]
 
+Tell = Callable[[str], object]
+"""Hears how far something is."""
+
+
+def _say_nothing(_: str) -> None:
+    """Nobody listens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Executed:
@@ -75,7 +85,9 @@ class Executed:
     """Copies and synchronisations of the last step, with the product's lines."""
 
 
-def plan_by_execution(config: ExperimentConfig, *, is_quick: bool = False) -> MemoryPlan:
+def plan_by_execution(
+    config: ExperimentConfig, *, is_quick: bool = False, tell: Tell = _say_nothing
+) -> MemoryPlan:
     """Execute a rank's cycle and return the memory of its phases, on the fullest pipeline stage.
 
     Phases that only build and move weights are executed with all layers.
@@ -83,6 +95,7 @@ def plan_by_execution(config: ExperimentConfig, *, is_quick: bool = False) -> Me
     Args:
         config: has passed its checks.
         is_quick: leaves out the phase that a few layers do not show.
+        tell: hears every few seconds how far it is.
 
     Raises:
         ModelError: the model's config.json cannot be read, or is of an unknown family.
@@ -93,7 +106,7 @@ def plan_by_execution(config: ExperimentConfig, *, is_quick: bool = False) -> Me
     sizes = layers_to_execute(config, architecture_of(config.model))
     computing = [(stage, size, True) for stage in stages for size in sizes]
     whole = computing[0] if is_quick or sizes == (num_layers,) else (0, num_layers, False)
-    executed = _execute_all(config, {whole: None, **dict.fromkeys(computing)})
+    executed = _execute_all(config, {whole, *computing}, tell=tell)
     plans = []
     for stage in stages:
         of_stage = [executed[stage, size, True] for size in sizes]
@@ -104,31 +117,35 @@ def plan_by_execution(config: ExperimentConfig, *, is_quick: bool = False) -> Me
     return max(plans, key=lambda plan: sorted(map(plan.peak_bytes, plan.phases), reverse=True))
 
 
-def plan_critic_pool(config: ExperimentConfig) -> MemoryPlan | None:
-    """Execute a step of the critic's own ranks; None if it has none.
-
-    Raises:
-        ModelError, HybridRLError, RehearsalError: as ``plan_by_execution``.
-    """
+def plan_critic_pool(config: ExperimentConfig, *, tell: Tell = _say_nothing) -> MemoryPlan | None:
+    """Execute a step of the critic's own ranks; None if it has none. See ``plan_by_execution``."""
     if not config.has_critic_pool:
         return None
     sizes = layers_to_execute(config, architecture_of(config.model))
-    executed = _execute_all(config, [(0, size, True) for size in sizes], work=execute_critic)
-    phases = _phases(config, [*executed.values()][::-1], sizes, None, is_quick=False)
+    cases = [(0, size, True) for size in sizes]
+    executed = _execute_all(config, cases, work=execute_critic, tell=tell)
+    phases = _phases(config, [executed[case] for case in cases], sizes, None, is_quick=False)
     return MemoryPlan(config.cluster.device, tuple(phases))
 
 
 def _execute_all(
-    config: ExperimentConfig, cases: Iterable[Case], *, work: Work | None = None
+    config: ExperimentConfig,
+    cases: Iterable[Case],
+    *,
+    work: Work | None = None,
+    tell: Tell = _say_nothing,
 ) -> dict[Case, Executed]:
     """Execute cases side by side, each in a process of its own, which it changes for good."""
-    cases = sorted(cases, key=lambda case: -case[1])
+    cases, begin = sorted(cases, key=lambda case: -case[1]), time.monotonic()
     num_processes = min(len(cases), os.cpu_count() or 1)
     pool = ProcessPoolExecutor(
         num_processes, mp_context=get_context("spawn"), max_tasks_per_child=1
     )
     with pool:
         futures = {case: pool.submit(work or execute, config, case) for case in cases}
+        while len(done := wait(futures.values(), timeout=_TELL_EVERY_S).done) < len(futures):
+            took_s = time.monotonic() - begin
+            tell(f"{len(done)} of {len(futures)} executions on fake devices, {took_s:.0f} s")
         try:
             return {case: future.result() for case, future in futures.items()}
         except HybridRLError:
@@ -233,6 +250,7 @@ def _phases(
             continue
         device = _fullest([each.device[name] for each in found], layers, num_layers)
         host = _fullest([each.host[name] for each in found], layers, num_layers)
+        host.pop(_MAPPED, None)  # pages of files, which all ranks of a machine share
         items = [
             *(MemoryItem(use, num_bytes) for use, num_bytes in device.items()),
             *(MemoryItem(use, num_bytes, MemoryKind.HOST) for use, num_bytes in host.items()),
@@ -244,7 +262,8 @@ def _phases(
 def _outside(config: ExperimentConfig, phase: str) -> Iterator[MemoryItem]:
     """Yield what a rank and its engine's server hold on the host besides large tensors."""
     yield MemoryItem("Python, torch, Ray", _PROCESS, MemoryKind.HOST)
-    if config.rollout.engine != "sglang" or not (config.has_fused_engines or not config.has_servers):
+    is_served_elsewhere = config.has_servers and not config.has_fused_engines
+    if config.rollout.engine != "sglang" or is_served_elsewhere:
         return
     engine = engine_memory(config, architecture_of(config.model))
     yield MemoryItem("SGLang's processes", _SERVER, MemoryKind.HOST)
@@ -257,9 +276,7 @@ def _outside(config: ExperimentConfig, phase: str) -> Iterator[MemoryItem]:
             yield MemoryItem("backup of rollout weights", engine.base_weights, MemoryKind.HOST)
 
 
-def _fullest(
-    moments: Sequence[Moments], sizes: Sequence[int], num_layers: int
-) -> Mapping[str, int]:
+def _fullest(moments: Sequence[Moments], sizes: Sequence[int], num_layers: int) -> dict[str, int]:
     """Return who has memory at the fullest moment of a phase in the full model."""
     kinds = dict.fromkeys(kind for each in moments for kind in each)
     at_full_size = [

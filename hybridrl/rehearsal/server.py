@@ -354,7 +354,9 @@ class RehearsedServers(Servers):
     def update(self, source: WeightSource, *, version: int) -> None:
         """Read the headers of the files."""
         if not isinstance(source, Path):
-            raise EngineError("a broadcast of weights cannot be rehearsed; set serving.weights=files")
+            raise EngineError(
+                "a broadcast of weights cannot be rehearsed; set serving.weights=files"
+            )
         self.received, self._version = WeightFiles(source).names, version
 
     def sample(

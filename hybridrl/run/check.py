@@ -74,20 +74,23 @@ def plan(config: ExperimentConfig) -> None:
         ConfigErrors: a memory is too small; the page is printed before.
         HybridRLError: a rank of the run would fail so, as its cycle on fake devices does.
     """
-    sys.stderr.write("executing a rank's steps on fake devices, some 30 s ...\n")
-    found = plan_by_execution(config)
-    fits = list(find_fits(config, found, plan_critic_pool(config)))
+    found = plan_by_execution(config, tell=_tell)
+    fits = list(find_fits(config, found, plan_critic_pool(config, tell=_tell)))
     sys.stdout.write(plan_page(config, found, fits))
     if misfits := find_misfits(config, fits):
         raise ConfigErrors(misfits)
 
 
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def _memory_of(config: ExperimentConfig) -> tuple[list[str], list[ConfigError]]:
-    """Return lines about memory, and what does not fit; a laptop's run is tried sooner than read."""
+    """Return lines about memory, and what does not fit. A run on a CPU is sooner tried."""
     if config.cluster.device == "cpu":
-        return ["mode=plan executes a step without values, and tells the memory of its phases"], []
-    sys.stderr.write("executing a rank's steps on fake devices, some 20 s ...\n")
-    found = plan_by_execution(config, is_quick=True)
+        return ["mode=plan executes a step without values, and tells the memory of each phase"], []
+    found = plan_by_execution(config, is_quick=True, tell=_tell)
     fits = list(find_fits(config, found))
     return memory_lines(fits), find_misfits(config, fits)
 

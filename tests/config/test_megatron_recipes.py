@@ -13,10 +13,6 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.summary import summarize
 from hybridrl.main import compose
-from hybridrl.planning.memory import plan_memory
-from hybridrl.planning.page import memory_lines
-from hybridrl.planning.plan import MemoryKind, MemoryPlan
-from hybridrl.planning.suggestions import find_misfits
 from tests.config.test_checks import NO_TENSORS
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
 
@@ -26,7 +22,6 @@ MODELS = {
     "grpo_qwen3_30b_a3b_1x8_megatron": QWEN3_30B_A3B,
     "grpo_qwen3_30b_a3b_4x8_megatron": QWEN3_30B_A3B,
 }
-GIB = 2**30
 
 
 def config_of(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
@@ -80,32 +75,6 @@ def test_a_check_says_how_the_model_is_cut(
 ) -> None:
     text = summarize(config_of(name, tmp_path))
     assert all(word in text for word in words), text
-
-
-def table_of(plan: MemoryPlan) -> dict[str, list[str]]:
-    return {
-        "": [phase.name for phase in plan.phases],
-        "device": [f"{plan.peak_bytes(phase) / GIB:.1f}" for phase in plan.phases],
-        "host": [f"{phase.bytes_on(MemoryKind.HOST) / GIB:.1f}" for phase in plan.phases],
-    }
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_figures_of_a_header_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
-    lines = (RECIPES / f"{name}.yaml").read_text().splitlines()
-    begin = next(n for n, line in enumerate(lines) if line.startswith("# Memory of a rank"))
-    names, device, host = (line.lstrip("#").split() for line in lines[begin + 1 : begin + 4])
-    config = config_of(name, tmp_path)
-    plan = plan_memory(config)
-    assert {"": names, device[0]: device[1:], host[0]: host[1:]} == table_of(plan)
-    assert (plan.stage is not None) == ("of stage" in lines[begin])
-    if plan.stage is not None:
-        pipeline = config.megatron.pipeline_parallel_size
-        assert f"stage {plan.stage + 1} of {pipeline} " in lines[begin]
-    assert find_misfits(config) == []
-    peak = plan.peak_bytes(plan.fullest) / GIB
-    line, *_ = memory_lines(config)
-    assert line.startswith(f"peak of a rank {peak:.2f} GiB in generate. Fits: ")
 
 
 def test_the_run_on_a_cpu_names_a_hook_that_is_there() -> None:

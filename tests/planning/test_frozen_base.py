@@ -6,9 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.planning.frozen_base import BasePlan, RankFacts, choose_base, plan_base
-from hybridrl.planning.memory import plan_memory
-from tests.planning.test_memory import GPU, config_of
+from hybridrl.planning.frozen_base import (
+    BasePlan,
+    RankFacts,
+    base_plan,
+    choose_base,
+    has_choice,
+)
+from hybridrl.planning.plan import MemoryItem, MemoryPlan, Phase
+from tests.config.values import config_of
 
 GIB = 2**30
 PLAN = BasePlan(base_bytes=16 * GIB, peak_bytes=70 * GIB)
@@ -47,6 +53,7 @@ def test_without_a_device_of_its_own_memory_stays_where_it_is() -> None:
     assert choose_base(None, [])[0] == "resident"
 
 
+GPU = ("cluster=one_gpu", "actor.compute_dtype=bfloat16", "rollout.dtype=bfloat16")
 AUTO = ("lora=default", "lora.base=auto", "rollout.sleep=true")
 
 
@@ -59,16 +66,17 @@ AUTO = ("lora=default", "lora.base=auto", "rollout.sleep=true")
         (*GPU, "rollout.sleep=true"),
     ],
 )
-def test_there_is_a_plan_only_where_there_is_a_choice(overrides: tuple[str, ...]) -> None:
-    assert plan_base(config_of(*overrides)) is None
+def test_there_is_no_choice_where_memory_does_not_decide(overrides: tuple[str, ...]) -> None:
+    assert not has_choice(config_of(*overrides))
+    assert has_choice(config_of(*GPU, *AUTO))
 
 
 def test_the_plan_is_that_of_training_with_resident_weights() -> None:
-    plan = plan_base(config_of(*GPU, *AUTO))
-    resident = plan_memory(config_of(*GPU, *AUTO[::2], "lora.base=resident"))
-    phases = {phase.name: resident.peak_bytes(phase) for phase in resident.phases}
-    assert plan is not None
-    assert plan.peak_bytes == max(
-        phases[name] for name in phases if name not in ("build", "generate")
+    weights = MemoryItem("rollout weights", 2 * GIB)
+    phases = (
+        Phase("generate", (weights, MemoryItem("KV cache", 60 * GIB))),
+        Phase("logprobs", (weights, MemoryItem("logits", 7 * GIB))),
+        Phase("update", (weights, MemoryItem("gradients", 9 * GIB))),
     )
-    assert 0 < plan.base_bytes < plan.peak_bytes
+    plan = base_plan(MemoryPlan("cuda", phases))
+    assert plan == BasePlan(base_bytes=2 * GIB, peak_bytes=11 * GIB)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.planning.page import plan_page
+from hybridrl.planning.advice import find_misfits
+from hybridrl.planning.fit import Fit, find_fits
+from hybridrl.planning.plan import MemoryItem, MemoryPlan, Phase
 from hybridrl.planning.served import plan_servers
-from hybridrl.planning.suggestions import find_misfits
 from tests.config.values import config_of
 from tests.planning.models import QWEN3_8B
-from tests.planning.test_memory import plan_of
 
 GPUS = (
     *("rollout=sglang", "cluster=one_gpu", "cluster.device_memory_gib=80"),
@@ -23,7 +23,11 @@ GROUPS = (
     "gap: {num_devices: 1, worker_type: placeholder}, narrow: {num_devices: 3}}}}",
     "serving.num_devices_per_node=8",
 )
-OF_ENGINES = {"rollout weights", "KV cache", "sampling", "SGLang itself", "SGLang's processes"}
+RANK = MemoryPlan("cuda", (Phase("update", (MemoryItem("gradients", 2**30),)),))
+
+
+def fits_of(*overrides: str) -> list[Fit]:
+    return list(find_fits(config_of(*overrides), RANK))
 
 
 @pytest.fixture
@@ -33,14 +37,6 @@ def given(tmp_path: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.shows("4.2", "4.10")
-def test_a_rank_has_no_memory_of_servers(given: tuple[str, ...]) -> None:
-    assert not OF_ENGINES.intersection(plan_of(*given, *GROUPS).item_names)
-    fused = plan_of(*given)
-    assert OF_ENGINES - {"sampling"} < set(fused.item_names)
-    served = plan_of(*given, *GROUPS)
-    assert served.peak_bytes(served.fullest) < fused.peak_bytes(fused.fullest)
-
-
 def test_a_device_of_a_server_has_its_share_of_the_model(given: tuple[str, ...]) -> None:
     config = config_of(*given, *GROUPS)
     (first, wide), (second, narrow) = plan_servers(config)
@@ -48,15 +44,15 @@ def test_a_device_of_a_server_has_its_share_of_the_model(given: tuple[str, ...])
     assert narrow.weights == 4 * wide.weights == 2 * 8_190_735_360
     for memory in (wide, narrow):
         assert memory.weights + memory.kv_cache == 40 * 2**30
-    page = plan_page(config)
-    assert "servers policy.wide " in page
-    of_servers = [line for line in page.splitlines() if line.startswith("servers")]
+    of_servers = [str(fit) for fit in find_fits(config, RANK) if fit.name.startswith("servers")]
+    assert [line.split()[1] for line in of_servers] == ["policy.wide", "policy.narrow"]
     assert all("Fits" in line for line in of_servers)
 
 
 def test_a_device_of_a_server_that_is_too_small_is_refused(given: tuple[str, ...]) -> None:
     sizes = ("cluster.num_ranks_per_node=8", "rollout.memory_fraction=0.99")
-    errors = find_misfits(config_of(*given, *GROUPS, *sizes, "serving.num_devices_per_node=8"))
+    config = config_of(*given, *GROUPS, *sizes, "serving.num_devices_per_node=8")
+    errors = find_misfits(config, find_fits(config, RANK))
     named = [" ".join(error.rule.split()[:2]) for error in errors]
     assert named == ["servers policy.wide", "servers policy.narrow"]
     assert all("rollout.memory_fraction=0.9" in str(error) for error in errors)
@@ -74,7 +70,5 @@ def test_engines_of_ranks_are_in_the_memory_of_ranks_alone(given: tuple[str, ...
         "serving.models.policy.groups={fused: {num_devices: 4}, own: {num_devices: 1}}",
     )
     assert [group.name for group, _ in plan_servers(config_of(*given, *mixed))] == ["own"]
-    fused = plan_of(*given, "cluster.num_ranks_per_node=4", "rollout.sleep=true")
-    served = plan_of(*given, *mixed)
-    assert served.item_names == fused.item_names
-    assert served.peak_bytes(served.fullest) == fused.peak_bytes(fused.fullest)
+    names = [fit.name for fit in fits_of(*given, *mixed)]
+    assert names[:2] == ["peak of a rank", "a rank's engine"]

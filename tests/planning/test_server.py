@@ -7,76 +7,73 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.config.architecture import architecture_of
+from hybridrl.planning.rollout import RolloutMemory
+from hybridrl.planning.served import engine_memory
 from tests.config.values import config_of
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
-from tests.planning.test_memory import SERVED, part, plan_of
 
+GIB = 2**30
 MIB = 2**20
-SIZES = ("cluster.device_memory_gib=80", "rollout.memory_fraction=0.5", "rollout.num_slots=256")
+SERVED = (
+    *("rollout=sglang", "rollout.dtype=bfloat16", "cluster=one_gpu", "rollout.sleep=true"),
+    *("actor.compute_dtype=bfloat16", "cluster.device_memory_gib=80", "model.starter=null"),
+    *("rollout.memory_fraction=0.5", "rollout.num_slots=256"),
+)
 TP2 = ("cluster.num_ranks_per_node=2", "rollout.tensor_parallel_size=2")
+
+
+def memory_of(*overrides: str) -> RolloutMemory:
+    config = config_of(*overrides)
+    return engine_memory(config, architecture_of(config.model))
 
 
 @pytest.fixture
 def given(tmp_path: Path) -> tuple[str, ...]:
-    """A sleeping server of Qwen3-8B."""
+    """A server of Qwen3-8B."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
-    return (*SERVED, *SIZES, "model.starter=null", f"model.path={tmp_path}")
+    return (*SERVED, f"model.path={tmp_path}")
+
+
+def test_weights_and_cache_are_the_share_of_the_device(given: tuple[str, ...]) -> None:
+    memory = memory_of(*given)
+    assert memory.weights + memory.kv_cache == 40 * GIB
+    assert memory.weights == 2 * 8_190_735_360
+    assert memory.smallest_share > memory.weights
 
 
 def test_the_logits_of_256_rows_of_qwen_are_156_mb(given: tuple[str, ...]) -> None:
-    graphs = plan_of(*given)
-    without = plan_of(*given, "rollout.cuda_graphs=false")
+    graphs, without = memory_of(*given), memory_of(*given, "rollout.cuda_graphs=false")
     pages = 256 * config_of(*given).max_row_tokens * 4
-    more = part(graphs, "update", "SGLang itself") - part(without, "update", "SGLang itself")
+    more = graphs.server_resident - without.server_resident
     assert more - pages == 256 * 151_936 * 4 == 155_582_464
+    assert (graphs.server_graphs, without.server_graphs) == (512 * MIB, 0)
 
 
-def test_what_a_server_holds_itself_is_there_from_start_to_end(given: tuple[str, ...]) -> None:
-    plan = plan_of(*given)
-    (resident,) = {part(plan, one.name, "SGLang itself") for one in plan.phases}
-    assert resident > 1024 * MIB
-    shared = plan_of(*given, *TP2)
-    assert part(shared, "update", "SGLang itself") == resident + 256 * MIB
-
-
-def test_a_servers_graphs_are_there_while_it_is_awake(given: tuple[str, ...]) -> None:
-    asleep, awake = plan_of(*given), plan_of(*given, "rollout.sleep=false")
-    name = "SGLang's graphs"
-    assert part(asleep, "generate", name) == 512 * MIB
-    assert part(asleep, "update", name) == part(asleep, "sync", name) == 0
-    assert all(part(awake, one.name, name) == 512 * MIB for one in awake.phases)
-    assert part(plan_of(*given, "rollout.cuda_graphs=false"), "generate", name) == 0
-
-
-def test_ranks_that_share_a_server_divide_its_weights(given: tuple[str, ...]) -> None:
-    one, two = (part(plan_of(*given, *more), "sync", "rollout weights") for more in ((), TP2))
-    assert one == 2 * 8_190_735_360
-    assert two == one // 2
-
-
-def test_a_pass_of_a_server_is_cut_over_its_ranks(given: tuple[str, ...]) -> None:
-    one, two = (part(plan_of(*given, *more), "generate", "sampling") for more in ((), TP2))
+def test_ranks_that_share_a_server_divide_it_and_talk_to_each_other(
+    given: tuple[str, ...],
+) -> None:
+    one, two = memory_of(*given), memory_of(*given, *TP2)
+    assert two.weights == one.weights // 2
+    assert two.server_resident == one.server_resident + 256 * MIB
     hidden, cut = 3 * 4096, 3 * 12288 + 2 * 4096 + 2 * 1024
-    assert one == 8192 * 2 * (hidden + cut)
-    assert two == 8192 * 2 * (hidden + cut // 2)
-    fewer = "rollout.engine_args={chunked_prefill_size: 2048}"
-    assert part(plan_of(*given, fewer), "generate", "sampling") == 2 * 256 * 151_936 * 4
+    assert one.computing == 8192 * 2 * (hidden + cut)
+    assert two.computing == 8192 * 2 * (hidden + cut // 2)
+    fewer = memory_of(*given, "rollout.engine_args={chunked_prefill_size: 2048}")
+    assert fewer.computing == 2 * 256 * 151_936 * 4
 
 
 def test_a_server_keeps_the_experts_of_every_cached_token_on_the_host(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
-    moe = (*SERVED, *SIZES, "model.starter=null", f"model.path={tmp_path}", "actor=megatron")
-    plan = plan_of(*moe, "actor.compute_dtype=bfloat16", "rollout.memory_fraction=0.9")
-    assert part(plan, "update", "routed experts") == 0
-    asked = ("actor.compute_dtype=bfloat16", "rollout.memory_fraction=0.9")
-    plan = plan_of(*moe, *asked, "rollout.routed_experts=true")
-    num_tokens = part(plan, "generate", "KV cache") // (2 * 48 * 4 * 128 * 2)
+    moe = (*SERVED, f"model.path={tmp_path}", "actor=megatron", "rollout.memory_fraction=0.9")
+    moe = (*moe, "actor.compute_dtype=bfloat16")
+    assert memory_of(*moe).server_routes == 0
+    memory = memory_of(*moe, "rollout.routed_experts=true")
+    num_tokens = memory.kv_cache // (2 * 48 * 4 * 128 * 2)
     assert num_tokens > 10_000
-    assert part(plan, "update", "routed experts") == num_tokens * 48 * 8 * 4
+    assert memory.server_routes == num_tokens * 48 * 8 * 4
 
 
-def test_on_a_cpu_a_server_is_counted_as_processes_alone() -> None:
-    plan = plan_of("rollout=sglang", "rollout.sleep=true")
-    assert part(plan, "generate", "SGLang's processes") > 2**30
-    for name in ("SGLang itself", "SGLang's graphs", "sampling"):
-        assert part(plan, "generate", name) == 0
+def test_a_server_on_a_cpu_has_no_memory_of_a_gpu() -> None:
+    memory = memory_of("rollout=sglang", "rollout.sleep=true")
+    assert memory.server_resident == memory.server_graphs == memory.computing == 0
