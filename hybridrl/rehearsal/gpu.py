@@ -27,6 +27,8 @@ from torch import Tensor, UntypedStorage
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -430,12 +432,19 @@ def _be_two_devices() -> None:
 
 def _on_first_gpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        device = _device_of_block() if device is None else device
         is_gpu = device is not None and torch.device(device).type == "cuda"
         if isinstance(data, list | tuple):
             data = tree_map(lambda each: each.item() if isinstance(each, FakeTensor) else each, data)
         return make(data, *args, device=GPU if is_gpu else device, **kwargs)
 
     return made
+
+
+def _device_of_block() -> torch.device | None:
+    """Return the device of a block ``with device:``, of which only torch's own functions know."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _is_plain(kind: type) -> bool:

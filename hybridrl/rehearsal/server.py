@@ -10,6 +10,7 @@ import sys
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,6 +48,7 @@ _USES = {
     MemoryTag.CUDA_GRAPH: "SGLang's graphs",
 }
 _REFUSED = 400
+_HEAD = "lm_head.weight"
 _TOKEN = 1
 
 
@@ -115,6 +117,18 @@ class Handles:
         return list(self._sent)
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a server was asked."""
+
+    path: str
+    tags: tuple[str, ...]
+    """Of a release or resume."""
+
+    allocated: int
+    """Bytes that this process's tensors had on the GPU then."""
+
+
 class RehearsedServer(ServerCalls):
     """Takes the place of ``Server``.
 
@@ -167,12 +181,11 @@ class RehearsedServer(ServerCalls):
         for tag in MemoryTag:
             self._hold(tag)
         self._is_updating, self._is_paused = False, False
-        self._reference: set[str] | None = None
         self._version = ""
-        self.received: dict[str, tuple[int, ...]] = {}
-        """Shapes of the tensors of the last update by name."""
-        self.asked: list[str] = []
-        """Paths in their order."""
+        self._files = WeightFiles(spec.model_folder)
+        self._loaded: set[str] = set()
+        self.asked: list[Call] = []
+        """In their order."""
 
     def _hold(self, tag: MemoryTag) -> None:
         self._resident.add(tag)
@@ -204,7 +217,8 @@ class RehearsedServer(ServerCalls):
             ServerError: it would refuse.
         """
         route = path.partition("?")[0]
-        self.asked.append(route)
+        tags = tuple(body.get("tags", ()))
+        self.asked.append(Call(route, tags, self._gpu.torch.allocated))
         handlers = {
             "/release_memory_occupation": self._release,
             "/resume_memory_occupation": self._resume,
@@ -224,7 +238,7 @@ class RehearsedServer(ServerCalls):
         return {"success": True} if handler is None else handler(body)
 
     def _refuse(self, why: str) -> None:
-        raise ServerError(self.asked[-1], _REFUSED, why)
+        raise ServerError(self.asked[-1].path, _REFUSED, why)
 
     def _require(self, *tags: MemoryTag) -> None:
         for tag in tags:
@@ -235,8 +249,8 @@ class RehearsedServer(ServerCalls):
         for name in body["tags"]:
             self._require(MemoryTag(name))
             self._free(MemoryTag(name))
-            if MemoryTag(name) is MemoryTag.WEIGHTS:
-                self.received.clear()
+            if MemoryTag(name) is MemoryTag.WEIGHTS and not self._spec.keeps_backup:
+                self._loaded.clear()
         return {"success": True}
 
     def _resume(self, body: Body) -> Body:
@@ -261,17 +275,28 @@ class RehearsedServer(ServerCalls):
         names = body["serialized_named_tensors"]
         if len(names) != self.num_ranks:
             self._refuse(f"{len(names)} handles for {self.num_ranks} ranks")
-        for span in self._handles.open(names[0]):
-            self.received[span.name] = span.shape
+        self._take({span.name: tuple(span.shape) for span in self._handles.open(names[0])})
         return {"success": True}
 
-    def _load_files(self, _: Body) -> Body:
+    def _load_files(self, body: Body) -> Body:
         self._require(MemoryTag.WEIGHTS)
+        files = WeightFiles(Path(body["model_path"]))
+        self._take({name: files.shape_of(name) for name in files.names})
         return {"success": True}
+
+    def _take(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Load tensors that are the model's."""
+        for name, shape in shapes.items():
+            is_tied = name == _HEAD and _HEAD not in self._files.names
+            if not is_tied and name not in self._files.names:
+                self._refuse(f"the model has no {name}")
+            if not is_tied and shape != self._files.shape_of(name):
+                self._refuse(f"{name} is {shape} and not {self._files.shape_of(name)}")
+        self._loaded |= shapes.keys()
 
     def _check(self, body: Body) -> Body:
         if body["action"] == "reset_tensors":
-            self.received.clear()
+            self._loaded.clear()
         return {"success": True}
 
     def _rename(self, body: Body) -> Body:
@@ -296,6 +321,8 @@ class RehearsedServer(ServerCalls):
             self._refuse("a request while generation is paused")
         if "rid" not in body:
             return {}
+        if lost := sorted(self._files.names - self._loaded):
+            self._refuse(f"{len(lost)} weights were lost, {lost[0]} among them")
         return [
             self._response(len(context), params["max_new_tokens"])
             for context, params in zip(body["input_ids"], body["sampling_params"], strict=True)
