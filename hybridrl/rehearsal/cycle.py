@@ -36,6 +36,7 @@ from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang import engine as sglang_engine
+from hybridrl.workers.rollout.sglang import transports
 from hybridrl.workers.rollout.sglang import weights as sglang_weights
 from hybridrl.workers.sharding import weight_proof
 from hybridrl.workers.sharding.meter import PeakMeter
@@ -278,11 +279,13 @@ class Cycle:
             (load, "_open_safetensors", lambda path: HollowFile(path, self._gpu)),
             (weight_proof, "save_file", write_hollow_file),
             (export, "save_file", write_hollow_file),
+            (transports, "save_file", write_hollow_file),
             (checkpoint, "_write", lambda _path, _header, copied: copied),
             (sglang_engine, "Server", start_server),
             (sglang_weights, "encode", self.handles.make),
             (sglang_weights, "_name_gpus_by_serial_number", lambda: None),
             (actor_rollout, "PeakMeter", partial(_Meter, self._gpu, self.executed)),
+            (Ranks, "share_text", lambda _, text: text),
             (Ranks, "gather", lambda ranks, numbers: torch.tensor([numbers] * ranks.size)),
         ):
             setattr(module, name, stand_in)

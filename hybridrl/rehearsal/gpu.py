@@ -240,17 +240,6 @@ class FakeGpu(TorchDispatchMode):
         cuda.reset_peak_memory_stats = lambda *_: self.reset_peaks()
         cuda.synchronize = lambda *_: self._note("synchronize")
         cuda.Stream, cuda.Event, cuda.stream = Stream, Signal, on_stream
-        swap: Any = torch.utils.swap_tensors
-
-        def swap_tensors(old: Tensor, new: Tensor) -> None:
-            """Let ``Module.to()`` move a parameter that stays the same object with its marks."""
-            if (old.device, old.dtype) == (new.device, new.dtype):
-                return
-            if isinstance(old, FakeTensor) and isinstance(new, FakeTensor):
-                old.data, old.fake_device = new, new.fake_device
-                return
-            swap(old, new)
-
         make_parameter = Parameter.__new__
 
         def new_parameter(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -260,7 +249,7 @@ class FakeGpu(TorchDispatchMode):
 
         Parameter.__new__ = new_parameter  # type: ignore[assignment]
         torch.__future__.set_swap_module_params_on_conversion(True)
-        torch.utils.swap_tensors = swap_tensors
+        torch.utils.swap_tensors = _swap
         for name in ("tensor", "as_tensor"):  # their C++ asks the driver which GPU ``cuda`` is
             setattr(torch, name, _on_first_gpu(getattr(torch, name)))
         plain: Any = Tensor
@@ -277,7 +266,7 @@ class FakeGpu(TorchDispatchMode):
 
         plain.to = to
         plain.is_pinned = lambda tensor, *_: tensor.untyped_storage()._cdata in self._pinned
-        plain.pin_memory = self._pin
+        plain.pin_memory = lambda tensor, *_: self._pinned_copy(tensor)
         fake: Any = FakeTensor
         fake.is_cuda = property(lambda tensor: tensor.device.type == "cuda")
         type_of = plain.type
@@ -324,9 +313,8 @@ class FakeGpu(TorchDispatchMode):
         more, block.num_bytes = num_bytes - block.num_bytes, num_bytes
         self.device.change(block, more)
 
-    def _pin(self, tensor: Tensor, *_: object) -> Tensor:
-        pinned = torch.empty_like(tensor, pin_memory=True)
-        return pinned.copy_(tensor)
+    def _pinned_copy(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
     # -- operators -------------------------------------------------------------------------------
 
@@ -439,6 +427,18 @@ def _on_first_gpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return make(data, *args, device=GPU if is_gpu else device, **kwargs)
 
     return made
+
+
+def _swap(old: Tensor, new: Tensor) -> None:
+    """Let ``Module.to()`` move a parameter that stays the same object with its marks.
+
+    torch's own refuses tensors with weak references, which each fake tensor has.
+    """
+    if (old.device, old.dtype) == (new.device, new.dtype):
+        return
+    torch._C._swap_tensor_impl(old, new)
+    old.__class__, new.__class__ = new.__class__, old.__class__
+    vars(old).update(vars(new))
 
 
 def _device_of_block() -> torch.device | None:

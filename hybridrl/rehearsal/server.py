@@ -24,6 +24,7 @@ from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.models.load import WeightFiles
 from hybridrl.rehearsal.gpu import GPU, Block, FakeGpu
+from hybridrl.rehearsal.model_folder import HollowFile
 from hybridrl.sampler import NO_VERSION, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import TensorSpan
@@ -280,8 +281,9 @@ class RehearsedServer(ServerCalls):
 
     def _load_files(self, body: Body) -> Body:
         self._require(MemoryTag.WEIGHTS)
-        files = WeightFiles(Path(body["model_path"]))
-        self._take({name: files.shape_of(name) for name in files.names})
+        for path in Path(body["model_path"]).glob("*.safetensors"):
+            file = HollowFile(path, self._gpu)
+            self._take({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})
         return {"success": True}
 
     def _take(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
