@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from hybridrl.rehearsal.server import RehearsedServer
 from tests.composing import composed
 from tests.rehearsal.cases import Case, Shown
 
+_MEGATRON = "hybridrl.rehearsal.megatron"
 _UNKNOWN_DEVICE = 80 * 2**30
 
 
@@ -35,14 +38,28 @@ def rehearse(case: Case) -> Shown:
     return shown
 
 
+def compose(case: Case, folder: Path = Path()) -> Mapping[str, object]:
+    """Compose the configuration of a case, whose folders are in ``folder``."""
+    return composed(*(each.replace("FOLDER/", f"{folder}/") for each in case.overrides))
+
+
+def _import_anew(packages: str) -> None:
+    """Let megatron-core find other packages: it looks for them while it is imported."""
+    sys.path.insert(0, packages)
+    for name in list(sys.modules):
+        if name.startswith(("megatron", "hybridrl.workers.train.megatron", _MEGATRON)):
+            del sys.modules[name]
+    transformer_engine = import_module("tests.rehearsal.transformer_engine")
+    transformer_engine.divide()
+
+
 def _rehearse(case: Case, folder: Path, shown: Shown) -> None:
     for name, settings in case.folders.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(settings))
     if case.packages is not None:
-        import_module("sys").path.insert(0, case.packages)
-    overrides = [each.replace("FOLDER/", f"{folder}/") for each in case.overrides]
-    config, _ = read_config(composed(*overrides))
+        _import_anew(case.packages)
+    config, _ = read_config(compose(case, folder))
     num_layers = case.num_layers or layers_to_execute(config, architecture_of(config.model))[0]
     gpu = FakeGpu(
         num_bytes=capacity_bytes(config.cluster) or _UNKNOWN_DEVICE,
