@@ -64,6 +64,9 @@ _PLACES = {
 }
 """What memory is for, by the part of ``FILE:FUNCTION`` that made it; else ``activations``."""
 
+_FLASH = "_flash_attention_forward"
+"""The kernel refuses types that its shapes alone would allow."""
+
 _FRAMES = 40
 """Python frames that are searched for such a file."""
 
@@ -369,6 +372,8 @@ class FakeGpu(TorchDispatchMode):
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         """Answer operators whose result depends on values, or on a storage; else None."""
         name, first = func.__name__, args[0] if args else None
+        if name.startswith(_FLASH) and first.dtype.itemsize != 2:
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
         if name.startswith("_local_scalar_dense"):
             self._note("item()", first)
             return 1.0 if first.is_floating_point() else 1

@@ -7,8 +7,9 @@ buckets and requests above it are the product's own.
 from __future__ import annotations
 
 import sys
+import weakref
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,11 +90,16 @@ class Handles:
     def __init__(self) -> None:
         self._sent: dict[str, tuple[Tensor, Sequence[TensorSpan]]] = {}
         self._num_made = 0
+        self._last: Callable[[], object] = lambda: None
 
     def make(self, flat: Tensor, spans: Sequence[TensorSpan]) -> str:
         """Take the place of ``weights.encode``."""
         if not flat.is_cuda:
             raise EngineError("a handle of CUDA IPC was asked for memory of the host")
+        storage = flat.untyped_storage()
+        if self._last() is storage:
+            raise EngineError("a buffer was filled again while the server may still read it")
+        self._last = weakref.ref(storage)
         self._num_made += 1
         name = f"handle {self._num_made}"
         self._sent[name] = (flat, spans)
