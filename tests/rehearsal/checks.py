@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.rehearsal.cases import Shown
 
-TABLES = 2**16
+TABLES = 2**13
 """Bytes of rotary frequencies and the like: they stay on the device while the engine has it."""
 
 _OVERLAP = ("workers/train/offload.py", "workers/train/shards.py", "workers/rollout/")

@@ -26,23 +26,27 @@ class Fault:
         source = inspect.getsource(module)
         if source.count(self.right) != 1:
             raise ValueError(f"{self.right!r} occurs {source.count(self.right)} times")
-        faulty = compile(source.replace(self.right, self.wrong), module.__file__ or "", "exec")
-        codes = dict(_codes(faulty))
-        num_changed = 0
-        for function in _functions(module):
-            code = codes[function.__qualname__]
-            num_changed += code.co_code != function.__code__.co_code or _others(code) != _others(
-                function.__code__
-            )
-            function.__code__ = code
-        if not num_changed:
+        right, wrong = (
+            dict(_codes(compile(text, module.__file__ or "", "exec")))
+            for text in (source, source.replace(self.right, self.wrong))
+        )
+        changed = {name for name, code in wrong.items() if _differ(code, right.get(name))}
+        faulty = [each for each in _functions(module) if each.__qualname__ in changed]
+        if not faulty:
             raise ValueError(f"{self.wrong!r} changes no function")
+        for function in faulty:
+            function.__code__ = wrong[function.__qualname__]
 
 
-def _others(code: CodeType) -> tuple[object, ...]:
-    constants = [each for each in code.co_consts if not isinstance(each, CodeType)]
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return (*constants, *code.co_names, *((each.co_code, _others(each)) for each in inner))
+def _differ(one: CodeType, other: CodeType | None) -> bool:
+    """Whether two functions do different things, wherever their lines are."""
+    if other is None:
+        return True
+    parts = [
+        (code.co_code, code.co_names, [c for c in code.co_consts if not isinstance(c, CodeType)])
+        for code in (one, other)
+    ]
+    return parts[0] != parts[1]
 
 
 def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:

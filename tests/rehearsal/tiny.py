@@ -24,10 +24,11 @@ def tiny_case(
     num_layers: int = 2,
     num_steps: int = 1,
     rank: int = 0,
+    vocab_size: int = 64,
     fault: Fault | None = None,
 ) -> Case:
     """Return a case of a tiny model; ``other`` is a second folder of the same."""
-    settings = _settings(family)
+    settings = _settings(family, vocab_size)
     return Case(
         (*_TINY, *overrides),
         {"model": settings, "other": settings},
@@ -39,8 +40,8 @@ def tiny_case(
 
 
 @cache
-def _settings(family: Family) -> Mapping[str, object]:
+def _settings(family: Family, vocab_size: int) -> Mapping[str, object]:
     settings: Mapping[str, object] = tiny_config(
-        family, num_layers=4, max_position_embeddings=64
+        family, num_layers=4, max_position_embeddings=64, vocab_size=vocab_size
     ).to_dict()
     return settings
