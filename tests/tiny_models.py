@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -107,10 +108,49 @@ def make_tiny_model(
     (qwen2) are random too: transformers would make them 0, and a lost bias would not be noticed.
     ``changes`` go into the configuration under transformers' names.
     """
+    config = tiny_config(
+        family,
+        tie_embeddings=tie_embeddings,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=initializer_range,
+        **changes,
+    )
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=initializer_range)
+                elif family not in _PLAIN_NORMS and name.endswith("norm.weight"):
+                    parameter.add_(torch.randn_like(parameter), alpha=initializer_range)
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny_config(
+    family: Family = "qwen3",
+    *,
+    tie_embeddings: bool = True,
+    vocab_size: int = 64,
+    hidden_size: int = 32,
+    num_layers: int = 2,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    max_position_embeddings: int = 128,
+    initializer_range: float = 0.15,
+    **changes: object,
+) -> PretrainedConfig:
+    """Return the configuration of a tiny model; see ``make_tiny_model``."""
     settings = _OF_FAMILY.get(family, {}) | changes
     if isinstance(kinds := settings.get("layer_types"), list):
         settings["layer_types"] = kinds[:num_layers]
-    config = AutoConfig.for_model(
+    config: PretrainedConfig = AutoConfig.for_model(
         family,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -126,17 +166,7 @@ def make_tiny_model(
         eos_token_id=None,
         **settings,
     )
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
-                    parameter.normal_(std=initializer_range)
-                elif family not in _PLAIN_NORMS and name.endswith("norm.weight"):
-                    parameter.add_(torch.randn_like(parameter), alpha=initializer_range)
-    model.save_pretrained(folder)
-    return folder
+    return config
 
 
 def make_tiny_classifier(

@@ -6,16 +6,13 @@ from typing import Any
 
 import torch
 
-from hybridrl.batch import PromptBatch, RolloutBatch, jagged
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.rehearsal.cycle import Cycle, Meter, Rows, join
 from hybridrl.rehearsal.gpu import GPU, FakeGpu
 from hybridrl.rehearsal.plan import Executed
-from hybridrl.rehearsal.server import full_samples
 from hybridrl.trainer.advantages import Targets
 from hybridrl.trainer.train_batch import build_critic_batch
 from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.train.protocol import TrainState
 
 
@@ -37,7 +34,7 @@ class CriticCycle(Cycle):
             worker: Any = CriticWorker.__new__(CriticWorker)
             worker.__init__(self.config, self._folder)
         backend = worker._engine.backend
-        rollouts = self._rollouts()
+        rollouts = self._rows_of_others(self._prompts(), version=0)
         zeros_BL = torch.zeros_like(rollouts.sampler_logprobs_BL)
         for _ in range(2):
             with self._meter("values"):
@@ -48,16 +45,3 @@ class CriticCycle(Cycle):
             self._gpu.name(backend.tensors(TrainState.OPTIMIZER), "optimizer")
             self._gpu.name(backend.tensors(TrainState.PARAMETERS), "critic weights")
         return self.executed
-
-    def _rollouts(self) -> RolloutBatch:
-        prompt = torch.ones(self.config.data.max_prompt_tokens, dtype=torch.int64)
-        index_P = torch.arange(self._rows.num_prompts)
-        prompts = PromptBatch(
-            token_ids_PL=jagged([prompt] * len(index_P)),
-            prompt_index_P=index_P,
-            seed_P=index_P,
-            batch_size=[len(index_P)],
-        )
-        num_tokens = self.config.rollout.max_response_tokens
-        samples = full_samples(len(index_P), num_tokens=num_tokens, version=0)
-        return assemble_rollouts(prompts, samples, policy_version=0, has_versions=False)

@@ -25,21 +25,29 @@ from hybridrl.planning.served import engine_memory
 from hybridrl.rehearsal.gpu import GPU, Block, FakeGpu
 from hybridrl.rehearsal.model_folder import HollowFile, write_hollow_file
 from hybridrl.rehearsal.plan import Executed
-from hybridrl.rehearsal.server import Handles, RehearsedServer, RehearsedServers
+from hybridrl.rehearsal.server import (
+    Handles,
+    RehearsedServer,
+    RehearsedServers,
+    full_samples,
+)
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Targets
 from hybridrl.trainer.train_batch import build_critic_batch, build_train_batch
 from hybridrl.workers import actor_rollout
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang import engine as sglang_engine
+from hybridrl.workers.rollout.sglang import transports
 from hybridrl.workers.rollout.sglang import weights as sglang_weights
 from hybridrl.workers.sharding import weight_proof
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train import checkpoint, export
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.model_engine import ModelEngine
+from hybridrl.workers.train.offload import resident_bytes
 from hybridrl.workers.train.protocol import TrainState
 from hybridrl.workers.train.shards import local_shard
 
@@ -100,7 +108,7 @@ class Cycle:
         Args:
             config: has passed its checks; its models are hollow folders.
             gpu: entered.
-            rank: which of the ranks it is; one that has an engine.
+            rank: which of the ranks it is.
         """
         self.config = replace(
             config,
@@ -121,10 +129,11 @@ class Cycle:
         self._replace_what_needs_a_device()
         register_optimizer_step_pre_hook(self._name_gradients)
 
-    def run(self) -> Executed:
-        """Build a rank, take two steps with a checkpoint between them, and export."""
+    def run(self, *, num_steps: int = 2) -> Executed:
+        """Build a rank, take steps, the last one after a checkpoint, and export."""
         self.build()
-        self.step()
+        for _ in range(num_steps - 1):
+            self.step()
         self._save()
         self._gpu.events.clear()
         self.step()
@@ -189,15 +198,9 @@ class Cycle:
 
     def generate(self) -> RolloutBatch:
         """Wake the engine, send the weights, sample, and put the engine to sleep."""
-        prompt = torch.ones(self.config.data.max_prompt_tokens, dtype=torch.int64)
-        index_P = torch.arange(self._rows.num_prompts)
+        prompts = self._prompts()
         rollouts = self.worker.generate(
-            PromptBatch(
-                token_ids_PL=jagged([prompt] * self._rows.num_prompts),
-                prompt_index_P=index_P,
-                seed_P=index_P,
-                batch_size=[len(index_P)],
-            ),
+            prompts,
             SamplingParams(
                 num_responses_per_prompt=self._rows.num_responses,
                 max_response_tokens=self.config.rollout.max_response_tokens,
@@ -205,8 +208,25 @@ class Cycle:
             ),
         )
         if rollouts is None:
-            raise AssertionError(f"rank {self._rank} was to have an engine")
+            return self._rows_of_others(prompts, version=self.worker._policy_version)
         return rollouts
+
+    def _prompts(self) -> PromptBatch:
+        prompt = torch.ones(self.config.data.max_prompt_tokens, dtype=torch.int64)
+        index_P = torch.arange(self._rows.num_prompts)
+        return PromptBatch(
+            token_ids_PL=jagged([prompt] * len(index_P)),
+            prompt_index_P=index_P,
+            seed_P=index_P,
+            batch_size=[len(index_P)],
+        )
+
+    def _rows_of_others(self, prompts: PromptBatch, *, version: int) -> RolloutBatch:
+        """Return what a rank without an engine gets to learn from: rows of full length."""
+        num_rows = len(prompts) * self._rows.num_responses
+        num_tokens = self.config.rollout.max_response_tokens
+        samples = full_samples(num_rows, num_tokens=num_tokens, version=version)
+        return assemble_rollouts(prompts, samples, policy_version=version)
 
     # -- who has memory --------------------------------------------------------------------------
 
@@ -221,6 +241,15 @@ class Cycle:
         ):
             if isinstance(engine, ModelEngine):
                 yield name, engine
+
+    def training_bytes(self) -> dict[str, int]:
+        """Return the bytes of the rank's parameters, gradients and optimizers."""
+        return {
+            state.value: sum(
+                resident_bytes(engine.backend.tensors(state)) for _, engine in self._engines()
+            )
+            for state in TrainState
+        }
 
     def _name_what_lasts(self) -> None:
         for name, engine in self._engines():
@@ -257,6 +286,7 @@ class Cycle:
             (load, "_open_safetensors", lambda path: HollowFile(path, self._gpu)),
             (weight_proof, "save_file", write_hollow_file),
             (export, "save_file", write_hollow_file),
+            (transports, "save_file", write_hollow_file),
             (checkpoint, "_write", lambda _path, _header, copied: copied),
             (sglang_engine, "Server", start_server),
             (sglang_weights, "encode", self.handles.make),

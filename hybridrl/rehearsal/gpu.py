@@ -32,6 +32,8 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.nn import Parameter
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -66,6 +68,9 @@ _PLACES = {
     "/megatron/core/optimizer/": "optimizer step",
 }
 """What memory is for, by the part of ``FILE:FUNCTION`` that made it; else ``activations``."""
+
+_FLASH = "_flash_attention_forward"
+"""The kernel refuses types that its shapes alone would allow."""
 
 _FRAMES = 40
 """Python frames that are searched for such a file."""
@@ -243,17 +248,6 @@ class FakeGpu(TorchDispatchMode):
         cuda.reset_peak_memory_stats = lambda *_: self.reset_peaks()
         cuda.synchronize = lambda *_: self._note("synchronize")
         cuda.Stream, cuda.Event, cuda.stream = Stream, Signal, on_stream
-        swap: Any = torch.utils.swap_tensors
-
-        def swap_tensors(old: Tensor, new: Tensor) -> None:
-            """Let ``Module.to()`` move a parameter that stays the same object with its marks."""
-            if (old.device, old.dtype) == (new.device, new.dtype):
-                return
-            if isinstance(old, FakeTensor) and isinstance(new, FakeTensor):
-                old.data, old.fake_device = new, new.fake_device
-                return
-            swap(old, new)
-
         make_parameter = Parameter.__new__
 
         def new_parameter(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -263,7 +257,7 @@ class FakeGpu(TorchDispatchMode):
 
         Parameter.__new__ = new_parameter  # type: ignore[assignment]
         torch.__future__.set_swap_module_params_on_conversion(True)
-        torch.utils.swap_tensors = swap_tensors
+        torch.utils.swap_tensors = _swap
         for name in ("tensor", "as_tensor"):  # their C++ asks the driver which GPU ``cuda`` is
             setattr(torch, name, _on_first_gpu(getattr(torch, name)))
         plain: Any = Tensor
@@ -280,7 +274,7 @@ class FakeGpu(TorchDispatchMode):
 
         plain.to = to
         plain.is_pinned = lambda tensor, *_: tensor.untyped_storage()._cdata in self._pinned
-        plain.pin_memory = self._pin
+        plain.pin_memory = lambda tensor, *_: self._pinned_copy(tensor)
         fake: Any = FakeTensor
         fake.is_cuda = property(lambda tensor: tensor.device.type == "cuda")
         type_of = plain.type
@@ -327,9 +321,8 @@ class FakeGpu(TorchDispatchMode):
         more, block.num_bytes = num_bytes - block.num_bytes, num_bytes
         self.device.change(block, more)
 
-    def _pin(self, tensor: Tensor, *_: object) -> Tensor:
-        pinned = torch.empty_like(tensor, pin_memory=True)
-        return pinned.copy_(tensor)
+    def _pinned_copy(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
     # -- operators -------------------------------------------------------------------------------
 
@@ -393,6 +386,8 @@ class FakeGpu(TorchDispatchMode):
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         """Answer operators whose result depends on values, or on a storage; else None."""
         name, first = func.__name__, args[0] if args else None
+        if name.startswith(_FLASH) and first.dtype.itemsize != 2:
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
         if name.startswith("_local_scalar_dense"):
             self._note("item()", first)
             return 1.0 if first.is_floating_point() else 1
@@ -446,6 +441,7 @@ def _be_two_devices() -> None:
 
 def _on_first_gpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        device = _device_of_block() if device is None else device
         is_gpu = device is not None and torch.device(device).type == "cuda"
         if isinstance(data, list | tuple):
             data = tree_map(
@@ -454,6 +450,24 @@ def _on_first_gpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return make(data, *args, device=GPU if is_gpu else device, **kwargs)
 
     return made
+
+
+def _swap(old: Tensor, new: Tensor) -> None:
+    """Let ``Module.to()`` move a parameter that stays the same object with its marks.
+
+    torch's own refuses tensors with weak references, which each fake tensor has.
+    """
+    if (old.device, old.dtype) == (new.device, new.dtype):
+        return
+    torch._C._swap_tensor_impl(old, new)
+    old.__class__, new.__class__ = new.__class__, old.__class__
+    vars(old).update(vars(new))
+
+
+def _device_of_block() -> torch.device | None:
+    """Return the device of a block ``with device:``, of which only torch's own functions know."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _is_plain(kind: type) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -127,7 +127,9 @@ def _tell_lengths(hidden_size: int, sizes: MegatronConfig) -> None:
 
     def run_and_note(schedule: Schedule, microbatches: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         lengths = [len(each.tokens.token_ids_T) // shares for each in microbatches]
-        coming["forward"], coming["backward"] = iter(lengths), iter(lengths)
+        coming.update(
+            {way: iter(_received(lengths, way, sizes)) for way in ("forward", "backward")}
+        )
         return run(schedule, microbatches, *args, **kwargs)
 
     def shapes(
@@ -146,6 +148,17 @@ def _tell_lengths(hidden_size: int, sizes: MegatronConfig) -> None:
     P2PCommunicator._communicate_shapes = shapes
 
 
+def _received(lengths: Sequence[int], way: str, sizes: MegatronConfig) -> Iterator[int]:
+    """Yield the lengths in their order: a few micro-batches go through all virtual stages first."""
+    num_stages, num_virtual = sizes.pipeline_parallel_size, sizes.num_virtual_stages
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    is_end = stage == (0 if way == "forward" else num_stages - 1)
+    for begin in range(0, len(lengths), num_stages):
+        for part in range(num_virtual):
+            if not (is_end and part == 0):  # this rank begins there
+                yield from lengths[begin : begin + num_stages]
+
+
 # -- experts -------------------------------------------------------------------------------------
 
 
@@ -159,7 +172,7 @@ class _Balanced:
     def size(self, dim: int) -> int:
         return (self._num_tokens, self._num_experts)[dim]
 
-    def sum(self, dim: int) -> Tensor:  # noqa: ARG002 - over tokens
+    def sum(self, dim: int) -> Tensor:
         each, more = divmod(self._num_tokens * self._num_per_token, self._num_experts)
         return torch.tensor([each + (e < more) for e in range(self._num_experts)])
 

@@ -7,9 +7,11 @@ buckets and requests above it are the product's own.
 from __future__ import annotations
 
 import sys
+import weakref
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,7 @@ from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.models.load import WeightFiles
 from hybridrl.rehearsal.gpu import GPU, Block, FakeGpu
+from hybridrl.rehearsal.model_folder import HollowFile
 from hybridrl.sampler import NO_VERSION, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import TensorSpan
@@ -47,6 +50,7 @@ _USES = {
     MemoryTag.CUDA_GRAPH: "SGLang's graphs",
 }
 _REFUSED = 400
+_HEAD = "lm_head.weight"
 _TOKEN = 1
 
 
@@ -86,11 +90,16 @@ class Handles:
     def __init__(self) -> None:
         self._sent: dict[str, tuple[Tensor, Sequence[TensorSpan]]] = {}
         self._num_made = 0
+        self._last: Callable[[], object] = lambda: None
 
     def make(self, flat: Tensor, spans: Sequence[TensorSpan]) -> str:
         """Take the place of ``weights.encode``."""
         if not flat.is_cuda:
             raise EngineError("a handle of CUDA IPC was asked for memory of the host")
+        storage = flat.untyped_storage()
+        if self._last() is storage:
+            raise EngineError("a buffer was filled again while the server may still read it")
+        self._last = weakref.ref(storage)
         self._num_made += 1
         name = f"handle {self._num_made}"
         self._sent[name] = (flat, spans)
@@ -113,6 +122,18 @@ class Handles:
     def unopened(self) -> list[str]:
         """Handles that nobody opened: their memory stays."""
         return list(self._sent)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a server was asked."""
+
+    path: str
+    tags: tuple[str, ...]
+    """Of a release or resume."""
+
+    allocated: int
+    """Bytes that this process's tensors had on the GPU then."""
 
 
 class RehearsedServer(ServerCalls):
@@ -167,12 +188,11 @@ class RehearsedServer(ServerCalls):
         for tag in MemoryTag:
             self._hold(tag)
         self._is_updating, self._is_paused = False, False
-        self._reference: set[str] | None = None
         self._version = ""
-        self.received: dict[str, tuple[int, ...]] = {}
-        """Shapes of the tensors of the last update by name."""
-        self.asked: list[str] = []
-        """Paths in their order."""
+        self._files = WeightFiles(spec.model_folder)
+        self._loaded: set[str] = set()
+        self.asked: list[Call] = []
+        """In their order."""
 
     def _hold(self, tag: MemoryTag) -> None:
         self._resident.add(tag)
@@ -204,7 +224,8 @@ class RehearsedServer(ServerCalls):
             ServerError: it would refuse.
         """
         route = path.partition("?")[0]
-        self.asked.append(route)
+        tags = tuple(body.get("tags", ()))
+        self.asked.append(Call(route, tags, self._gpu.torch.allocated))
         handlers = {
             "/release_memory_occupation": self._release,
             "/resume_memory_occupation": self._resume,
@@ -224,7 +245,7 @@ class RehearsedServer(ServerCalls):
         return {"success": True} if handler is None else handler(body)
 
     def _refuse(self, why: str) -> None:
-        raise ServerError(self.asked[-1], _REFUSED, why)
+        raise ServerError(self.asked[-1].path, _REFUSED, why)
 
     def _require(self, *tags: MemoryTag) -> None:
         for tag in tags:
@@ -235,8 +256,8 @@ class RehearsedServer(ServerCalls):
         for name in body["tags"]:
             self._require(MemoryTag(name))
             self._free(MemoryTag(name))
-            if MemoryTag(name) is MemoryTag.WEIGHTS:
-                self.received.clear()
+            if MemoryTag(name) is MemoryTag.WEIGHTS and not self._spec.keeps_backup:
+                self._loaded.clear()
         return {"success": True}
 
     def _resume(self, body: Body) -> Body:
@@ -261,17 +282,29 @@ class RehearsedServer(ServerCalls):
         names = body["serialized_named_tensors"]
         if len(names) != self.num_ranks:
             self._refuse(f"{len(names)} handles for {self.num_ranks} ranks")
-        for span in self._handles.open(names[0]):
-            self.received[span.name] = span.shape
+        self._take({span.name: tuple(span.shape) for span in self._handles.open(names[0])})
         return {"success": True}
 
-    def _load_files(self, _: Body) -> Body:
+    def _load_files(self, body: Body) -> Body:
         self._require(MemoryTag.WEIGHTS)
+        for path in Path(body["model_path"]).glob("*.safetensors"):
+            file = HollowFile(path, self._gpu)
+            self._take({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})
         return {"success": True}
+
+    def _take(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Load tensors that are the model's."""
+        for name, shape in shapes.items():
+            is_tied = name == _HEAD and _HEAD not in self._files.names
+            if not is_tied and name not in self._files.names:
+                self._refuse(f"the model has no {name}")
+            if not is_tied and shape != self._files.shape_of(name):
+                self._refuse(f"{name} is {shape} and not {self._files.shape_of(name)}")
+        self._loaded |= shapes.keys()
 
     def _check(self, body: Body) -> Body:
         if body["action"] == "reset_tensors":
-            self.received.clear()
+            self._loaded.clear()
         return {"success": True}
 
     def _rename(self, body: Body) -> Body:
@@ -296,6 +329,8 @@ class RehearsedServer(ServerCalls):
             self._refuse("a request while generation is paused")
         if "rid" not in body:
             return {}
+        if lost := sorted(self._files.names - self._loaded):
+            self._refuse(f"{len(lost)} weights were lost, {lost[0]} among them")
         return [
             self._response(len(context), params["max_new_tokens"])
             for context, params in zip(body["input_ids"], body["sampling_params"], strict=True)

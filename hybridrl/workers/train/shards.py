@@ -213,7 +213,11 @@ def _as_gathered(tensor: DTensor, dtype: torch.dtype | None) -> DTensor:
     """Return a tensor on the device of its mesh; an offloaded shard is copied."""
     local = tensor.to_local()
     is_cast = dtype is not None and dtype.itemsize < local.dtype.itemsize
-    gathered = local.to(tensor.device_mesh.device_type, dtype if is_cast else local.dtype)
+    gathered = local.to(
+        tensor.device_mesh.device_type,
+        dtype if is_cast else local.dtype,
+        non_blocking=local.is_pinned(),  # else the host would wait for each shard
+    )
     if gathered is local:
         return tensor
     return DTensor.from_local(

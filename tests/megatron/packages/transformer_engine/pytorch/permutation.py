@@ -10,7 +10,8 @@ def moe_permute(
     inp: Tensor, routing_map: Tensor, num_out_tokens: int = -1, **_: object
 ) -> tuple[Tensor, Tensor]:
     """Return tokens expert by expert, and the way back."""
-    token = routing_map.bool().T.nonzero()[:, 1]
+    is_sent = routing_map.bool().T
+    token = torch.arange(len(inp), device=inp.device).expand_as(is_sent).masked_select(is_sent)
     assert num_out_tokens in (-1, len(token))
     return inp.index_select(0, token), token
 
@@ -20,7 +21,7 @@ def moe_permute_with_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens expert by expert, their weights, and the way back."""
     permuted, token = moe_permute(inp, routing_map, num_out_tokens)
-    return permuted, probs.T[routing_map.bool().T], token
+    return permuted, probs.T.masked_select(routing_map.bool().T), token
 
 
 def moe_unpermute(

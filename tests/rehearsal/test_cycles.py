@@ -1,0 +1,140 @@
+"""Families and options, rehearsed with tiny models."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rehearsal.checks import assert_sound, assert_woken_in_order
+from tests.rehearsal.conftest import Rehearse
+from tests.rehearsal.tiny import tiny_case
+from tests.tiny_models import TRAINED, Family
+
+REFERENCE = ("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.01")
+LORA = "lora.enabled=true"
+PPO = (
+    *("algorithm.advantage=gae", "algorithm.old_logprobs=recompute"),
+    "algorithm.advantage_args={gamma: 1.0, lam: 0.95, whiten: true}",
+)
+REWARD_MODEL = (
+    "reward.function=null",
+    "+reward.functions.score={function: model, args: {path: FOLDER/other}}",
+)
+TEACHER = (
+    *("algorithm.advantage=distillation", "algorithm.policy_loss=reinforce"),
+    *("algorithm.old_logprobs=recompute", "algorithm.teacher_path=FOLDER/other"),
+)
+
+TO_HOST = ("workers/rollout/buckets.py", "workers/rollout/sglang/weights.py")
+"""Files that copy to the host what does not travel from device to device: adapters, files."""
+
+FSDP2 = {
+    "adapters, base resident": (LORA, "lora.base=resident", *REFERENCE),
+    "adapters, base in a backup": (LORA, "lora.base=backup"),
+    "adapters, base sent again": (LORA, "lora.base=resend"),
+    "adapters, base as is best": (LORA, "lora.base=auto"),
+    "adapters, sent merged": (LORA, "lora.sync=merged"),
+    "a reference, which prefetches": (*REFERENCE, "actor.fsdp2.num_prefetched_blocks=1"),
+    "a critic": PPO,
+    "a reward model and a teacher": (*REWARD_MODEL, *TEACHER),
+    "shards on the host": ("actor.fsdp2.cpu_offload=true",),
+    "replicas": ("actor.fsdp2.num_replicas=2", "actor.fsdp2.reduce_gradients=last_microbatch"),
+    "no replicas": ("actor.fsdp2.reduce_gradients=last_microbatch",),
+    "files": ("rollout.transport=disk",),
+    "weights verified always": ("rollout.verify_weights=always",),
+    "padded, and all activations": (
+        *("model.attention=padded", "actor.gradient_checkpointing=false"),
+    ),
+    "float32": ("actor.compute_dtype=float32", "rollout.dtype=float32"),
+    "two temperatures": ("algorithm.advantage=optimal_token_baseline",),
+}
+BY_NIGHT = (
+    *("adapters, base as is best", "adapters, base sent again", "no replicas"),
+    *("weights verified always", "two temperatures"),
+)
+
+MEGATRON = ("actor.engine=megatron", "megatron.layers=local")
+TENSOR = ("megatron.tensor_parallel_size=2", "megatron.sequence_parallel=true")
+DENSE = {
+    "one rank": (),
+    "no sequence parallelism": ("megatron.tensor_parallel_size=2",),
+    "tensor parallelism, a critic": (*TENSOR, *PPO, "critic.engine=megatron"),
+    "context parallelism, a reference": ("megatron.context_parallel_size=2", *REFERENCE),
+    "pipeline": ("megatron.pipeline_parallel_size=2",),
+    "adapters": (LORA,),
+    "all activations": ("actor.gradient_checkpointing=false",),
+}
+SPARSE = {
+    "one rank": ("megatron.replay_routing=true", "rollout.routed_experts=true"),
+    "experts on ranks": ("megatron.expert_parallel_size=2", *TENSOR),
+    "parts of experts": ("megatron.expert_tensor_parallel_size=2", *TENSOR),
+    "pipeline": ("megatron.pipeline_parallel_size=2", "megatron.expert_parallel_size=2"),
+    "context parallelism": ("megatron.context_parallel_size=2",),
+}
+DENSE_BY_NIGHT = ("one rank", "no sequence parallelism", "all activations")
+SPARSE_BY_NIGHT = ("parts of experts", "context parallelism", "pipeline")
+
+
+def marked(names: object, by_night: tuple[str, ...]) -> list[object]:
+    """Return parameters, of which some are tested by night."""
+    assert isinstance(names, dict | tuple)
+    return [pytest.param(n, marks=pytest.mark.nightly) if n in by_night else n for n in names]
+
+
+@pytest.mark.parametrize("family", marked(TRAINED, ("qwen2", "llama", "mistral", "mixtral")))
+def test_family_is_trained_and_served(rehearse: Rehearse, family: Family) -> None:
+    shown = rehearse(tiny_case(family=family))
+    assert_sound(shown)
+    assert_woken_in_order(shown, num_steps=1)
+
+
+@pytest.mark.parametrize("option", marked(FSDP2, BY_NIGHT))
+def test_option_of_fsdp2_goes_through_a_cycle(rehearse: Rehearse, option: str) -> None:
+    is_sent_from_host = option == "files" or option.startswith("adapters")
+    shown = rehearse(tiny_case(*FSDP2[option]))
+    assert_sound(shown, waits_in=TO_HOST if is_sent_from_host else ())
+
+
+def test_adapter_alone_is_sent_to_a_resident_base(rehearse: Rehearse) -> None:
+    shown = rehearse(tiny_case(LORA, "lora.base=resident", num_steps=2))
+    assert_sound(shown, waits_in=TO_HOST)
+    asked = [call.path for call in shown.asked]
+    sampled = asked.index("/generate")
+    assert "/update_weights_from_tensor" in asked[:sampled]
+    assert "/update_weights_from_tensor" not in asked[sampled:]
+    assert "/load_lora_adapter_from_tensors" in asked[sampled:]
+
+
+def test_engine_that_stays_releases_nothing(rehearse: Rehearse) -> None:
+    shown = rehearse(
+        tiny_case("rollout.sleep=false", "rollout.memory_fraction=0.3", num_steps=2)
+    )
+    assert not shown.error, shown.error
+    assert not shown.unopened
+    assert not [call for call in shown.asked if call.path == "/release_memory_occupation"]
+
+
+def test_engine_of_two_ranks_is_asked_by_the_first(rehearse: Rehearse) -> None:
+    leader = rehearse(tiny_case("rollout.tensor_parallel_size=2"))
+    assert_sound(leader)
+    assert_woken_in_order(leader, num_steps=1)
+    follower = rehearse(tiny_case("rollout.tensor_parallel_size=2", rank=1))
+    assert not follower.error, follower.error
+    assert not follower.asked
+    assert follower.unopened  # by the server, which the other rank asks
+    assert follower.sums == leader.sums
+
+
+@pytest.mark.parametrize("option", marked(DENSE, DENSE_BY_NIGHT))
+def test_option_of_megatron_goes_through_a_cycle(rehearse: Rehearse, option: str) -> None:
+    shown = rehearse(tiny_case(*MEGATRON, *DENSE[option]))
+    assert_sound(shown, waits_in=TO_HOST if option == "adapters" else ())
+
+
+@pytest.mark.parametrize("option", marked(SPARSE, SPARSE_BY_NIGHT))
+def test_experts_on_megatron_go_through_a_cycle(rehearse: Rehearse, option: str) -> None:
+    assert_sound(rehearse(tiny_case(*MEGATRON, *SPARSE[option], family="qwen3_moe")))
+
+
+def test_last_stage_of_a_pipeline_goes_through_a_cycle(rehearse: Rehearse) -> None:
+    pipeline = ("megatron.pipeline_parallel_size=2", "megatron.num_virtual_stages=2")
+    assert_sound(rehearse(tiny_case(*MEGATRON, *pipeline, num_layers=4, rank=4)))

@@ -1,0 +1,103 @@
+"""Every recipe for GPUs, rehearsed at the real shapes of its model with few layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridrl.env import ROOT
+from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
+from tests.rehearsal.cases import Case, Shown
+from tests.rehearsal.checks import assert_sound, assert_woken_in_order, largest
+from tests.rehearsal.conftest import Rehearse
+
+QWEN2_5_0_5B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+PACKAGES = Path(__file__).parents[1] / "megatron" / "packages"
+RECIPES = sorted(
+    file.stem for file in (ROOT / "recipes").glob("grpo_*.yaml") if not file.stem.endswith("_cpu")
+)
+NEEDS_TRANSFORMER_ENGINE = "grpo_qwen3_30b_a3b_1x8_megatron"
+WHOLE = "grpo_gsm8k_qwen2_5_0_5b_1gpu"
+SLOW = "grpo_qwen3_30b_a3b_4x8_megatron"
+"""Its experts are computed one after another where TransformerEngine is missing."""
+
+ON_FSDP2 = "grpo_qwen3_8b_engine_of_two_nodes_2x8"
+ON_MEGATRON = "grpo_qwen3_8b_2x8_megatron"
+BY_HAND = (ON_FSDP2, ON_MEGATRON)
+LARGE = (SLOW, NEEDS_TRANSFORMER_ENGINE)
+BLOCK = 512
+"""Bytes of which torch's allocator hands out multiples."""
+
+
+def case_of(name: str, *, num_layers: int | None = None, rank: int = 0) -> Case:
+    models = {"0_5b": QWEN2_5_0_5B, "8b": QWEN3_8B, "30b": QWEN3_30B_A3B}
+    return Case(
+        (f"recipes={name}", "model.path=FOLDER/model"),
+        {"model": next(model for size, model in models.items() if f"_{size}_" in name)},
+        num_layers,
+        rank=rank,
+        num_steps=2,
+        packages=str(PACKAGES) if name == NEEDS_TRANSFORMER_ENGINE else None,
+    )
+
+
+
+def assert_woken_twice(shown: Shown) -> None:
+    assert_sound(shown)
+    if shown.asked:  # else its engines have devices of their own
+        assert_woken_in_order(shown, num_steps=2)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in (WHOLE, *BY_HAND)])
+def test_recipe_takes_two_steps(rehearse: Rehearse, name: str) -> None:
+    assert_woken_twice(rehearse(case_of(name, num_layers=2 if name in LARGE else None)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LARGE)
+def test_recipe_takes_two_steps_with_three_layers_a_stage(rehearse: Rehearse, name: str) -> None:
+    assert_woken_twice(rehearse(case_of(name)))
+
+
+def test_smallest_recipe_takes_two_steps_with_all_its_layers(rehearse: Rehearse) -> None:
+    assert_woken_twice(rehearse(case_of(WHOLE, num_layers=24)))
+
+
+def test_fsdp2_has_the_bytes_that_are_calculated_by_hand(rehearse: Rehearse) -> None:
+    shown = rehearse(case_of(ON_FSDP2))
+    assert_woken_twice(shown)
+    mlp, query, key = 3 * 4096 * 12288, 4096 * 4096, 4096 * 1024
+    layer, norms = mlp + 2 * query + 2 * key, 2 * 4096 + 2 * 128
+    num_parameters = 2 * 151936 * 4096 + 3 * (layer + norms) + 4096
+    num_tensors = 3 * 11 + 3
+    num_ranks, masters = 8, 4
+    weights = num_parameters * masters // num_ranks
+    assert shown.sums["parameters"] == weights
+    assert shown.sums["optimizer"] == 2 * weights + 4 * num_tensors  # two moments, and steps
+    assert shown.sums["gradients"] == 0  # between steps
+    gradients = largest(shown, "update", "gradients")
+    assert weights <= gradients <= weights + num_tensors * BLOCK
+
+
+def test_megatron_has_the_bytes_that_are_calculated_by_hand(rehearse: Rehearse) -> None:
+    shown = rehearse(case_of(ON_MEGATRON))
+    assert_woken_twice(shown)
+    mlp, query, key = 3 * 4096 * 12288, 4096 * 4096, 4096 * 1024
+    cut = 2 * 151936 * 4096 + 3 * (mlp + 2 * query + 2 * key)
+    norms = 3 * (2 * 4096 + 2 * 128) + 4096
+    num_ranks, num_parameters = 8, cut // 2 + norms  # of a data-parallel group; tensor-parallel: 2
+    assert shown.sums["parameters"] == 2 * num_parameters
+    assert shown.sums["optimizer"] == 12 * num_parameters // num_ranks  # masters, two moments
+    gradients = largest(shown, "update", "gradients")
+    assert 4 * num_parameters <= gradients <= 4 * num_parameters + 16 * BLOCK
