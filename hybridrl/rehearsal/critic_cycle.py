@@ -27,8 +27,8 @@ class CriticCycle(Cycle):
         self._rows = Rows(max(1, min(2 * per_microbatch, per_update)), 1)
         self._meter = Meter(gpu, self.executed, GPU)
 
-    def run(self) -> Executed:
-        """Build the rank, and take two steps."""
+    def run(self, *, num_steps: int = 2) -> Executed:
+        """Build the rank, and take steps."""
         join(self.config.num_critic_ranks, 0)
         with self._meter("build"):
             worker: Any = CriticWorker.__new__(CriticWorker)
@@ -36,7 +36,7 @@ class CriticCycle(Cycle):
         backend = worker._engine.backend
         rollouts = self._rows_of_others(self._prompts(), version=0)
         zeros_BL = torch.zeros_like(rollouts.sampler_logprobs_BL)
-        for _ in range(2):
+        for _ in range(num_steps):
             with self._meter("values"):
                 values_BL = worker.compute_values(rollouts).values_BL
             batch = build_critic_batch(rollouts, values_BL, Targets(zeros_BL, zeros_BL, {}))

@@ -66,7 +66,6 @@ def test_ranks_that_share_a_server_divide_it_and_talk_to_each_other(
 def test_a_server_keeps_the_experts_of_every_cached_token_on_the_host(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
     moe = (*SERVED, f"model.path={tmp_path}", "actor=megatron", "rollout.memory_fraction=0.9")
-    moe = (*moe, "actor.compute_dtype=bfloat16")
     assert memory_of(*moe).server_routes == 0
     memory = memory_of(*moe, "rollout.routed_experts=true")
     num_tokens = memory.kv_cache // (2 * 48 * 4 * 128 * 2)
