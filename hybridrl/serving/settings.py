@@ -63,13 +63,7 @@ def attached_config(config: ExperimentConfig) -> ExperimentConfig:
     Args:
         config: of the run.
     """
-    rollout = replace(
-        config.rollout,
-        engine_args={},
-        tensor_parallel_size=1,
-        transport="disk" if config.serving.weights == "files" else "broadcast",
-        sleep=False,
-    )
+    rollout = replace(config.rollout, engine_args={}, tensor_parallel_size=1, sleep=False)
     return replace(config, cluster=replace(config.cluster, device="cpu"), rollout=rollout)
 
 

@@ -224,7 +224,7 @@ def build_follower(rollout: RolloutConfig, device: torch.device) -> WeightSender
     if rollout.engine == "hf":
         return None
     transport: WeightSender = import_module(_SGLANG_WEIGHTS).build_transport(
-        rollout, device=device, is_sender=False
+        rollout, device=device, is_sender=False, from_disk=rollout.transport == "disk"
     )
     return transport
 

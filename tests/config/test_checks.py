@@ -737,18 +737,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (
             "rollout=sglang",
-            "cluster=one_gpu",
-            "model.attention=varlen",
-            "actor.compute_dtype=bfloat16",
-            "rollout.dtype=bfloat16",
-            "rollout.transport=broadcast",
-        ),
-        "rollout.transport",
-        "NCCL",
-    ),
-    (
-        (
-            "rollout=sglang",
             "rollout.tensor_parallel_size=4",
             "cluster.num_nodes=2",
             "cluster.ray_address=auto",

@@ -40,7 +40,6 @@ from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.train.engines import build_fsdp2
 from tests.workers.train.lora_engines import LORA
 
-CPU = torch.device("cpu")
 Case = dict[str, Any]
 
 Variants = dict[str, tuple[Family, dict[str, object]]]
@@ -208,9 +207,7 @@ def _lonely_broadcast() -> BroadcastTransport:
         assert world_size == 2
         return init_custom_process_group(world_size=1, **given)
 
-    return BroadcastTransport(
-        device=CPU, is_sender=True, timeout_s=10.0, join=join, dtype=torch.float32
-    )
+    return BroadcastTransport(timeout_s=10.0, join=join, dtype=torch.float32)
 
 
 ROUTES = {

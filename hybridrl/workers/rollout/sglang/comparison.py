@@ -87,7 +87,7 @@ def expect_policy_server(spec: ServerSpec, section: str) -> ExpectedServer:
         own_dtype="",
         max_context_tokens=spec.max_context_tokens,
         takes_weights=True,
-        by_broadcast=spec.rollout.transport == "broadcast",
+        by_broadcast=spec.by_broadcast,
         has_experts=spec.rollout.routed_experts,
     )
 
