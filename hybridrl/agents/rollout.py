@@ -109,7 +109,6 @@ class AgentRollout:
         """Load the agent and its tools.
 
         Args:
-            config: of the agent.
             tokenizer: of the policy.
             stop_token_ids: that end a turn.
             hidden_variables: of the environment, which programs (``proxy``) do not get.

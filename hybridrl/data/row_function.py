@@ -18,8 +18,6 @@ def call_function(path: Path, name: str, *, key: str) -> Iterator[Mapping[str, o
     """Import the file, call the function, and yield its rows.
 
     Args:
-        path: of the Python file.
-        name: of the function.
         key: the configuration key that lists it, for messages.
 
     Yields:

@@ -124,7 +124,6 @@ def build_prompt_step(
     Args:
         rows: P >= 1 rows.
         first_index: of the first row in its stream; the others follow.
-        seed: of the run.
         stream: keeps the random numbers of training and evaluation apart.
         sends_rows: put rows into the batch, for agents.
     """

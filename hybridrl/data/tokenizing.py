@@ -79,7 +79,6 @@ def tokenize_files(files: RowFiles, encoder: RowEncoder, resources: Resources) -
     reads nothing. The fingerprint is of the rows themselves.
 
     Args:
-        files: of one key.
         encoder: without columns; those of ``files`` are taken.
         resources: folder and processes.
 

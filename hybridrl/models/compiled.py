@@ -16,7 +16,6 @@ def compile_blocks(hf: PreTrainedModel, *, backend: str = "inductor") -> None:
 
     Args:
         hf: the model, with or without memory.
-        backend: of ``torch.compile``.
     """
     keep_attention_eager()
     for block in hf.model.layers:

@@ -58,7 +58,6 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
     """Start the processes of a run, and end them.
 
     Args:
-        config: of the run.
         model_folder: Hugging Face folder that policy and critic start from.
 
     Raises:

@@ -59,12 +59,9 @@ class BackgroundSampling:
         """Sample nothing yet.
 
         Args:
-            server: of the policy.
             pool: without engines; the server's join it after each update.
             groups: that sample with the pool.
             requests: opens the way to engines; a phase is the time between two updates.
-            recovery: of the server.
-            monitor: of the server.
             on_update: whether open responses end before weights are loaded, or are interrupted,
                 and whether they then keep their tokens.
         """

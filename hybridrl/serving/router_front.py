@@ -133,11 +133,7 @@ class RouterFront:
                 self._show([])
 
     def _show(self, urls: list[str]) -> None:
-        """Send requests to exactly these servers; a router that dies meanwhile is replaced.
-
-        Raises:
-            ServerDiedError: the router ended too often in this phase.
-        """
+        """Send requests to exactly these servers; a router that dies meanwhile is replaced."""
         router, reason = self._router, "it ended between two calls"
         while True:
             try:
@@ -218,12 +214,7 @@ class RouterFront:
     # -- its death -------------------------------------------------------------------------------
 
     async def _replace(self, router: RouterProcess, error: Exception) -> None:
-        """Start another router, unless another request did.
-
-        Raises:
-            ConnectionLostError: the router lives; a connection alone broke.
-            ServerDiedError: it died too often.
-        """
+        """Start another router, unless another request did."""
         deadline_s = time.monotonic() + _SEES_DEATH_S
         while router.is_alive() and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_S)

@@ -73,7 +73,6 @@ class Advantages:
 
         Args:
             collected: the rows to learn from.
-            logprobs: of these rows.
             kl: coefficient of the KL that rewards are charged.
             values_BL: of a critic.
 

@@ -118,7 +118,6 @@ class Servers(ABC):
         Args:
             prompts: to admit; None: no more.
             sampling: how to sample them.
-            version: of the policy.
 
         Returns:
             P prompts that were admitted now or before, with P * G samples; and metrics.
@@ -168,7 +167,6 @@ class ServedEngines:
         Args:
             servers: that load the weights.
             config: type of the weights, and size of a bucket.
-            device: of the trainer.
             control: the control group of all ranks.
         """
         self.trained_version = 0

@@ -120,7 +120,6 @@ def draw_uniforms(requests: Sequence[Request], *, max_tokens: int, device: torch
     Args:
         requests: get ``uniforms_GM``.
         max_tokens: of a context and its response.
-        device: of the numbers.
     """
     keys = [key for request in requests for key in request.keys]
     lengths = [request.num_tokens for request in requests for _ in request.keys]

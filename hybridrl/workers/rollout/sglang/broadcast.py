@@ -37,7 +37,6 @@ class BroadcastTransport(Transport):
         Args:
             timeout_s: seconds that one broadcast may take.
             join: makes the group.
-            dtype: of the server's weights.
         """
         super().__init__(stages_bytes=True, allocate=on_the_host, dtype=dtype)
         self._timeout_s = timeout_s

@@ -216,7 +216,6 @@ def require_as_asked(arguments: Json, info: Json) -> None:
     """Refuse a server that runs with other arguments than it was given.
 
     Args:
-        arguments: of ``build_arguments``.
         info: the server's answer to ``/server_info``.
 
     Raises:

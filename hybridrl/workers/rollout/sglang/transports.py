@@ -110,9 +110,7 @@ class SharedTransport(Transport):
 
         Args:
             device: of this rank; the server's rank of the same number is on it too.
-            num_ranks: of the server.
             encode: makes a handle.
-            dtype: of the server's weights.
 
         Raises:
             EngineError: this process allocates memory that cannot be shared.
@@ -148,7 +146,6 @@ class DiskTransport(Transport):
 
         Args:
             is_sender: whether this rank is the one that writes.
-            dtype: of the server's weights.
         """
         super().__init__(stages_bytes=is_sender, allocate=on_the_host, dtype=dtype)
         self._parent: Path | None = None

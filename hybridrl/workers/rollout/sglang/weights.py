@@ -67,7 +67,6 @@ class ServedWeights:
 
         Args:
             spec: model and device of the server.
-            device: of this process.
 
         Raises:
             EngineError: this process cannot share memory with a server.
@@ -239,7 +238,6 @@ def build_transport(
 
     Args:
         rollout: the rollout section.
-        device: of this rank.
         is_sender: whether this rank owns the engine; the others only stage.
         from_disk: whether weights travel through files.
 
