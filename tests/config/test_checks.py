@@ -675,11 +675,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "does not tie that of qwen3_moe",
     ),
     (
-        (*SGLANG, "model.starter=null", "model.path=untied_gemma"),
-        "model.path",
-        "loads no lm_head.weight of gemma3_text",
-    ),
-    (
         (*SGLANG, "model.starter=null", "model.path=dense_moe"),
         "model.path",
         "gives all layers of qwen2_moe random ones",
@@ -1374,7 +1369,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "labels/config.json": _scorer("qwen3", num_labels=2),
         "phi3_scorer/config.json": _scorer("phi3", kind="Token"),
         "gemma/config.json": '{"model_type": "gemma3_text"}',
-        "untied_gemma/config.json": '{"model_type": "gemma3_text", "tie_word_embeddings": false}',
         "capped/config.json": '{"model_type": "gemma3_text", "final_logit_softcapping": 30.0}',
         "dynamic/config.json": json.dumps(
             {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}

@@ -50,12 +50,14 @@ SERVED: Variants = {
     "gemma3_text": ("gemma3_text", {"tie_embeddings": True}),
     "qwen2_moe": ("qwen2_moe", {"tie_embeddings": False, "mlp_only_layers": []}),
 }
+"""``SGLANG_MODEL_TYPES``, and other families whose log-probs nobody compared."""
+
 NOT_SERVED: Variants = {
     "gemma3_text, not tied": ("gemma3_text", {"tie_embeddings": False}),
     "qwen3_moe, tied": ("qwen3_moe", {"tie_embeddings": True}),
     "qwen2_moe, a layer without experts": ("qwen2_moe", {"tie_embeddings": False}),
 }
-"""Refused by ``check_server_computes_the_model``."""
+"""Refused by ``check_server_computes_the_model``, gemma3_text as a family."""
 
 REAL = {"Qwen3-8B": QWEN3_8B, "Qwen3-30B-A3B": QWEN3_30B_A3B}
 

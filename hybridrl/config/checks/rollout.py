@@ -177,12 +177,6 @@ def _ignored_by_sglang(config: ExperimentConfig, model: Architecture) -> Iterato
             f"{model.model_type}: it would sample from a random one",
             "untie it: save lm_head.weight, and tie_word_embeddings=false in config.json",
         )
-    if model.model_type == "gemma3_text" and not model.is_tied:
-        yield (
-            "its output embedding is not tied (tie_word_embeddings=false), and SGLang loads no "
-            "lm_head.weight of gemma3_text: it would sample from a random one",
-            "set rollout=hf, or model.path to a model with tied embeddings",
-        )
     if is_mixture and model.has_dense_layers:
         yield (
             "some of its layers have no experts (decoder_sparse_step, mlp_only_layers), and SGLang "
