@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from hybridrl.config.checks.batch_sizes import BatchSizes
-from hybridrl.config.checks.divisors import divisors_near
+from hybridrl.config.checks.divisors import divisors_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
@@ -49,9 +49,8 @@ def check_critic_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
         return
     if num_rows % num_ranks == 0:
         key, value = "critic.num_minibatches", wanted
-        rows_per_rank = num_rows // num_ranks
-        nearest = divisors_near(rows_per_rank, wanted, at_most=_MOST_ROWS, count=2)
-        remedies: list[tuple[str, ...]] = [(f"critic.num_minibatches={n}",) for n in nearest]
+        fewer = max(n for n in divisors_of(num_rows // num_ranks) if n < wanted)
+        remedies: list[tuple[str, ...]] = [(f"critic.num_minibatches={fewer}",)]
     elif config.has_critic_pool:
         key, value = "critic.num_ranks_per_node", config.critic.num_ranks_per_node
         fewest = _fewest_critic_ranks(config)
