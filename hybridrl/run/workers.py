@@ -29,8 +29,7 @@ from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.offline import PreferenceWorker, SupervisedWorker
 from hybridrl.workers.reward_model import RewardModelWorker
-from hybridrl.workers.sharding.no_engines import NoEngines
-from hybridrl.workers.sharding.served_engines import Servers
+from hybridrl.workers.sharding.served_engines import NoEngines, Servers
 
 log = logging.getLogger(__name__)
 
