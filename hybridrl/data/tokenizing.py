@@ -12,8 +12,6 @@ from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from hybridrl.config.paths import split_function
 from hybridrl.data.encoder_pool import EncoderPool
 from hybridrl.data.files import Problems, RawRow, RowFiles
@@ -46,24 +44,6 @@ class Resources:
 
     on_progress: Callable[[str], None] = lambda text: None
     """Called about once a second with the number of rows so far."""
-
-
-def tokenize_rows(
-    rows: Iterable[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    use_chat_template: bool,
-    max_prompt_tokens: int,
-    overlong: str,
-) -> RowTable:
-    """Tokenize rows that are in memory; see `RowEncoder` and `encode_rows`."""
-    encoder = RowEncoder(
-        tokenizer=tokenizer,
-        use_chat_template=use_chat_template,
-        max_prompt_tokens=max_prompt_tokens,
-        overlong=overlong,
-    )
-    return encode_rows(rows, encoder)
 
 
 def encode_rows(rows: Iterable[Row], encoder: RowEncoder) -> RowTable:

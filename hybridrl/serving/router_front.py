@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import aiohttp
@@ -49,7 +49,6 @@ class RouterFront:
         key: str,
         start_timeout_s: float,
         call_timeout_s: float,
-        arguments: Mapping[str, object] | None = None,
     ) -> None:
         """Start the router and wait until it answers; see ``RouterProcess``.
 
@@ -57,13 +56,11 @@ class RouterFront:
             key: of the router and of all its servers.
             start_timeout_s: seconds until it must answer, also after a restart.
             call_timeout_s: seconds of the longest phase.
-            arguments: of the router that differ.
         """
         self.key = key
         self._start_timeout_s = start_timeout_s
         # The router limits a request's total time; no request must reach that.
-        limit = {"request_timeout_secs": int(call_timeout_s) + 60}
-        self._arguments = limit | dict(arguments or {})
+        self._arguments = {"request_timeout_secs": int(call_timeout_s) + 60}
         self._router = self._start()
         self._order: list[str] = []
         """Servers as the router counts them."""

@@ -41,11 +41,6 @@ class RolloutStats:
     num_slots_used: int = 0
     """Slots in use, sum over decode steps."""
 
-    @property
-    def mean_slot_occupancy(self) -> float:
-        """Slots in use over all slots, in [0, 1], mean over decode steps."""
-        return self.num_slots_used / (max(self.num_decode_steps, 1) * self.num_slots)
-
     def metrics(self) -> Metrics:
         """Describe the program under declared names."""
         num_steps, num_context = float(self.num_decode_steps), float(self.num_context_tokens)
