@@ -30,7 +30,7 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.main import compose
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.sglang.weights import build_transport
+from hybridrl.workers.rollout.sglang.weights import build_broadcast, build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_stream import stream_weights
 
@@ -128,8 +128,13 @@ def measure(
 def use(engine: SGLangEngine, transport: Transport) -> None:
     """Let weights take another way from here on."""
     engine.transport.forget()
-    rollout = replace(rollout_config(), transport=transport)
-    engine.transport = build_transport(rollout, device=CPU, is_sender=True)
+    engine.transport = (
+        build_broadcast(rollout_config())
+        if transport == "broadcast"
+        else build_transport(
+            rollout_config(), device=CPU, is_sender=True, from_disk=transport == "disk"
+        )
+    )
 
 
 def send(engine: SGLangEngine, weights: dict[str, Tensor], *, bucket_bytes: int) -> None:

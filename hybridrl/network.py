@@ -21,7 +21,6 @@ def rendezvous_address(host: str, node_ids: Collection[str]) -> str:
 
     Args:
         host: address of the first rank's node in the cluster.
-        node_ids: of all ranks.
     """
     return LOOPBACK if len(set(node_ids)) == 1 else host
 

@@ -59,7 +59,6 @@ def request_key(seed: int, response_index: int, *, turn: int = 0) -> int:
     """Name the random stream of one response in a conversation; see ``response_keys``.
 
     Args:
-        seed: of the prompt (``PromptBatch.seed_P``).
         response_index: of the conversation among those that start with the same prompt, from 0.
         turn: of the conversation, from 0; the first has the stream of a single-turn response.
     """

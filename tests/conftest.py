@@ -29,7 +29,7 @@ import pytest
 import ray
 import torch
 
-from hybridrl.run.ray_token import keep_token_private
+from hybridrl.run.cluster import keep_token_private
 from tests.drawn import register_profiles
 from tests.durations import DurationsByFolder, folder_of
 from tests.warm_workers.forking import workers_forked

@@ -107,7 +107,6 @@ def read_request(data: bytes, *, model: str, temperature: float, top_p: float) -
         data: JSON.
         model: name of the only model.
         temperature: at which the policy samples; no other is possible.
-        top_p: likewise.
 
     Raises:
         RefusedRequest: names the field.

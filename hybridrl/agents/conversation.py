@@ -153,7 +153,6 @@ class Conversation:
         limits and random streams do not depend on time.
 
         Args:
-            sequence: of this conversation.
             max_new_tokens: of the turn; None leaves it to the conversation's limits.
             shorten: drops last tokens, as if they had not been sampled.
 

@@ -245,8 +245,6 @@ class Proxy:
         """Start nothing yet; ``agent.command`` is run for each conversation.
 
         Args:
-            config: of the agent.
-            template: of conversations.
             tokenizer: of the policy.
             hidden_variables: of the environment, which no program gets.
         """
@@ -268,11 +266,7 @@ class Proxy:
 
     @asynccontextmanager
     async def open(self, params: RequestParams) -> AsyncIterator[None]:
-        """Serve in the running event loop; at the end no program is left.
-
-        Args:
-            params: of all requests.
-        """
+        """Serve in the running event loop; at the end no program is left."""
         num_programs = self._config.num_conversations
         with ThreadPoolExecutor(num_programs, thread_name_prefix="program") as self._threads:
             try:

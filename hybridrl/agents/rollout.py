@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.agent import Agent, hold
+from hybridrl.agents.conversation import Conversation
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
-from hybridrl.agents.loops import ToolCalls
 from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
@@ -23,6 +23,7 @@ from hybridrl.agents.trajectory import Ended, Trajectory
 from hybridrl.batch import PromptBatch
 from hybridrl.config.agent import ENVIRONMENT, PROXY, AgentConfig
 from hybridrl.data.row_tensor import decode_row
+from hybridrl.data.rows import Message
 from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import AgentError
 from hybridrl.metrics import Mean, Metrics, Sum, merge
@@ -31,6 +32,19 @@ from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from hybridrl.agents.proxy import Proxy
+
+
+class ToolCalls:
+    """Lets the model call tools, several at a time, until a turn has no call: the answer."""
+
+    appended_roles = ("tool",)
+
+    async def run(self, conversation: Conversation) -> None:
+        """Answer each turn's calls with their results."""
+        while calls := conversation.read_calls(await conversation.sample()):
+            results = await asyncio.gather(*map(conversation.call, calls))
+            conversation.append([Message("tool", result.text) for result in results])
+
 
 _BUILT_IN: dict[str, Callable[[], Agent]] = {"tool_calls": ToolCalls}
 _PROXY = "hybridrl.agents.proxy"
@@ -109,7 +123,6 @@ class AgentRollout:
         """Load the agent and its tools.
 
         Args:
-            config: of the agent.
             tokenizer: of the policy.
             stop_token_ids: that end a turn.
             hidden_variables: of the environment, which programs (``proxy``) do not get.

@@ -18,7 +18,6 @@ def cut_behind(sample: Sample, stops: Sequence[str], decode: Callable[[Tensor], 
     do not depend on those behind them.
 
     Args:
-        sample: of a turn.
         stops: not empty strings; may be none.
         decode: text of tokens.
 

@@ -14,9 +14,6 @@ from hybridrl.config.parts import PartKind
 _ClipRange = Annotated[
     float, Within(above=0.0, at_most=1e6, usual=0.2, why="it clips nothing any more")
 ]
-_KLTarget = Annotated[
-    float, Within(above=0.0, at_most=1e3, usual=0.1, why="no policy differs by more nats a token")
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,7 +74,6 @@ def unresolved(key: str, value: object, reason: str) -> ConfigError:
     """Describe the error of a value whose reference cannot be resolved.
 
     Args:
-        key: of the value.
         value: as it was typed.
         reason: what OmegaConf says.
     """

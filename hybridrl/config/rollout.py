@@ -98,9 +98,9 @@ class RolloutConfig:
     routed_experts: bool
     """Let SGLang return the experts of each token of a mixture-of-experts model."""
 
-    transport: Literal["auto", "shared", "broadcast", "disk"]
+    transport: Literal["auto", "shared", "disk"]
     """How weights reach SGLang: ``shared`` through memory that both map (CUDA IPC on a GPU),
-    ``broadcast`` through a process group, ``disk`` through files. ``auto`` is shared."""
+    ``disk`` through files. ``auto`` is shared."""
 
     sleep: bool
     """Release weights, KV cache and graphs while training. False keeps them: more memory, less

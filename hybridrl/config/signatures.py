@@ -110,9 +110,7 @@ def check_numbers(
     """Return the violations of numbers that a user gives to a function.
 
     Args:
-        signature: of the function.
         given: numbers by name.
-        function: its name in the configuration.
         key_of: returns the dotted key of a number.
         removing: returns the override that takes a number back.
     """

@@ -19,7 +19,6 @@ def find_unread_keys(mode: str, typed: Sequence[str]) -> Iterator[ConfigError]:
     Recipes may set such keys: they are not typed.
 
     Args:
-        mode: of the run.
         typed: overrides of the command line.
     """
     own = {name: f"{mode}.{name}" for name in _OF_SAMPLING}

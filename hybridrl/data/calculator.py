@@ -31,7 +31,6 @@ def build_calculator_rows(
     Args:
         num_rows: rows to make.
         split: ``eval`` expressions are one in eight of all.
-        seed: of the expressions.
         has_conversations: in some rows the prompt holds the call of the tool and its result, too,
             for supervised fine-tuning of all turns.
     """

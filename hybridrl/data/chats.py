@@ -15,7 +15,6 @@ def split_answer(
 
     Args:
         chat: as its column has it.
-        name: of the column, for messages.
         why: the column must be a chat.
         needs_prompt: whether there must be messages before the last one.
 

@@ -50,7 +50,6 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
     """Return the columns of files that a section lists.
 
     Args:
-        config: of the run.
         section: ``data.sources.NAME`` of a source of a mix; any other has the columns of ``data``.
     """
     data = config.data

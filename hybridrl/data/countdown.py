@@ -24,7 +24,6 @@ def make_countdown(num_rows: int, *, split: str, seed: int) -> list[dict[str, ob
     Args:
         num_rows: rows to make.
         split: ``train`` and ``test`` have different rows with the same seed.
-        seed: of the numbers.
     """
     source = random.Random(f"countdown {split} {seed}")
     rows: dict[str, dict[str, object]] = {}

@@ -46,13 +46,11 @@ def prepare(
     """Write the rows of a data set.
 
     Args:
-        name: of the data set.
         target: the jsonl file to write; must be new.
         source: a file or folder in the published format; None downloads it.
         split: of a folder or download.
         instruction: appended to each question that has none of its own.
         num_rows: the first ones; None is all (of countdown 10,000).
-        seed: of countdown.
 
     Returns:
         The rows.
@@ -136,11 +134,7 @@ def _files_of(source: Path, split: str) -> Sequence[Path]:
 
 
 def _download(name: str, split: str) -> Path:
-    """Download the files of a split, or find them in the cache of the hub's client.
-
-    Raises:
-        DataError: there is no network; says how to get the files elsewhere.
-    """
+    """Download the files of a split, or find them in the cache of the hub's client."""
     if name not in HUB:
         raise DataError(f"{name} is a format, not one data set; name a file with --from")
     repository = HUB[name]

@@ -98,9 +98,7 @@ def render_chat(
     Special tokens in their contents become text, but for the assistant's (``special_tokens.py``).
 
     Args:
-        messages: of the chat so far.
         tokenizer: has a template.
-        origin: of the row, for messages.
         is_complete: False adds the beginning of the assistant's next turn.
         tools: schemas of tools for the template to show.
 

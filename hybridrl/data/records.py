@@ -1,6 +1,6 @@
 """Records of data files of each format, as they stand: jsonl, json, csv, parquet, datasets folder.
 
-A Python file with a function is one, too: see ``data/row_function.py``. A folder that
+A Python file with a function is one, too: see ``call_function``. A folder that
 ``save_to_disk`` of Hugging Face datasets wrote needs no package of theirs: it is Arrow streams,
 and a ``state.json`` that names them.
 """
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import csv
 import json
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
 from hybridrl.config.paths import split_function
-from hybridrl.data.row_function import call_function
-from hybridrl.errors import DataError, suggest_name
+from hybridrl.errors import DataError, shown, suggest_name
+from hybridrl.import_file import import_file
 
 STATE = "state.json"
 """The file by which a folder is known as a data set on disk."""
@@ -191,3 +193,42 @@ _READERS: Mapping[str, Callable[[Path, RequireColumns], Iterator[tuple[int, Reco
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
+
+
+def call_function(path: Path, name: str, *, key: str) -> Iterator[Mapping[str, object] | str]:
+    """Import a user's file, call its function (``path/to/file.py:function``), and yield its rows.
+
+    It takes no argument and yields dictionaries, always the same in the same order.
+
+    Args:
+        key: the configuration key that lists it, for messages.
+
+    Yields:
+        A dictionary; or of another value the reason why it is not a row.
+
+    Raises:
+        DataError: the file cannot be imported, or the function raises or yields nothing.
+    """
+    spelled = f"{key}: {path}:{name}"
+    try:
+        rows: Iterable[object] = _import(path, name)()
+        if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
+            raise TypeError(f"it returned {shown(rows)}, must yield dictionaries")
+        for row in rows:
+            kind = type(row).__name__
+            yield row if isinstance(row, dict) else f"is of type {kind}, must be a dictionary"
+    except Exception as error:  # of a user's code, which may raise any
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]
+        where = f" ({path}:{lines[-1]})" if lines else ""
+        raise DataError(
+            f"{spelled}: {type(error).__name__}: {error}{where}; correct the file"
+        ) from error
+
+
+def _import(path: Path, name: str) -> Callable[[], Any]:
+    function = vars(import_file(path, prefix="hybridrl_rows")).get(name)
+    if not callable(function):
+        raise AttributeError(f"there is no function {name!r}")
+    rows: Callable[[], Any] = function
+    return rows

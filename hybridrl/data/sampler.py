@@ -61,7 +61,6 @@ class RowSampler:
 
         Args:
             num_rows: rows of the data set, >= 1.
-            seed: of the run.
             shuffle: False draws the rows as they stand.
             fingerprint: of the rows; a state of other rows is rejected.
             difficulties: of the rows; each epoch draws them in rising order, equal ones shuffled
@@ -152,7 +151,6 @@ class MixSampler:
         Args:
             samplers: by name of the source; the rows of all stand end to end in this order.
             weights: of each source, > 0 and at least a thousandth of their sum.
-            seed: of the run.
         """
         self._samplers = samplers
         self._seed = seed

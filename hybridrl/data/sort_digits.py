@@ -32,7 +32,6 @@ def build_sort_digits_rows(
     Args:
         num_rows: rows to make.
         split: ``eval`` numbers are one in eight of all.
-        seed: of the numbers.
         min_digits: shortest number, >= 1. Lengths are uniform.
         max_digits: longest number.
         with_rejected: make preference pairs: the rejected answer has one other digit.

@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 
 from hybridrl.batch import PromptBatch, jagged
-from hybridrl.data.open_prompts import OpenPrompts
 from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_tensor import encode_row
 from hybridrl.data.rows import fingerprint
 from hybridrl.data.sampler import RowOrder, RowSampler
 from hybridrl.data.sampler_state import SamplerState
+from hybridrl.errors import PhaseError
 
 
 class PromptSource:
@@ -124,7 +124,6 @@ def build_prompt_step(
     Args:
         rows: P >= 1 rows.
         first_index: of the first row in its stream; the others follow.
-        seed: of the run.
         stream: keeps the random numbers of training and evaluation apart.
         sends_rows: put rows into the batch, for agents.
     """
@@ -154,3 +153,57 @@ def prompt_seed(run_seed: int, prompt_index: int, *, stream: str = "train") -> i
     """Derive a prompt's seed, in [0, 2^63): the same in whatever batch it is sampled."""
     name = f"{stream} {run_seed} {prompt_index}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 1
+
+
+class OpenPrompts:
+    """Open prompts by their index in the stream.
+
+    Engines sample responses to them while the trainer learns from others. A checkpoint holds the
+    indices, and the run that resumes draws the same rows again: so no prompt is lost or doubled.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._by_index: dict[int, PromptStep] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_index)
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """In rising order."""
+        return tuple(sorted(self._by_index))
+
+    def add(self, task: PromptStep) -> None:
+        """Note prompts that were drawn.
+
+        Raises:
+            PhaseError: one is open already.
+        """
+        for position, index in enumerate(task.prompts.prompt_index_P.tolist()):
+            if index in self._by_index:
+                raise PhaseError(f"prompt {index} was drawn twice: it is open already")
+            only = PromptStep(task.prompts[[position]], (task.rows[position],))
+            self._by_index[index] = only
+
+    def of(self, indices: Sequence[int]) -> PromptStep:
+        """Return open prompts, at least one, in this order; they stay open."""
+        return PromptStep.join([self._by_index[index] for index in indices])
+
+    def take(self, indices: Sequence[int]) -> PromptStep:
+        """Return prompts whose responses are there, in this order; they are open no more.
+
+        Raises:
+            PhaseError: one is not open: its responses came twice, or belong to another run.
+        """
+        unknown = [index for index in indices if index not in self._by_index]
+        if unknown or len(set(indices)) < len(indices):
+            raise PhaseError(
+                f"the rollout engines gave responses to prompts {list(indices)}; of these "
+                f"{unknown or 'some'} are not open, or come twice"
+            )
+        return PromptStep.join([self._by_index.pop(index) for index in indices])
+
+    def clear(self) -> None:
+        """Forget all: a checkpoint is restored."""
+        self._by_index.clear()

@@ -12,8 +12,6 @@ from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from hybridrl.config.paths import split_function
 from hybridrl.data.encoder_pool import EncoderPool
 from hybridrl.data.files import Problems, RawRow, RowFiles
@@ -48,24 +46,6 @@ class Resources:
     """Called about once a second with the number of rows so far."""
 
 
-def tokenize_rows(
-    rows: Iterable[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    use_chat_template: bool,
-    max_prompt_tokens: int,
-    overlong: str,
-) -> RowTable:
-    """Tokenize rows that are in memory; see `RowEncoder` and `encode_rows`."""
-    encoder = RowEncoder(
-        tokenizer=tokenizer,
-        use_chat_template=use_chat_template,
-        max_prompt_tokens=max_prompt_tokens,
-        overlong=overlong,
-    )
-    return encode_rows(rows, encoder)
-
-
 def encode_rows(rows: Iterable[Row], encoder: RowEncoder) -> RowTable:
     """Tokenize rows that are in memory, and leave them there; errors as `tokenize_files`."""
     return _tokenize(rows, encoder, Resources(), None)
@@ -79,7 +59,6 @@ def tokenize_files(files: RowFiles, encoder: RowEncoder, resources: Resources) -
     reads nothing. The fingerprint is of the rows themselves.
 
     Args:
-        files: of one key.
         encoder: without columns; those of ``files`` are taken.
         resources: folder and processes.
 

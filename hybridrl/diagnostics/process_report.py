@@ -263,7 +263,6 @@ def failed_ranks_first(reports: Sequence[RankReport], late: Collection[int]) -> 
     """Return the ranks that have not returned from a call, those at fault first.
 
     Args:
-        reports: of all ranks.
         late: ranks that have not returned.
 
     Dead ranks come first, then those that do not wait for others. If all wait, they wait at

@@ -57,7 +57,6 @@ class Adapter:
 
         Args:
             hf: on the meta device, as ``build_empty_model`` makes it.
-            weights: of the model without adapters.
 
         Returns:
             Weights of the model with adapters, by its parameters' new names.
@@ -93,7 +92,6 @@ class Adapter:
 
         Args:
             layers: outputs and inputs of its linear layers by their names.
-            model: its name in errors.
 
         Raises:
             ModelError: the rank is above a layer's size, or a name matches no layer.

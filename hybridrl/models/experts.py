@@ -94,7 +94,6 @@ class StoredNames:
         """Return the parameters of a model by their names in files, views of the live memory.
 
         Args:
-            model: of this family.
             tied_again: under each of its names, a tensor that has several.
         """
         named = model.named_parameters(remove_duplicate=not tied_again)

@@ -50,7 +50,6 @@ def require_finite(values: Tensor, *, name: str, file: Path, fix: str) -> None:
 
     Args:
         values: from the file.
-        name: of the tensor in the file.
         file: its path.
         fix: advice, as the end of a sentence.
 
@@ -114,7 +113,6 @@ class WeightFiles:
         """Read a range of one tensor to host memory, in its stored type.
 
         Args:
-            name: of the tensor.
             values: begin and end along each of its dimensions.
 
         Raises:
@@ -330,7 +328,6 @@ def fill_weights(
         module: the model or a submodule; filled parameters keep their values.
         prefix: the submodule's Hugging Face name with a final dot; empty for the model.
         weights: source of the values.
-        device: of the parameters.
     """
     for name, parameter in list(module.named_parameters()):
         if parameter.is_meta:

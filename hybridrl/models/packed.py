@@ -216,7 +216,6 @@ def build_layout(
         segments: in packed order. Neighbours of similar length pad least.
         kernel: ``padded`` runs everywhere; ``varlen`` on CUDA in 16-bit types. It takes prefixes
             that come first, and segments with one last, in the order of their prefixes.
-        device: where the model computes.
     """
     spans = KeySpans.of(segments)
     if kernel == "varlen":
@@ -261,7 +260,6 @@ def varlen_spans(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) 
     Args:
         spans: laid end to end, they are the query tokens.
         key_of_token_T: int64, on the host: index of each token's key among the keys of ``attend``.
-        device: where the model computes.
     """
     num_prefix_K, num_own_K = spans.prefix_length_K, spans.skip_K + spans.num_tokens_K
     num_keys_K = num_prefix_K + num_own_K
@@ -286,7 +284,6 @@ def padded_layout(
 
     Args:
         spans: laid end to end, they are the query tokens.
-        device: where the model computes.
         key_of_token: int64, on the host: index of each token's key among the keys of ``attend``;
             None keeps the tokens' order.
     """

@@ -63,11 +63,9 @@ def split_for_context_parallel(
     """Divide a micro-batch over ranks, and describe this rank's tokens to an attention kernel.
 
     Args:
-        segments: of the full micro-batch.
         share: this rank.
         multiple: divides the tokens of a rank.
         kernel: as for ``build_layout``.
-        device: where the model computes.
     """
     all_spans = KeySpans.of(segments)
     segment_T = torch.arange(len(segments)).repeat_interleave(all_spans.num_tokens_K)

@@ -86,7 +86,6 @@ class Channel:
         """Yield the rewards of the current call as they come, with the number of their first row.
 
         Args:
-            num_rewards: of all rows.
             timeout_s: seconds until the first answer, and from one answer to the next.
 
         Raises:

@@ -195,7 +195,6 @@ class RewardScorer:
         """Score B responses.
 
         Args:
-            inputs: of the functions.
             model_scores: B scores by each reward model, or why there is none.
             judge_answers: B answers of each judge.
             agent_rewards: B rewards that the agent gave, if a function returns them.

@@ -115,10 +115,6 @@ def _run(
 
     Returns:
         The end of its output.
-
-    Raises:
-        CertificateError: it failed by itself.
-        DeadlineError: it took longer than ``certify.timeout_s``.
     """
     run_folder = Path(config.trainer.run_dir)
     folder = run_folder.with_suffix(".process")

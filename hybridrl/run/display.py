@@ -213,7 +213,6 @@ def open_live(mode: str, *, num_steps: int, stream: TextIO) -> Iterator[LiveView
     Args:
         mode: ``tracking.live``: ``table``, ``lines``, ``off``, or ``auto``, which is a table if
             ``stream`` is a terminal, else lines.
-        num_steps: of the run.
         stream: usually ``sys.stdout``.
     """
     console = Console(file=stream)

@@ -61,7 +61,6 @@ def resume_command(command: Sequence[str], *, run_dir: str, changes: Sequence[st
 
     Args:
         command: that started the run.
-        run_dir: of the run.
         changes: overrides that replace earlier ones.
     """
     given = (f"trainer.run_dir={run_dir}", *changes)

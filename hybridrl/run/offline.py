@@ -44,9 +44,7 @@ def open_sft(
     """Load rows and tokenizer of supervised fine-tuning.
 
     Args:
-        config: of the run.
         folder: Hugging Face folder of the model to start from.
-        record: of the run.
 
     Raises:
         DataError: bad rows, by file and line, or no rows.

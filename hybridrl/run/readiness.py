@@ -31,7 +31,6 @@ def missing_here(config: ExperimentConfig, *, devices: Path = _DEVICES) -> Itera
     """Yield a note for each thing that a run may lack on this machine, with what to type.
 
     Args:
-        config: of the run.
         devices: the folder of device files; a GPU of NVIDIA is ``nvidia0``, ``nvidia1`` and so on.
     """
     cluster = config.cluster

@@ -99,8 +99,6 @@ def open_record(
     """Make or open the run folder, begin the log and the live view, and end them all.
 
     Args:
-        config: of the run.
-        resolved_yaml: text of ``config.yaml``.
         resumes: the run in the folder continues.
         command: that started the run; the last lines show how to continue with it.
 

@@ -101,8 +101,6 @@ def check_resumable(
     Differences are logged if they were accepted, or change no more than the last bit.
 
     Args:
-        config: of the run.
-        origin: of the run.
         rows: the state of its sampler, with the fingerprint of its rows.
 
     Raises:

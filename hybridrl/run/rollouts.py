@@ -71,7 +71,6 @@ class Replay(Recording):
         """Read ``files``.
 
         Args:
-            files: of the recorded run.
             origin: facts of this run.
             steps: the recorded facts about the first call of each training step, at least one.
             wanted: prompts a step, at most the recorded ones.
@@ -144,11 +143,7 @@ def _open_replay(config: ExperimentConfig, files: RolloutFiles, origin: Origin) 
 
 
 def _known(files: RolloutFiles, split: Split, steps: Iterable[int]) -> dict[int, CallFacts]:
-    """Return the facts about the first call of each step.
-
-    Raises:
-        ReplayError: names the steps that have none.
-    """
+    """Return the facts about the first call of each step."""
     known = {step: files.facts(name_of(step, split)) for step in steps}
     missing = [step for step, facts in known.items() if facts is None]
     if missing:

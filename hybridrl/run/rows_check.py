@@ -21,7 +21,6 @@ def find_bad_rows(
     """Read all rows of files; of a large set the run then finds its tokens.
 
     Args:
-        config: of the run.
         refused: its violations. If there are some, rows are not tokenized: model or limits may be
             wrong.
 

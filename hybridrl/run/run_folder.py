@@ -133,7 +133,6 @@ class RunLogger:
             folder: new, empty, or with ``overwrite`` a former run folder, which is deleted.
             overwrite: ``trainer.overwrite``.
             resumes: the folder's run continues; call `rewind` before the first step.
-            resolved_yaml: text of ``config.yaml``.
             settings: the same configuration as a mapping, for trackers that show it.
             config: the tracking section.
 
@@ -267,11 +266,7 @@ class RunLogger:
                 _append(self._samples, {"step": step} | _drop_empty(values, ("eval_set", "turns")))
 
     def _require_folder(self) -> None:
-        """Check that the folder exists: writing to open files of a deleted folder never fails.
-
-        Raises:
-            RunFolderError: ``metrics.jsonl`` no longer has its name.
-        """
+        """Check that the folder exists: writing to open files of a deleted folder never fails."""
         path = self.folder / METRICS
         try:
             is_there = os.path.samestat(path.stat(), os.fstat(self._metrics.fileno()))

@@ -68,7 +68,6 @@ def ensure_starter(config: ExperimentConfig, *, cache: Path, record: RunFolder) 
     """Return the folder of the made model; make it if the cache does not hold it.
 
     Args:
-        config: of the run.
         cache: folder of made models, see ``env.cache_dir``.
         record: shows the progress of the warm-up.
 
@@ -221,7 +220,6 @@ def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, targe
     5e-5, with TRL alike). From the noisy floor of a constant rate it learns at once.
 
     Args:
-        config: of the warm-up.
         folder: of the untrained model.
         record: shows the progress.
         target: the folder to write, atomically.

@@ -102,11 +102,9 @@ def _run_resumable(
     """Run ``loop`` from the newest complete checkpoint, or from the beginning, and save.
 
     Args:
-        config: of the run.
         loop: the complete loop; it enters at the step after the checkpoint.
         training: of the loop; its state is restored to the checkpoint.
         savers: worker groups by role.
-        origin: of the run.
         record: of the run; restored to the checkpoint.
 
     Returns:

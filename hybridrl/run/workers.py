@@ -31,8 +31,7 @@ from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.offline import PreferenceWorker, SupervisedWorker
 from hybridrl.workers.reward_model import RewardModelWorker
-from hybridrl.workers.sharding.no_engines import NoEngines
-from hybridrl.workers.sharding.served_engines import Servers
+from hybridrl.workers.sharding.served_engines import NoEngines, Servers
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,6 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
     """Start the processes of a run, and end them.
 
     Args:
-        config: of the run.
         model_folder: Hugging Face folder that policy and critic start from.
 
     Raises:

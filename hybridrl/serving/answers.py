@@ -29,9 +29,7 @@ async def answer_all(
     Args:
         sampler: over the engines of the model.
         contexts: int64 [n] each.
-        params: of all requests.
         model: name, for reasons.
-        seed: of the run.
         timeout_s: ``reward.timeout_s``, of all answers.
 
     Raises:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+
+from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import ServerDiedError
 from hybridrl.metrics import Max, Metrics, Sum, merge
-from hybridrl.sampler import Program, SamplingParams, T
-from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
+from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_pool import AskGroup, EnginePool
 from hybridrl.serving.health import HealthMonitor
-from hybridrl.serving.idle_clock import IdleClock
 from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.policy_requests import PolicyRequests
 from hybridrl.serving.recovery import Recovery
@@ -59,12 +60,9 @@ class BackgroundSampling:
         """Sample nothing yet.
 
         Args:
-            server: of the policy.
             pool: without engines; the server's join it after each update.
             groups: that sample with the pool.
             requests: opens the way to engines; a phase is the time between two updates.
-            recovery: of the server.
-            monitor: of the server.
             on_update: whether open responses end before weights are loaded, or are interrupted,
                 and whether they then keep their tokens.
         """
@@ -161,3 +159,50 @@ class BackgroundSampling:
         if self._on_update != "finish" and not self._is_ending:
             await self._requests.interrupt(engines.values())
         await self._pool.drained()
+
+
+class IdleClock:
+    """Adds the seconds in which no request is open, of any engine. For one event loop."""
+
+    def __init__(self) -> None:
+        """Begin with no request. Seconds count from the first use of ``counting``."""
+        self._num_open = 0
+        self._idle_s = 0.0
+        self._since_s: float | None = None
+
+    def counting(self, ask: AskGroup) -> AskGroup:
+        """Return a way to ask engines that counts open requests.
+
+        The start of the engines, which comes before, is not idleness.
+        """
+        if self._since_s is None:
+            self._since_s = time.perf_counter()
+
+        async def counted(
+            engine: SamplingEngine,
+            token_ids: Sequence[int] | Tensor,
+            params: RequestParams,
+            keys: Sequence[int],
+        ) -> list[Sample]:
+            self._change(1)
+            try:
+                return await ask(engine, token_ids, params, keys)
+            finally:
+                self._change(-1)
+
+        return counted
+
+    def take_metrics(self) -> Metrics:
+        """Return the seconds since the last call, and begin again."""
+        self._change(0)
+        idle_s, self._idle_s = self._idle_s, 0.0
+        return {"time/engines_idle_s": Max(idle_s)}
+
+    def _change(self, number: int) -> None:
+        if self._since_s is None:
+            return
+        now_s = time.perf_counter()
+        if not self._num_open:
+            self._idle_s += now_s - self._since_s
+        self._since_s = now_s
+        self._num_open += number

@@ -152,7 +152,6 @@ class EnginePool(Sampler):
         Args:
             index: of an engine that was suspended; or lost since.
             handle: of its process, which may have been replaced.
-            version: of its weights.
         """
 
         def readmit() -> None:

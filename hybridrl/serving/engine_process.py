@@ -181,7 +181,6 @@ class RayEngine:
         """Take over an actor that starts.
 
         Args:
-            actor: of ``EngineProcess``.
             nodes: of the engine's processes; empty: Ray puts them anywhere.
         """
         self._actor = actor

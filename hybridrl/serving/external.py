@@ -38,9 +38,7 @@ class ExternalModel:
         """Ask nothing yet.
 
         Args:
-            config: of the run.
             model: name in ``serving.models``.
-            keys: of the servers.
 
         Raises:
             ModelError: config.json of the model's folder cannot be read.
@@ -75,7 +73,6 @@ class ExternalModel:
 
         Args:
             contexts: int64 [n] each.
-            params: of all requests.
             timeout_s: ``reward.timeout_s``, of all answers.
 
         Returns:

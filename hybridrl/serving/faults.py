@@ -43,7 +43,6 @@ class FaultPlan:
 
         Args:
             faults: by name.
-            seed: of the draws.
         """
         self._faults = faults
         self._seed = seed

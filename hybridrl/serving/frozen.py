@@ -40,8 +40,6 @@ class FrozenModel:
         """Start nothing yet.
 
         Args:
-            config: of the run.
-            plan: of the server.
             launch: starts the process of an engine.
         """
         self._name = plan.model
@@ -70,7 +68,6 @@ class FrozenModel:
 
         Args:
             contexts: int64 [n] each.
-            params: of all requests.
             timeout_s: ``reward.timeout_s``, of all answers.
 
         Returns:

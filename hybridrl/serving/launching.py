@@ -89,7 +89,10 @@ class ActorLaunch:
         config = attached_config(self.config)
         model = self.plan.model
         elsewhere = ServerElsewhere(
-            url=engine.url, key=self.keys.of(model), section=f"serving.models.{model}"
+            url=engine.url,
+            key=self.keys.of(model),
+            section=f"serving.models.{model}",
+            weights=config.serving.weights,
         )
         return (
             ray.remote(EngineProcess)

@@ -62,11 +62,8 @@ class RolloutManager:
         """Start nothing yet.
 
         Args:
-            config: of the run.
             model_folder: Hugging Face folder of the policy.
-            devices: of the servers.
             folder: for files of weights.
-            keys: of servers.
         """
         install_reducers()
         self._config = config

@@ -48,7 +48,6 @@ class OpenGroups:
         """Begin with none.
 
         Args:
-            sampler: of all programs.
             make_program: makes one for prompts that are admitted together.
             buffer: which says when a batch is there.
         """

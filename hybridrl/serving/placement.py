@@ -85,8 +85,6 @@ def find_places(
     """Ask the devices of all servers for their GPUs and free ports.
 
     Args:
-        config: of the run.
-        plans: of all servers.
         placements: options of Ray for a process on each device of the servers.
         variables: environment of the processes.
 
@@ -118,7 +116,6 @@ def place_engines(
     """Give each engine its devices and ports.
 
     Args:
-        groups: of all servers.
         devices: of all servers, in order.
         per_node: devices of servers on each node.
 

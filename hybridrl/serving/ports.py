@@ -9,9 +9,9 @@ from hybridrl.errors import ResourceError
 from hybridrl.network import host_and_port
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 
-_NUM_DIST_INIT = 30
-"""Consecutive ports, besides one for each data-parallel rank, that SGLang counts up from the port
-of ``dist_init_addr``."""
+_NUM_DIST_INIT = 31
+"""Consecutive ports that SGLang counts up from the port of ``dist_init_addr``: 30, and one for each
+data-parallel rank of an engine, of which there is one."""
 
 _LAST_PORT = 65_535
 
@@ -86,8 +86,6 @@ def assign_addresses(
     group: GroupPlan,
     hosts: Sequence[str],
     cursors: Mapping[str, PortCursor],
-    *,
-    num_data_parallel: int = 1,
 ) -> tuple[EngineListeners, ...]:
     """Give each engine of a group its addresses and ports, in order.
 
@@ -95,7 +93,6 @@ def assign_addresses(
         group: whose engines they are.
         hosts: address of each node, by the node's index.
         cursors: of each address; shared by all groups, so that no port is dealt out twice.
-        num_data_parallel: data-parallel ranks within an engine.
 
     Raises:
         ResourceError: a node lacks free ports.
@@ -108,7 +105,7 @@ def assign_addresses(
             hosts=of_engine,
             port=first.take(),
             nccl_ports=tuple(cursors[host].take() for host in of_engine),
-            dist_init_port=first.take(_NUM_DIST_INIT + num_data_parallel),
+            dist_init_port=first.take(_NUM_DIST_INIT),
             bootstrap_port=first.take() if group.worker_type == "prefill" else None,
         )
 

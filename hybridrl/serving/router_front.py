@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import aiohttp
@@ -49,7 +49,6 @@ class RouterFront:
         key: str,
         start_timeout_s: float,
         call_timeout_s: float,
-        arguments: Mapping[str, object] | None = None,
     ) -> None:
         """Start the router and wait until it answers; see ``RouterProcess``.
 
@@ -57,13 +56,11 @@ class RouterFront:
             key: of the router and of all its servers.
             start_timeout_s: seconds until it must answer, also after a restart.
             call_timeout_s: seconds of the longest phase.
-            arguments: of the router that differ.
         """
         self.key = key
         self._start_timeout_s = start_timeout_s
         # The router limits a request's total time; no request must reach that.
-        limit = {"request_timeout_secs": int(call_timeout_s) + 60}
-        self._arguments = limit | dict(arguments or {})
+        self._arguments = {"request_timeout_secs": int(call_timeout_s) + 60}
         self._router = self._start()
         self._order: list[str] = []
         """Servers as the router counts them."""
@@ -133,11 +130,7 @@ class RouterFront:
                 self._show([])
 
     def _show(self, urls: list[str]) -> None:
-        """Send requests to exactly these servers; a router that dies meanwhile is replaced.
-
-        Raises:
-            ServerDiedError: the router ended too often in this phase.
-        """
+        """Send requests to exactly these servers; a router that dies meanwhile is replaced."""
         router, reason = self._router, "it ended between two calls"
         while True:
             try:
@@ -218,12 +211,7 @@ class RouterFront:
     # -- its death -------------------------------------------------------------------------------
 
     async def _replace(self, router: RouterProcess, error: Exception) -> None:
-        """Start another router, unless another request did.
-
-        Raises:
-            ConnectionLostError: the router lives; a connection alone broke.
-            ServerDiedError: it died too often.
-        """
+        """Start another router, unless another request did."""
         deadline_s = time.monotonic() + _SEES_DEATH_S
         while router.is_alive() and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_S)

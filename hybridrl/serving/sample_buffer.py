@@ -63,7 +63,6 @@ class SampleBuffer:
         """Open groups, which are sampled from now on.
 
         Args:
-            indices: of their prompts.
             step: of the weights: steps that were learned from before. It never falls.
 
         Raises:

@@ -142,7 +142,6 @@ class RolloutServer:
 
         Args:
             source: safetensors of a full model on a disk that all nodes share, or a sender.
-            version: of the policy that they are.
 
         Raises:
             PhaseError: the server was not started, or a stage is open.

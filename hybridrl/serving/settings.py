@@ -33,7 +33,6 @@ def engine_config(
     """Return the configuration of an engine on devices of its own, which never sleeps.
 
     Args:
-        config: of the run.
         engine_args: of its group and place; they replace those of the run.
         num_devices: that share the engine.
         number: of the engine. Engines of one seed would draw the same random numbers.
@@ -59,17 +58,8 @@ def attached_config(config: ExperimentConfig) -> ExperimentConfig:
     """Return the configuration of an engine of the policy whose server others run.
 
     Its process has no device, and no memory in common with the server.
-
-    Args:
-        config: of the run.
     """
-    rollout = replace(
-        config.rollout,
-        engine_args={},
-        tensor_parallel_size=1,
-        transport="disk" if config.serving.weights == "files" else "broadcast",
-        sleep=False,
-    )
+    rollout = replace(config.rollout, engine_args={}, tensor_parallel_size=1, sleep=False)
     return replace(config, cluster=replace(config.cluster, device="cpu"), rollout=rollout)
 
 
@@ -77,7 +67,6 @@ def frozen_config(config: ExperimentConfig, served: ServedModelConfig) -> Experi
     """Return the configuration of the engines of a frozen model.
 
     Args:
-        config: of the run.
         served: section of the model. Its context takes the room of a row of the policy.
     """
     num_tokens = served.max_context_tokens or config.max_row_tokens
@@ -92,10 +81,6 @@ def driver_variables(config: ExperimentConfig, environment: Mapping[str, str]) -
     """Return the variables of the driver that engines get, in the place of those of their nodes.
 
     On the driver's machine alone they inherit all of its environment.
-
-    Args:
-        config: of the run.
-        environment: of the driver.
     """
     if config.cluster.address is None:
         return {}

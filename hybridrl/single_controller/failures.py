@@ -135,7 +135,6 @@ def wait_for_ranks(
 
     Args:
         refs: by rank, the pending results of a call.
-        method: its name.
         hosts: by rank.
         grace_s: seconds.
     """

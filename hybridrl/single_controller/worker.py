@@ -65,7 +65,6 @@ class Worker:
         """Report this rank's position in a mesh, for ``dispatch_by_mesh(name)``.
 
         Args:
-            name: of the mesh.
             dp_rank: index of the slice this rank takes; tensor-parallel peers pass the same.
             dp_size: number of slices.
             is_output_rank: whether its result counts; exactly one rank of each dp rank has True.
@@ -158,7 +157,6 @@ class WorkerHost:
         """Construct the workers in order, in an environment that holds their rendezvous.
 
         Args:
-            environment: of this rank.
             roles: by prefix.
             set_up: called before any of them.
             traced_run: folder of the run whose trace this process writes to.

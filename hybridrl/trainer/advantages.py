@@ -14,6 +14,7 @@ from hybridrl.algorithms.overlong import overlong_punishment
 from hybridrl.batch import (
     LogprobBatch,
     jagged_from,
+    place_on_last_tokens,
     response_lengths,
     row_lengths,
     spread_over_tokens,
@@ -21,7 +22,6 @@ from hybridrl.batch import (
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.trainer.collect import Collected, ScoredRollouts
-from hybridrl.trainer.token_rewards import place_rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,6 @@ class Advantages:
 
         Args:
             collected: the rows to learn from.
-            logprobs: of these rows.
             kl: coefficient of the KL that rewards are charged.
             values_BL: of a critic.
 
@@ -187,3 +186,29 @@ def describe_values(returns_BL: Tensor, values_BL: Tensor, mask_BL: Tensor) -> M
 
 def _mean(values_B: Tensor) -> Mean:
     return Mean(float(values_B.double().sum()), len(values_B))
+
+
+def place_rewards(
+    scored: ScoredRollouts, charges_B: Tensor, *, agent_names: tuple[str, ...]
+) -> Tensor:
+    """Return rewards by token, whose sum over a row is its reward less its charges.
+
+    Args:
+        scored: B rows with their scores.
+        charges_B: float32, taken off with the last response token.
+        agent_names: rewards that an agent gave to single turns or tokens.
+
+    Returns:
+        Jagged float32 [B, L], 0 outside the response.
+    """
+    rollouts, scores = scored.rollouts, scored.scores
+    mask_BL, agent_BL = rollouts.response_mask_BL, rollouts.agent_rewards_BL
+    if agent_BL is None or not agent_names:
+        return place_on_last_tokens(scores.rewards_B - charges_B, mask_BL)
+    is_agent_K = torch.tensor([name in agent_names for name in scores.names])
+    weights_K = scores.reward_weights_K.double()
+    others_B = scores.reward_parts_BK.double() @ (weights_K * ~is_agent_K)
+    at_end_BL = place_on_last_tokens(others_B.float() - charges_B, mask_BL)
+    weights_B = (~scores.is_failed_BK).double() @ (weights_K * is_agent_K)
+    weights_T = weights_B.float().repeat_interleave(row_lengths(mask_BL))
+    return jagged_from(at_end_BL.values() + weights_T * agent_BL.values(), row_lengths(mask_BL))

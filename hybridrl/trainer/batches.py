@@ -76,7 +76,6 @@ class AheadBatches:
             engines: that sample.
             num_prompts: P, prompts of a batch.
             num_ahead: prompts that are open beside those of the batch, in steps, >= 1.
-            num_steps: of the run.
         """
         self._source = source
         self._engines = engines

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from types import FrameType
+from typing import Any, Protocol
 
 from hybridrl.algorithms.load import Part, load_part, require_part
 from hybridrl.batch import LogprobBatch, RolloutBatch
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import TrainingError
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages, Charges
 from hybridrl.trainer.batches import Batches
@@ -26,7 +32,6 @@ from hybridrl.trainer.policy import (
 )
 from hybridrl.trainer.step import ActorCriticOptimization, PolicyOptimization
 from hybridrl.trainer.step_metrics import StepReport
-from hybridrl.trainer.time_limit import with_time_limit
 from hybridrl.trainer.train_batch import TrainBatches, balance
 
 
@@ -144,3 +149,47 @@ def _build_batches(config: ExperimentConfig) -> TrainBatches:
         counts_groups=parts.AGGREGATION.reads(algorithm.loss_aggregation, "group_tokens_B"),
         row_filter=_load(config, parts.ROW_FILTER),
     )
+
+
+def with_time_limit(part: Part, *, timeout_s: float) -> Part:
+    """Return the part; one of the user's raises `TrainingError` if a call takes too long.
+
+    Args:
+        part: built-in ones are returned as they are.
+        timeout_s: seconds of one call (``cluster.call_timeout_s``).
+    """
+    if ":" not in part.spelled:
+        return part
+    message = (
+        f"{part.key}={part.spelled} took longer than cluster.call_timeout_s={timeout_s:g} s; "
+        "correct it, or raise that limit if it is only slow"
+    )
+    return replace(part, function=partial(_call, part.function, timeout_s, message))
+
+
+def _call(function: Callable[..., Any], timeout_s: float, message: str, **inputs: object) -> Any:  # noqa: ANN401
+    with _limit(timeout_s, message):
+        return function(**inputs)
+
+
+@contextmanager
+def _limit(timeout_s: float, message: str) -> Iterator[None]:
+    """Raise in the block once the time is over; only the main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise TrainingError(message)
+
+    former = signal.signal(signal.SIGALRM, give_up)
+    begin = time.monotonic()
+    remaining_s, _ = signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, former)
+        if remaining_s:  # of a limit around this one
+            left_s = remaining_s - (time.monotonic() - begin)
+            signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-3))

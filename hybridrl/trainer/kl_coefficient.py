@@ -20,7 +20,6 @@ class KLCoefficient:
         """Start at the configured coefficient.
 
         Args:
-            config: of the penalty.
             num_rows: responses of a step.
         """
         self._config = config

@@ -37,7 +37,6 @@ class OversampledBatches:
             num_prompts: P, prompts of a batch; a multiple of ``num_engines``.
             num_open: prompts of a call, >= P; a multiple of ``num_engines``.
             num_engines: engines of the ranks.
-            num_steps: of the run.
         """
         self._source = source
         self._engines = engines

@@ -177,9 +177,6 @@ class RolloutFiles:
         """Write the scores of the responses of a call.
 
         Args:
-            name: of the call.
-            scores: of its responses.
-            rows: of its prompts.
             origin: everything besides rows and responses on which the scores depend.
 
         Raises:

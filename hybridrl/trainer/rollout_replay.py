@@ -131,11 +131,7 @@ def require_same_origin(recorded: Facts, now: Facts, *, where: str) -> None:
 
 
 def _positions(prompts: PromptBatch, recorded: PromptBatch, *, where: str) -> list[int]:
-    """Return the positions of these prompts among the recorded ones.
-
-    Raises:
-        ReplayError: one is not there, or has other tokens or another seed.
-    """
+    """Return the positions of these prompts among the recorded ones."""
     by_index = {index: p for p, index in enumerate(recorded.prompt_index_P.tolist())}
     recorded_rows = recorded.token_ids_PL.unbind()
     positions = []

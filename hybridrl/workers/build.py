@@ -179,11 +179,8 @@ def build_rollout_engine(
     """Start the rollout engine that this rank owns.
 
     Args:
-        config: of the run.
         model_folder: whose configuration and tokenizer the engine reads.
-        device: of this rank.
         place: of a server; None if it has the device of this rank alone.
-        directory: of ``build_directory``.
     """
     if config.rollout.engine == "hf":
         return HFRolloutEngine(
@@ -209,7 +206,6 @@ def build_access(
     """Make the way on which the rollout manager asks the engine of this rank.
 
     Args:
-        engine: of this rank.
         directory: in which an engine with a server announces it; None: the engine has none.
         door: where to listen, and who gets in.
     """
@@ -224,7 +220,7 @@ def build_follower(rollout: RolloutConfig, device: torch.device) -> WeightSender
     if rollout.engine == "hf":
         return None
     transport: WeightSender = import_module(_SGLANG_WEIGHTS).build_transport(
-        rollout, device=device, is_sender=False
+        rollout, device=device, is_sender=False, from_disk=rollout.transport == "disk"
     )
     return transport
 

@@ -12,7 +12,7 @@ import torch
 
 from hybridrl.agents.agent import Agent, hold
 from hybridrl.agents.conversation import Conversation
-from hybridrl.agents.loops import ToolCalls
+from hybridrl.agents.rollout import ToolCalls
 from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS

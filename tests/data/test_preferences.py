@@ -12,8 +12,8 @@ from hybridrl.data.preferences import PreferencePair, build_preference_batch, to
 from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.data.sort_digits import build_sort_digits_rows
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.data.tokenizing import tokenize_rows
 from hybridrl.errors import DataError
+from tests.data.tokenized import tokenize_rows
 
 PAIRS = Columns(answer="chosen", rejected="rejected")
 CHATS = Columns(prompt=None, answer="chosen", rejected="rejected")

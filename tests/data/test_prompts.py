@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message, Row
-from hybridrl.data.tokenizing import tokenize_rows
 from hybridrl.errors import DataError
+from tests.data.tokenized import tokenize_rows
 
 
 def rows(*prompts: str | tuple[Message, ...]) -> list[Row]:

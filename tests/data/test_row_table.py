@@ -17,8 +17,9 @@ from hybridrl.data.row_encoder import RowEncoder
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.data.tokenizing import Resources, tokenize_files, tokenize_rows
+from hybridrl.data.tokenizing import Resources, tokenize_files
 from hybridrl.errors import DataError
+from tests.data.tokenized import tokenize_rows
 
 TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
 ROWS = [Row(f"é{n}" * (n + 1), str(n), "s", f"f:{n}", float(n % 3)) for n in range(6)]

@@ -8,8 +8,8 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptSource, build_prompt_step, prompt_seed
 from hybridrl.data.supervised import build_supervised_batch
-from hybridrl.data.tokenizing import tokenize_rows
 from hybridrl.errors import DataError
+from tests.data.tokenized import tokenize_rows
 
 
 @pytest.fixture

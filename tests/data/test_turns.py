@@ -13,9 +13,9 @@ from hybridrl.data.files import read_rows
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message, Row
 from hybridrl.data.supervised import build_supervised_batch
-from hybridrl.data.tokenizing import tokenize_rows
 from hybridrl.data.turns import assistant_mask
 from hybridrl.errors import DataError
+from tests.data.tokenized import tokenize_rows
 
 CHATML = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>\\n{% endfor %}"

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from hybridrl.models.compiled import compile_blocks
 from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import build_empty_model
 from hybridrl.models.packed_model import PolicyModel
 from hybridrl.workers.train.microbatcher import lay_out
-from hybridrl.workers.train.shards import build_model
+from hybridrl.workers.train.shards import build_model, compile_blocks
 from tests.config.values import config_of
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, FSDP2, make_rows

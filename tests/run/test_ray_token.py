@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.run.ray_token import keep_token_private
+from hybridrl.run.cluster import keep_token_private
 
 
 @pytest.fixture

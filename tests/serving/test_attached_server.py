@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hybridrl.config.serving import WeightRoute
 from hybridrl.errors import (
     DeadlineError,
     DriftError,
@@ -50,7 +51,6 @@ def spec_of(folder: Path, **changes: Any) -> ServerSpec:
     common: dict[str, Any] = {
         "engine": "sglang",
         "sleep": False,
-        "transport": "disk",
         "stage_timeout_s": 5.0,
     }
     return ServerSpec(
@@ -63,10 +63,12 @@ def spec_of(folder: Path, **changes: Any) -> ServerSpec:
     )
 
 
+def _elsewhere(url: str, *, key: str = "", weights: WeightRoute = "files") -> ServerElsewhere:
+    return ServerElsewhere(url=url, key=key, section=SECTION, weights=weights)
+
+
 def attach(folder: Path, url: str, *, key: str = "", **changes: Any) -> AttachedServer:
-    return AttachedServer(
-        spec_of(folder, **changes), ServerElsewhere(url=url, key=key, section=SECTION)
-    )
+    return AttachedServer(spec_of(folder, **changes), _elsewhere(url, key=key))
 
 
 @contextmanager
@@ -110,7 +112,9 @@ def refusal(folder: Path, url: str, *, key: str = "", **changes: Any) -> str:
 )
 @pytest.mark.shows("4.23")
 def test_a_difference_names_its_remedy(folder: Path, said: dict[str, object], line: str) -> None:
-    spec = spec_of(folder, transport="broadcast", routed_experts=True)
+    spec = replace(
+        spec_of(folder, routed_experts=True), elsewhere=_elsewhere("", weights="broadcast")
+    )
     expected = expect_policy_server(spec, SECTION)
     fitting = INFO | {"enable_return_routed_experts": True, "dp_size": 1}
     assert differences(expected, fitting, INFO) == []
@@ -189,7 +193,7 @@ def test_the_key_is_in_no_text(folder: Path, caplog: pytest.LogCaptureFixture) -
         assert "start it with --api-key alone" in texts[2]
         server.refuses_control = False
         with attached(folder, server) as own:
-            where = ServerElsewhere(url=server.url, key=KEY, section=SECTION)
+            where = _elsewhere(server.url, key=KEY)
             texts += [repr(vars(own)), repr(where), repr(replace(spec_of(folder), elsewhere=where))]
             server.repeats_headers = True
             with pytest.raises(EngineError) as refused:

@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor
 
 from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.background import IdleClock
 from hybridrl.serving.engine_handle import SamplingEngine
-from hybridrl.serving.idle_clock import IdleClock
 
 ENGINE, PARAMS = cast(SamplingEngine, None), cast(RequestParams, None)
 

@@ -150,10 +150,8 @@ def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
 
 
 @pytest.mark.shows("4.7")
-@given(serving=servings(), busy=st.sets(st.integers(20_000, 20_400)), num_dp=st.integers(1, 8))
-def test_no_port_of_a_node_is_given_twice(
-    serving: ServingConfig, busy: set[int], num_dp: int
-) -> None:
+@given(serving=servings(), busy=st.sets(st.integers(20_000, 20_400)))
+def test_no_port_of_a_node_is_given_twice(serving: ServingConfig, busy: set[int]) -> None:
     hosts = [f"10.0.0.{node}" for node in range(200)]
     cursors = {
         host: PortCursor(host, first=20_000, is_free=lambda port: port not in busy)
@@ -162,12 +160,12 @@ def test_no_port_of_a_node_is_given_twice(
     taken: dict[str, list[range]] = {host: [] for host in hosts}
     groups: list[GroupPlan] = [group for plan in plans_of(serving) for group in plan.groups]
     for group in groups:
-        addresses = assign_addresses(group, hosts, cursors, num_data_parallel=num_dp)
+        addresses = assign_addresses(group, hosts, cursors)
         for address, engine in zip(addresses, group.engines, strict=True):
             assert address.hosts == tuple(hosts[part.node] for part in engine.slices)
             first = taken[address.hosts[0]]
             first.append(range(address.port, address.port + 1))
-            first.append(range(address.dist_init_port, address.dist_init_port + 30 + num_dp))
+            first.append(range(address.dist_init_port, address.dist_init_port + 31))
             assert (address.bootstrap_port is None) == (group.worker_type != "prefill")
             if address.bootstrap_port is not None:
                 first.append(range(address.bootstrap_port, address.bootstrap_port + 1))

@@ -30,7 +30,9 @@ def _send_from(rank: int, engine: SGLangEngine | None, folders: list[Path]) -> l
     """Two streams that arrive, and before each one that breaks off on the rank that only offers."""
     rollout = server_spec(folders[0], tensor_parallel_size=2).rollout
     dist.barrier()  # one of us has waited for the server, longer than a stage may take
-    follower = None if engine else build_transport(rollout, device=CPU, is_sender=False)
+    follower = (
+        None if engine else build_transport(rollout, device=CPU, is_sender=False, from_disk=False)
+    )
     reasons = []
     for version, folder in enumerate(folders):
         if engine is not None:

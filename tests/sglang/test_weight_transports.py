@@ -173,6 +173,11 @@ def _answer(engine: SGLangEngine, prompts: PromptBatch, answers: list[list[int]]
     answers.extend(tokens_of(engine.run(single_turn(prompts, greedy))))
 
 
+def _build_on_gpu() -> None:
+    cuda = torch.device("cuda")
+    build_transport(sglang_config(), device=cuda, is_sender=True, from_disk=False)
+
+
 def test_a_rank_with_a_gpu_names_its_host_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
     # Adapters are in it, and a server's ranks, no children of ours, cannot take a descriptor.
     prepared: list[str] = []
@@ -180,7 +185,7 @@ def test_a_rank_with_a_gpu_names_its_host_memory_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sglang_weights, patch, lambda: prepared.append("ipc"))
     torch.multiprocessing.set_sharing_strategy("file_descriptor")
     try:
-        build_transport(sglang_config(), device=torch.device("cuda"), is_sender=True)
+        _build_on_gpu()
         assert torch.multiprocessing.get_sharing_strategy() == "file_system"
     finally:
         torch.multiprocessing.set_sharing_strategy("file_system")
@@ -190,7 +195,7 @@ def test_a_rank_with_a_gpu_names_its_host_memory_too(monkeypatch: pytest.MonkeyP
 def test_host_memory_has_handles_where_gpus_have_serial_numbers() -> None:
     # With SGLang's own patch, which build_transport applies where there is a GPU.
     kept = {name: getattr(reductions, name) for name in ("reduce_tensor", "rebuild_cuda_tensor")}
-    build_transport(sglang_config(), device=torch.device("cuda"), is_sender=True)
+    _build_on_gpu()
     try:
         sent = {"lora": torch.arange(6.0).view(2, 3)}
         text = MultiprocessingSerializer.serialize(sent, output_str=True)

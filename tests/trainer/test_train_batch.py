@@ -14,8 +14,8 @@ from hybridrl.algorithms.rollout_correction import importance
 from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch, jagged
 from hybridrl.errors import TrainingError
 from hybridrl.rewards.scorer import Scores
+from hybridrl.trainer.build_algorithm import with_time_limit
 from hybridrl.trainer.collect import Collected, ScoredRollouts
-from hybridrl.trainer.time_limit import with_time_limit
 from hybridrl.trainer.train_batch import TrainBatches
 
 MASK_BL = jagged([torch.tensor([False, *[True] * n]) for n in (2, 1, 3, 1)])

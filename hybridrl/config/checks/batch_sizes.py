@@ -1,24 +1,17 @@
-"""Prompts, responses, mini-batches and ranks must divide each other: solved as one problem."""
+"""Prompts, responses, mini-batches and ranks must divide each other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from operator import itemgetter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Self
 
-from hybridrl.config.checks.divisors import divisors_near, divisors_of, multiples_near
+from hybridrl.config.checks.divisors import divisors_of, multiples_near
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
-_KEYS = {
-    "num_prompts": "trainer.num_prompts_per_step",
-    "num_responses": "rollout.num_responses_per_prompt",
-    "num_minibatches": "algorithm.num_minibatches",
-    "num_ranks_per_node": "cluster.num_ranks_per_node",
-}
-_MOST = 2**20  # prompts, responses and mini-batches
+_MOST = 2**20  # prompts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +68,10 @@ class BatchSizes:
         return max(1, self.num_ranks // self.tensor_parallel_size)
 
     @property
-    def are_legal(self) -> bool:
-        """Whether everything divides."""
-        return not self.broken_rules()
+    def prompts_multiple(self) -> int:
+        """Prompts divide over engines, and their rows over ranks, in multiples of this."""
+        shares = self.num_groups * self.num_minibatches
+        return math.lcm(self.num_engines, shares // math.gcd(shares, self.num_responses))
 
     def broken_rules(self) -> tuple[str, ...]:
         """Describe the sizes that do not divide; empty if all do."""
@@ -122,17 +116,11 @@ def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
         return  # check_engines_lie_within_nodes reports the latter
     if sizes.num_ranks % sizes.world_multiple:
         return  # check_parallel_sizes reports this
-    fixed = {"num_minibatches"} if config.algorithm.old_logprobs == "current" else set()
-    alternatives = nearest_legal(sizes, fixed=fixed)
-    before = asdict(sizes)
-    remedies = [
-        tuple(f"{_KEYS[name]}={n}" for name, n in asdict(legal).items() if n != before[name])
-        for legal in alternatives
-    ]
+    key = "trainer.num_prompts_per_step"
+    near = multiples_near(sizes.num_prompts, sizes.prompts_multiple)
+    remedies = [(f"{key}={number}",) for number in near if 0 < number <= _MOST]
     fix = "" if remedies else "use fewer ranks (cluster.num_nodes, cluster.num_ranks_per_node)"
-    yield ConfigError(
-        _KEYS["num_prompts"], sizes.num_prompts, " and ".join(rules), fix, remedies=remedies
-    )
+    yield ConfigError(key, sizes.num_prompts, " and ".join(rules), fix, remedies=remedies)
 
 
 def check_engines_lie_within_nodes(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -151,42 +139,6 @@ def check_engines_lie_within_nodes(config: ExperimentConfig) -> Iterator[ConfigE
         f"where a node has {size} devices",
         remedies=[(f"rollout.tensor_parallel_size={largest}",)],
     )
-
-
-def nearest_legal(sizes: BatchSizes, *, fixed: Collection[str] = ()) -> list[BatchSizes]:
-    """Return the nearest legal value of each size that alone makes all legal, the nearest first.
-
-    Distance is ``|log(new / old)|``, so that 8 -> 16 is as far as 8 -> 4. The number of ranks is
-    never raised: the user may have no more GPUs.
-    """
-    before = asdict(sizes)
-    legal: list[tuple[float, BatchSizes]] = []
-    for name, values in _candidates(sizes):
-        changed = [
-            (abs(math.log(value / before[name])), replace(sizes, **{name: value}))
-            for value in values
-            if 0 < value <= _MOST and name not in fixed
-        ]
-        nearest = sorted((c for c in changed if c[1].are_legal), key=itemgetter(0))
-        legal.extend(nearest[:1])
-    return [changed for _, changed in sorted(legal, key=itemgetter(0))]
-
-
-def _candidates(sizes: BatchSizes) -> Iterator[tuple[str, Iterable[int]]]:
-    """Yield the values near the present ones that divide, by size."""
-    num_prompts, num_responses = sizes.num_prompts, sizes.num_responses
-    shares = sizes.num_groups * sizes.num_minibatches
-    step = math.lcm(sizes.num_engines, shares // math.gcd(shares, num_responses))
-    yield "num_prompts", multiples_near(num_prompts, step)
-    below, above = multiples_near(num_responses, shares // math.gcd(shares, num_prompts))
-    yield "num_responses", (n for n in (below, above) if n > 1)
-    rows_per_rank = num_prompts * num_responses // sizes.num_groups
-    if rows_per_rank:
-        wanted = sizes.num_minibatches
-        yield "num_minibatches", divisors_near(rows_per_rank, wanted, at_most=_MOST, count=2)
-    engines_per_node = divisors_of(max(1, num_prompts // sizes.num_nodes))
-    ranks = (sizes.tensor_parallel_size * number for number in engines_per_node)
-    yield "num_ranks_per_node", (number for number in ranks if number < sizes.num_ranks_per_node)
 
 
 def check_offline_batch(config: ExperimentConfig) -> Iterator[ConfigError]:

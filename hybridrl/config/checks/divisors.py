@@ -21,18 +21,3 @@ def multiples_near(number: int, step: int) -> tuple[int, int]:
     """Return the multiples of ``step`` around ``number``: the last up to it, and the next."""
     below = number // step * step
     return below, below + step
-
-
-def divisors_near(number: int, wanted: int, *, at_most: int, count: int) -> list[int]:
-    """Return up to ``count`` divisors of ``number`` in [1, at_most], nearest to ``wanted`` first.
-
-    ``wanted`` itself is left out. Distance is the ratio, so that 8 -> 16 is as far as 8 -> 4.
-    Everything divides 0: for 0 the numbers around ``wanted`` are returned.
-    """
-    if number:
-        divisors = divisors_of(number)
-    else:
-        middle = min(wanted, at_most)
-        divisors = list(range(max(1, middle - count), min(middle + count, at_most) + 1))
-    legal = [n for n in divisors if n <= at_most and n != wanted]
-    return sorted(legal, key=lambda n: abs(math.log(n / wanted)))[:count]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from hybridrl.config.checks.asynchronous import NOT_BITWISE
@@ -65,15 +64,8 @@ def check_open_prompts_divide(config: ExperimentConfig) -> Iterator[ConfigError]
         config.rollout.oversample,
         f"{num_open} open prompts (of trainer.num_prompts_per_step={num_prompts}) must be a "
         f"multiple of {num_engines} rollout engines, and more than a step has",
-        remedies=[_OFF] if is_too_much else [(f"{_KEY}={_ratio(above, num_prompts)}",), _OFF],
+        remedies=[_OFF] if is_too_much else [(f"{_KEY}={above / num_prompts}",), _OFF],
     )
-
-
-def _ratio(num_open: int, num_prompts: int) -> str:
-    """Return the smallest short decimal that gives so many open prompts."""
-    spellings = (f"{math.floor(num_open / num_prompts * 10**n) / 10**n:g}" for n in range(1, 6))
-    fitting = (s for s in spellings if math.ceil(round(float(s) * num_prompts, 6)) == num_open)
-    return next(fitting, str(num_open / num_prompts))
 
 
 RULES = (check_oversample, check_open_prompts_divide)

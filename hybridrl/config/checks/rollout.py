@@ -208,7 +208,7 @@ def check_certificate(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Weights travel only to an engine in another process; NCCL needs a GPU at each end."""
+    """Weights travel only to an engine in another process."""
     key, transport = "rollout.transport", config.rollout.transport
     if config.rollout.engine == "hf" and transport != "auto":
         yield ConfigError(
@@ -216,13 +216,6 @@ def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
             transport,
             "would be ignored: rollout.engine=hf has its weights in the trainer's process",
             remedies=[(f"{key}=auto",)],
-        )
-    elif transport == "broadcast" and config.cluster.device == "cuda":
-        yield ConfigError(
-            key,
-            transport,
-            "NCCL allows one process of a group per GPU, and engines share GPUs with the trainer",
-            remedies=[(f"{key}=auto",), (f"{key}=disk",)],
         )
 
 

@@ -26,7 +26,6 @@ async def sample_to_the_end(
     Args:
         ask: samples.
         token_ids: of the context.
-        params: of all continuations.
         keys: name the random stream of each.
 
     Returns:

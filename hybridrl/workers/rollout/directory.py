@@ -94,7 +94,6 @@ class EngineDirectory:
         """Know no engine yet.
 
         Args:
-            num_engines: of the worker group.
             door: of this rank's engine; None: loopback, with a key of its own.
         """
         self.door = door or Door()
@@ -111,7 +110,6 @@ class EngineDirectory:
         """An engine of this rank has started.
 
         Args:
-            url: of its server.
             key: that the server requires.
             pid: of a process that ends with it.
         """

@@ -21,7 +21,6 @@ async def while_it_works(
         progress: returns how far the engine is; asked four times in ``timeout_s``. An error is no
             progress.
         timeout_s: seconds in which it must be further (``rollout.request_timeout_s``).
-        name: of the engine.
 
     Raises:
         DeadlineError: it was not.

@@ -159,7 +159,6 @@ class ControlGroup:
         """Wait until all ranks have done ``work``, which may take them longer than a stage.
 
         Args:
-            work: its name, for the message.
             timeout_s: seconds that the first rank waits for the last.
             key: configuration key of ``timeout_s``.
 

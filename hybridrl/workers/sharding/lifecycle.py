@@ -300,11 +300,7 @@ class LifeCycle:
                 )
 
     def _stop(self, members: Collection[int]) -> None:
-        """READY -> DRAINED; if an engine does not stop, those that can serve again do.
-
-        Raises:
-            StageError: names the engine that did not stop.
-        """
+        """READY -> DRAINED; if an engine does not stop, those that can serve again do."""
         try:
             self._transition(PAUSE, ManagedEngine.pause, members=members)
             self._transition(DRAIN, ManagedEngine.drain, members=members)

@@ -57,7 +57,6 @@ def await_release(
         part: the released memory tag.
         said_bytes: the engine's figure before the release.
         resident_bytes: what the engine itself still counts; must reach 0.
-        memory: of the device.
         free_before: free bytes before the release; None where only storage can be counted.
         timeout_s: seconds to wait.
 

@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -118,7 +119,6 @@ class Servers(ABC):
         Args:
             prompts: to admit; None: no more.
             sampling: how to sample them.
-            version: of the policy.
 
         Returns:
             P prompts that were admitted now or before, with P * G samples; and metrics.
@@ -168,7 +168,6 @@ class ServedEngines:
         Args:
             servers: that load the weights.
             config: type of the weights, and size of a bucket.
-            device: of the trainer.
             control: the control group of all ranks.
         """
         self.trained_version = 0
@@ -282,3 +281,28 @@ class ServedEngines:
         """The size for which all ranks have the memory: all must divide the stream alike."""
         own_bytes = bucket_bytes_for(self._config.bucket_mib, self._device)
         return -self._control.largest("bucket size", -own_bytes)
+
+
+class NoEngines(Servers):
+    """Refuses all that needs an engine."""
+
+    timeout_s = 1.0
+
+    def need_weights(self, *, version: int) -> NoReturn:
+        """Refuse: a run that replays opens no rollout phase."""
+        raise PhaseError("a run with rollout.replay has no rollout engines, and nothing samples")
+
+    def update(self, source: WeightSource, *, version: int) -> NoReturn:
+        """Refuse likewise."""
+        self.need_weights(version=version)
+
+    def sample(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingParams,
+        *,
+        version: int,
+        fused: Sequence[str] = (),
+    ) -> NoReturn:
+        """Refuse likewise."""
+        self.need_weights(version=version)

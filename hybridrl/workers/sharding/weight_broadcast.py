@@ -171,7 +171,6 @@ def wait_for_receivers(
     """Wait until all receivers of a transfer have ended, or one fails: that frees the others.
 
     Args:
-        offer: of the transfer.
         receivers: calls of ``receiving``, with this ``timeout_s``.
         timeout_s: seconds that a transfer may take.
 

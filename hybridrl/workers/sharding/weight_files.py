@@ -37,7 +37,6 @@ def load_weights(
     Args:
         managed: the engine with its ledger.
         source: a folder with safetensors under Hugging Face names, or a sender.
-        version: of the policy that they are.
         bucket_bytes: host memory for tensors from files, unless one tensor is larger.
         timeout_s: seconds that a broadcast may take.
 

@@ -91,7 +91,6 @@ class WeightBroadcaster:
 
         Args:
             host: address of this node that all receivers reach.
-            dtype: of the engines.
             timeout_s: seconds that a transfer may take (``rollout.stage_timeout_s``).
         """
         self._memory = WeightMemoryFile(dtype=dtype)

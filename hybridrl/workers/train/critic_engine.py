@@ -81,7 +81,6 @@ def value_loss(
     """Return a micro-batch's share of the global loss, to be *summed*, and its metrics.
 
     Args:
-        batch: of the micro-batch.
         microbatch: for a dummy one the share is a 0 with a gradient, and metrics are empty.
         values_S: with gradient, reward units.
         weights_S: share in the global loss.

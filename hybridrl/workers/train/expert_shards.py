@@ -27,11 +27,8 @@ def stored_shards(
     """Return this rank's shards of a parameter, or of one of its moments, by name in files.
 
     Args:
-        prefix: of the names.
-        name: of the parameter.
         parameter: plain or sharded.
         values: the parameter, a moment sharded alike, or AdamW's number of steps.
-        names: of the model.
     """
     matrices = names.matrices(name, parameter.shape)
     if not matrices:

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig, EngineConfig
 from hybridrl.config.critic import CriticConfig
-from hybridrl.models.compiled import compile_blocks
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import (
@@ -36,6 +35,7 @@ from hybridrl.models.load import (
     fill_weights,
     finish_model,
 )
+from hybridrl.models.packed_attention import keep_attention_eager
 from hybridrl.models.packed_model import PackedModel, PolicyModel, ValueModel
 
 Adapt = Callable[[PreTrainedModel, WeightSource], WeightSource]
@@ -256,3 +256,17 @@ def _sum_gradients_over_ranks(root: FSDPModule) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+
+
+def compile_blocks(hf: PreTrainedModel, *, backend: str = "inductor") -> None:
+    """Compile each block's forward pass, once for all micro-batch sizes; names do not change.
+
+    Attention is not compiled: its layout differs between micro-batches, and each would need a new
+    graph. The hooks of FSDP2 and checkpointing around a block are not compiled either.
+
+    Args:
+        hf: the model, with or without memory.
+    """
+    keep_attention_eager()
+    for block in hf.model.layers:
+        block.forward = torch.compile(block.forward, dynamic=True, backend=backend)

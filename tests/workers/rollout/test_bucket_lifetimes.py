@@ -33,9 +33,7 @@ TRANSPORTS = {
     "shared": lambda: _shared(1),
     "shared by two ranks": lambda: _shared(2),
     "disk": lambda: DiskTransport(is_sender=True, dtype=torch.float32),
-    "broadcast": lambda: BroadcastTransport(
-        device=CPU, is_sender=True, timeout_s=5.0, join=_never, dtype=torch.float32
-    ),
+    "broadcast": lambda: BroadcastTransport(timeout_s=5.0, join=_never, dtype=torch.float32),
 }
 
 

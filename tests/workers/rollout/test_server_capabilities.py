@@ -16,7 +16,7 @@ import pytest
 
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.sglang import capabilities
-from hybridrl.workers.rollout.sglang.arguments import ServerSpec
+from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import (
     TESTED_VERSIONS,
     Capability,
@@ -88,7 +88,6 @@ def test_what_was_not_switched_on_names_its_argument(capability: Capability, ver
     ("keys", "route"),
     [
         ({"transport": "auto"}, "/update_weights_from_tensor"),
-        ({"transport": "broadcast"}, "/update_weights_from_distributed"),
         ({"transport": "disk"}, "/update_weights_from_disk"),
         ({"verify_weights": "first"}, "/update_weights_from_disk"),
         ({"verify_weights": "first"}, "/weights_checker"),
@@ -115,6 +114,22 @@ def test_a_server_without_a_route_that_the_run_needs_is_refused(
     recorded("0.5.23").require_for(needs_it)
     if keys and keys != {"transport": "auto"}:
         server.require_for(plain)
+
+
+def test_a_server_of_others_needs_the_route_of_serving_weights() -> None:
+    spec = ServerSpec(
+        model_folder=ANSWERS,
+        rollout=replace(rollout_config(), sleep=False),
+        lora=None,
+        max_context_tokens=32,
+        seed=0,
+        device="cpu",
+        elsewhere=ServerElsewhere(url="", key="", section="", weights="broadcast"),
+    )
+    route = "/update_weights_from_distributed"
+    with pytest.raises(EngineError, match=route):
+        recorded("0.5.23", lacks=route).require_for(spec)
+    recorded("0.5.23", lacks="/update_weights_from_tensor").require_for(spec)
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.4.99", "0.5.9.post2"])

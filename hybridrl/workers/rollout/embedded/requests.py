@@ -41,11 +41,6 @@ class RolloutStats:
     num_slots_used: int = 0
     """Slots in use, sum over decode steps."""
 
-    @property
-    def mean_slot_occupancy(self) -> float:
-        """Slots in use over all slots, in [0, 1], mean over decode steps."""
-        return self.num_slots_used / (max(self.num_decode_steps, 1) * self.num_slots)
-
     def metrics(self) -> Metrics:
         """Describe the program under declared names."""
         num_steps, num_context = float(self.num_decode_steps), float(self.num_context_tokens)
@@ -120,7 +115,6 @@ def draw_uniforms(requests: Sequence[Request], *, max_tokens: int, device: torch
     Args:
         requests: get ``uniforms_GM``.
         max_tokens: of a context and its response.
-        device: of the numbers.
     """
     keys = [key for request in requests for key in request.keys]
     lengths = [request.num_tokens for request in requests for _ in request.keys]

@@ -14,6 +14,7 @@ from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.serving import WeightRoute
 from hybridrl.network import LOOPBACK, host_and_port
 
 if TYPE_CHECKING:  # mode=check builds arguments too, and imports no torch
@@ -69,6 +70,9 @@ class ServerElsewhere:
     section: str
     """Configuration key of its model, as ``serving.models.policy``."""
 
+    weights: WeightRoute
+    """How they reach it; see ``serving.weights``."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerPlace:
@@ -114,6 +118,18 @@ class ServerSpec:
 
     elsewhere: ServerElsewhere | None = None
     """See ``ServerPlace``."""
+
+    @property
+    def by_broadcast(self) -> bool:
+        """Whether weights reach the server through a process group."""
+        return self.elsewhere is not None and self.elsewhere.weights == "broadcast"
+
+    @property
+    def from_disk(self) -> bool:
+        """Whether the server reads weights from files."""
+        if self.elsewhere is not None:
+            return self.elsewhere.weights == "files"
+        return self.rollout.transport == "disk"
 
     @property
     def saves_memory(self) -> bool:

@@ -86,7 +86,7 @@ class AttachedServer(ServerCalls):
             self.end()
             raise
         self.start_s = time.monotonic() - begin
-        if spec.rollout.transport == "broadcast":
+        if elsewhere.weights == "broadcast":
             self.own_address = _address_towards(elsewhere.url)
 
     @property

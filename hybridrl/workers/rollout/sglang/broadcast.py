@@ -1,4 +1,4 @@
-"""Weights through a process group of one leader and the ranks of its server."""
+"""Weights through a process group of one sender and the ranks of a server that others run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import host_and_port
 from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.sglang.process import free_port
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
-from hybridrl.workers.rollout.sglang.transports import Transport
+from hybridrl.workers.rollout.sglang.transports import Transport, on_the_host
 
 _POLL_S = 0.0005
+_BACKEND = "gloo"
 
 
 JoinGroup = Callable[..., dist.ProcessGroup]
@@ -29,37 +29,18 @@ JoinGroup = Callable[..., dist.ProcessGroup]
 
 
 class BroadcastTransport(Transport):
-    """One broadcast a bucket, from the leader to all ranks of its server: nccl, on a CPU gloo.
+    """One broadcast a bucket over gloo, out of host memory: the sender has no device."""
 
-    NCCL refuses two processes of a group on one GPU, so the server must be on others.
-    """
-
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        is_sender: bool,
-        timeout_s: float,
-        join: JoinGroup,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, *, timeout_s: float, join: JoinGroup, dtype: torch.dtype) -> None:
         """Connect when first used.
 
         Args:
-            device: of this rank.
-            is_sender: whether this rank is the one that sends.
             timeout_s: seconds that one broadcast may take.
             join: makes the group.
-            dtype: of the server's weights.
         """
-
-        def allocate(num_bytes: int) -> Tensor:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-        super().__init__(stages_bytes=is_sender, allocate=allocate, dtype=dtype)
+        super().__init__(stages_bytes=True, allocate=on_the_host, dtype=dtype)
         self._timeout_s = timeout_s
         self._join = join
-        self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._name = ""
         self._group: dist.ProcessGroup | None = None
 
@@ -118,11 +99,11 @@ class BroadcastTransport(Transport):
             rank_offset=1,
             world_size=world_size,
             group_name=self._name,
-            backend=self._backend,
+            backend=_BACKEND,
         )
         try:
             group = self._join(
-                backend=self._backend,
+                backend=_BACKEND,
                 init_method=f"tcp://{host_and_port(address, port)}",
                 timeout=timedelta(seconds=self._timeout_s),
                 world_size=world_size,
@@ -131,7 +112,7 @@ class BroadcastTransport(Transport):
             )
         except (RuntimeError, ValueError) as error:
             raise EngineError(
-                f"no {self._backend} group with the {server.num_ranks} ranks of the server: "
+                f"no {_BACKEND} group with the {server.num_ranks} ranks of the server: "
                 f"{_said(answer) or error}"
             ) from error
         answer.result()
@@ -142,8 +123,6 @@ class BroadcastTransport(Transport):
         """End both ends of the group, and the pending operations of this end with the server's."""
         if asks:
             self._destroy_at(server)
-        if self._backend == "nccl" and self._group is not None:
-            self._group.abort()
         with suppress(EngineError):
             _wait(work)
         self.forget()

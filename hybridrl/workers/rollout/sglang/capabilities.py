@@ -140,9 +140,9 @@ class ServerCapabilities:
         sleeps_on_gpu = rollout.sleep and spec.device == "cuda"
         verifies = rollout.verify_weights != "never"
         needed = {
-            Capability.UPDATE_FROM_TENSOR: rollout.transport in ("auto", "shared"),
-            Capability.UPDATE_FROM_DISTRIBUTED: rollout.transport == "broadcast",
-            Capability.UPDATE_FROM_DISK: rollout.transport == "disk" or verifies,
+            Capability.UPDATE_FROM_TENSOR: not (spec.by_broadcast or spec.from_disk),
+            Capability.UPDATE_FROM_DISTRIBUTED: spec.by_broadcast,
+            Capability.UPDATE_FROM_DISK: spec.from_disk or verifies,
             Capability.CHECK_WEIGHTS: verifies,
             Capability.PAUSE: True,
             Capability.RELEASE_MEMORY: rollout.sleep,
@@ -216,7 +216,6 @@ def require_as_asked(arguments: Json, info: Json) -> None:
     """Refuse a server that runs with other arguments than it was given.
 
     Args:
-        arguments: of ``build_arguments``.
         info: the server's answer to ``/server_info``.
 
     Raises:

@@ -152,7 +152,6 @@ class ServerClient(Endpoint):
 
         Args:
             base_url: as ``http://127.0.0.1:30000``.
-            name: of the server in messages.
             require_alive: raises if the server's process is gone; asked when a connection breaks.
             key: that the server requires; empty if it requires none.
         """

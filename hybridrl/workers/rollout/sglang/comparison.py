@@ -71,7 +71,6 @@ def expect_policy_server(spec: ServerSpec, section: str) -> ExpectedServer:
     """Return the needs of the policy.
 
     Args:
-        spec: of the server.
         section: configuration key of the model.
 
     Raises:
@@ -87,7 +86,7 @@ def expect_policy_server(spec: ServerSpec, section: str) -> ExpectedServer:
         own_dtype="",
         max_context_tokens=spec.max_context_tokens,
         takes_weights=True,
-        by_broadcast=spec.rollout.transport == "broadcast",
+        by_broadcast=spec.by_broadcast,
         has_experts=spec.rollout.routed_experts,
     )
 
@@ -96,7 +95,6 @@ def expect_server(config: ExperimentConfig, model: str) -> ExpectedServer:
     """Return the needs of a frozen model.
 
     Args:
-        config: of the run.
         model: name in ``serving.models``.
 
     Raises:
@@ -120,7 +118,6 @@ def differences(expected: ExpectedServer, server_info: object, model_info: objec
     """Compare a server with what is needed.
 
     Args:
-        expected: of the model.
         server_info: answer of ``/server_info``.
         model_info: answer of ``/model_info``; it is newer where both have a field.
 

@@ -72,7 +72,6 @@ class EngineChoice:
         """Take over the engines of a rollout phase.
 
         Args:
-            own: of this rank's server.
             directory: the other engines; None if there are none.
             num_slots: responses that an engine decodes at the same time.
             make_own: makes the engine on this rank's server.

@@ -49,7 +49,6 @@ class ServerProcess:
 
         Args:
             command: program and arguments.
-            name: of the server in messages.
             variables: environment on top of this process's.
         """
         self.name = name

@@ -90,7 +90,6 @@ class ServerSampler(Sampler):
 
         Args:
             engines: whose servers answer.
-            model: of each of them.
             call: counts requests, and says whether the program was aborted or is interrupted.
             timeout_s: seconds in which the server of a request must make progress.
         """

@@ -184,10 +184,6 @@ class ServerCalls:
 
         In this order because ``/pause_generation`` looks only once a second whether all requests
         have ended (0.5.17 to 0.5.23); on an idle server it returns at once.
-
-        Raises:
-            ServerError: requests are left.
-            DeadlineError: no answer until the deadline.
         """
 
         def until_deadline_s() -> float:

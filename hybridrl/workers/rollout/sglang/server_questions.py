@@ -38,8 +38,6 @@ class ServerQuestions:
         """Ask nothing yet.
 
         Args:
-            client: of the server.
-            expected: of its model.
             has_key: whether the client sends a key.
             timeout_s: seconds until it must have computed a token (``rollout.stage_timeout_s``).
         """

@@ -147,12 +147,7 @@ def _failure(server_args: Any, arguments: Mapping[str, object]) -> str | None:  
 
 
 def _make_memory_saver(record: Any) -> None:  # noqa: ANN401
-    """Make the scheduler's objects for releasable memory, as far as no device is needed.
-
-    Raises:
-        ImportError: torch_memory_saver is missing.
-        NotImplementedError: graphs would be captured in a way that cannot be released.
-    """
+    """Make the scheduler's objects for releasable memory, as far as no device is needed."""
     import_module(_SAVER).TorchMemorySaverAdapter.create(enable=True)
     graphs = _resolved(record, "cuda_graph_config")
     if not any(getattr(graphs, phase).backend == _IN_PIECES for phase in _PHASES):

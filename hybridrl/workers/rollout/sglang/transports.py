@@ -1,7 +1,7 @@
 """How buckets of weights reach a server: one class per value of ``rollout.transport``.
 
-Every rank of an engine has one; only the engine's own rank calls ``load`` and ``finish``. The
-broadcast has a file of its own.
+Every rank of an engine has one; only the engine's own rank calls ``load`` and ``finish``. Servers
+that others run may get a broadcast, too, which has a file of its own.
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ class SharedTransport(Transport):
 
         Args:
             device: of this rank; the server's rank of the same number is on it too.
-            num_ranks: of the server.
             encode: makes a handle.
-            dtype: of the server's weights.
 
         Raises:
             EngineError: this process allocates memory that cannot be shared.
@@ -148,9 +146,8 @@ class DiskTransport(Transport):
 
         Args:
             is_sender: whether this rank is the one that writes.
-            dtype: of the server's weights.
         """
-        super().__init__(stages_bytes=is_sender, allocate=_on_the_host, dtype=dtype)
+        super().__init__(stages_bytes=is_sender, allocate=on_the_host, dtype=dtype)
         self._parent: Path | None = None
         self._written: set[str] = set()
         self._num_files = 0
@@ -205,5 +202,6 @@ class DiskTransport(Transport):
         return parent / "weights.unfinished"
 
 
-def _on_the_host(num_bytes: int) -> Tensor:
+def on_the_host(num_bytes: int) -> Tensor:
+    """Allocate host memory that no other process opens."""
     return torch.empty(num_bytes, dtype=torch.uint8)

@@ -67,7 +67,6 @@ class ServedWeights:
 
         Args:
             spec: model and device of the server.
-            device: of this process.
 
         Raises:
             EngineError: this process cannot share memory with a server.
@@ -78,7 +77,13 @@ class ServedWeights:
         require_whole_vocabulary(spec.model_folder)
         self._shapes = base_shapes(spec.model_folder)
         self._adapter_shapes = adapter_shapes(self._shapes, spec.lora)
-        self.transport = build_transport(spec.rollout, device=device, is_sender=True)
+        self.transport = (
+            build_broadcast(spec.rollout)
+            if spec.by_broadcast
+            else build_transport(
+                spec.rollout, device=device, is_sender=True, from_disk=spec.from_disk
+            )
+        )
         self._forget_weights()
 
     def _forget_weights(self) -> None:
@@ -217,13 +222,24 @@ class ServedWeights:
             raise no_adapter_loaded()
 
 
-def build_transport(rollout: RolloutConfig, *, device: torch.device, is_sender: bool) -> Transport:
-    """Make the transport of ``rollout.transport`` on one rank of an engine.
+def build_broadcast(rollout: RolloutConfig) -> Transport:
+    """Make the transport of ``serving.weights=broadcast`` to a server that others run."""
+    return BroadcastTransport(
+        timeout_s=rollout.stage_timeout_s,
+        join=init_custom_process_group,
+        dtype=DTYPES[rollout.dtype],
+    )
+
+
+def build_transport(
+    rollout: RolloutConfig, *, device: torch.device, is_sender: bool, from_disk: bool
+) -> Transport:
+    """Make the transport of one rank of an engine.
 
     Args:
         rollout: the rollout section.
-        device: of this rank.
         is_sender: whether this rank owns the engine; the others only stage.
+        from_disk: whether weights travel through files.
 
     Raises:
         EngineError: this process cannot share its memory.
@@ -234,16 +250,8 @@ def build_transport(rollout: RolloutConfig, *, device: torch.device, is_sender: 
     if device.type != "cpu":
         _name_gpus_by_serial_number()
     num_ranks, dtype = rollout.tensor_parallel_size, DTYPES[rollout.dtype]
-    if rollout.transport == "disk":
+    if from_disk:
         return DiskTransport(is_sender=is_sender, dtype=dtype)
-    if rollout.transport == "broadcast":
-        return BroadcastTransport(
-            device=device,
-            is_sender=is_sender,
-            timeout_s=rollout.stage_timeout_s,
-            join=init_custom_process_group,
-            dtype=dtype,
-        )
     return SharedTransport(device=device, num_ranks=num_ranks, encode=encode, dtype=dtype)
 
 

@@ -61,9 +61,7 @@ def checkpoint_tensors(
     """List the tensors that a resumed run needs, as views of the live memory.
 
     Args:
-        spans: of this rank.
         full_shapes: of all tensors that learn, on other ranks as well.
-        shard_map: of this rank.
         num_steps: optimizer steps taken; moments exist after the first.
 
     Raises:

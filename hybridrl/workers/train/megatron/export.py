@@ -217,11 +217,7 @@ def _weight_spec(name: str, shards: _Holders) -> WeightSpec:
 def _find_holders(
     shards_by_rank: Sequence[Sequence[_OwnedShard]], architecture: Architecture
 ) -> dict[str, _Holders]:
-    """Return the shards of each tensor and their ranks, in the order of the Hugging Face model.
-
-    Raises:
-        ModelError: no rank has some shard; names the tensors.
-    """
+    """Return the shards of each tensor and their ranks, in the order of the Hugging Face model."""
     holders: dict[str, _Holders] = {}
     for rank, shards in enumerate(shards_by_rank):
         for number, shard in enumerate(shards):

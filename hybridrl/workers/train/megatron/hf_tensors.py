@@ -51,9 +51,7 @@ def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: i
     """Return the full shapes of the matrices A and B of an adapter, in order.
 
     Args:
-        architecture: of the adapted model.
         leaves: last components of the names of the adapted layers, such as ``q_proj``.
-        rank: of A and B.
     """
     shapes: Shapes = {}
     for name, shape in hf_tensors(architecture).items():

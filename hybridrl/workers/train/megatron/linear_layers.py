@@ -40,8 +40,6 @@ def linear_shards(
     Args:
         name: megatron-core's, within the layer.
         local_shape: of this rank's tensor.
-        prefix: of the layer's Hugging Face names.
-        architecture: of the model.
         rank: this one.
 
     Returns:

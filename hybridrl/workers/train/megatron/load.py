@@ -56,8 +56,6 @@ def load_weights(local: Mapping[str, Tensor], files: WeightFiles, shard_map: Sha
 
     Args:
         local: live tensors by megatron-core's names, with global layer numbers.
-        files: of the model's folder.
-        shard_map: of this rank.
 
     Raises:
         ModelError: the files do not fit the architecture, or the tensors do not.
@@ -83,8 +81,6 @@ def fill_masters(spans: Iterable[OwnedSpan], files: WeightFiles, shard_map: Shar
 
     Args:
         spans: of weights that are loaded. Those in no file, as a critic's head, keep their values.
-        files: of the model's folder.
-        shard_map: of this rank.
     """
     in_files = hf_tensors(shard_map.architecture)
     for span in spans:

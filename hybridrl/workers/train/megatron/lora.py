@@ -69,7 +69,6 @@ class StageAdapter:
 
         Args:
             tensors: of the adapter, by megatron-core's names with global layer numbers.
-            shard_map: of this rank.
         """
         values = self._adapter.initial_values()
         for name, tensor in tensors.items():

@@ -83,7 +83,6 @@ def route(
         shares: this rank among those that each have an equal part of the tokens; None if all have
             all of them.
         balance: of the optimizer step; None if the model does not learn.
-        device: where the model computes.
     """
     num_all = len(tokens.token_ids_T)
     begin, end = 0, num_all
@@ -169,7 +168,6 @@ def require_routes(experts_BLJK: Tensor | None, architecture: Architecture) -> T
 
     Args:
         experts_BLJK: jagged integers, the experts of all tokens but the last of each row.
-        architecture: of the model that replays them.
 
     Raises:
         DataError: rows without experts, or with those of another model.
