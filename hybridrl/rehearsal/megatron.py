@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe import token_dispatcher
@@ -33,7 +32,7 @@ _LAYER = "decoder.layers."
 
 def install(gpu: FakeGpu, sizes: MegatronConfig, architecture: Architecture) -> None:
     """Replace what a fake process group cannot answer."""
-    backend.WeightExport = _export_class(sizes)  # type: ignore[misc]
+    vars(backend)["WeightExport"] = _export_class(sizes)
     _tell_lengths(architecture.hidden_size, sizes)
     if architecture.experts is not None:
         gpu.share_selected = architecture.experts.num_per_token / architecture.experts.num_experts
@@ -134,7 +133,9 @@ def _tell_lengths(hidden_size: int, sizes: MegatronConfig) -> None:
 
     def run_and_note(schedule: Schedule, microbatches: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         lengths = [len(each.tokens.token_ids_T) // shares for each in microbatches]
-        coming.update({way: iter(_received(lengths, way, sizes)) for way in ("forward", "backward")})
+        coming.update(
+            {way: iter(_received(lengths, way, sizes)) for way in ("forward", "backward")}
+        )
         return run(schedule, microbatches, *args, **kwargs)
 
     def shapes(
@@ -149,7 +150,7 @@ def _tell_lengths(hidden_size: int, sizes: MegatronConfig) -> None:
             for way, is_coming in (("forward", recv_prev), ("backward", recv_next))
         ]
 
-    Schedule._run = run_and_note  # type: ignore[method-assign]
+    Schedule._run = run_and_note  # type: ignore[method-assign,assignment]
     P2PCommunicator._communicate_shapes = shapes
 
 
@@ -177,7 +178,7 @@ class _Balanced:
     def size(self, dim: int) -> int:
         return (self._num_tokens, self._num_experts)[dim]
 
-    def sum(self, dim: int) -> Tensor:  # noqa: ARG002 - over tokens
+    def sum(self, dim: int) -> Tensor:
         each, more = divmod(self._num_tokens * self._num_per_token, self._num_experts)
         return torch.tensor([each + (e < more) for e in range(self._num_experts)])
 
@@ -185,7 +186,7 @@ class _Balanced:
 def _balance(num_per_token: int) -> None:
     preprocess = MoEAlltoAllTokenDispatcher.preprocess
 
-    def balanced(dispatcher: Any, routing_map: Tensor) -> Tensor:  # noqa: ANN401
+    def balanced(dispatcher: Any, routing_map: Tensor) -> Any:  # noqa: ANN401
         num_tokens, num_experts = routing_map.shape
         counts = preprocess(dispatcher, _Balanced(num_tokens, num_experts, num_per_token))
         for name in ("input_splits", "output_splits", "output_splits_tp"):
@@ -195,7 +196,7 @@ def _balance(num_per_token: int) -> None:
 
     gather = token_dispatcher.gather_from_sequence_parallel_region
 
-    def gathered(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Tensor:  # noqa: ANN401
+    def gathered(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:  # noqa: ANN401
         if tensor.is_cuda:
             return gather(tensor, *args, group=group, **kwargs)
         return tensor.repeat(group.size())  # the counts of ranks that are all alike
