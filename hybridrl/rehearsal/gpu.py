@@ -17,10 +17,10 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,6 +75,16 @@ _FLASH = "_flash_attention_forward"
 _FRAMES = 40
 """Python frames that are searched for such a file."""
 
+
+_HALF = 2
+"""Bytes of a 16-bit number."""
+
+_SHAPED_BY_VALUES: dict[str, Callable[[Any, Any, float], tuple[int, ...]]] = {
+    "nonzero": lambda args, _, __: (args[0].numel(), args[0].dim()),
+    "bincount": lambda args, named, _: (args[2] if len(args) > 2 else named.get("minlength", 0),),
+    "masked_select": lambda args, _, share: (round(args[1].numel() * share),),
+}
+"""Shapes for arguments, keyword arguments and the share of a mask that is True."""
 
 _SHAPES_ALONE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -140,7 +150,7 @@ class Memory:
         return moments
 
 
-class FakeGpu(TorchDispatchMode):
+class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """In its block ``torch.cuda`` is one GPU, and its tensors are fake. Once a process.
 
     Args:
@@ -149,7 +159,7 @@ class FakeGpu(TorchDispatchMode):
     """
 
     def __init__(self, *, num_bytes: int, num_devices: int = 8) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.torch = Memory()
         """What this process's tensors hold of the GPU."""
         self.device = Memory()
@@ -165,7 +175,10 @@ class FakeGpu(TorchDispatchMode):
         self._pinned: set[int] = set()
         self._fake = FakeTensorMode()
         _be_two_devices()
-        self._patch_torch(num_devices)
+        self._patch_cuda(num_devices)
+        self._patch_modules()
+        self._patch_tensors()
+        self._patch_storages()
 
     # -- storages --------------------------------------------------------------------------------
 
@@ -202,52 +215,27 @@ class FakeGpu(TorchDispatchMode):
 
     # -- torch -----------------------------------------------------------------------------------
 
-    def _patch_torch(self, num_devices: int) -> None:
+    def _patch_cuda(self, num_devices: int) -> None:
+        """Let ``torch.cuda`` answer for this GPU."""
         cuda: Any = torch.cuda
-        stream = Stream()
-
-        @contextmanager
-        def on_stream(_: object) -> Iterator[None]:
-            yield
-
-        def empty_cache() -> None:
-            self.torch.reserved = self.torch.allocated
-
-        properties = SimpleNamespace(
-            name="NVIDIA H100 80GB HBM3",
-            major=9,
-            minor=0,
-            total_memory=self.num_bytes,
-            multi_processor_count=132,
-        )
-        answers: dict[str, object] = {
-            "is_available": True,
-            "is_initialized": True,
-            "is_bf16_supported": True,
-            "current_device": 0,
-            "device_count": num_devices,
-            "current_stream": stream,
-            "default_stream": stream,
-            "get_device_capability": (9, 0),
-            "get_device_properties": properties,
-            "get_device_name": properties.name,
-            "get_rng_state": torch.Generator().get_state(),
-            "get_rng_state_all": [torch.Generator().get_state()] * num_devices,
-        }
-        for name in ("set_device", "ipc_collect", "init", "_lazy_init", "set_rng_state", *_SEEDS):
-            answers[name] = None
-        for name, answer in answers.items():
+        for name, answer in _answers(self.num_bytes, num_devices).items():
             for module in (cuda, cuda.random) if hasattr(cuda.random, name) else (cuda,):
                 setattr(module, name, lambda *_, answer=answer, **__: answer)
         cuda.default_generators = tuple(torch.Generator() for _ in range(num_devices))
-        cuda.empty_cache = empty_cache
+        cuda.empty_cache = self._empty_cache
         cuda.mem_get_info = lambda *_: (self.free_bytes(), self.num_bytes)
         cuda.memory_allocated = lambda *_: self.torch.allocated
         cuda.max_memory_allocated = lambda *_: self.torch.peak
         cuda.memory_reserved = lambda *_: self.torch.reserved
         cuda.reset_peak_memory_stats = lambda *_: self.reset_peaks()
         cuda.synchronize = lambda *_: self._note("synchronize")
-        cuda.Stream, cuda.Event, cuda.stream = Stream, Signal, on_stream
+        cuda.Stream, cuda.Event, cuda.stream = Stream, Signal, lambda _: nullcontext()
+
+    def _empty_cache(self) -> None:
+        self.torch.reserved = self.torch.allocated
+
+    def _patch_modules(self) -> None:
+        """Let modules be made on the host, and moved."""
         make_parameter = Parameter.__new__
 
         def new_parameter(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -255,14 +243,16 @@ class FakeGpu(TorchDispatchMode):
                 data = self.on_host(data.shape, data.dtype)
             return make_parameter(cls, data, *args, **kwargs)
 
-        Parameter.__new__ = new_parameter  # type: ignore[assignment]
+        Parameter.__new__ = new_parameter  # type: ignore[method-assign]
         torch.__future__.set_swap_module_params_on_conversion(True)
         torch.utils.swap_tensors = _swap
-        for name in ("tensor", "as_tensor"):  # their C++ asks the driver which GPU ``cuda`` is
+
+    def _patch_tensors(self) -> None:
+        """Replace methods whose C++ would ask the driver, or name the wrong device."""
+        for name in ("tensor", "as_tensor"):
             setattr(torch, name, _on_first_gpu(getattr(torch, name)))
         plain: Any = Tensor
-        plain.cuda = lambda tensor, *_, **__: tensor.to(GPU)
-        move = plain.to
+        move, type_of = plain.to, plain.type
 
         def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
             moved: Tensor = move(
@@ -272,18 +262,20 @@ class FakeGpu(TorchDispatchMode):
             )
             return moved
 
-        plain.to = to
-        plain.is_pinned = lambda tensor, *_: tensor.untyped_storage()._cdata in self._pinned
-        plain.pin_memory = lambda tensor, *_: self._pinned_copy(tensor)
-        fake: Any = FakeTensor
-        fake.is_cuda = property(lambda tensor: tensor.device.type == "cuda")
-        type_of = plain.type
-
         def type_(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             answer = type_of(tensor, *args, **kwargs)
             return answer.replace(_IN_CPP, "cuda") if isinstance(answer, str) else answer
 
+        plain.to = to
+        plain.cuda = lambda tensor, *_, **__: tensor.to(GPU)
+        plain.is_pinned = lambda tensor, *_: tensor.untyped_storage()._cdata in self._pinned
+        plain.pin_memory = lambda tensor, *_: self._pinned_copy(tensor)
+        fake: Any = FakeTensor
+        fake.is_cuda = property(lambda tensor: tensor.device.type == "cuda")
         fake.type = type_
+
+    def _patch_storages(self) -> None:
+        """Count the bytes that a storage gives back or takes, and name its device."""
         storage: Any = UntypedStorage
         resize, device = storage.resize_, storage.device
 
@@ -291,9 +283,10 @@ class FakeGpu(TorchDispatchMode):
             known = self._blocks.get(storage._cdata)
             if known is not None:
                 self._resize(known[0], num_bytes)
-            return resize(storage, num_bytes)
+            resized: UntypedStorage = resize(storage, num_bytes)
+            return resized
 
-        def device_of(storage: UntypedStorage) -> torch.device:
+        def device_of(storage: UntypedStorage) -> Any:  # noqa: ANN401
             known = self._blocks.get(storage._cdata)
             return device.__get__(storage) if known is None else known[0].device
 
@@ -326,7 +319,13 @@ class FakeGpu(TorchDispatchMode):
 
     # -- operators -------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(  # noqa: C901 - one way through for each kind of operator
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
         if func is torch.ops.prim.device.default:
             return self._device_in_cpp(args[0])
         if any(not _is_plain(each) for each in types):
@@ -346,12 +345,7 @@ class FakeGpu(TorchDispatchMode):
             return self._view(func, args, kwargs)
         out = self._without_values(func, args, kwargs)
         if out is None:
-            if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
-                args, kwargs = self._hollow((args, kwargs))
-            # Else its views of a storage that was emptied would fill it again.
-            self._fake.cache_enabled = not (tensors and _is_emptied(tensors[0]))
-            with self._fake:
-                out = func(*args, **kwargs)
+            out = self._compute_shapes(func, args, kwargs, tensors)
         if not is_pinned and not _is_alias(func):
             out = _real_if_small(out) if isinstance(out, Tensor) else tree_map(_real_if_small, out)
         for leaf in (out,) if isinstance(out, Tensor) else tree_iter(out):
@@ -369,6 +363,14 @@ class FakeGpu(TorchDispatchMode):
             return FakeTensor(self._fake, views, device)
         return [FakeTensor(self._fake, view, device) for view in views]
 
+    def _compute_shapes(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+        if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
+            args, kwargs = self._hollow((args, kwargs))
+        # Else its views of a storage that was emptied would fill it again.
+        self._fake.cache_enabled = not (tensors and _is_emptied(tensors[0]))
+        with self._fake:
+            return func(*args, **kwargs)
+
     def _hollow(self, arguments: Any) -> Any:  # noqa: ANN401 - arguments of an operator
         """Take the values of all tensors away.
 
@@ -385,35 +387,27 @@ class FakeGpu(TorchDispatchMode):
 
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         """Answer operators whose result depends on values, or on a storage; else None."""
-        name, first = func.__name__, args[0] if args else None
-        if name.startswith(_FLASH) and first.dtype.itemsize != 2:
+        name: str = func.__name__
+        first: Any = args[0] if args else None
+        if name.startswith(_FLASH) and first.dtype.itemsize != _HALF:
             raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
         if name.startswith("_local_scalar_dense"):
             self._note("item()", first)
             return 1.0 if first.is_floating_point() else 1
         if name.startswith(("copy_.", "_to_copy.")):
             self._note_copy(name, args, kwargs)
-            target = args[0]
-            return (
-                target if name.startswith("copy_") and not isinstance(target, FakeTensor) else None
-            )
+            is_into_values = name.startswith("copy_") and not isinstance(first, FakeTensor)
+            return first if is_into_values else None
         if func.namespace == "c10d" and "coalesced" in name:
             return FakeWork().boxed()
-        shape: tuple[int, ...] | None = None
-        dtype, device = torch.int64, getattr(first, "device", None)
-        if name.startswith("nonzero."):
-            self._note("nonzero", first)
-            shape = (first.numel(), first.dim())
-        elif name.startswith("bincount."):
-            self._note("bincount", first)
-            shape = (args[2] if len(args) > 2 else kwargs.get("minlength", 0),)
-        elif name.startswith("masked_select."):
-            self._note("masked_select", first)
-            shape, dtype = (round(args[1].numel() * self.share_selected),), first.dtype
-        if shape is None:
-            return None
-        with self._fake:
-            return torch.empty(shape, dtype=dtype, device=device)
+        for kind, shape_of in _SHAPED_BY_VALUES.items():
+            if name.startswith(f"{kind}."):
+                self._note(kind, first)
+                shape = shape_of(args, kwargs, self.share_selected)
+                dtype = first.dtype if kind == "masked_select" else torch.int64
+                with self._fake:
+                    return torch.empty(shape, dtype=dtype, device=first.device)
+        return None
 
     def _note_copy(self, name: str, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         is_copy = name.startswith("copy_")
@@ -431,12 +425,40 @@ class FakeGpu(TorchDispatchMode):
             self.events[f"{what} at {_line_of_product()}"] += 1
 
 
+def _answers(num_bytes: int, num_devices: int) -> dict[str, object]:
+    """Return what functions of ``torch.cuda`` answer, whatever they are asked."""
+    properties = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3",
+        major=9,
+        minor=0,
+        total_memory=num_bytes,
+        multi_processor_count=132,
+    )
+    state = torch.Generator().get_state()
+    nothing = ("set_device", "ipc_collect", "init", "_lazy_init", "set_rng_state", *_SEEDS)
+    return {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "current_device": 0,
+        "device_count": num_devices,
+        "current_stream": Stream(),
+        "default_stream": Stream(),
+        "get_device_capability": (9, 0),
+        "get_device_properties": properties,
+        "get_device_name": properties.name,
+        "get_rng_state": state,
+        "get_rng_state_all": [state] * num_devices,
+        **dict.fromkeys(nothing),
+    }
+
+
 def _be_two_devices() -> None:
     """Let Python see ``cuda`` where C++ sees a device for which autograd has all it needs."""
     FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[method-assign,assignment]
-    torch.cuda._lazy_init = lambda: None  # type: ignore[assignment]
+    torch.cuda._lazy_init = lambda: None
     _setup_privateuseone_for_python_backend(rename=_IN_CPP)
-    torch._C._set_only_lift_cpu_tensors(True)
+    torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003
 
 
 def _on_first_gpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -444,9 +466,7 @@ def _on_first_gpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         device = _device_of_block() if device is None else device
         is_gpu = device is not None and torch.device(device).type == "cuda"
         if isinstance(data, list | tuple):
-            data = tree_map(
-                lambda each: each.item() if isinstance(each, FakeTensor) else each, data
-            )
+            data = tree_map(_value_of, data)
         return make(data, *args, device=GPU if is_gpu else device, **kwargs)
 
     return made
@@ -464,9 +484,13 @@ def _swap(old: Tensor, new: Tensor) -> None:
     vars(old).update(vars(new))
 
 
+def _value_of(leaf: object) -> object:
+    return leaf.item() if isinstance(leaf, FakeTensor) else leaf
+
+
 def _device_of_block() -> torch.device | None:
     """Return the device of a block ``with device:``, of which only torch's own functions know."""
-    modes = reversed(_get_current_function_mode_stack())
+    modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
@@ -544,7 +568,8 @@ def _real_if_small(leaf: object) -> object:
 
 def _use() -> str:
     """Return what the memory is for that the caller makes, by the files on the stack."""
-    frame, num_frames = sys._getframe(2), 0
+    frame: FrameType | None = sys._getframe(2)
+    num_frames = 0
     while frame is not None and num_frames < _FRAMES:
         place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
         for part, use in _PLACES.items():
@@ -555,9 +580,9 @@ def _use() -> str:
 
 
 def _line_of_product() -> str:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        folder, is_product, file = frame.f_code.co_filename.rpartition("/hybridrl/")
+        _, is_product, file = frame.f_code.co_filename.rpartition("/hybridrl/")
         if is_product and not file.startswith("rehearsal/"):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back

@@ -32,7 +32,7 @@ _LAYER = "decoder.layers."
 
 def install(gpu: FakeGpu, sizes: MegatronConfig, architecture: Architecture) -> None:
     """Replace what a fake process group cannot answer."""
-    backend.WeightExport = _export_class(sizes)  # type: ignore[misc]
+    vars(backend)["WeightExport"] = _export_class(sizes)
     _tell_lengths(architecture.hidden_size, sizes)
     if architecture.experts is not None:
         gpu.share_selected = architecture.experts.num_per_token / architecture.experts.num_experts
@@ -144,7 +144,7 @@ def _tell_lengths(hidden_size: int, sizes: MegatronConfig) -> None:
             for way, is_coming in (("forward", recv_prev), ("backward", recv_next))
         ]
 
-    Schedule._run = run_and_note  # type: ignore[method-assign]
+    Schedule._run = run_and_note  # type: ignore[method-assign,assignment]
     P2PCommunicator._communicate_shapes = shapes
 
 
@@ -180,7 +180,7 @@ class _Balanced:
 def _balance(num_per_token: int) -> None:
     preprocess = MoEAlltoAllTokenDispatcher.preprocess
 
-    def balanced(dispatcher: Any, routing_map: Tensor) -> Tensor:  # noqa: ANN401
+    def balanced(dispatcher: Any, routing_map: Tensor) -> Any:  # noqa: ANN401
         num_tokens, num_experts = routing_map.shape
         counts = preprocess(dispatcher, _Balanced(num_tokens, num_experts, num_per_token))
         for name in ("input_splits", "output_splits", "output_splits_tp"):
@@ -190,7 +190,7 @@ def _balance(num_per_token: int) -> None:
 
     gather = token_dispatcher.gather_from_sequence_parallel_region
 
-    def gathered(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Tensor:  # noqa: ANN401
+    def gathered(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:  # noqa: ANN401
         if tensor.is_cuda:
             return gather(tensor, *args, group=group, **kwargs)
         return tensor.repeat(group.size())  # the counts of ranks that are all alike

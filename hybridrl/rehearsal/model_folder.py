@@ -41,11 +41,17 @@ class HollowFile:
         self._gpu = gpu
         with path.open("rb") as file:
             (length,) = struct.unpack(_LENGTH, file.read(8))
-            self._header: dict[str, dict[str, Any]] = json.loads(file.read(length))
+            header: dict[str, dict[str, Any]] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        self._header = header
 
     def keys(self) -> list[str]:
         """Return all names."""
         return list(self._header)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors by name."""
+        return {name: tuple(self.get_slice(name).get_shape()) for name in self._header}
 
     def get_tensor(self, name: str) -> Tensor:
         """Return a full tensor."""

@@ -288,8 +288,7 @@ class RehearsedServer(ServerCalls):
     def _load_files(self, body: Body) -> Body:
         self._require(MemoryTag.WEIGHTS)
         for path in Path(body["model_path"]).glob("*.safetensors"):
-            file = HollowFile(path, self._gpu)
-            self._take({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})
+            self._take(HollowFile(path, self._gpu).shapes())
         return {"success": True}
 
     def _take(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hybridrl.config.architecture import architecture_of
 from hybridrl.config.load import read_config
+from hybridrl.errors import ConfigErrors
 from hybridrl.planning.plan import capacity_bytes
 from hybridrl.rehearsal.cycle import Cycle
 from hybridrl.rehearsal.gpu import FakeGpu
@@ -33,7 +34,7 @@ def rehearse(case: Case) -> Shown:
         os.chdir(folder)  # relative paths of recipes
         try:
             _rehearse(case, Path(folder), shown)
-        except Exception:  # noqa: BLE001 - the test reads it
+        except Exception:
             shown.error = traceback.format_exc()
     return shown
 
@@ -59,7 +60,9 @@ def _rehearse(case: Case, folder: Path, shown: Shown) -> None:
         (folder / name / "config.json").write_text(json.dumps(settings))
     if case.packages is not None:
         _import_anew(case.packages)
-    config, _ = read_config(compose(case, folder))
+    config, problems = read_config(compose(case, folder))
+    if config is None or problems:
+        raise ConfigErrors(problems)
     num_layers = case.num_layers or layers_to_execute(config, architecture_of(config.model))[0]
     gpu = FakeGpu(
         num_bytes=capacity_bytes(config.cluster) or _UNKNOWN_DEVICE,

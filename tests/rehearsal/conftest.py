@@ -33,6 +33,5 @@ def rehearse() -> Iterator[Rehearse]:
         assert shown is not None, "the process ended"
         return shown
 
-    yield ask
-    questions.close()
-    server.wait()
+    with server:  # closes the pipes, and waits
+        yield ask

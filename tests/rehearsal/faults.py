@@ -60,7 +60,7 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
     owners: list[Any] = [module, *(each for each in vars(module).values() if inspect.isclass(each))]
     for owner in owners:
         for member in list(vars(owner).values()):
-            function = member.fget if isinstance(member, property) else member
+            function: Any = member.fget if isinstance(member, property) else member
             function = inspect.unwrap(getattr(function, "__func__", function))
             if isinstance(function, FunctionType) and function.__module__ == module.__name__:
                 yield function

@@ -105,9 +105,7 @@ def test_adapter_alone_is_sent_to_a_resident_base(rehearse: Rehearse) -> None:
 
 
 def test_engine_that_stays_releases_nothing(rehearse: Rehearse) -> None:
-    shown = rehearse(
-        tiny_case("rollout.sleep=false", "rollout.memory_fraction=0.3", num_steps=2)
-    )
+    shown = rehearse(tiny_case("rollout.sleep=false", "rollout.memory_fraction=0.3", num_steps=2))
     assert not shown.error, shown.error
     assert not shown.unopened
     assert not [call for call in shown.asked if call.path == "/release_memory_occupation"]

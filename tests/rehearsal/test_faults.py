@@ -51,7 +51,7 @@ FAULTS = {
             "            self._leave()\n            self._transition(RESUME_CACHE",
             "            self._transition(RESUME_CACHE",
         ),
-        "assert",
+        "bytes stay while the KV cache wakes",
     ),
     "parameters are not offloaded": (
         Fault(
@@ -65,8 +65,7 @@ FAULTS = {
         Fault(
             "hybridrl.workers.rollout.sglang.transports",
             "flat, spans = self._buffers.pack(bucket)\n",
-            "flat, spans = self._buffers.pack(bucket)\n"
-            "        flat.untyped_storage().resize_(0)\n",
+            "flat, spans = self._buffers.pack(bucket)\n        flat.untyped_storage().resize_(0)\n",
         ),
         "was freed before it was opened",
     ),
@@ -89,8 +88,7 @@ FAULTS = {
     "a weight is not sent": (
         Fault(
             "hybridrl.workers.train.fsdp2",
-            "            if is_adapter_name(name):\n                continue\n"
-            "            layer",
+            "            if is_adapter_name(name):\n                continue\n            layer",
             '            if "norm" in name:\n                continue\n            layer',
         ),
         "norm",
@@ -98,8 +96,7 @@ FAULTS = {
     "a copy in the stream waits": (
         Fault(
             "hybridrl.workers.rollout.buckets",
-            "targets[name].copy_(tensor.detach(), "
-            "non_blocking=tensor.is_cuda and flat.is_cuda)",
+            "targets[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda and flat.is_cuda)",
             "targets[name].copy_(tensor.detach().cpu())",
         ),
         "blocking at workers/rollout/buckets.py",
@@ -123,7 +120,9 @@ OVERRIDES = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_rehearsal_finds_a_fault(rehearse: Rehearse, name: str) -> None:
     fault, message = FAULTS[name]
-    shown = rehearse(tiny_case(*OVERRIDES.get(name, ()), num_layers=1, fault=fault, vocab_size=LARGE))
+    shown = rehearse(
+        tiny_case(*OVERRIDES.get(name, ()), num_layers=1, fault=fault, vocab_size=LARGE)
+    )
     with pytest.raises(AssertionError) as found:
         assert_sound(shown)
     assert message in str(found.value)

@@ -52,7 +52,6 @@ def case_of(name: str, *, num_layers: int | None = None, rank: int = 0) -> Case:
     )
 
 
-
 def assert_woken_twice(shown: Shown) -> None:
     assert_sound(shown)
     if shown.asked:  # else its engines have devices of their own

@@ -14,7 +14,7 @@ from torch import Tensor
 
 def divide() -> None:
     """Change the stand-in that is on the path."""
-    modules = import_module("transformer_engine.pytorch")
+    modules: Any = import_module("transformer_engine.pytorch")
     _divide_linear(modules.Linear)
     modules.DotProductAttention.forward = _attend
     make_norm = modules.RMSNorm.__init__
@@ -23,7 +23,7 @@ def divide() -> None:
         make_norm(norm, hidden_size, sequence_parallel=False, **kwargs)
 
     modules.RMSNorm.__init__ = init
-    permutation = import_module("transformer_engine.pytorch.permutation")
+    permutation: Any = import_module("transformer_engine.pytorch.permutation")
     permutation.moe_sort_chunks_by_index = lambda inp, *_: inp.clone()
     permutation.moe_sort_chunks_by_index_with_probs = lambda inp, probs, *_: (
         inp.clone(),
