@@ -1,6 +1,6 @@
-"""What does not fit, and the key to change first: by what fills the memory most.
+"""Errors of memories that are too small: each names the key to change first.
 
-The advice is a direction and no promise: only another plan tells whether it suffices.
+That is a direction: only another plan shows whether it suffices.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class PipelineStage:
         num_stages, num_virtual = self.sizes.pipeline_parallel_size, self.sizes.num_virtual_stages
         first, last = self.sizes.num_layers_in_first_stage, self.sizes.num_layers_in_last_stage
         num_between = num_stages - (first is not None) - (last is not None)
-        rest = num_layers - (first or 0) - (last or 0)
-        sizes = [max(1, rest // (max(1, num_between) * num_virtual))] * num_stages
+        remaining = num_layers - (first or 0) - (last or 0)
+        sizes = [max(1, remaining // (max(1, num_between) * num_virtual))] * num_stages
         if first is not None:
             sizes[0] = first // num_virtual
         if last is not None:

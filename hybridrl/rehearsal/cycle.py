@@ -222,7 +222,7 @@ class Cycle:
         )
 
     def _rows_of_others(self, prompts: PromptBatch, *, version: int) -> RolloutBatch:
-        """Return what a rank without an engine gets to learn from: rows of full length."""
+        """Return rows of full length, as a rank without an engine gets them to learn from."""
         num_rows = len(prompts) * self._rows.num_responses
         num_tokens = self.config.rollout.max_response_tokens
         samples = full_samples(num_rows, num_tokens=num_tokens, version=version)

@@ -67,7 +67,7 @@ _PLACES = {
     "/megatron/core/distributed/param_and_grad_buffer": "gradients",
     "/megatron/core/optimizer/": "optimizer step",
 }
-"""What memory is for, by the part of ``FILE:FUNCTION`` that made it; else ``activations``."""
+"""Uses of memory, by the part of ``FILE:FUNCTION`` that made it; else ``activations``."""
 
 _FLASH = "_flash_attention_forward"
 """The kernel refuses types that its shapes alone would allow."""
@@ -98,10 +98,10 @@ class Block:
     num_bytes: int
     device: torch.device
     made_for: str
-    """What its maker uses memory for."""
+    """The use that its maker makes of memory."""
 
     use: str = ""
-    """What it is for; ``FakeGpu.name`` gives storages that last their final names."""
+    """Its use; ``FakeGpu.name`` gives storages that last their final names."""
 
     def __post_init__(self) -> None:
         self.use = self.use or self.made_for
@@ -161,9 +161,9 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, num_bytes: int, num_devices: int = 8) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.torch = Memory()
-        """What this process's tensors hold of the GPU."""
+        """Memory of the GPU that tensors of this process hold."""
         self.device = Memory()
-        """What is taken of the GPU, by anybody."""
+        """Memory of the GPU that anybody holds."""
         self.host = Memory()
         """Large tensors of this process on the host."""
         self.num_bytes = num_bytes
@@ -183,7 +183,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- storages --------------------------------------------------------------------------------
 
     def name(self, tensors: Iterable[Tensor], use: str) -> None:
-        """Say what tensors that last are for."""
+        """Give tensors that last the name of their use."""
         for tensor in tensors:
             known = self._blocks.get(tensor.untyped_storage()._cdata)
             if known is not None:
@@ -293,7 +293,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage.resize_, storage.device = resize_, property(device_of)
 
     def free_bytes(self) -> int:
-        """Return what the driver would call free."""
+        """Return the bytes that the driver would call free."""
         cached = self.torch.reserved - self.torch.allocated
         return self.num_bytes - self.device.allocated - cached
 
@@ -426,7 +426,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _answers(num_bytes: int, num_devices: int) -> dict[str, object]:
-    """Return what functions of ``torch.cuda`` answer, whatever they are asked."""
+    """Return answers of functions of ``torch.cuda`` that do not depend on arguments."""
     properties = SimpleNamespace(
         name="NVIDIA H100 80GB HBM3",
         major=9,
@@ -567,7 +567,7 @@ def _real_if_small(leaf: object) -> object:
 
 
 def _use() -> str:
-    """Return what the memory is for that the caller makes, by the files on the stack."""
+    """Return the use of the memory that the caller makes, by the files on the stack."""
     frame: FrameType | None = sys._getframe(2)
     num_frames = 0
     while frame is not None and num_frames < _FRAMES:

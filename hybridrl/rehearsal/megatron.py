@@ -11,10 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.transformer.moe import token_dispatcher
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from hybridrl.config.architecture import Architecture
@@ -24,6 +20,11 @@ from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.workers.train.megatron import backend, export
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.export import WeightExport
+from hybridrl.workers.train.megatron.megatron_core import (
+    P2PCommunicator,
+    parallel_state,
+    token_dispatcher,
+)
 from hybridrl.workers.train.megatron.schedule import Schedule
 from hybridrl.workers.train.megatron.shard_map import ShardMap, padded_vocab_size
 
@@ -178,7 +179,7 @@ class _Balanced:
 
 
 def _balance(num_per_token: int) -> None:
-    preprocess = MoEAlltoAllTokenDispatcher.preprocess
+    preprocess = token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess
 
     def balanced(dispatcher: Any, routing_map: Tensor) -> Any:  # noqa: ANN401
         num_tokens, num_experts = routing_map.shape
@@ -196,4 +197,4 @@ def _balance(num_per_token: int) -> None:
         return tensor.repeat(group.size())  # the counts of ranks that are all alike
 
     token_dispatcher.gather_from_sequence_parallel_region = gathered
-    MoEAlltoAllTokenDispatcher.preprocess = balanced
+    token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess = balanced

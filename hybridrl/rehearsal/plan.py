@@ -1,7 +1,7 @@
 """The memory plan of a run: its own code, executed on fake devices in processes of their own.
 
 Memory of a phase grows by the same bytes with each layer. So two small numbers of layers are
-executed, and give the full model. Kinds of fullest moments are told apart, since with more layers
+executed, and give the full model. Kinds of fullest moments are kept apart, since with more layers
 another one may be the fullest of all.
 """
 
@@ -44,7 +44,7 @@ _SERVER = 1300 * _MIB
 
 _UNKNOWN_DEVICE = 80 * _GIB
 _LONGEST_PERIOD = 8
-_TELL_EVERY_S = 4.0
+_REPORT_EVERY_S = 4.0
 _MAPPED = "weights on their way in"
 
 _FEWEST = 3
@@ -63,7 +63,7 @@ Case = tuple[int, int, bool]
 
 Work = Callable[[ExperimentConfig, Case], "Executed"]
 
-Tell = Callable[[str], object]
+Report = Callable[[str], object]
 """Hears how far something is."""
 
 
@@ -73,7 +73,7 @@ def _say_nothing(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """What the cycle of a rank showed."""
+    """Memory and events of one execution."""
 
     device: dict[str, Moments] = field(default_factory=dict)
     """Of the GPU, by phase."""
@@ -86,7 +86,7 @@ class Executed:
 
 
 def plan_by_execution(
-    config: ExperimentConfig, *, is_quick: bool = False, tell: Tell = _say_nothing
+    config: ExperimentConfig, *, is_quick: bool = False, report: Report = _say_nothing
 ) -> MemoryPlan:
     """Execute a rank's cycle and return the memory of its phases, on the fullest pipeline stage.
 
@@ -95,7 +95,7 @@ def plan_by_execution(
     Args:
         config: has passed its checks.
         is_quick: leaves out the phase that a few layers do not show.
-        tell: hears every few seconds how far it is.
+        report: hears every few seconds how far it is.
 
     Raises:
         ModelError: the model's config.json cannot be read, or is of an unknown family.
@@ -105,25 +105,27 @@ def plan_by_execution(
     num_layers, stages = architecture_of(config.model).num_layers, _stages(config)
     sizes = layers_to_execute(config, architecture_of(config.model))
     computing = [(stage, size, True) for stage in stages for size in sizes]
-    whole = computing[0] if is_quick or sizes == (num_layers,) else (0, num_layers, False)
-    executed = _execute_all(config, {whole, *computing}, tell=tell)
+    full = computing[0] if is_quick or sizes == (num_layers,) else (0, num_layers, False)
+    executed = _execute_all(config, {full, *computing}, report=report)
     plans = []
     for stage in stages:
         of_stage = [executed[stage, size, True] for size in sizes]
-        at_full_size = None if whole in computing else executed[whole]
+        at_full_size = None if full in computing else executed[full]
         phases = _phases(config, of_stage, sizes, at_full_size, is_quick=is_quick)
         shown = stage if len(stages) > 1 else None
         plans.append(MemoryPlan(config.cluster.device, tuple(phases), shown))
     return max(plans, key=lambda plan: sorted(map(plan.peak_bytes, plan.phases), reverse=True))
 
 
-def plan_critic_pool(config: ExperimentConfig, *, tell: Tell = _say_nothing) -> MemoryPlan | None:
+def plan_critic_pool(
+    config: ExperimentConfig, *, report: Report = _say_nothing
+) -> MemoryPlan | None:
     """Execute a step of the critic's own ranks; None if it has none. See ``plan_by_execution``."""
     if not config.has_critic_pool:
         return None
     sizes = layers_to_execute(config, architecture_of(config.model))
     cases = [(0, size, True) for size in sizes]
-    executed = _execute_all(config, cases, work=execute_critic, tell=tell)
+    executed = _execute_all(config, cases, work=execute_critic, report=report)
     phases = _phases(config, [executed[case] for case in cases], sizes, None, is_quick=False)
     return MemoryPlan(config.cluster.device, tuple(phases))
 
@@ -133,7 +135,7 @@ def _execute_all(
     cases: Iterable[Case],
     *,
     work: Work | None = None,
-    tell: Tell = _say_nothing,
+    report: Report = _say_nothing,
 ) -> dict[Case, Executed]:
     """Execute cases side by side, each in a process of its own, which it changes for good."""
     cases, begin = sorted(cases, key=lambda case: -case[1]), time.monotonic()
@@ -143,9 +145,9 @@ def _execute_all(
     )
     with pool:
         futures = {case: pool.submit(work or execute, config, case) for case in cases}
-        while len(done := wait(futures.values(), timeout=_TELL_EVERY_S).done) < len(futures):
+        while len(done := wait(futures.values(), timeout=_REPORT_EVERY_S).done) < len(futures):
             took_s = time.monotonic() - begin
-            tell(f"{len(done)} of {len(futures)} executions on fake devices, {took_s:.0f} s")
+            report(f"{len(done)} of {len(futures)} executions on fake devices, {took_s:.0f} s")
         try:
             return {case: future.result() for case, future in futures.items()}
         except HybridRLError:
@@ -235,7 +237,7 @@ def _phases(
     config: ExperimentConfig,
     computing: Sequence[Executed],
     sizes: Sequence[int],
-    whole: Executed | None,
+    full: Executed | None,
     *,
     is_quick: bool,
 ) -> Iterator[Phase]:
@@ -243,13 +245,13 @@ def _phases(
     for name in _PHASES:
         if is_quick and name == _AT_FULL_SIZE and sizes != (num_layers,):
             continue
-        found, layers = computing, sizes
-        if whole is not None and name in whole.device:
-            found, layers = [whole], (num_layers,)
-        if name not in found[0].device:
+        executions, layers = computing, sizes
+        if full is not None and name in full.device:
+            executions, layers = [full], (num_layers,)
+        if name not in executions[0].device:
             continue
-        device = _fullest([each.device[name] for each in found], layers, num_layers)
-        host = _fullest([each.host[name] for each in found], layers, num_layers)
+        device = _fullest([each.device[name] for each in executions], layers, num_layers)
+        host = _fullest([each.host[name] for each in executions], layers, num_layers)
         host.pop(_MAPPED, None)  # pages of files, which all ranks of a machine share
         items = [
             *(MemoryItem(use, num_bytes) for use, num_bytes in device.items()),

@@ -126,7 +126,7 @@ class Handles:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a server was asked."""
+    """A request to a server."""
 
     path: str
     tags: tuple[str, ...]

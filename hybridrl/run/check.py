@@ -74,14 +74,14 @@ def plan(config: ExperimentConfig) -> None:
         ConfigErrors: a memory is too small; the page is printed before.
         HybridRLError: a rank of the run would fail so, as its cycle on fake devices does.
     """
-    found = plan_by_execution(config, tell=_tell)
-    fits = list(find_fits(config, found, plan_critic_pool(config, tell=_tell)))
-    sys.stdout.write(plan_page(config, found, fits))
+    memory = plan_by_execution(config, report=_report)
+    fits = list(find_fits(config, memory, plan_critic_pool(config, report=_report)))
+    sys.stdout.write(plan_page(config, memory, fits))
     if misfits := find_misfits(config, fits):
         raise ConfigErrors(misfits)
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
@@ -89,9 +89,9 @@ def _tell(text: str) -> None:
 def _memory_of(config: ExperimentConfig) -> tuple[list[str], list[ConfigError]]:
     """Return lines about memory, and what does not fit. A run on a CPU is sooner tried."""
     if config.cluster.device == "cpu":
-        return ["mode=plan executes a step without values, and tells the memory of each phase"], []
-    found = plan_by_execution(config, is_quick=True, tell=_tell)
-    fits = list(find_fits(config, found))
+        return ["mode=plan executes a step without values, and shows the memory of each phase"], []
+    memory = plan_by_execution(config, is_quick=True, report=_report)
+    fits = list(find_fits(config, memory))
     return memory_lines(fits), find_misfits(config, fits)
 
 

@@ -1,4 +1,4 @@
-"""The memory of a run by executing it: sums that a hand can check, and sizes that stand for more."""
+"""The memory of a run by executing it: sums that a hand can check, sizes that stand for more."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parts(plan: MemoryPlan, phase: str) -> dict[str, int]:
     return {i.name: i.num_bytes for p in plan.phases if p.name == phase for i in p.items}
 
 
-@pytest.mark.shows("R10.1")
+@pytest.mark.shows("R10.1", "6.8")
 def test_the_state_of_qwen3_8b_on_8_ranks_is_what_a_hand_computes(tmp_path: Path) -> None:
     plan = plan_by_execution(of_model(tmp_path, QWEN3_8B), is_quick=True)
     shard = 4 * 8_190_735_360 // 8  # float32

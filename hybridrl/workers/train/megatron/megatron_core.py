@@ -43,6 +43,7 @@ with warnings.catch_warnings(record=True) as _caught:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import (
         ColumnParallelLinear,
@@ -59,7 +60,7 @@ with warnings.catch_warnings(record=True) as _caught:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
