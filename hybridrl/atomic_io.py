@@ -24,7 +24,6 @@ def atomic_write_text(path: Path, text: str, *, errors: str = "strict") -> None:
 
     Args:
         path: of the file; its folder exists.
-        text: all of it.
         errors: treatment of characters that UTF-8 lacks; see ``str.encode``.
 
     Raises:

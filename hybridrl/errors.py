@@ -60,7 +60,6 @@ class ConfigError(HybridRLError, ValueError):
 
     Args:
         key: dotted, as it is typed on the command line.
-        got: the value that the user gave.
         rule: the condition on the value, and its reason.
         fix: the text to type instead; by default it lists ``remedies``.
         remedies: alternatives, best first. Each is a tuple of overrides which, added to the

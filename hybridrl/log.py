@@ -44,7 +44,6 @@ class _LogFile(logging.Handler):
         self._is_broken = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line."""
         if self._is_broken:
             return
         try:
@@ -55,7 +54,6 @@ class _LogFile(logging.Handler):
                 sys.stderr.write(f"{self._path} is not written any more: {error}\n")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
         super().close()
 

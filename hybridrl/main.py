@@ -175,11 +175,7 @@ def _print_help(arguments: Sequence[str]) -> None:
 
 
 def _refuse_flags(arguments: Sequence[str]) -> None:
-    """Answer flags that Hydra does not have: those of other frameworks with the keys here.
-
-    Raises:
-        ConfigErrors: there are some.
-    """
+    """Answer flags that Hydra does not have: those of other frameworks with the keys here."""
     _, unknown = get_args_parser().parse_known_args(list(arguments))
     violations = []
     for flag in [argument for argument in unknown if argument.startswith("--")]:
@@ -231,11 +227,6 @@ class _Sweep:
         self._flags = _flags_to_hand_on(settings)
 
     def run(self) -> int:
-        """Run the jobs and return the exit status.
-
-        Raises:
-            ConfigErrors: the configuration of one of them is not valid.
-        """
         if self._refused:
             raise ConfigErrors(self._refused)
         jobs = build_jobs(self.overrides_of_jobs, folder=self._folder)
@@ -269,7 +260,6 @@ def _flags_to_hand_on(settings: HydraConf) -> list[str]:
 
 
 def _command_typed(settings: HydraConf) -> list[str]:
-    """Return the command of the composed configuration, as a user types it."""
     usual = "--config-name=config"
     flags = [flag for flag in _flags_to_hand_on(settings) if flag != usual]
     # As typed: ${} is not resolved.

@@ -20,7 +20,6 @@ class Calculator:
     appended_roles = ("tool",)
 
     def __init__(self) -> None:
-        """Begin without a call."""
         self._answer = ""
         self._is_known = False
 

@@ -74,7 +74,6 @@ class ChatRequest:
     """Schemas, as chat templates take them."""
 
     max_tokens: int | None
-    """Of the answer."""
 
     stops: tuple[str, ...]
     """Strings before which the answer ends; the tokens of the first stay in the conversation."""

@@ -43,7 +43,6 @@ class Conversation:
     """Records turns, and keeps within the limits."""
 
     def __init__(self, prompt: Prompt, setting: Setting) -> None:
-        """Begin behind the prompt."""
         self._prompt = prompt
         self._setting = setting
         text = prompt.row.prompt

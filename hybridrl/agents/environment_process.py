@@ -100,7 +100,6 @@ class ProcessEnvironment:
     """One environment in its process."""
 
     def __init__(self, server: EnvironmentServer, number: int, connection: socket.socket) -> None:
-        """Own the connection."""
         self._server = server
         self._number = number
         self._connection = connection

@@ -109,7 +109,6 @@ class LoopEnvironment:
     """An environment of coroutines: it must let itself be cancelled, and may not block."""
 
     def __init__(self, environment: Any, limits: ToolLimits) -> None:  # noqa: ANN401 - of a user
-        """Take a new environment."""
         self._environment = environment
         self._limits = limits
 
@@ -191,7 +190,6 @@ class PlaysEnvironment:
     """Has an environment answer each turn, and passes its rewards on, until it is done."""
 
     def __init__(self, environments: Environments) -> None:
-        """Play those of a rank."""
         self._environments = environments
         self.appended_roles = environments.kind.appended_roles
 
@@ -226,7 +224,6 @@ class PlaysEnvironment:
 
 
 def _put_behind(messages: Sequence[Message], text: str) -> list[Message]:
-    """Add a text to the last message if that is the user's, else as a user's message."""
     *earlier, last = messages
     if last.role != "user":
         return [*messages, Message("user", text)]

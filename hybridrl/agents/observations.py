@@ -79,7 +79,6 @@ def read_reset(value: object, *, is_gymnasium: bool, max_chars: int) -> Observed
     """Read the answer of ``reset``.
 
     Args:
-        value: the answer.
         is_gymnasium: it is an observation and a dict.
         max_chars: of each text; a longer one loses its middle.
 

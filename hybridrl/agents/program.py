@@ -49,7 +49,6 @@ class AgentProgram:
         """Start it.
 
         Args:
-            command: program and arguments.
             variables: of its environment, besides this process's own.
             hidden_variables: names of this process's own that it does not get.
             input_text: its standard input.

@@ -66,7 +66,6 @@ class _Answered:
 
     @property
     def is_last(self) -> bool:
-        """Whether the sequence ends here."""
         return len(self.sequence.token_ids) == self.num_tokens
 
 
@@ -170,7 +169,6 @@ class Chats:
         return chat.sequence
 
     def _begun(self, request: ChatRequest) -> OpenSequence:
-        """Render a chat from its beginning."""
         token_ids = self._in_either_form(
             request.messages, lambda messages: self._template.beginning(messages, request.tools)
         )
@@ -245,7 +243,6 @@ class Proxy:
         """Start nothing yet; ``agent.command`` is run for each conversation.
 
         Args:
-            tokenizer: of the policy.
             hidden_variables: of the environment, which no program gets.
         """
         self._config = config

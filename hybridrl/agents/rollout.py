@@ -76,7 +76,6 @@ def require_usable_agent(
 
 
 def _roles_of(config: AgentConfig) -> Sequence[str]:
-    """Return the roles of the messages that an agent appends."""
     if config.loop == PROXY:
         return ("tool", "user")  # a program may append what it likes
     if config.loop == ENVIRONMENT:
@@ -123,8 +122,6 @@ class AgentRollout:
         """Load the agent and its tools.
 
         Args:
-            tokenizer: of the policy.
-            stop_token_ids: that end a turn.
             hidden_variables: of the environment, which programs (``proxy``) do not get.
 
         Raises:

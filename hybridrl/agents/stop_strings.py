@@ -19,7 +19,6 @@ def cut_behind(sample: Sample, stops: Sequence[str], decode: Callable[[Tensor], 
 
     Args:
         stops: not empty strings; may be none.
-        decode: text of tokens.
 
     Returns:
         The sample itself if its text has none of the strings; else one that lacks a stop token.

@@ -48,7 +48,6 @@ class TurnTemplate:
 
         Args:
             tokenizer: has a chat template.
-            stop_token_ids: tokens that end a sampled turn.
             tools: schemas of tools, which it shows in the prompt.
         """
         self._tokenizer = tokenizer
@@ -69,7 +68,6 @@ class TurnTemplate:
         Special tokens within the messages lose their meaning, as in ``increment``.
 
         Args:
-            messages: as the template takes them.
             tools: schemas of tools, which the template shows; None shows those of the prompt.
 
         Raises:

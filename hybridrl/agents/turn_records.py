@@ -36,7 +36,6 @@ class CallRecord:
     """JSON; of a call that could not be read the reason."""
 
     is_error: bool
-    """Whether the result is an error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,6 @@ def kl_penalty(
         old_logprobs_T: float32 nats, of the policy that the samples stand for.
         reference_logprobs_T: float32 nats.
         estimator: such as ``k3``.
-        gradient: see above.
 
     Returns:
         float32 nats [T], with gradient.

@@ -31,7 +31,6 @@ def off_policy_mask(
         current_logprobs_T: float32 nats.
         sampler_logprobs_T: float32 nats; the old ones for slime's mask.
         advantages_T: float32, one number per response.
-        rows: of the tokens.
         max_nats: mean distance per token, > 0.
 
     Returns:
@@ -54,7 +53,6 @@ def top_entropy_mask(
 
     Args:
         entropy_T: float32 nats.
-        rows: of the tokens.
         fraction: of the tokens to keep; 1 keeps all.
 
     Returns:

@@ -28,7 +28,6 @@ class Difference:
     """For example ``weights``."""
 
     amount: str
-    """The amount that was compared, in words."""
 
     differences: tuple[str, ...]
     """In words; empty if every bit is the same."""
@@ -36,10 +35,6 @@ class Difference:
 
 def compare_runs(first: Path, second: Path) -> list[Difference]:
     """Compare metrics, samples, and the newest checkpoints: weights, optimizer, data position.
-
-    Args:
-        first: a run folder.
-        second: another.
 
     Raises:
         CheckpointError: one of them has no complete checkpoint.

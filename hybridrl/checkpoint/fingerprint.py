@@ -98,7 +98,6 @@ def folder_fingerprints(model_folder: Path, *, with_weights: bool) -> Mapping[st
     """Digest a model folder's configuration, its tokenizer, and optionally its weights.
 
     Args:
-        model_folder: a Hugging Face folder.
         with_weights: where the run still reads them when it resumes (frozen under an adapter, or
             of the reference). Of each file the size, the beginning and the end are looked at.
     """
@@ -175,9 +174,6 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
         now: of the run that would resume.
         where: the folder they meet in, for the message.
         accept: ``checkpoint.accept_changes``.
-
-    Returns:
-        Each change in words.
 
     Raises:
         CheckpointError: they differ and that was not accepted; names the keys.

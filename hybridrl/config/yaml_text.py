@@ -69,11 +69,7 @@ class _Sizes:
         self._sizes: dict[int, tuple[int, int] | None] = {}
 
     def of(self, node: yaml.Node | None) -> tuple[int, int]:
-        """Return the number of values in ``node``, itself included, and their depth.
-
-        Raises:
-            _Endless: it holds itself.
-        """
+        """Return the number of values in ``node``, itself included, and their depth."""
         if node is None:
             return 0, 0
         if id(node) not in self._sizes:

@@ -29,7 +29,6 @@ def build_calculator_rows(
     meet, whatever the seeds.
 
     Args:
-        num_rows: rows to make.
         split: ``eval`` expressions are one in eight of all.
         has_conversations: in some rows the prompt holds the call of the tool and its result, too,
             for supervised fine-tuning of all turns.
@@ -53,7 +52,6 @@ def build_calculator_rows(
 
 
 def _draw(source: random.Random, split: Split) -> Iterator[tuple[str, int]]:
-    """Yield expressions with their values."""
     while True:
         expression, value = str(first := source.randint(1, _LARGEST_NUMBER)), first
         num_steps = source.choice((2, 3))

@@ -22,7 +22,6 @@ def make_countdown(num_rows: int, *, split: str, seed: int) -> list[dict[str, ob
     """Make rows; the same arguments make the same rows, and no two have the same prompt.
 
     Args:
-        num_rows: rows to make.
         split: ``train`` and ``test`` have different rows with the same seed.
     """
     source = random.Random(f"countdown {split} {seed}")
@@ -44,7 +43,6 @@ def make_countdown(num_rows: int, *, split: str, seed: int) -> list[dict[str, ob
 
 
 def _combine(terms: list[tuple[str, Fraction]], source: random.Random) -> tuple[str, Fraction]:
-    """Join random pairs of terms until one is left."""
     while len(terms) > 1:
         (left, a), (right, b) = (terms.pop(source.randrange(len(terms))) for _ in range(2))
         sign = source.choice("+-*/" if b else "+-*")

@@ -52,9 +52,6 @@ def prepare(
         instruction: appended to each question that has none of its own.
         num_rows: the first ones; None is all (of countdown 10,000).
 
-    Returns:
-        The rows.
-
     Raises:
         DataError: no files, a row in another format, or no network.
     """

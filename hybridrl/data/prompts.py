@@ -43,7 +43,6 @@ def render(
         rows: at least one.
         tokenizer: adds its own special tokens to a text prompt; with a chat template that does.
         use_chat_template: wrap prompts; a text becomes one user message.
-        tools: schemas of tools, which the chat template shows the model.
 
     Raises:
         DataError: a chat prompt has no chat template; the template rejects a prompt or leaves it
@@ -100,7 +99,6 @@ def render_chat(
     Args:
         tokenizer: has a template.
         is_complete: False adds the beginning of the assistant's next turn.
-        tools: schemas of tools for the template to show.
 
     Raises:
         DataError: the template rejects them.

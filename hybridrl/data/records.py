@@ -169,7 +169,6 @@ def require_columns(
     """Return the columns to read of a table.
 
     Args:
-        known: columns that it has.
         needed: configuration key by column.
         optional: further columns, read if they exist.
         where: file, for messages.

@@ -57,8 +57,6 @@ def encode_block(rows: Sequence[tuple[Row, Rendered]]) -> bytes:
 
 
 class _Block:
-    """Reads the rows of a block."""
-
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self.num_rows = int.from_bytes(data[:_WORD], "little")
@@ -69,12 +67,10 @@ class _Block:
 
     @property
     def records(self) -> memoryview:
-        """The records of all rows, end to end."""
         return self._data[self._begins[1] : self._begins[2]]
 
     @property
     def difficulties(self) -> NDArray[np.float64]:
-        """Of all rows."""
         begin = _WORD * (1 + self.num_rows * _COLUMNS)
         return np.frombuffer(self._data, np.float64, self.num_rows, begin)
 

@@ -30,10 +30,8 @@ def build_sort_digits_rows(
     numbers are few, and repeat.
 
     Args:
-        num_rows: rows to make.
         split: ``eval`` numbers are one in eight of all.
         min_digits: shortest number, >= 1. Lengths are uniform.
-        max_digits: longest number.
         with_rejected: make preference pairs: the rejected answer has one other digit.
 
     Raises:
@@ -68,7 +66,6 @@ def _draw(source: random.Random, *, split: Split, num_digits: int) -> str:
 
 
 def _with_error(answer: str, source: random.Random) -> str:
-    """Replace one digit by another."""
     at = source.randrange(len(answer))
     other = source.choice("0123456789".replace(answer[at], ""))
     return answer[:at] + other + answer[at + 1 :]

@@ -163,7 +163,6 @@ class OpenPrompts:
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._by_index: dict[int, PromptStep] = {}
 
     def __len__(self) -> int:

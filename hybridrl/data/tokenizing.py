@@ -60,7 +60,6 @@ def tokenize_files(files: RowFiles, encoder: RowEncoder, resources: Resources) -
 
     Args:
         encoder: without columns; those of ``files`` are taken.
-        resources: folder and processes.
 
     Returns:
         The rows in order; fewer if some were left out.

@@ -78,7 +78,6 @@ class RankReport:
     notes: Mapping[str, str] | None = None
     """Text of its `gauge`, for example the queues of its engine."""
     stacks: str = ""
-    """Stacks of all threads."""
     log_tail: str = ""
     """Last lines of its standard output and error."""
     memory: tuple[tuple[float, int, int], ...] = ()
@@ -261,9 +260,6 @@ def reports_on(error: BaseException | None) -> tuple[RankReport, ...]:
 
 def failed_ranks_first(reports: Sequence[RankReport], late: Collection[int]) -> list[RankReport]:
     """Return the ranks that have not returned from a call, those at fault first.
-
-    Args:
-        late: ranks that have not returned.
 
     Dead ranks come first, then those that do not wait for others. If all wait, they wait at
     different positions, and the smaller group is at fault.

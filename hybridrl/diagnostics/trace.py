@@ -97,11 +97,8 @@ class SpanRecorder:
         track of its own, shown as a further thread.
 
         Args:
-            name: as in ``span``.
-            begin_ns: see above.
             track: number of the conversation.
             lane: spans of a conversation that overlap without nesting have different ones.
-            args: as in ``span``.
         """
         begin_us, end_us = (
             (at_ns + _CLOCK_TO_WALL_NS) // 1000 for at_ns in (begin_ns, time.perf_counter_ns())

@@ -34,7 +34,6 @@ class Adapter:
     """The adapter of one model: made before the model has memory, filled and sharded with it.
 
     Args:
-        config: rank, scaling, layers, and the folder of a first adapter, if any.
         seed: of A, where the configuration has no such folder.
     """
 

@@ -49,8 +49,6 @@ def require_finite(values: Tensor, *, name: str, file: Path, fix: str) -> None:
     """Reject NaN and infinity in a file: later they would look like a bad learning rate.
 
     Args:
-        values: from the file.
-        file: its path.
         fix: advice, as the end of a sentence.
 
     Raises:
@@ -327,7 +325,6 @@ def fill_weights(
     Args:
         module: the model or a submodule; filled parameters keep their values.
         prefix: the submodule's Hugging Face name with a final dot; empty for the model.
-        weights: source of the values.
     """
     for name, parameter in list(module.named_parameters()):
         if parameter.is_meta:

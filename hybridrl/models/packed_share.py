@@ -63,7 +63,6 @@ def split_for_context_parallel(
     """Divide a micro-batch over ranks, and describe this rank's tokens to an attention kernel.
 
     Args:
-        share: this rank.
         multiple: divides the tokens of a rank.
         kernel: as for ``build_layout``.
     """

@@ -122,7 +122,6 @@ def attend_in_spans(
         query_TND: float [T, N, D].
         key_SJD: float [S, J, D] where J divides N: queries share key-value heads.
         value_SJD: float [S, J, D].
-        own: the spans.
         scale: factor on the scores; None is ``1 / sqrt(D)``.
         prompts: seen by some queries, too; keys are then those of the queries' tokens.
 

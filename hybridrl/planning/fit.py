@@ -57,8 +57,6 @@ def find_fits(
     """Yield the memory of a rank, of the critic's own ranks, of servers, and of a machine.
 
     Args:
-        config: of the run.
-        plan: of a rank.
         critic: of a rank of the critic's own; None if there are none.
 
     Raises:

@@ -27,9 +27,6 @@ def plan_page(
     """Return the page.
 
     Args:
-        config: of the run.
-        plan: of a rank.
-        fits: of all memories.
         width: of a line, in columns.
     """
     num_parameters = count_parameters(architecture_of(config.model))

@@ -108,7 +108,6 @@ class Cycle:
         Args:
             config: has passed its checks; its models are hollow folders.
             gpu: entered.
-            rank: which of the ranks it is.
         """
         self.config = replace(
             config,

@@ -216,7 +216,6 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- torch -----------------------------------------------------------------------------------
 
     def _patch_cuda(self, num_devices: int) -> None:
-        """Let ``torch.cuda`` answer for this GPU."""
         cuda: Any = torch.cuda
         for name, answer in _answers(self.num_bytes, num_devices).items():
             for module in (cuda, cuda.random) if hasattr(cuda.random, name) else (cuda,):
@@ -503,7 +502,6 @@ def _in_python(device: object) -> object:
 
 
 def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments of an operator, and in its lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -538,7 +536,6 @@ def _is_alias(func: Any) -> bool:  # noqa: ANN401
 
 
 def _bytes_made(func: Any, args: Any, kwargs: Any) -> int:  # noqa: ANN401
-    """Return the bytes of a factory's result."""
     size = args[0] if args and isinstance(args[0], list | tuple | torch.Size) else ()
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     return math.prod(size) * dtype.itemsize

@@ -140,12 +140,10 @@ class RehearsedServer(ServerCalls):
     """Takes the place of ``Server``.
 
     Args:
-        spec: what it serves.
         variables: environment of a real one.
         door: where a real one listens.
         handles: of the buckets that it gets.
         sizes: bytes of each memory tag on this rank's device.
-        gpu: of this rank.
     """
 
     def __init__(
@@ -192,7 +190,6 @@ class RehearsedServer(ServerCalls):
         self._files = WeightFiles(spec.model_folder)
         self._loaded: set[str] = set()
         self.asked: list[Call] = []
-        """In their order."""
 
     def _hold(self, tag: MemoryTag) -> None:
         self._resident.add(tag)
@@ -292,7 +289,6 @@ class RehearsedServer(ServerCalls):
         return {"success": True}
 
     def _take(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Load tensors that are the model's."""
         for name, shape in shapes.items():
             is_tied = name == _HEAD and _HEAD not in self._files.names
             if not is_tied and name not in self._files.names:

@@ -75,7 +75,6 @@ class Chart:
     section: str
     title: str
     names: Sequence[str]
-    """Metrics of the plot."""
 
     unit: str
     figure: dict[str, Any]

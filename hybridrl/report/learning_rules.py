@@ -117,7 +117,6 @@ def reward_does_not_rise(run: Run) -> Finding | None:
 
 
 def _has_hardly_changed(run: Run, share: float) -> bool:
-    """Return whether entropy and length of the responses lie within ``share`` of the first ones."""
     names = ("policy/entropy_nats/mean", "length/response_tokens/mean")
     ends = [pair for name in names if (pair := first_and_now(run, name))]
     return bool(ends) and all(abs(now - before) < share * before for before, now in ends)

@@ -53,9 +53,6 @@ def write_report(folder: Path, *, output: Path | None = None) -> Path:
         folder: of a run, which may still be running.
         output: file to write; None is ``report.html`` in the folder.
 
-    Returns:
-        The file.
-
     Raises:
         RunFolderError: it is not a run folder, or the file cannot be written.
     """

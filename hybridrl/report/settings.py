@@ -27,7 +27,6 @@ class Settings:
     """Dotted keys and values of ``config.yaml``."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
-        """Store the values of nested sections."""
         self.flat = dict(flatten(values))
 
     @classmethod

@@ -63,7 +63,6 @@ class JudgeReader:
         """Return a reward for each response, and the rows whose answer has no score.
 
         Args:
-            name: of the reward.
             answers: of the judge, B of them.
             inputs: B responses that it was asked about.
         """

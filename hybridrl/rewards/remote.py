@@ -196,7 +196,6 @@ class _Cache:
             )
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, float]:
-        """Return the rewards that are known."""
         question = "select key, reward from rewards where key = ? and reward is not null"
         rows = (self._database.execute(question, (key,)).fetchone() for key in keys)
         return {row[0]: row[1] for row in rows if row is not None}
@@ -218,11 +217,7 @@ _caches: dict[str, _Cache] = {}
 
 
 def _open_cache(cache: str, file: str) -> _Cache | None:
-    """Return the cache, one for each file and process.
-
-    Raises:
-        ValueError: the file has no name, or cannot be used.
-    """
+    """Return the cache, one for each file and process."""
     if cache == "none":
         return None
     if (cache == "file") != bool(file):

@@ -145,7 +145,6 @@ def _be_first_process(report: int, task: dict[str, Any]) -> None:
 
 
 def _run(task: dict[str, Any], report: int) -> None:
-    """Become the program."""
     try:
         folder = "/tmp" if task["level"] == "namespaces" else "."
         files = "/" if task["level"] == "namespaces" else "./"

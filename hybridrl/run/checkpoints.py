@@ -68,9 +68,7 @@ class Checkpointer:
         """Prepare.
 
         Args:
-            shelf: of the run.
             savers: worker groups by role; a role is a folder in the checkpoint.
-            config: how often, and how many to keep.
             origin: the fingerprint with which a resumed run is compared.
             capture: returns the driver's state after a step.
         """

@@ -41,7 +41,6 @@ def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[
     """Connect to ``cluster.address``, or start Ray on this machine and end it afterwards.
 
     Args:
-        cluster: the address, and the number of ranks.
         num_more_ranks: processes besides them: a critic with a pool of its own.
 
     Raises:

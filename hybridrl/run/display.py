@@ -185,7 +185,6 @@ class LiveTable(LiveView):
     """A table that redraws itself: progress, the present phase, and each metric with its trend."""
 
     def __init__(self, num_steps: int) -> None:
-        """Hold an empty table; rich draws it."""
         super().__init__(num_steps)
         self._spinner = Spinner("dots")
 
@@ -213,7 +212,6 @@ def open_live(mode: str, *, num_steps: int, stream: TextIO) -> Iterator[LiveView
     Args:
         mode: ``tracking.live``: ``table``, ``lines``, ``off``, or ``auto``, which is a table if
             ``stream`` is a terminal, else lines.
-        stream: usually ``sys.stdout``.
     """
     console = Console(file=stream)
     if mode == "off":

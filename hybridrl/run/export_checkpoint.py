@@ -28,9 +28,6 @@ def export_checkpoint(
         step: of the checkpoint; None is the newest complete one.
         output: folder to write, must not exist; None names it in the run folder.
 
-    Returns:
-        The folders written.
-
     Raises:
         RunFolderError: it is not a run folder, or a folder to write exists.
         CheckpointError: the checkpoint does not exist, or is incomplete.

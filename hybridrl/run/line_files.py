@@ -61,7 +61,6 @@ def lost_lines(folder: Path, sizes: Mapping[str, int]) -> list[str]:
     """Name the files of ``folder`` that lack lines which a checkpoint counts on.
 
     Args:
-        folder: the run folder.
         sizes: bytes of each file by name at the checkpoint: after complete lines.
     """
     lost = []

@@ -81,9 +81,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     """Load rows, tokenizer and reward function of a reinforcement-learning run.
 
     Args:
-        config: of the run.
         folder: Hugging Face folder of the model to start from.
-        record: of the run.
 
     Raises:
         DataError: bad rows, by file and line, or no rows.

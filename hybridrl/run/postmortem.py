@@ -76,7 +76,6 @@ def write_postmortem(
     """Write the folder, within ``limit_s`` seconds; return its path, or why it is missing.
 
     Args:
-        error: the reason for the end.
         where: step and phase of the run.
         limit_s: seconds; a disk may not answer.
     """

@@ -71,7 +71,6 @@ class Replay(Recording):
         """Read ``files``.
 
         Args:
-            origin: facts of this run.
             steps: the recorded facts about the first call of each training step, at least one.
             wanted: prompts a step, at most the recorded ones.
         """

@@ -55,7 +55,6 @@ def load_train_rows(
     """Read or make the rows to learn from, and tokenize their prompts.
 
     Args:
-        tokenizer: of the model.
         on_progress: called with the number of rows so far.
 
     Raises:

@@ -134,7 +134,6 @@ class RunLogger:
             overwrite: ``trainer.overwrite``.
             resumes: the folder's run continues; call `rewind` before the first step.
             settings: the same configuration as a mapping, for trackers that show it.
-            config: the tracking section.
 
         Raises:
             RunFolderError: it exists, it is not a run folder though ``overwrite`` is given, another
@@ -220,9 +219,6 @@ class RunLogger:
         """Write one step's metrics everywhere.
 
         A value that is not finite is ``null`` in the file, and trackers do not get it.
-
-        Returns:
-            Each metric's value.
 
         Raises:
             MetricError: a name that ``hybridrl/metrics.py`` does not declare.

@@ -46,7 +46,6 @@ class SampleTaker:
         Args:
             task: P prompts.
             rollouts: P * G rows, responses to the same prompt adjacent.
-            scores: rewards of those rows.
         """
         num_responses = len(rollouts) // len(task.rows)
         rows = [prompt * num_responses for prompt in range(min(self._num_samples, len(task.rows)))]

@@ -69,7 +69,6 @@ def ensure_starter(config: ExperimentConfig, *, cache: Path, record: RunFolder) 
 
     Args:
         cache: folder of made models, see ``env.cache_dir``.
-        record: shows the progress of the warm-up.
 
     Raises:
         ConfigError: the configuration names no model.
@@ -221,7 +220,6 @@ def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, targe
 
     Args:
         folder: of the untrained model.
-        record: shows the progress.
         target: the folder to write, atomically.
     """
     record.phase(f"{_LABEL}: start workers")
@@ -259,6 +257,5 @@ class _WarmupRecorder:
         """Do nothing, likewise."""
 
     def record(self, step: int, metrics: Metrics) -> None:
-        """Show the progress."""
         loss = metrics["loss/supervised_nats"].value
         self.run.phase(f"{_LABEL}: step {step}/{self.num_steps}, loss {loss:.3f} nats")

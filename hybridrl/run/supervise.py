@@ -74,12 +74,7 @@ class _Supervisor:
         self._was_asked_to_stop = False
 
     def attempt(self) -> None:
-        """Fork; return in the child.
-
-        Raises:
-            DriverDiedError: in the parent; the child ended without a message.
-            SystemExit: in the parent; it ended in order, or on request.
-        """
+        """Fork; return in the child."""
         guard.adopt_orphans()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

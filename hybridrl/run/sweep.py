@@ -40,7 +40,6 @@ class SweepJob:
     swept: tuple[str, ...]
     """Those of them that differ between the runs of the sweep."""
     folder: Path
-    """Its run folder."""
 
 
 @dataclass(kw_only=True, slots=True)

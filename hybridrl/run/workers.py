@@ -136,7 +136,6 @@ def start_group(
     ``cluster.num_nodes`` are that many machines: no two of them are the same Ray node.
 
     Args:
-        cluster: machines, processes and deadlines.
         worker: class and arguments, or several fused ones.
         variables: further environment of the processes; see `rank_variables`.
 

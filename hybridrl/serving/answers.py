@@ -27,7 +27,6 @@ async def answer_all(
     """Answer each context once.
 
     Args:
-        sampler: over the engines of the model.
         contexts: int64 [n] each.
         model: name, for reasons.
         timeout_s: ``reward.timeout_s``, of all answers.

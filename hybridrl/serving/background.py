@@ -61,7 +61,6 @@ class BackgroundSampling:
 
         Args:
             pool: without engines; the server's join it after each update.
-            groups: that sample with the pool.
             requests: opens the way to engines; a phase is the time between two updates.
             on_update: whether open responses end before weights are loaded, or are interrupted,
                 and whether they then keep their tokens.
@@ -130,7 +129,6 @@ class BackgroundSampling:
     # -- between two updates ---------------------------------------------------------------------
 
     def _open(self, opened: ExitStack, version: int) -> None:
-        """Send requests to the engines that serve."""
         phase = self._sending(version)
         self._loop.run(phase.__aenter__())
         opened.callback(lambda: self._loop.run(phase.__aexit__(None, None, None)))

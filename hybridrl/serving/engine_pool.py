@@ -77,11 +77,9 @@ class EnginePool(Sampler):
             engines: that serve, by index.
             num_slots: sequences that decode at the same time on an engine.
             max_context_tokens: limit of context + response.
-            vocab_size: tokens that the model knows.
             version: of the policy that must sample, until ``readmit`` names another one.
         """
         self.ask: AskGroup = ask_process
-        """Sends a request to an engine."""
         self.prefixes: KnownPrefixes | None = None
         """Contexts in the caches of engines, to which later turns return; None: there are none."""
         self.drops_interrupted = False

@@ -285,7 +285,6 @@ def answer_of(
     """Return the result of a call, or the error as it was raised in the actor.
 
     Args:
-        ref: Ray's reference to the result.
         is_lost: asked when the result is there; if True, the future never ends.
     """
     answer: Future[Any] = Future()

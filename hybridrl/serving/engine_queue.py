@@ -66,7 +66,6 @@ class EngineQueue:
         """Wait for an engine with room, and return the one with the fewest open responses.
 
         Args:
-            num_responses: that it will be asked for.
             holder: has the context in its cache; returned if it has room and at most ``STAY`` open
                 responses more.
 

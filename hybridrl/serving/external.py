@@ -75,9 +75,6 @@ class ExternalModel:
             contexts: int64 [n] each.
             timeout_s: ``reward.timeout_s``, of all answers.
 
-        Returns:
-            For each context the answer, or the reason why there is none.
-
         Raises:
             DriftError: the weights of a server are no longer those of the start.
         """

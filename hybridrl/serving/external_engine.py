@@ -47,7 +47,6 @@ class ExternalEngine:
 
         Args:
             url: as ``http://HOST:PORT``.
-            config: time limits.
             key: that the server requires; empty: it requires none.
         """
         self.url = url.rstrip("/")

@@ -39,11 +39,6 @@ class FaultPlan:
     """Makes faults at drawn requests of some phases."""
 
     def __init__(self, faults: Mapping[str, FaultConfig], *, seed: int) -> None:
-        """Begin before the first phase.
-
-        Args:
-            faults: by name.
-        """
         self._faults = faults
         self._seed = seed
         self._phase = 0

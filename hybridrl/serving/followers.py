@@ -26,7 +26,6 @@ class FollowerProcess:
         Args:
             config: of the run, as ``engine_config`` returns it for this node.
             model_folder: whose configuration the engine reads.
-            place: devices of the engine on this node.
         """
         self._spec = server_spec(config, model_folder)
         self._variables = show_devices(place.gpus)

@@ -37,11 +37,6 @@ class FrozenModel:
     """The server of one frozen model. New engines read its folder again."""
 
     def __init__(self, config: ExperimentConfig, plan: ServerPlan, launch: Launch) -> None:
-        """Start nothing yet.
-
-        Args:
-            launch: starts the process of an engine.
-        """
         self._name = plan.model
         self._config = config
         self._served = config.serving.models[plan.model]
@@ -69,9 +64,6 @@ class FrozenModel:
         Args:
             contexts: int64 [n] each.
             timeout_s: ``reward.timeout_s``, of all answers.
-
-        Returns:
-            For each context the answer, or the reason why there is none.
         """
         pool = self._server.pool(
             max_context_tokens=self._served.max_context_tokens or self._config.max_row_tokens,

@@ -23,7 +23,6 @@ class ServerGroup:
 
         Args:
             plan: of the group; a placeholder has no slots.
-            launch: starts the process of an engine.
         """
         self.plan = plan
         self._launch = launch

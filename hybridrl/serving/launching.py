@@ -45,10 +45,8 @@ class ActorLaunch:
     """A ``Launch`` for the engines of one model."""
 
     config: ExperimentConfig
-    """Of the run."""
 
     plan: ServerPlan
-    """Engines of the model."""
 
     policy_folder: Path
     """Whose configuration and tokenizer the engines of the policy read."""

@@ -62,7 +62,6 @@ class RolloutManager:
         """Start nothing yet.
 
         Args:
-            model_folder: Hugging Face folder of the policy.
             folder: for files of weights.
         """
         install_reducers()

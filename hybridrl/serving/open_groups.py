@@ -48,7 +48,6 @@ class OpenGroups:
         """Begin with none.
 
         Args:
-            make_program: makes one for prompts that are admitted together.
             buffer: which says when a batch is there.
         """
         self._sampler = sampler
@@ -67,7 +66,6 @@ class OpenGroups:
 
         Args:
             prompts: to admit; None: no more.
-            sampling: how to sample them.
             step: of the weights; see ``SampleBuffer.admit``.
 
         Raises:

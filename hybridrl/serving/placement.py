@@ -158,7 +158,6 @@ def look_at(placements: Sequence[Mapping[str, Any]], *, timeout_s: float) -> tup
 
     Args:
         placements: options of Ray for a process on each device.
-        timeout_s: seconds that the answers may take.
 
     Raises:
         ResourceError: no answer in time.

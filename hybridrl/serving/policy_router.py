@@ -130,7 +130,6 @@ class PolicyRouter:
         """Start nothing yet.
 
         Args:
-            model_folder: Hugging Face folder of the model.
             key: of the router and its servers; made for this run.
         """
         self.key = key

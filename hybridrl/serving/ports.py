@@ -90,7 +90,6 @@ def assign_addresses(
     """Give each engine of a group its addresses and ports, in order.
 
     Args:
-        group: whose engines they are.
         hosts: address of each node, by the node's index.
         cursors: of each address; shared by all groups, so that no port is dealt out twice.
 

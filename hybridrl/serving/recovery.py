@@ -44,7 +44,6 @@ class Recovery:
         """Begin.
 
         Args:
-            server: whose engines are replaced.
             start_timeout_s: seconds that a process may take to start.
         """
         self._server = server
@@ -155,7 +154,6 @@ class Recovery:
             self._start()
 
     def _start(self) -> None:
-        """Start processes in place of all lost engines."""
         for index, future in self._server.start_replacements().items():
             self._starts[index] = _Start(future, time.monotonic() + self._start_timeout_s)
             future.add_done_callback(partial(self._note_start, index))

@@ -56,9 +56,6 @@ class RolloutServer:
         """Start nothing yet.
 
         Args:
-            plan: groups and engines.
-            launch: starts the process of an engine.
-            config: time limits.
             kept: keeps the files of the weights that are served.
             observe: called with a stage's name; wraps the stage to time and trace it.
         """
@@ -199,7 +196,6 @@ class RolloutServer:
 
         Args:
             max_context_tokens: limit of context + response.
-            vocab_size: tokens that the model knows.
             version: of the weights that must sample.
         """
         return EnginePool(
@@ -370,7 +366,6 @@ class RolloutServer:
         return list(of_groups.values())
 
     def _of_type(self, worker_type: str, *, included: bool) -> list[ServerGroup]:
-        """Return the groups of this type, or all others."""
         return [g for g in self._groups if (g.plan.worker_type == worker_type) is included]
 
     def _note_dead(self, life: LifeCycle) -> None:
@@ -395,7 +390,6 @@ class RolloutServer:
 
 
 def _for(source: WeightSource, *, num_engines: int) -> WeightSource:
-    """Return the source for one transfer to so many engines."""
     return source.to_group(num_engines) if isinstance(source, WeightOffer) else source
 
 

@@ -260,7 +260,6 @@ class Padding:
         """Drop the results of repeated rows; results without rows are left unchanged.
 
         Args:
-            layout: the layout of the call.
             results: by rank. A method may return several result rows per row (G responses per
                 prompt), the same number for each.
 

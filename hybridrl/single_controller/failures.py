@@ -136,7 +136,6 @@ def wait_for_ranks(
     Args:
         refs: by rank, the pending results of a call.
         hosts: by rank.
-        grace_s: seconds.
     """
     failures = _failures(refs, _returned(refs, 0.0))
     returned = _returned(refs, grace_s)
@@ -161,7 +160,6 @@ def _describe_death(error: Exception, report: RankReport | None) -> str:
 
 
 def _cause(error: Exception) -> Exception:
-    """Return the exception of the worker's own code, if Ray wrapped one."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 

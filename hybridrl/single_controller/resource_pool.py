@@ -74,7 +74,6 @@ class RayResourcePool:
         process_on_nodes: ranks on each node: ``[8, 8]`` is two nodes with eight each. The ranks
             of one entry lie on one node.
         use_gpu: one GPU per rank, else CPUs alone.
-        num_cpus_per_rank: CPUs per rank.
         max_colocate_count: how many groups may share the pool; each takes that fraction.
         wait_s: seconds to wait for resources before `ResourceError`.
         is_spread: each entry gets a node of its own. Otherwise, as in verl, two entries may share

@@ -94,7 +94,6 @@ class Location:
     device_index: int | None
     """Index of the GPU among those visible to the process."""
     files: activity.RecordFiles = activity.NO_RECORD
-    """The activity record of the process."""
 
 
 @dataclass(frozen=True, slots=True)

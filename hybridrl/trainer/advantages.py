@@ -35,7 +35,6 @@ class Charges:
     """Last tokens over which a long response pays up to 1; 0 pays none."""
 
     max_response_tokens: int
-    """Longest response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,6 @@ class Advantages:
         """Return the targets of the policy, and of the critic if there is one.
 
         Args:
-            collected: the rows to learn from.
             kl: coefficient of the KL that rewards are charged.
             values_BL: of a critic.
 

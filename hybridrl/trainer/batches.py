@@ -73,7 +73,6 @@ class AheadBatches:
 
         Args:
             source: of the prompts; it knows those that are open.
-            engines: that sample.
             num_prompts: P, prompts of a batch.
             num_ahead: prompts that are open beside those of the batch, in steps, >= 1.
         """

@@ -39,7 +39,6 @@ class RunInterrupted(KeyboardInterrupt):
     """A signal ended a run at once."""
 
     def __init__(self, number: int) -> None:
-        """Keep the signal's number."""
         super().__init__(signal.Signals(number).name)
         self.number = number
 

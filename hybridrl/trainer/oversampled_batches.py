@@ -36,7 +36,6 @@ class OversampledBatches:
             engines: that sample; each gets an equal share of a call's prompts, in order.
             num_prompts: P, prompts of a batch; a multiple of ``num_engines``.
             num_open: prompts of a call, >= P; a multiple of ``num_engines``.
-            num_engines: engines of the ranks.
         """
         self._source = source
         self._engines = engines

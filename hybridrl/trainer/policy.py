@@ -40,7 +40,6 @@ class Exchanges(Protocol):
 
         Args:
             prompts: to admit; None: no more.
-            sampling: how to sample them.
 
         Returns:
             The responses to as many admitted prompts as a step has, those to the same one adjacent.

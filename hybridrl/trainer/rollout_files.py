@@ -52,7 +52,6 @@ class CallFacts:
     """Index of the first prompt in its stream."""
 
     file: FileEntry
-    """The columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,6 @@ class RolloutFiles:
     """The folder ``<run_dir>/rollouts``."""
 
     def __init__(self, folder: Path) -> None:
-        """Read or write ``folder``."""
         self.folder = folder
 
     def write(

@@ -215,7 +215,6 @@ class ActorRolloutWorker(CheckpointedWorker):
 
         Args:
             prompts: this rollout rank's slice, n prompts; ranks that share an engine get the same.
-            sampling: how to sample.
 
         Returns:
             n * G rows in prompt order, responses to the same prompt adjacent, with the version of
@@ -246,7 +245,6 @@ class ActorRolloutWorker(CheckpointedWorker):
 
         Args:
             prompts: to admit; None: no more.
-            sampling: how to sample them.
 
         Returns:
             P * G rows, responses to the same prompt adjacent, with the versions that sampled their

@@ -159,7 +159,6 @@ def build_directory(
     """Make the directory of engines; None if nobody but a rank uses its engine, or it is no server.
 
     Args:
-        rollout: the section.
         num_engines: that ranks share.
         door: of engines that the rollout manager uses; their ranks use none.
     """

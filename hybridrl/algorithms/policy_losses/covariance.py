@@ -41,7 +41,6 @@ def clip_cov(
         current_logprobs_T: float32 nats, with gradient.
         old_logprobs_T: float32 nats.
         advantages_T: float32.
-        rows: of the tokens.
         clip_low: in (0, 1).
         clip_high: > 0.
         fraction: of the micro-batch's tokens.
@@ -87,7 +86,6 @@ def kl_cov(
         current_logprobs_T: float32 nats, with gradient.
         old_logprobs_T: float32 nats.
         advantages_T: float32.
-        rows: of the tokens.
         fraction: of the micro-batch's tokens.
         coefficient: advantage units per nat.
 

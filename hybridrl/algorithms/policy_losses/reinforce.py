@@ -37,7 +37,6 @@ def reinforce(
         current_logprobs_T: float32 nats, with gradient.
         old_logprobs_T: float32 nats.
         advantages_T: float32.
-        rows: of the tokens.
         ratio: that weighs a token; ``none`` is on-policy.
         ratio_low: smallest ratio that has a weight.
         ratio_high: largest weight.

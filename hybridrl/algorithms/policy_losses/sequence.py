@@ -44,7 +44,6 @@ def gspo(
         current_logprobs_T: float32 nats, with gradient.
         old_logprobs_T: float32 nats.
         advantages_T: float32.
-        rows: of the tokens.
         clip_low: in (0, 1). Ratios of responses are near 1, so ranges are small.
         clip_high: > 0.
 
@@ -80,7 +79,6 @@ def rloo_clip(
         current_logprobs_T: float32 nats, with gradient.
         old_logprobs_T: float32 nats.
         advantages_T: float32, one number per response.
-        rows: of the tokens.
         clip_low: in (0, 1).
         clip_high: > 0.
 
@@ -118,7 +116,6 @@ def gmpo(
         current_logprobs_T: float32 nats, with gradient.
         old_logprobs_T: float32 nats.
         advantages_T: float32, one number per response.
-        rows: of the tokens.
         clip_low: nats that a token of a bad response may fall.
         clip_high: nats that a token of a good response may rise.
 
@@ -162,7 +159,6 @@ def vespo(
         current_logprobs_T: float32 nats, with gradient.
         old_logprobs_T: float32 nats.
         advantages_T: float32.
-        rows: of the tokens.
         power_positive: of responses with an advantage of at least 0.
         decay_positive: of the same.
         power_negative: of responses with a negative advantage.

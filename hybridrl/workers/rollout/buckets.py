@@ -73,7 +73,6 @@ def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[Tensor
     its bytes could not be viewed as numbers.
 
     Args:
-        bucket: names and tensors.
         dtype: of floating-point tensors in the buffer; None leaves each its own.
     """
 
@@ -104,7 +103,6 @@ class FlatBuffers:
 
         Args:
             count: buckets that stay readable at the same time.
-            allocate: makes a buffer.
             dtype: to which floating-point tensors are cast on their way in; None leaves them.
         """
         self._dtype = dtype

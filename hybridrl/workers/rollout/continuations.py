@@ -24,8 +24,6 @@ async def sample_to_the_end(
     of one that was not interrupted.
 
     Args:
-        ask: samples.
-        token_ids: of the context.
         keys: name the random stream of each.
 
     Returns:
@@ -48,7 +46,6 @@ async def continue_once(
     """Ask once for what interrupted responses lack; they may be interrupted again.
 
     Args:
-        ask: samples.
         samples: the responses so far; those that ended stay.
         context_L: int64 [L], of all.
         params: of all, for responses without tokens.

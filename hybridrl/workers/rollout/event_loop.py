@@ -72,7 +72,6 @@ def run_program(
     """Run a program until it returns, then end the tasks that it left behind.
 
     Args:
-        program: gets the sampler.
         sampler: its requests are answered by ``step``, or through the loop's file events.
         call: counts requests; a drain aborts the program through it.
         step: called while all tasks wait; its errors end the program, and are raised here.

@@ -15,7 +15,6 @@ class LoopThread:
     """Runs coroutines of other threads. End it."""
 
     def __init__(self, name: str) -> None:
-        """Start the thread."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -37,7 +37,6 @@ class OpenResponses:
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._groups: dict[int, list[Sample]] = {}
 
     def metrics(self) -> Metrics:
@@ -105,7 +104,6 @@ class OpenResponses:
         )
 
     def _complete(self) -> list[int]:
-        """Return the prompts all of whose responses ended."""
         return [
             index
             for index, group in self._groups.items()

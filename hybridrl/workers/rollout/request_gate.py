@@ -148,7 +148,6 @@ class RequestGate:
         """Wait until the running program ended; abort it at the deadline.
 
         Args:
-            timeout_s: seconds until then.
             grace_s: seconds that an aborted program may take to end.
 
         Returns:

@@ -79,7 +79,6 @@ class RequestListener:
         """Listen on a free port, and refuse all requests.
 
         Args:
-            engine: that samples.
             door: address of this machine, and the key that callers must send.
         """
         self._engine = engine

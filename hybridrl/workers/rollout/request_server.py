@@ -42,7 +42,6 @@ class RequestServer:
     """Keeps one program running on an engine, through which any thread may sample."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        """Run nothing yet."""
         self._engine = engine
         self._lock = threading.Lock()
         self._session: _Session | None = None

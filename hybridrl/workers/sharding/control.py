@@ -78,7 +78,6 @@ class ControlGroup:
         """Exchange this rank's status with the others.
 
         Args:
-            stage: name of the work.
             error: the failure of this rank, or None.
             limit: how long to wait for ranks whose work takes longer than a stage.
 
@@ -209,7 +208,6 @@ class Neighbours:
         """Create the group of this rank's engine; a collective call of its ranks the first time.
 
         Args:
-            control: the control group of all ranks.
             size: ranks that share an engine.
         """
         self._control = control

@@ -37,7 +37,6 @@ def resolve_lora_base(
     Args:
         lora: the section as configured; returned unchanged if there is no choice.
         plan: numbers from the driver.
-        control: the control group of all ranks.
         num_ranks_per_node: ranks that share the host's memory.
     """
     if lora.base != "auto":

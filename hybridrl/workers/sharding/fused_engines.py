@@ -59,7 +59,6 @@ class FusedEngines:
             config: ranks per engine, size of a bucket, and which syncs to an engine are compared
                 with the same weights from files.
             device: where the buckets lie.
-            control: the control group of all ranks.
             follower: stages the bytes of a rank without an engine; None if none are needed.
             resends_base: weights that no step changes are sent again after their release,
                 instead of being kept on the host.
@@ -291,8 +290,6 @@ def start_engine(
 
     Args:
         build: starts it; None on a rank without an engine.
-        config: the rollout section.
-        control: the control group of all ranks.
 
     Raises:
         Exception: on all ranks, the error of ``build`` from the first rank that failed; the caller

@@ -40,7 +40,6 @@ class LentEngines:
             servers: that get the requests.
             access: to the engine of this rank; None on a rank without one.
             engine: of this rank; None likewise.
-            control: the control group of all ranks.
             mark_lost: takes the engines of the group that were lost; called on all ranks alike.
         """
         self._servers = servers

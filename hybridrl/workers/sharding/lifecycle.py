@@ -86,7 +86,6 @@ class LifeCycle:
         Args:
             engines: the set; all its engines are at BOOT.
             host: the training engines that share the device with them; None if others move them.
-            depth: memory that they release.
             observe: called with a stage's name; wraps the stage to time and trace it.
             stays: engines on devices of their own. They serve on while others sleep, and stop only
                 to take weights.

@@ -42,10 +42,8 @@ class ManagedEngine:
         """Take over an engine that has just started.
 
         Args:
-            engine: the engine.
             config: the rollout section. Without ``sleep``, release and resume are no-ops; weights
                 are synced all the same.
-            device: where its memory is.
         """
         self.engine = engine
         self.ledger = WeightLedger(engine.weight_memory())
@@ -251,7 +249,6 @@ class ManagedEngine:
             del self._released[part]
 
     def _memory(self, wanted: MemoryTag) -> str:
-        """Describe the holders of the memory that ``wanted`` may lack."""
         return memory_table(
             f"the rollout engine could not resume its {wanted.value}; memory of {self._device}",
             [Holder(f"engine {p.value}", self.engine.resident_bytes(p)) for p in MemoryTag],

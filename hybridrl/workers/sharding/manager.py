@@ -57,9 +57,7 @@ class ShardingManager:
         Args:
             engine: this rank's rollout engine; None on a rank without one. Servers if no rank has
                 one, or both if there are both.
-            config: the rollout section.
             meter: of the device that all share; one made before the engine includes its memory.
-            control: the control group of all ranks.
             call_timeout_s: seconds of one call of the driver (``cluster.call_timeout_s``).
             lora: given if the engine applies an adapter: how its frozen weights sleep.
             follower: stages the bytes of a rank without an engine; None if none are needed.

@@ -115,7 +115,6 @@ def memory_table(title: str, *sections: Sequence[Holder]) -> str:
     """Lay out sections of holders in MiB, the largest of each section first.
 
     Args:
-        title: first line.
         sections: lines that belong together; empty holders and empty sections are left out.
     """
     shown = [

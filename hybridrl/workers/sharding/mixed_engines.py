@@ -35,7 +35,6 @@ class MixedEngines:
         """Assemble the set.
 
         Args:
-            fused: the engines of the ranks.
             served: the weights on their way to the others.
         """
         self._fused = fused

@@ -103,7 +103,6 @@ def publish_weights(route: WeightRoute, *, host: str, config: RolloutConfig) -> 
     Args:
         route: ``serving.weights``.
         host: address of this process for all engines.
-        config: type of the weights, and time limits.
     """
     if route == "files":
         return PublishedFiles(config)

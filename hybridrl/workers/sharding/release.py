@@ -54,11 +54,9 @@ def await_release(
     """Return the measured rise of free memory, once it is sufficient.
 
     Args:
-        part: the released memory tag.
         said_bytes: the engine's figure before the release.
         resident_bytes: what the engine itself still counts; must reach 0.
         free_before: free bytes before the release; None where only storage can be counted.
-        timeout_s: seconds to wait.
 
     Raises:
         EngineError: too little came back in time, with both numbers.
@@ -104,7 +102,6 @@ def require_room(
     """Refuse a resume with less free memory than the tag gave back: the server would die.
 
     Args:
-        part: the memory tag to resume.
         needed_bytes: that it takes at least.
         memory: of the device; a CPU has no figures and is not checked.
         config: the rollout section, for the remedy.

@@ -88,8 +88,6 @@ class Servers(ABC):
         """Sample G responses to each of P prompts.
 
         Args:
-            prompts: all prompts of a call.
-            sampling: how to sample.
             version: of the policy that must sample them.
             fused: addresses of engines of the ranks, lent for this call; they serve this version.
 
@@ -118,7 +116,6 @@ class Servers(ABC):
 
         Args:
             prompts: to admit; None: no more.
-            sampling: how to sample them.
 
         Returns:
             P prompts that were admitted now or before, with P * G samples; and metrics.
@@ -163,13 +160,6 @@ class ServedEngines:
         device: torch.device,
         control: ControlGroup,
     ) -> None:
-        """Send nothing yet.
-
-        Args:
-            servers: that load the weights.
-            config: type of the weights, and size of a bucket.
-            control: the control group of all ranks.
-        """
         self.trained_version = 0
         self._servers = servers
         self._synced_version: int | None = None

@@ -172,7 +172,6 @@ def wait_for_receivers(
 
     Args:
         receivers: calls of ``receiving``, with this ``timeout_s``.
-        timeout_s: seconds that a transfer may take.
 
     Returns:
         Seconds in which those that are left end with a TransferError.

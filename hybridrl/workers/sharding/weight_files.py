@@ -35,10 +35,8 @@ def load_weights(
     files, too. What a sender has is written to files first, in ``$TMPDIR``.
 
     Args:
-        managed: the engine with its ledger.
         source: a folder with safetensors under Hugging Face names, or a sender.
         bucket_bytes: host memory for tensors from files, unless one tensor is larger.
-        timeout_s: seconds that a broadcast may take.
 
     Raises:
         ModelError: the files are incomplete, or hold a value that is not finite.

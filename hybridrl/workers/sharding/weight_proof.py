@@ -94,7 +94,6 @@ def folder_on_each_node(
     Args:
         readers: ranks whose engines will load the weights.
         dtype: of floating-point tensors in the files.
-        control: the control group of all ranks.
 
     Yields:
         The folder, on the rank that writes it: the first reader of a node. And its path, on all

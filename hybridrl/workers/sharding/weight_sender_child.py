@@ -56,7 +56,6 @@ class BroadcastSender:
 
         Args:
             memory: file of the parent's memory.
-            host: address to listen at.
             key: secret of the receivers.
             timeout_s: seconds that a group may take to form, and each broadcast.
         """

@@ -99,8 +99,6 @@ def stream_weights(
             own, unless the bucket was staged by reference.
         sender: stages this rank's buckets; None: by reference.
         bucket_bytes: size of a bucket, the same on all ranks.
-        control: the control group.
-        neighbours: the ranks that share an engine.
     """
     stream = buckets(weights, bucket_bytes=bucket_bytes)
     stage = stage_by_reference if sender is None else sender.stage
@@ -162,7 +160,6 @@ class _Loader:
         self._pool.shutdown()  # waits: buffers must not be freed while a server reads them
 
     def start(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Begin to load a bucket."""
         if self._load is None:
             return
         if staged.tensors:  # so that the next is not gathered beside it

@@ -92,7 +92,6 @@ class Backend(Protocol):
     """The Hugging Face folder that the model came from."""
 
     device: torch.device
-    """Where the model computes."""
 
     data_ranks: Ranks
     """The data-parallel ranks, each of which has rows of its own."""

@@ -64,8 +64,6 @@ class FSDP2Backend:
         folder: the Hugging Face folder that the model comes from.
         config: types, token budget, optimizer. An actor's makes a policy, a critic's a value model
             whose head begins as zeros.
-        model_config: storage type and attention kernel.
-        device: where the model computes.
         num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
         adapter: learns instead of the policy's weights, in float32.
         is_reward_model: makes a value model with the head of the folder, if it has one.

@@ -39,7 +39,6 @@ class PolicyGradientLoss:
     """Weight of the KL penalty; 0 only measures the KL, if there is a reference."""
 
     entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus."""
 
     token_mask: Part | None = None
     """Leaves tokens out of the policy's term; see ``algorithms/token_masks.py``."""

@@ -76,7 +76,6 @@ class MicroBatcher:
     """The data-parallel ranks, which compute equally many micro-batches."""
 
     device: torch.device
-    """Where the model computes."""
 
     multiple: int = 1
     """Padding makes the tokens of a micro-batch on each rank divisible by it."""

@@ -185,8 +185,6 @@ class ModelEngine:
 
         Args:
             batch: this rank's rows.
-            compute: computes a micro-batch.
-            weighted_loss: computes the loss of an output.
             aggregation: of token losses; see ``algorithms/aggregate.py``.
             max_response_tokens: the fixed length of one of the aggregations.
             groups: of the rows, for an aggregation over prompts.

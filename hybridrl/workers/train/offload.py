@@ -26,7 +26,6 @@ class OffloadedTensors:
 
     Args:
         tensors: plain tensors of one kind of device; views of one storage are moved once.
-        slab_bytes: size of a slab.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, slab_bytes: int = SLAB_BYTES) -> None:
@@ -59,7 +58,6 @@ def copy_to_host(tensors: Iterable[Tensor], *, slab_bytes: int = SLAB_BYTES) -> 
 
     Args:
         tensors: plain tensors of one kind of device, of any type and stride.
-        slab_bytes: size of a slab.
 
     Returns:
         uint8 slabs, pinned if the tensors come from a GPU; a tensor may lie across several.

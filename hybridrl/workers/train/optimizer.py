@@ -36,7 +36,6 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -
     first nor the last step has a rate of 0.
 
     Args:
-        config: peak, warm-up, schedule and last ratio.
         step: optimizer steps taken before this one, >= 0; after the last the rate stays.
         num_total_steps: optimizer steps of the run, >= 1.
     """
@@ -55,7 +54,6 @@ class GuardedAdamW:
 
     Args:
         parameters: trainable parameters, plain or sharded; matrices decay, vectors do not.
-        config: rates and limits.
         num_total_steps: optimizer steps of the run, for the schedule.
         ranks: the data-parallel ranks that the gradients are sharded over.
     """

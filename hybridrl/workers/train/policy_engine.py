@@ -144,7 +144,6 @@ class PolicyEngine(ModelEngine):
 
         Args:
             batch: this rank's pairs, with log-probs of the reference if the loss reads them.
-            objective: the loss.
         """
 
         def compute(model: nn.Module, tokens: PackedTokens) -> Output:

@@ -63,17 +63,13 @@ class Decoding:
         """Prepare.
 
         Args:
-            forward: runs the model.
-            slots: its keys and values.
             vocab_size: V of the logits.
-            version: policy version of the weights.
         """
         device = slots.kv_YSJCD.device
         self.stats = RolloutStats(slots.num_slots)
         self._forward = forward
         self._slots = slots
         self.version = version
-        """Policy version of the weights."""
         self._waiting: deque[Request] = deque()
         self._seats: list[Seat] = []  # of slots 0 .. N-1
         num_lanes = slots.num_slots + min(slots.num_slots, _NUM_SPARE_LANES)

@@ -69,7 +69,6 @@ class HFRolloutEngine:
             model_folder: a Hugging Face folder; only its config.json is read.
             config: ``num_slots`` and ``dtype`` are used; sampling comes with each call.
             max_context_tokens: longest prompt + response of a run, in tokens.
-            device: of all tensors; any device of torch.
             lora: the adapter that must be loaded before each program; None: there is none.
 
         Raises:

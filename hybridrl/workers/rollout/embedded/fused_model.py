@@ -199,7 +199,6 @@ class FusedForward:
 
         Args:
             model: has the embedding, the last norm and the output embedding.
-            layers: in order.
             head_scales: of each layer, [H + J, D]; None: its heads have no norm.
             head_counts: H and J.
             rotary_C2D: of each position the cosines, and the sines with the sign of their half.

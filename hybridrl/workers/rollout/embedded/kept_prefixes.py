@@ -19,7 +19,6 @@ class KeptPrefixes:
     """Knows which free slots hold keys and values that a later context may begin with."""
 
     def __init__(self, num_slots: int) -> None:
-        """Begin with none."""
         self._num_slots = num_slots
         self._tokens: dict[int, bytes] = {}
         """By slot: token ids, int64."""

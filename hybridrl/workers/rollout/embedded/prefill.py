@@ -58,7 +58,6 @@ def prefill(
     """Run contexts through the model, except for the prefixes that slots hold.
 
     Args:
-        forward: runs the model.
         slots: hold the prefixes; give type and size.
         contexts: int64 [L] each, on the host.
         prefixes: of each context, shorter than it; None: no slot holds any.

@@ -36,7 +36,6 @@ class RolloutStats:
     """Steps, each of which draws one token per slot in use."""
 
     num_generated_tokens: int = 0
-    """Response tokens over all responses."""
 
     num_slots_used: int = 0
     """Slots in use, sum over decode steps."""

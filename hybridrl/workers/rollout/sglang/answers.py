@@ -46,10 +46,6 @@ class ServedModel:
 def read_sample(item: Mapping[str, Any], model: ServedModel) -> Sample:
     """Read one response of a server, which ended by itself or was interrupted.
 
-    Args:
-        item: the answer.
-        model: that sampled it.
-
     Raises:
         EngineError: log-probs and tokens do not match in number, or experts are missing.
     """

@@ -167,9 +167,7 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Argu
     """Return the arguments of one server by their Python names.
 
     Args:
-        spec: model and device.
         name: served name, to recognise the server on its port.
-        port: on which it listens.
         key: a secret of the callers, because other users of this machine can reach the port.
     """
     rollout = spec.rollout

@@ -58,10 +58,6 @@ class AttachedServer(ServerCalls):
     def __init__(self, spec: ServerSpec, elsewhere: ServerElsewhere) -> None:
         """Compare it with what is needed, and stop it until it gets weights.
 
-        Args:
-            spec: what it must serve.
-            elsewhere: where it is.
-
         Raises:
             ExternalEngineError: all differences, a line each; the server is as it was.
             DeadlineError: requests of others do not end.

@@ -36,7 +36,6 @@ class BroadcastTransport(Transport):
 
         Args:
             timeout_s: seconds that one broadcast may take.
-            join: makes the group.
         """
         super().__init__(stages_bytes=True, allocate=on_the_host, dtype=dtype)
         self._timeout_s = timeout_s
@@ -140,6 +139,5 @@ def _wait(work: dist.Work) -> None:
 
 
 def _said(answer: Future[Any]) -> str:
-    """Return why the server refused, if it has answered."""
     error = answer.exception() if answer.done() else None
     return "" if error is None else str(error)

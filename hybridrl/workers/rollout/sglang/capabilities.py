@@ -248,7 +248,6 @@ def _warn_if_untested(version: str) -> None:
 
 
 def _nearest_tested(version: str) -> str:
-    """Return the newest tested release that is not newer than ``version``."""
     numbers = _numbers(version)
     return max((tested for tested in TESTED_VERSIONS if _numbers(tested) <= numbers), key=_numbers)
 
@@ -264,7 +263,6 @@ def _version_of(server_info: Json) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return major, minor and patch."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 

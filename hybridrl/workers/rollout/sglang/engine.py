@@ -53,7 +53,6 @@ class SGLangEngine(ServedWeights):
         """Start the server.
 
         Args:
-            spec: what it serves.
             variables: environment of the server, for example its visible devices.
             device: of this process; None is the first of its kind.
             directory: the engines of other ranks, to which programs send requests, too; None if

@@ -30,7 +30,6 @@ class ServingEngine:
         """Prepare.
 
         Args:
-            endpoint: of its server.
             index: among the engines of the worker group.
         """
         self.index = index
@@ -117,10 +116,6 @@ class EngineChoice:
         Single responses wait here, in their order, while all engines are full: whichever is free
         first takes the next one. A group does not: it counts as open until its last response ends,
         when most of its slots have long been free.
-
-        Args:
-            token_ids: of the context.
-            num_responses: that are requested.
         """
         if self._directory is None or len(self._engines) == 1:
             self._engines[0].num_responses += num_responses

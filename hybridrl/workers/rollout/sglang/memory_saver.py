@@ -25,7 +25,6 @@ def require_no_obstacle(
 
     Args:
         device: cpu or cuda.
-        variables: environment of the server.
         is_on: whether the server is to run under torch_memory_saver.
         is_installed: whether ``torch_memory_saver`` can be imported.
 

@@ -48,7 +48,6 @@ class ServerProcess:
         """Start it.
 
         Args:
-            command: program and arguments.
             variables: environment on top of this process's.
         """
         self.name = name

@@ -89,7 +89,6 @@ class ServerSampler(Sampler):
         """Prepare.
 
         Args:
-            engines: whose servers answer.
             call: counts requests, and says whether the program was aborted or is interrupted.
             timeout_s: seconds in which the server of a request must make progress.
         """
@@ -116,7 +115,6 @@ class ServerSampler(Sampler):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the connections: the servers abort requests that are still open."""
         await asyncio.gather(*self._aborts, return_exceptions=True)
         await self._engines.close()
 
@@ -248,7 +246,6 @@ class ServerSampler(Sampler):
         return "length" if len(sample.token_ids) == self._num_tokens(group) else "interrupted"
 
     def _num_tokens(self, group: Group) -> int:
-        """Return the most tokens that a response of the group may have."""
         room = self.max_context_tokens - len(group.token_ids)
         return min(group.params.max_new_tokens, room)
 

@@ -47,7 +47,6 @@ class Server(ServerCalls):
         """Start it and wait until it answers.
 
         Args:
-            spec: what it serves.
             variables: environment besides that of every server, for example its visible devices.
             door: where it listens, and its key; None: loopback, with a key of its own.
 
@@ -158,12 +157,7 @@ def start_child(
 
 
 def refused_arguments(log_text: str, arguments: Mapping[str, object]) -> list[ConfigError]:
-    """Find the arguments that a server does not have in its log; ``refusal_of`` wrote the lines.
-
-    Args:
-        log_text: the server's output.
-        arguments: that it was started with.
-    """
+    """Find the arguments that a server does not have in its log; ``refusal_of`` wrote the lines."""
     lines = [line.strip() for line in log_text.splitlines()]
     refusals = [
         json.loads(line.removeprefix(_REFUSED)) for line in lines if line.startswith(_REFUSED)

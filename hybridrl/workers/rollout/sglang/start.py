@@ -163,14 +163,12 @@ def _make_memory_saver(record: Any) -> None:  # noqa: ANN401
 
 
 def _resolved(record: Any, name: str) -> Any:  # noqa: ANN401
-    """Return SGLang's value of an argument."""
     if not hasattr(record, "resolve_once"):
         return getattr(record, name)
     return import_module("sglang.srt.arg_groups.overrides").resolution_result(record, name)
 
 
 def _without(case: Mapping[str, Any], *names: str) -> dict[str, object]:
-    """Return the arguments as they were without these of the user."""
     kept = {name: value for name, value in case["arguments"].items() if name not in names}
     return kept | {name: case["ours"][name] for name in names if name in case["ours"]}
 

@@ -110,7 +110,6 @@ class SharedTransport(Transport):
 
         Args:
             device: of this rank; the server's rank of the same number is on it too.
-            encode: makes a handle.
 
         Raises:
             EngineError: this process allocates memory that cannot be shared.

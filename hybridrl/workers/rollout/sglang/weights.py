@@ -65,9 +65,6 @@ class ServedWeights:
     def __init__(self, spec: ServerSpec, *, device: torch.device) -> None:
         """Read names and shapes of the model's weights.
 
-        Args:
-            spec: model and device of the server.
-
         Raises:
             EngineError: this process cannot share memory with a server.
             ModelError: the folder has no weights, a broken file, or another vocabulary than its
@@ -237,7 +234,6 @@ def build_transport(
     """Make the transport of one rank of an engine.
 
     Args:
-        rollout: the rollout section.
         is_sender: whether this rank owns the engine; the others only stage.
         from_disk: whether weights travel through files.
 

@@ -54,8 +54,6 @@ class LayerAdapter(nn.ModuleDict):
     Args:
         layer: frozen; the adapter becomes its ``lora`` and adds to its outputs from now on.
         rows: the layer's outputs on this rank.
-        config: rank, scaling, and the adapted layers.
-        is_expert: whether the layer is of an expert.
     """
 
     is_active: bool = True
@@ -123,7 +121,6 @@ class LayerAdapter(nn.ModuleDict):
         """Return this rank's shard of the weight with its adapters merged.
 
         Args:
-            weight_OI: of the layer.
             merge: from W, A and B of a Hugging Face layer to W + scaling B A.
         """
         adapters = self._matrices()

@@ -27,10 +27,8 @@ class LoadBalance:
     Padding does not count. Experts have no capacity, so they drop no tokens.
 
     Args:
-        experts: of the model.
         coefficient: weight of the loss; 0 only measures.
         num_tokens: of the step over all data-parallel ranks.
-        device: where the model computes.
     """
 
     def __init__(

@@ -25,7 +25,6 @@ class MegatronContext:
     """Attention kernel."""
 
     device: torch.device
-    """Where models compute."""
 
     seed: int
     """Of megatron-core's generators."""

@@ -81,7 +81,6 @@ class WeightExport:
     Args:
         local: tensors by megatron-core's names, with global layer numbers. Only shapes and types
             are read here.
-        shard_map: of this rank.
         group: ranks that together have the full model: all tensor, pipeline, expert and
             expert-tensor ranks. None if this rank has it alone.
         batch_bytes: size of full tensors that are gathered together; a larger tensor goes alone.

@@ -39,8 +39,6 @@ def linear_shards(
 
     Args:
         name: megatron-core's, within the layer.
-        local_shape: of this rank's tensor.
-        rank: this one.
 
     Returns:
         None if the model has no such tensor.

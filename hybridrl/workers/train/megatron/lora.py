@@ -28,16 +28,11 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
 class StageAdapter:
     """A and B beside the layers of this rank; only they learn, in float32.
 
-    Args:
-        adapter: rank, scaling, layers, and first values.
-        architecture: of the model.
-
     Raises:
         ModelError: the adapter does not fit the model.
     """
 
     duty: Duty
-    """The weights that learn."""
 
     def __init__(self, adapter: Adapter, architecture: Architecture) -> None:
         adapter.check_fit(_linear_layers(architecture), model=architecture.model_type)

@@ -44,7 +44,6 @@ class PackedStage(LanguageModule):
     Args:
         config: of megatron-core's layers.
         architecture: of the full model.
-        parallel: this rank.
         vp_stage: number of the virtual stage on this rank; None where there is one stage.
         is_tied: whether the output embedding is the input embedding.
     """

@@ -136,9 +136,7 @@ class DistributedAdamW:
 
     Args:
         stages: of this rank, loaded.
-        config: rates, limits and types.
         num_total_steps: optimizer steps of the run, for the schedule.
-        parallel: this rank.
     """
 
     num_steps: int

@@ -115,5 +115,4 @@ class OptimizerState:
         return inner
 
     def _stepping(self) -> list[Any]:
-        """Return the optimizers that take the steps."""
         return list(self._adamw.sub_optimizers) if self._is_hybrid else [self._adamw]

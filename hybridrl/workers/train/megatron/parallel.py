@@ -185,7 +185,6 @@ def _replica_group(num_stages: int, size: int, timeout_s: float) -> ProcessGroup
     Args:
         num_stages: pipeline ranks.
         size: ranks of a stage after which both have repeated.
-        timeout_s: seconds one collective may take.
 
     Returns:
         The one that this rank belongs to.

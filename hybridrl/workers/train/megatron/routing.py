@@ -78,7 +78,6 @@ def route(
     """Describe a micro-batch to the routers of a stage.
 
     Args:
-        tokens: the micro-batch.
         layers: of the stage, by their numbers in the full model.
         shares: this rank among those that each have an equal part of the tokens; None if all have
             all of them.

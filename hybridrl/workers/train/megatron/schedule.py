@@ -49,7 +49,6 @@ class Schedule:
 
         Args:
             microbatches: the same on all ranks that share a model; laid out one by one.
-            compute: computes a stage.
             finish: computes from the last stage's output a scalar and a further result.
 
         Returns:

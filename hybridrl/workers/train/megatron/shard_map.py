@@ -105,7 +105,6 @@ class ShardMap:
 
         Args:
             name: megatron-core's, with the global number of the layer, from 0.
-            local_shape: of this rank's tensor.
 
         Returns:
             Shards without a gap between them. Rows after the last are padding of the vocabulary.

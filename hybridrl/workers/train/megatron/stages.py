@@ -37,9 +37,6 @@ class Stages:
     Args:
         architecture: of the full model.
         config: types and token budget. An actor's makes a policy, a critic's a value model.
-        context: parallel sizes and device.
-        duty: the weights that learn.
-        adapter: to put beside the layers.
         is_reward_model: makes a value model, whose head has a bias if that of the files has one.
 
     Raises:
