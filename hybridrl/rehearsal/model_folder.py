@@ -143,5 +143,5 @@ def write_hollow_file(tensors: Mapping[str, Tensor], path: Path, **_: object) ->
         begin, end = end, end + tensor.nbytes
         dtype, shape = _STORED[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
+    text = to_json_text(header).encode()
     path.write_bytes(struct.pack(_LENGTH, len(text)) + text)
