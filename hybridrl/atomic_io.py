@@ -33,11 +33,7 @@ def atomic_write_text(path: Path, text: str, *, errors: str = "strict") -> None:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically, as `atomic_write_text`.
-
-    Raises:
-        OSError: the disk is full or gone; a former file is as it was.
-    """
+    """Write a file atomically, as `atomic_write_text`."""
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
         unfinished.write_bytes(data)

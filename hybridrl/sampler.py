@@ -204,7 +204,7 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample; the same for every prompt of a call."""
+    """How to sample; the same for every prompt of a call. Else as ``RequestParams``."""
 
     num_responses_per_prompt: int
     """Responses G per prompt, >= 1."""
@@ -213,16 +213,9 @@ class SamplingParams:
     """Hard stop, in tokens."""
 
     temperature: float
-    """Divides the logits; 0 is greedy, with log-probs taken at temperature 1."""
-
     top_p: float = 1.0
-    """Nucleus, in (0, 1]."""
-
     top_k: int = 0
-    """Sample among the k likeliest tokens; 0 is off."""
-
     stop_token_ids: tuple[int, ...] = ()
-    """A response ends with the first of these tokens, which belongs to the response."""
 
     reporter: Reporter | None = None
     """Hears of responses before the call returns."""

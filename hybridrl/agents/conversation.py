@@ -40,7 +40,11 @@ class ConversationEnded(BaseException):
 
 
 class Conversation:
-    """Records turns, and keeps within the limits."""
+    """Records turns, and keeps within the limits.
+
+    What puts tokens into it raises ConversationEnded if none could be sampled behind them. What
+    samples raises EngineError if the engine failed.
+    """
 
     def __init__(self, prompt: Prompt, setting: Setting) -> None:
         self._prompt = prompt
@@ -90,7 +94,6 @@ class Conversation:
         """Put messages in place of the row's prompt, before the first turn.
 
         Raises:
-            ConversationEnded: no token could be sampled behind them.
             AgentError: the chat template rejects them.
         """
         template = self._setting.template
@@ -105,7 +108,6 @@ class Conversation:
 
         Raises:
             ConversationEnded: a limit was reached, before the turn or in it.
-            EngineError: the engine failed.
         """
         sample = await self.sample_turn(self._sequences[-1])
         self._end_if("tokens", reached=sample.is_truncated)
@@ -120,7 +122,6 @@ class Conversation:
         new sequence begins with the conversation as the template renders it.
 
         Raises:
-            ConversationEnded: no token could be sampled behind them.
             AgentError: the chat template has no form for them.
         """
         template, context = self._setting.template, None
@@ -157,7 +158,6 @@ class Conversation:
 
         Raises:
             ConversationEnded: a limit was reached before the turn.
-            EngineError: the engine failed.
         """
         self._is_begun = True
         async with self._turn_lock:
@@ -191,9 +191,6 @@ class Conversation:
 
         Args:
             context: int64 [n], n >= 1. It counts among the tokens of the conversation.
-
-        Raises:
-            ConversationEnded: no token could be sampled behind it.
         """
         if not self._is_begun:
             self._sequences.clear()
@@ -212,9 +209,6 @@ class Conversation:
             sequence: behind its last turn.
             token_ids: with the beginning of the assistant's next turn.
             messages: their content, for samples, the report and rewards.
-
-        Raises:
-            ConversationEnded: no token could be sampled behind them.
         """
         self._is_begun = True
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)

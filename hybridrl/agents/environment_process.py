@@ -105,11 +105,7 @@ class ProcessEnvironment:
         self._connection = connection
 
     async def reset(self, row: Row, seed: int) -> Observed:
-        """Begin; see ``observations.Environment``.
-
-        Raises:
-            EnvironmentFailed: it raised, hung, ended its process, or answered in another form.
-        """
+        """Begin; see ``PlayedEnvironment``, and ``observations.Environment``."""
         return await self._call({"reset": [write_record(row).decode(), seed]})
 
     async def step(self, action: str) -> Observed:

@@ -93,7 +93,11 @@ class PlayedEnvironment(Protocol):
     """An environment of one conversation, wherever it runs."""
 
     async def reset(self, row: Row, seed: int) -> Observed:
-        """Begin."""
+        """Begin.
+
+        Raises:
+            EnvironmentFailed: it raised, hung, ended its process, or answered in another form.
+        """
         ...
 
     async def step(self, action: str) -> Observed:
@@ -113,11 +117,7 @@ class LoopEnvironment:
         self._limits = limits
 
     async def reset(self, row: Row, seed: int) -> Observed:
-        """Begin; see ``observations.Environment``.
-
-        Raises:
-            EnvironmentFailed: it raised, hung, or answered in another form.
-        """
+        """Begin; see ``PlayedEnvironment``, and ``observations.Environment``."""
         given = arguments_of_reset(self._environment.reset, row, seed)
         value = await self._limited(self._environment.reset(**given))
         try:

@@ -240,11 +240,7 @@ class Proxy:
         *,
         hidden_variables: Collection[str],
     ) -> None:
-        """Start nothing yet; ``agent.command`` is run for each conversation.
-
-        Args:
-            hidden_variables: of the environment, which no program gets.
-        """
+        """Start nothing yet; ``agent.command`` is run for each conversation."""
         self._config = config
         self._hidden_variables = hidden_variables
         self._template = template

@@ -113,7 +113,6 @@ class TurnTemplate:
             history: the conversation so far. The text of sampled turns is their content, calls
                 included, because no template may write them in another form.
             new: the messages that follow its last turn, ``harmless`` ones.
-            tools: schemas of tools; None shows those of the prompt.
 
         Returns:
             All tokens up to the assistant's next turn; None if the template only appended.

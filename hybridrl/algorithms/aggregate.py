@@ -5,6 +5,11 @@ Every function returns the weight of *each* token of row b, float32 [B], 0 for a
 all weighted losses is the loss, for any division of rows. A row without response tokens, such as
 one that a filter emptied, counts in no denominator, as in verl and OpenRLHF; TRL counts it.
 
+Counts that a function may ask for, besides those that it describes itself:
+
+    response_lengths_B: int64, response tokens of each row.
+    num_sequences_global: rows with at least one response token, >= 0.
+
 Legend: B rows of this rank.
 """
 
@@ -20,18 +25,13 @@ def token_mean(response_lengths_B: Tensor, num_tokens_global: int) -> Tensor:
     The default of verl, of TRL (``dapo``) and of OpenRLHF.
 
     Args:
-        response_lengths_B: int64, response tokens of each row.
         num_tokens_global: response tokens of all rows, >= 0.
     """
     return _of_rows(response_lengths_B, 1 / max(num_tokens_global, 1))
 
 
 def token_sum(response_lengths_B: Tensor) -> Tensor:
-    """Add all tokens; the size of a step grows with the batch (verl's ``token-sum``).
-
-    Args:
-        response_lengths_B: int64, response tokens of each row.
-    """
+    """Add all tokens; the size of a step grows with the batch (verl's ``token-sum``)."""
     return _of_rows(response_lengths_B, 1.0)
 
 
@@ -40,22 +40,13 @@ def sequence_mean_token_mean(response_lengths_B: Tensor, num_sequences_global: i
 
     It favours short responses among the right ones, and long ones among the wrong
     (arXiv:2503.20783). The default of slime, and TRL's ``grpo``.
-
-    Args:
-        response_lengths_B: int64, response tokens of each row.
-        num_sequences_global: rows with at least one response token, >= 0.
     """
     lengths_B = response_lengths_B.clamp(min=1).float()
     return _of_rows(response_lengths_B, 1 / (max(num_sequences_global, 1) * lengths_B))
 
 
 def sequence_mean_token_sum(response_lengths_B: Tensor, num_sequences_global: int) -> Tensor:
-    """Average over responses the sum over their tokens; the loss grows with length.
-
-    Args:
-        response_lengths_B: int64, response tokens of each row.
-        num_sequences_global: rows with at least one response token, >= 0.
-    """
+    """Average over responses the sum over their tokens; the loss grows with length."""
     return _of_rows(response_lengths_B, 1 / max(num_sequences_global, 1))
 
 
@@ -68,8 +59,6 @@ def sequence_mean_fixed_length(
     set, and then depends on the division into micro-batches.
 
     Args:
-        response_lengths_B: int64, response tokens of each row.
-        num_sequences_global: rows with at least one response token, >= 0.
         max_response_tokens: the constant length, >= 1.
     """
     weight = 1 / (max(num_sequences_global, 1) * max_response_tokens)
@@ -82,7 +71,6 @@ def prompt_mean_token_mean(
     """Weigh every prompt the same, and every token of its responses (ScaleRL, arXiv:2510.13786).
 
     Args:
-        response_lengths_B: int64, response tokens of each row.
         group_tokens_B: int64, response tokens of all rows of the step with the row's prompt.
         num_prompts_global: prompts with at least one response token, >= 0.
     """

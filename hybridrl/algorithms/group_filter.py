@@ -1,7 +1,7 @@
 """Which groups of responses are worth training on. Legend: B rows.
 
-A filter returns bool [B]: True to keep the row. After it the denominators of the losses are those
-of the kept rows.
+A filter takes ``rewards_B`` and ``group_B`` of ``advantages``, and returns bool [B]: True to keep
+the row. After it the denominators of the losses are those of the kept rows.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ def zero_variance(
     ``0 < correct < n``.
 
     Args:
-        rewards_B: float32 [B].
-        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
         std_floor: reward units, at least 0.
 
     Returns:
@@ -56,13 +54,8 @@ def mean_within(
     rewards inside the bounds, and a group of one.
 
     Args:
-        rewards_B: float32 [B].
-        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
         low: reward units; the mean must be above it.
         high: reward units; the mean must be below it.
-
-    Returns:
-        bool [B].
     """
     means_B = Groups.of(group_B).mean(rewards_B.detach())
     return (means_B > low) & (means_B < high)

@@ -84,11 +84,7 @@ def load_part(section: HasParts, kind: PartKind) -> Part | None:
 
 
 def require_part(section: HasParts, kind: PartKind) -> Part:
-    """Import a part that the section always names.
-
-    Raises:
-        ConfigError: there is no such part here, or its file cannot be imported.
-    """
+    """Import a part that the section always names; see ``load_part``."""
     part = load_part(section, kind)
     if part is None:
         raise ConfigError(kind.key, None, f"there must be a {kind.noun}", f"set {kind.key}")

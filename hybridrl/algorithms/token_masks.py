@@ -1,6 +1,6 @@
 """Tokens that the policy's loss leaves out, whatever the loss. Denominators stay as they are.
 
-The mask multiplies the policy's term only, not a KL penalty, as in TRL.
+A mask is bool [T], True to keep. It multiplies the policy's term only, not a KL penalty, as in TRL.
 
 Legend: T packed response tokens of this rank.
 """
@@ -32,9 +32,6 @@ def off_policy_mask(
         sampler_logprobs_T: float32 nats; the old ones for slime's mask.
         advantages_T: float32, one number per response.
         max_nats: mean distance per token, > 0.
-
-    Returns:
-        bool [T], True to keep.
     """
     distance_R = rows.mean(sampler_logprobs_T.detach() - current_logprobs_T.detach())
     return (advantages_T >= 0) | rows.spread(distance_R <= max_nats)
@@ -54,9 +51,6 @@ def top_entropy_mask(
     Args:
         entropy_T: float32 nats.
         fraction: of the tokens to keep; 1 keeps all.
-
-    Returns:
-        bool [T], True to keep.
     """
     entropy_T = entropy_T.detach()
     num_kept = 1 + int(fraction * max(rows.num_tokens - 1, 0))

@@ -85,11 +85,7 @@ class Manifest:
     """The last evaluation's result, higher is better; None without one at this step."""
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into ``folder``.
-
-        Raises:
-            OSError: the disk is full or gone.
-        """
+        """Write the manifest into ``folder``."""
         text = to_json_text({"format": _FORMAT} | asdict(self), indent=1)
         atomic_write_text(folder / _NAME, text + "\n")
 

@@ -126,9 +126,7 @@ def build_conversation_batch(
 ) -> PreferenceBatch:
     """Lay pairs out as ``lay_out_conversations`` does, with the chosen before the rejected answer.
 
-    Args:
-        pairs: P >= 1 pairs.
-        is_counted: of each pair; False masks it out. None counts all.
+    For arguments see ``build_preference_batch``.
 
     Returns:
         2 P rows.

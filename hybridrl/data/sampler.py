@@ -109,11 +109,7 @@ class RowSampler:
         return SamplerState(self._num_drawn, self._fingerprint)
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from ``state``.
-
-        Raises:
-            DataError: it belongs to other rows, so the position is not valid.
-        """
+        """Continue from ``state``."""
         require_same_rows(state.fingerprint, self._fingerprint)
         self.seek(state.num_drawn)
 

@@ -38,7 +38,12 @@ class Garbage(Exception):
 
 
 class Channel:
-    """Numbered calls, and their answers."""
+    """Numbered calls, and their answers.
+
+    What sends or receives raises TimeoutError if the process is late, and ChannelClosed if it
+    ended. What receives also raises Refused, if the answer is an error instead of a result, and
+    Garbage, if it is not valid: neither are later bytes on the socket.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         """Own one end of a pair of sockets."""
@@ -54,7 +59,6 @@ class Channel:
 
         Raises:
             TimeoutError: the process did not read all of it in time.
-            ChannelClosed: the process ended.
         """
         self._number += 1
         self._connection.settimeout(max(timeout_s, 1e-3))  # of all of it together
@@ -66,14 +70,7 @@ class Channel:
             raise ChannelClosed from error
 
     def receive_kinds(self, *, num_functions: int, timeout_s: float) -> tuple[str, ...]:
-        """Return the kinds of the loaded functions: the answer to the first message.
-
-        Raises:
-            TimeoutError: it did not come in time.
-            ChannelClosed: the process ended.
-            Refused: a function cannot be loaded.
-            Garbage: the answer is not valid, and neither are later bytes on the socket.
-        """
+        """Return the kinds of the loaded functions: the answer to the first message."""
         answer = self._next_answer(_ANSWER_BYTES, time.monotonic() + timeout_s)
         kinds = answer.get("kinds")
         if not isinstance(kinds, list) or len(kinds) != num_functions:
@@ -87,12 +84,6 @@ class Channel:
 
         Args:
             timeout_s: seconds until the first answer, and from one answer to the next.
-
-        Raises:
-            TimeoutError: they did not come in time.
-            ChannelClosed: the process ended.
-            Refused: the answer is an error instead of rewards.
-            Garbage: the answer is not valid, and neither are later bytes on the socket.
         """
         max_bytes = _ANSWER_BYTES + num_rewards * _REWARD_BYTES
         missing = set(range(num_rewards))
@@ -106,14 +97,7 @@ class Channel:
             yield row, rewards
 
     def receive_text(self, *, max_bytes: int, timeout_s: float) -> str:
-        """Return the text that answers the current call.
-
-        Raises:
-            TimeoutError: it did not come in time.
-            ChannelClosed: the process ended.
-            Refused: the answer is an error instead of a text.
-            Garbage: the answer is not valid, and neither are later bytes on the socket.
-        """
+        """Return the text that answers the current call."""
         text = self._next_answer(max_bytes, time.monotonic() + timeout_s).get("text")
         if not isinstance(text, str):
             raise Garbage("answered with something that is not a text")

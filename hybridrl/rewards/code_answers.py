@@ -57,12 +57,7 @@ def code(  # noqa: PLR0913 - its arguments are keys of the configuration
         answer: cases or asserts.
         timeout_s: of all cases together.
         score: ``all``, or ``share`` of the cases.
-        cpu_s: processor time of a case, and so on: see `SandboxLimits`.
-        wall_s: time of a case.
-        memory_mib: address space of each process.
-        processes: at a time.
-        files_mib: in /tmp.
-        output_kib: of standard output.
+        cpu_s: of a case, and so on to ``output_kib``: see `SandboxLimits`.
         sandbox: ``limits`` leaves files and network open: for code that you trust.
 
     Raises:

@@ -61,9 +61,6 @@ async def http(  # noqa: PLR0913 - its arguments are keys of the configuration
 
     Args:
         responses: and the other columns: B rows.
-        answers: see above.
-        prompts: see above.
-        sources: see above.
         timeout_s: of the call; requests are repeated during nine tenths of it.
         url: of the server.
         batch_size: rows of a request.

@@ -1,4 +1,7 @@
-"""Rows of a run: made by a built-in task or read from files, then tokenized."""
+"""Rows of a run: made by a built-in task or read from files, then tokenized.
+
+What loads rows raises a DataError for bad ones, by file and line, and if there are none.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,6 @@ def load_train_rows(
 
     Args:
         on_progress: called with the number of rows so far.
-
-    Raises:
-        DataError: bad rows, by file and line; or no rows.
     """
     tables = _load_tables(config, tokenizer, on_progress)
     rows = tables[0] if len(tables) == 1 else RowTable.joined(tables)
@@ -111,11 +111,7 @@ def load_rows(
     tokenizer: PreTrainedTokenizerBase,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> RowTable:
-    """Read the files of a key, and tokenize their prompts.
-
-    Raises:
-        DataError: bad rows, by file and line; or no rows.
-    """
+    """Read the files of a key, and tokenize their prompts."""
     resources = Resources(
         folder=env.cache_dir() / "rows",
         num_processes=config.data.num_processes or usual_num_processes(),
@@ -127,22 +123,14 @@ def load_rows(
 def load_eval_rows(
     config: ExperimentConfig, settings: EvalSet, tokenizer: PreTrainedTokenizerBase
 ) -> RowTable:
-    """Read or make the held-out rows of a set, and tokenize their prompts.
-
-    Raises:
-        DataError: bad rows, by file and line; or no rows.
-    """
+    """Read or make the held-out rows of a set, and tokenize their prompts."""
     return encode_rows(_read_eval_rows(config, settings), _encoder_of(config, tokenizer))
 
 
 def load_eval_pairs(
     config: ExperimentConfig, settings: EvalSet, tokenizer: PreTrainedTokenizerBase
 ) -> list[PreferencePair]:
-    """Read or make the held-out preference pairs of a set, and tokenize prompts and answers.
-
-    Raises:
-        DataError: bad rows, by file and line; or no rows.
-    """
+    """Read or make the held-out preference pairs of a set, and tokenize prompts and answers."""
     return _pairs_of(load_eval_rows(config, settings, tokenizer), config, tokenizer)
 
 

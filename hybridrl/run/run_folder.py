@@ -115,7 +115,10 @@ class SampleRow:
 
 
 class RunLogger:
-    """Owns a run folder and the trackers; close it, or use it in a ``with``."""
+    """Owns a run folder and the trackers; close it, or use it in a ``with``.
+
+    Where the disk is full or gone, what writes raises RunFolderError.
+    """
 
     def __init__(
         self,
@@ -178,9 +181,6 @@ class RunLogger:
         """Return the bytes of each file that grows by lines, for `rewind`.
 
         The bytes are on the disk then: a checkpoint may not outlive the lines before it.
-
-        Raises:
-            RunFolderError: the disk is gone.
         """
         files = {METRICS: self._metrics, SAMPLES: self._samples}
         with _naming(self.folder):
@@ -197,9 +197,6 @@ class RunLogger:
             step: of the checkpoint; 0 is before the first.
             sizes: the result of `sizes` at the checkpoint; a file without an entry is emptied.
             elapsed_s: seconds of the run at the checkpoint.
-
-        Raises:
-            RunFolderError: the disk is gone.
         """
         self._began = time.monotonic() - elapsed_s
         with _naming(self.folder):
@@ -222,7 +219,7 @@ class RunLogger:
 
         Raises:
             MetricError: a name that ``hybridrl/metrics.py`` does not declare.
-            RunFolderError: the disk is full or gone, or the folder was deleted.
+            RunFolderError: also if the folder was deleted.
             TrainingError: ``tracking.function`` raised, or returned something else than a bool.
         """
         check_declared(metrics)
@@ -249,11 +246,7 @@ class RunLogger:
         )
 
     def log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
-        """Write the first ``tracking.num_samples_per_step`` of ``samples``, compactly.
-
-        Raises:
-            RunFolderError: the disk is full or gone.
-        """
+        """Write the first ``tracking.num_samples_per_step`` of ``samples``, compactly."""
         with _naming(self.folder):
             for sample in samples[: self._config.num_samples_per_step]:
                 values = asdict(sample)

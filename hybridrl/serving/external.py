@@ -35,14 +35,7 @@ class ExternalModel:
     """The servers of one frozen model. A lost one gets no requests until it answers again."""
 
     def __init__(self, config: ExperimentConfig, model: str, *, keys: ServerKeys) -> None:
-        """Ask nothing yet.
-
-        Args:
-            model: name in ``serving.models``.
-
-        Raises:
-            ModelError: config.json of the model's folder cannot be read.
-        """
+        """Ask nothing yet; see ``expect_server``."""
         self._name = model
         self._config = config
         self._expected = expect_server(config, model)
@@ -71,9 +64,7 @@ class ExternalModel:
     ) -> list[Answer]:
         """Answer each context once; requests of a lost server go to the others.
 
-        Args:
-            contexts: int64 [n] each.
-            timeout_s: ``reward.timeout_s``, of all answers.
+        For arguments see ``answer_all``.
 
         Raises:
             DriftError: the weights of a server are no longer those of the start.

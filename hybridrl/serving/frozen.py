@@ -59,12 +59,7 @@ class FrozenModel:
     def ask(
         self, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
     ) -> list[Answer]:
-        """Answer each context once; engines that are lost meanwhile or before are replaced.
-
-        Args:
-            contexts: int64 [n] each.
-            timeout_s: ``reward.timeout_s``, of all answers.
-        """
+        """Answer each context once; engines that are lost meanwhile or before are replaced."""
         pool = self._server.pool(
             max_context_tokens=self._served.max_context_tokens or self._config.max_row_tokens,
             vocab_size=self._vocab_size,

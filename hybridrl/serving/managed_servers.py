@@ -90,12 +90,7 @@ class ManagedServers(Servers):
         *,
         timeout_s: float,
     ) -> list[Answer]:
-        """Answer contexts with a frozen model; see ``FrozenModel.ask``.
-
-        Raises:
-            ServerDiedError: the manager is gone.
-            DeadlineError: it did not answer in time.
-        """
+        """Answer contexts with a frozen model; see ``FrozenModel.ask``."""
         answers: list[Answer] = self._call(
             "ask", self._manager.ask, model, list(contexts), params, timeout_s
         )

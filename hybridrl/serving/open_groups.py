@@ -65,7 +65,6 @@ class OpenGroups:
         """Admit prompts, and wait for a batch.
 
         Args:
-            prompts: to admit; None: no more.
             step: of the weights; see ``SampleBuffer.admit``.
 
         Raises:

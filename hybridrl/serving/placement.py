@@ -113,14 +113,11 @@ def _needs_places(group: GroupPlan) -> bool:
 def place_engines(
     groups: Sequence[GroupPlan], devices: Sequence[Device], *, per_node: int
 ) -> dict[int, EnginePlace]:
-    """Give each engine its devices and ports.
+    """Give each engine its devices and ports; see ``assign_addresses``.
 
     Args:
         devices: of all servers, in order.
         per_node: devices of servers on each node.
-
-    Raises:
-        ResourceError: a node lacks free ports.
     """
     hosts = [device.host for device in devices[::per_node]]
     if len(hosts) == 1:

@@ -142,12 +142,7 @@ class PolicyRouter:
         self._metrics: Metrics = {}
 
     def start(self) -> None:
-        """Start the router.
-
-        Raises:
-            EngineError: it is not installed, or ended; with the end of its log.
-            DeadlineError: it did not answer in time.
-        """
+        """Start the router; see ``RouterProcess``."""
         rollout = self._config.rollout
         self._front = RouterFront(
             key=self.key,

@@ -39,18 +39,10 @@ def majority_at_k(answer_PG: Tensor, is_correct_PG: Tensor, *, k: int) -> Tensor
 
     The responses to a prompt are cut into n // k groups of k in their order; those left over are
     not used. Of equally frequent answers the one that came first counts. A response without an
-    answer has no vote, and a group without votes is wrong.
+    answer has no vote, and a group without votes is wrong. Otherwise as ``pass_at_k``.
 
     Args:
         answer_PG: int64 [P, n], the same number for the same answer; -1 is no answer.
-        is_correct_PG: bool [P, n].
-        k: 1 to n.
-
-    Returns:
-        float64 [P].
-
-    Raises:
-        ValueError: k is not 1 to n.
     """
     n = _require_k(is_correct_PG, k)
     num_groups = n // k

@@ -97,11 +97,7 @@ class RewardModel:
 
 
 def load_reward_models(config: RewardConfig) -> tuple[RewardModel, ...]:
-    """Load the tokenizers of the reward models, so that a wrong folder ends the run early.
-
-    Raises:
-        ModelError: a folder has no usable configuration or tokenizer.
-    """
+    """Load the tokenizers of the reward models, so that a wrong folder ends the run early."""
     return tuple(RewardModel.load(name, Path(path)) for name, path in config.model_paths.items())
 
 

@@ -96,11 +96,7 @@ class DumpedRollouts:
         return self.reward.while_sampling(task, sampling)
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
-        """Score, and write.
-
-        Raises:
-            RunFolderError: the disk is full or gone.
-        """
+        """Score, and write; raises as ``generate``."""
         scores = self.reward(rollouts, task)
         try:
             self.files.write_scores(

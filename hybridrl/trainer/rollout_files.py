@@ -89,7 +89,7 @@ class CallNames:
 
 
 class RolloutFiles:
-    """The folder ``<run_dir>/rollouts``."""
+    """The folder ``<run_dir>/rollouts``. What writes raises OSError if the disk is full or gone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,11 +103,7 @@ class RolloutFiles:
         sampling: SamplingParams,
         origin: Facts,
     ) -> None:
-        """Write all columns, then the facts about them.
-
-        Raises:
-            OSError: the disk is full or gone.
-        """
+        """Write all columns, then the facts about them."""
         self.folder.mkdir(exist_ok=True)
         file = self.folder / f"{name}.safetensors"
         data = save(_plain(prompts, _PROMPTS) | _plain(rollouts, _ROLLOUTS))
@@ -176,9 +172,6 @@ class RolloutFiles:
 
         Args:
             origin: everything besides rows and responses on which the scores depend.
-
-        Raises:
-            OSError: the disk is full or gone.
         """
         early_B = scores.is_early_B
         values = {

@@ -243,9 +243,6 @@ class ActorRolloutWorker(CheckpointedWorker):
 
         Engines sample the others while the trainer learns.
 
-        Args:
-            prompts: to admit; None: no more.
-
         Returns:
             P * G rows, responses to the same prompt adjacent, with the versions that sampled their
             tokens. None on ranks other than the first.

@@ -41,17 +41,9 @@ def bi_level_gae(
     rows with one turn it is ``gae``. The authors run with ``gamma_turn=0.95``.
 
     Args:
-        rewards_BL: jagged float32, earned by choosing the token; those of an agent come with the
-            last token of their turn.
-        values_BL: jagged float32 reward units, the critic's value of the state *before* the token.
-        response_mask_BL: jagged bool; a gap ends a turn.
         gamma: discount per token within a turn, in [0, 1].
         lam: in [0, 1], over turns and over the tokens of each.
         gamma_turn: discount per turn, in [0, 1].
-        whiten: shifts and scales the advantages to mean 0 and std 1 over all response tokens.
-
-    Returns:
-        Advantages and returns, without gradient. Whitening leaves the returns in reward units.
     """
     tokens = ResponseTokens.of(response_mask_BL)
     rewards_S, values_S = tokens.select(rewards_BL), tokens.select(values_BL)

@@ -18,7 +18,10 @@ from hybridrl.config.limits import Discount
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimate:
-    """The targets of policy and critic; both columns are 0 where the mask is False."""
+    """The targets of policy and critic; both columns are 0 where the mask is False.
+
+    Without gradient. Whitening leaves the returns in reward units.
+    """
 
     advantages_BL: Tensor  # float32 reward units, jagged
     returns_BL: Tensor  # float32 reward units, jagged, target of each value
@@ -45,15 +48,7 @@ def gae(
     (arXiv:1712.00378, 2). A critic sees positions, so it can learn the distance to the end.
 
     Args:
-        rewards_BL: jagged float32, earned by choosing the token.
-        values_BL: jagged float32 reward units, the critic's value of the state *before* the token.
-        response_mask_BL: jagged bool; a row may have none, and gaps (the answers of tools).
-        gamma: discount per token, in [0, 1].
         lam: in [0, 1]. 1 is the rewards to come minus the value, 0 is ``delta``.
-        whiten: shifts and scales the advantages to mean 0 and std 1 over all response tokens.
-
-    Returns:
-        Advantages and returns, without gradient. Whitening leaves the returns in reward units.
     """
     tokens = ResponseTokens.of(response_mask_BL)
     values_S, deltas_S = tokens.select(values_BL), tokens.select(rewards_BL)

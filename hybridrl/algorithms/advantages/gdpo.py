@@ -34,17 +34,11 @@ def gdpo(
     Args:
         reward_parts_BK: float32 [B, K].
         reward_weights_K: float32 [K].
-        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
-        response_mask_BL: jagged bool, for the number of tokens of each row.
         whiten_over: ``sequences`` counts each row once, ``(x - mean) / (std + std_floor)``: the
             paper as TRL restates it; TRL is ``std_floor=1e-4``. ``tokens`` is verl: a row counts
             once for each of its tokens, ``(x - mean) / sqrt(var + 1e-8)``.
-        std_floor: above 0, added to each std.
         singletons: ``reward`` (verl) keeps the rewards of a group of one, ``zero`` gives it none.
             Either is whitened with the others.
-
-    Returns:
-        float32 [B], without gradient. 0 where all rewards are equal within each group.
     """
     summed_B = torch.zeros(len(group_B), dtype=torch.float64)
     for rewards_B, weight in zip(reward_parts_BK.unbind(1), reward_weights_K.double(), strict=True):

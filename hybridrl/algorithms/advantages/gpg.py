@@ -25,8 +25,6 @@ def gpg(
     ``F_norm`` as 1. For the loss ``-A * logprob``.
 
     Args:
-        rewards_B: float32 [B].
-        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
         signal: ``groups`` counts rows whose group has a std above 1e-5, as the authors' code does,
             and a group of one whose reward is kept.
             ``nonzero_rewards`` is verl: it counts rows with a reward that is not 0, so that an

@@ -29,8 +29,6 @@ def grpo(
     ``std_floor=1e-4``, and its AsyncGRPO ``std_floor=1e-8, unbiased=False``.
 
     Args:
-        rewards_B: float32 [B].
-        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
         scale: The std of the ``group`` is GRPO (arXiv:2402.03300, 4.1.2), that of all rewards of
             the ``batch``, not centred, is Lite PPO (arXiv:2508.08221). ``none`` does not divide:
             Dr. GRPO (arXiv:2503.20783, 3), since the division favours prompts that are nearly
@@ -69,10 +67,7 @@ def grpo_passk(
     marginal of that maximum. The division is verl's default; whether the paper has it was not seen.
 
     Args:
-        rewards_B: float32 [B].
-        group_B: int64 [B], equal numbers answer the same prompt.
         scale: ``group`` divides by the group's std (n - 1), ``none`` does not.
-        std_floor: reward units, above 0.
 
     Returns:
         float32 [B], without gradient. All 0 where two responses share the largest reward, and in

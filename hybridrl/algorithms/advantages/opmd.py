@@ -27,15 +27,10 @@ def opmd(
     the same. The gradient needs no log-probs of the policy that sampled. verl and TRL lack it.
 
     Args:
-        rewards_B: float32 [B].
-        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
         baseline: ``mean`` of the group, or ``logavgexp``: ``tau * log mean_g exp(r / tau)``, which
             goes from the mean (large tau) to the largest reward (small tau).
         tau: weight of staying near the policy that sampled, reward units.
         singletons: ``reward`` is Trinity's baseline of 0 in a group of one.
-
-    Returns:
-        float32 [B], without gradient. A group of equal rewards gives exact zeros.
     """
     rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
     baselines_B = groups.mean(rewards_B)

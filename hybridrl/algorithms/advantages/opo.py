@@ -24,9 +24,6 @@ def opo(
     squared norm of a response's gradient. The paper demands one optimizer step per rollout.
 
     Args:
-        rewards_B: float32 [B].
-        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
-        response_mask_BL: jagged bool, for the number of tokens of each row.
         singletons: ``zero`` is what the formula gives a group of one, ``reward`` is verl.
 
     Returns:

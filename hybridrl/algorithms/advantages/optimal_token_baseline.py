@@ -34,10 +34,6 @@ def optimal_token_baseline(
     group, the steps that it alone reaches have the baseline 0, or it would be its own.
 
     Args:
-        rewards_BL: jagged float32, earned by choosing the token.
-        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
-        response_mask_BL: jagged bool; a row may have none, and gaps.
-        old_logprobs_BL: jagged float32 nats.
         squared_probs_BL: jagged float32, sum over the vocabulary of p^2 at each token, of the same
             logits and temperature as ``old_logprobs_BL``.
         align: Step t is the t-th ``response`` token of each row (verl's
@@ -46,9 +42,6 @@ def optimal_token_baseline(
             compared at different moments, and the steps of the longest row are cut off by the
             number of response tokens all the same.
         singletons: ``reward`` (verl) gives a group of one its rewards to come, ``zero`` nothing.
-
-    Returns:
-        Jagged float32 [B, L] reward units, without gradient, 0 where the mask is False.
     """
     tokens, groups = ResponseTokens.of(response_mask_BL), Groups.of(group_B)
     returns_S = sum_discounted(tokens.select(rewards_BL), tokens.lengths_B, discount=1.0)

@@ -23,12 +23,7 @@ def reinforce(rewards_BL: Tensor, response_mask_BL: Tensor, *, gamma: Discount =
     There is no baseline: with rewards of one sign, all responses grow or all shrink.
 
     Args:
-        rewards_BL: jagged float32, earned by choosing the token.
         response_mask_BL: jagged bool; other tokens are left out and not discounted, as in verl.
-        gamma: discount per response token, in [0, 1].
-
-    Returns:
-        Jagged float32 [B, L] reward units, without gradient, 0 where the mask is False.
     """
     tokens = ResponseTokens.of(response_mask_BL)
     returns_S = sum_discounted(tokens.select(rewards_BL), tokens.lengths_B, discount=gamma)
@@ -45,11 +40,6 @@ def reinforce_plus_plus(
     of a row, so that long rows weigh more in mean and variance. The paper charges k1 per token in
     the reward. As verl; OpenRLHF divides the variance by n. Skips other tokens without discount,
     as verl does; OpenRLHF and slime discount through them.
-
-    Args:
-        rewards_BL: jagged float32, earned by choosing the token.
-        response_mask_BL: jagged bool; a row may have none, and gaps.
-        gamma: discount per response token, in [0, 1].
 
     Returns:
         Jagged float32 [B, L], without gradient, 0 where the mask is False. Equal rewards to come
@@ -73,14 +63,8 @@ def reinforce_plus_plus_baseline(
     verl is ``singletons=reward``. TRL approximates it with RLOO, whitened over rows.
 
     Args:
-        rewards_B: float32 [B].
-        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
-        response_mask_BL: jagged bool, for the number of tokens of each row.
         singletons: ``reward`` keeps the reward of a group of one, ``zero`` gives it none. Either
             is whitened with the others.
-
-    Returns:
-        float32 [B], without gradient. 0 where all rewards are equal within each group.
     """
     rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
     centered_B = groups.subtract(rewards_B, groups.mean(rewards_B), singletons=singletons)

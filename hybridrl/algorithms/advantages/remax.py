@@ -16,12 +16,7 @@ def remax(rewards_BL: Tensor, greedy_rewards_B: Tensor, response_mask_BL: Tensor
     With rewards at several tokens the full baseline is subtracted at each, as verl does.
 
     Args:
-        rewards_BL: jagged float32, earned by choosing the token.
         greedy_rewards_B: float32 [B], reward of the greedy response to the row's prompt.
-        response_mask_BL: jagged bool; a row may have none, and gaps.
-
-    Returns:
-        Jagged float32 [B, L] reward units, without gradient, 0 where the mask is False.
     """
     tokens = ResponseTokens.of(response_mask_BL)
     returns_S = sum_discounted(tokens.select(rewards_BL), tokens.lengths_B, discount=1.0)

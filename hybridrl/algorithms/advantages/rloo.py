@@ -26,15 +26,8 @@ def rloo(
     give a group of one 0. TRL's ``normalize_advantages`` is ``scale=batch``.
 
     Args:
-        rewards_B: float32 [B].
-        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
         scale: ``batch`` moves the advantages of all rows to mean 0 and divides them by their std
             (n - 1), each row counted once.
-        std_floor: reward units, above 0, added to that std.
-        singletons: ``reward`` keeps the reward of a group of one, ``zero`` gives it no signal.
-
-    Returns:
-        float32 [B], without gradient. A group of equal rewards gives exact zeros.
     """
     rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
     others_B = groups.mean_of_others(rewards_B)

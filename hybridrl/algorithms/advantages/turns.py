@@ -43,13 +43,8 @@ def turn_grpo(
     without a reward; this does not.
 
     Args:
-        rewards_BL: jagged float32, earned by choosing the token; those of an agent come with the
-            last token of their turn.
-        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
-        response_mask_BL: jagged bool; a gap ends a turn.
         gamma: discount per turn, in [0, 1].
         scale: ``none`` does not divide.
-        std_floor: reward units, above 0.
         singletons: of a turn that no other row of the group reaches. ``zero`` says that it has no
             signal; ``reward`` keeps its return.
 
@@ -83,12 +78,7 @@ def turn_reinforce(
 
     Args:
         rewards_BL: jagged float32, earned by choosing the token; a turn's are added.
-        response_mask_BL: jagged bool; a gap ends a turn.
         gamma: discount per turn, in [0, 1].
-        whiten: shifts and scales to mean 0 and std 1 over all response tokens.
-
-    Returns:
-        Jagged float32 [B, L], without gradient, 0 where the mask is False.
     """
     tokens = ResponseTokens.of(response_mask_BL)
     turns = Turns.of(tokens)

@@ -3,8 +3,6 @@
 The entropy falls by the covariance of log-probs and advantages, and few tokens carry most of it
 (arXiv:2505.22617). Means, and the number of tokens to hold back, are those of the micro-batch, as
 in verl: the loss depends on the division into micro-batches.
-
-Legend: T packed response tokens of this rank.
 """
 
 from __future__ import annotations
@@ -38,14 +36,7 @@ def clip_cov(
     is the same in a repeated run, on ranks that share a micro-batch, and in any order of tokens.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
-        advantages_T: float32.
-        clip_low: in (0, 1).
-        clip_high: > 0.
-        fraction: of the micro-batch's tokens.
-        covariance_low: in nats times the unit of advantages.
-        covariance_high: the same; verl and the paper drop none above.
+        covariance_high: verl and the paper drop none above.
     """
     surrogate = clip_surrogate(
         clamped_log_ratio(current_logprobs_T, old_logprobs_T).exp(),
@@ -83,14 +74,7 @@ def kl_cov(
     code falls back to 1.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
-        advantages_T: float32.
-        fraction: of the micro-batch's tokens.
         coefficient: advantage units per nat.
-
-    Returns:
-        float32 [T], with gradient.
     """
     log_ratio_T = clamped_log_ratio(current_logprobs_T, old_logprobs_T)
     covariance_T = _covariance(current_logprobs_T, advantages_T, rows)

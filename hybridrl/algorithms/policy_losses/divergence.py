@@ -4,8 +4,6 @@ A ratio of an unlikely token is noisy, and its clip strict; one of a likely toke
 range. The divergence of the two outcomes, this token or another, treats both alike
 (arXiv:2602.04879). Kept tokens have the loss of CISPO with a cap. The paper compares with the
 policy that sampled (unverified): take the sampler's log-probs as the old ones for that.
-
-Legend: T packed response tokens.
 """
 
 from __future__ import annotations
@@ -35,11 +33,6 @@ def dppo_tv(
     ``clip_ratio_c``, 3 in its configuration; the paper wants it large (5.4).
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
-        advantages_T: float32.
-        max_fall: probability, in (0, 1].
-        max_rise: probability, in (0, 1].
         ratio_cap: largest weight, >= 1.
     """
     rise_T = current_logprobs_T.detach().exp() - old_logprobs_T.detach().exp()
@@ -68,12 +61,8 @@ def dppo_kl(
     numbers of the second logarithm, as in verl.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
-        advantages_T: float32.
         max_fall: nats, of a token that is less likely now.
         max_rise: nats, of a token that is more likely now.
-        ratio_cap: largest weight, >= 1.
     """
     current_T, old_T = current_logprobs_T.detach(), old_logprobs_T.detach()
     other_T, old_other_T = 1 + _EPSILON - current_T.exp(), 1 + _EPSILON - old_T.exp()

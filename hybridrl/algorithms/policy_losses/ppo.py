@@ -1,4 +1,4 @@
-"""The clipped surrogate of PPO, token by token. Legend: T packed response tokens."""
+"""The clipped surrogate of PPO, token by token."""
 
 from __future__ import annotations
 
@@ -33,12 +33,8 @@ def ppo_clip(
     above ``1 + clip_high``; below it ``two_sided`` gives TRL's numbers.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
         old_logprobs_T: float32 nats; the detached current ones make every ratio 1, and the gradient
             that of REINFORCE.
-        advantages_T: float32.
-        clip_low: in (0, 1).
-        clip_high: > 0.
         dual_clip: bound of the ratio of bad tokens, above 1; 0 is off.
         two_sided: the bound is TRL's ``delta``.
 
@@ -64,11 +60,7 @@ def clip_surrogate(
     dual_clip: float = 0.0,
     two_sided: bool = False,
 ) -> PolicyLoss:
-    """Return PPO's surrogate of any ratio; see ``ppo_clip``.
-
-    Raises:
-        ValueError: a dual clip in (0, 1], which would cut the gradient of tokens that never moved.
-    """
+    """Return PPO's surrogate of any ratio; see ``ppo_clip``."""
     if 0.0 < dual_clip <= 1.0:
         raise ValueError(
             f"dual_clip={dual_clip} would cut the gradient of tokens whose ratio is still 1; "

@@ -1,7 +1,4 @@
-"""Losses that weigh each log-prob with a constant: no range cuts their gradient.
-
-Legend: T packed response tokens.
-"""
+"""Losses that weigh each log-prob with a constant: no range cuts their gradient."""
 
 from __future__ import annotations
 
@@ -34,12 +31,8 @@ def reinforce(
     are verl's presets ``bypass_pg_is`` (sequence) and ``bypass_pg_token_icepop`` (token, 0.5 to 5).
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
-        advantages_T: float32.
         ratio: that weighs a token; ``none`` is on-policy.
         ratio_low: smallest ratio that has a weight.
-        ratio_high: largest weight.
 
     Returns:
         ``ratio_T`` is that of the token, or of its response.
@@ -74,11 +67,7 @@ def cispo(
     writes ``epsilon_high=5``. verl's defaults, 0.2 and 0.2, bound both sides.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
-        advantages_T: float32.
         clip_low: in (0, 1]; 1 is off.
-        clip_high: > 0.
     """
     ratio_T = clamped_log_ratio(current_logprobs_T.detach(), old_logprobs_T).exp()
     weights_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T.detach()
@@ -99,12 +88,8 @@ def opmd(
     and no old log-probs appear (arXiv:2509.24203). Trinity-RFT aggregates by token_mean.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
         advantages_T: float32, reward minus a baseline of its group.
         temperature: the ``tau`` of the regularization, >= 0.
-
-    Returns:
-        float32 [T], with gradient.
     """
     return -advantages_T.detach() * current_logprobs_T / (1 + temperature)
 
@@ -124,13 +109,7 @@ def dro(
     the sampler's log-probs as the old ones.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
-        advantages_T: float32.
         penalty: reward units per nat, >= 0.
-
-    Returns:
-        float32 [T], with gradient.
     """
     log_ratio_T = clamped_log_ratio(current_logprobs_T, old_logprobs_T)
     return penalty / 2 * log_ratio_T.square() - advantages_T.detach() * current_logprobs_T
@@ -152,14 +131,8 @@ def sapo(
     is configured.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
-        advantages_T: float32.
         temperature_positive: the larger, the narrower.
         temperature_negative: of tokens with a negative advantage.
-
-    Returns:
-        float32 [T], with gradient.
     """
     advantages_T = advantages_T.detach()
     ratio_T = clamped_log_ratio(current_logprobs_T, old_logprobs_T).exp()

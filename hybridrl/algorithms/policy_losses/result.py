@@ -1,4 +1,4 @@
-"""The result of a policy loss. Legend: T packed response tokens."""
+"""The result of a policy loss."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 A token has the value of its response, and the gradient of its own log-prob. So the aggregation does
 the mean over rows, and no gradient crosses ranks that share a response. With one advantage per
 response, value and gradient are those of the papers' sum over responses.
-
-Legend: T packed response tokens, R rows.
 """
 
 from __future__ import annotations
@@ -41,11 +39,7 @@ def gspo(
     the paper's GSPO-token.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
-        advantages_T: float32.
         clip_low: in (0, 1). Ratios of responses are near 1, so ranges are small.
-        clip_high: > 0.
 
     Returns:
         ``ratio_T`` is ``s``. ``log s`` is clamped to +-20 nats (verl: at most 10; TRL: never).
@@ -76,11 +70,7 @@ def rloo_clip(
     arXiv:2402.14740). Aggregate by ``sequence_mean_token_mean``: TRL's plain mean over rows.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
         advantages_T: float32, one number per response.
-        clip_low: in (0, 1).
-        clip_high: > 0.
 
     Returns:
         ``ratio_T`` is ``s``. ``log s`` is clamped to +-20 nats (TRL: never).
@@ -113,8 +103,6 @@ def gmpo(
     TRL then also divide by rows without tokens.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
         advantages_T: float32, one number per response.
         clip_low: nats that a token of a bad response may fall.
         clip_high: nats that a token of a good response may rise.
@@ -156,16 +144,10 @@ def vespo(
     that without their truncation.
 
     Args:
-        current_logprobs_T: float32 nats, with gradient.
-        old_logprobs_T: float32 nats.
-        advantages_T: float32.
         power_positive: of responses with an advantage of at least 0.
         decay_positive: of the same.
         power_negative: of responses with a negative advantage.
         decay_negative: of the same.
-
-    Returns:
-        float32 [T], with gradient.
     """
     advantages_T = advantages_T.detach()
     log_ratio_T = clamped_log_ratio(current_logprobs_T.detach(), old_logprobs_T)

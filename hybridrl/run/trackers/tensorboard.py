@@ -17,7 +17,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 
 class TensorBoardTracker:
-    """Appends one event per step to a file in ``<run>/tensorboard``."""
+    """Appends an event per step to a file in ``<run>/tensorboard``; OSError if the disk is full."""
 
     def __init__(self, folder: Path, *, project: str, settings: Mapping[str, object]) -> None:
         """Create the file. ``project`` and ``settings`` are not written to it.
@@ -34,22 +34,14 @@ class TensorBoardTracker:
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one event.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Write one event."""
         summary = Summary(
             value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         )
         self._write(Event(wall_time=time.time(), step=step, summary=summary))
 
     def rewind(self, step: int) -> None:
-        """Write an event that makes readers drop events after ``step``, those of earlier files too.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Write an event that makes readers drop events after ``step``, in earlier files too."""
         start = SessionLog(status=SessionLog.START)
         self._write(Event(wall_time=time.time(), step=step + 1, session_log=start))
 

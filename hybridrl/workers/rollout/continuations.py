@@ -21,13 +21,7 @@ async def sample_to_the_end(
     """Sample several continuations of one context, until none is interrupted any more.
 
     Those that ended stay as they are. A response keeps its key, so its random numbers are those
-    of one that was not interrupted.
-
-    Args:
-        keys: name the random stream of each.
-
-    Returns:
-        One sample a key, in order.
+    of one that was not interrupted. For arguments see ``Sampler``.
     """
     context_L = torch.as_tensor(token_ids)
     samples = await ask(context_L, params, keys)
@@ -49,7 +43,6 @@ async def continue_once(
         samples: the responses so far; those that ended stay.
         context_L: int64 [L], of all.
         params: of all, for responses without tokens.
-        keys: name the random stream of each.
     """
     joined = list(samples)
 

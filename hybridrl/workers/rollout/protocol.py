@@ -80,6 +80,9 @@ class RolloutEngine(WeightSender, Protocol):
 
     It starts with all its memory resident and with invalid weights (BOOT counts every tensor as
     lost). Implementations do not check the order of calls: the life cycle does.
+
+    What loads weights or an adapter raises PhaseError while the weights are released, or requests
+    are running.
     """
 
     frees_memory: bool
@@ -176,11 +179,20 @@ class RolloutEngine(WeightSender, Protocol):
         """Free the memory of a tag.
 
         ``backup`` names the weights to copy to the host first; others are lost.
+
+        Raises:
+            PhaseError: the tag is released already, or requests are running.
+            EngineError: tensors in ``backup`` cannot be kept; nothing was freed.
         """
         ...
 
     def resume(self, part: MemoryTag) -> None:
-        """Allocate a memory tag again and restore the tensors with a backup."""
+        """Allocate a memory tag again and restore the tensors with a backup.
+
+        Raises:
+            PhaseError: the tag is not released.
+            EngineError: the device lacks memory, or the server is gone.
+        """
         ...
 
     def continue_generation(self) -> None:

@@ -106,9 +106,7 @@ class ControlGroup:
     def largest(self, stage: str, value: int) -> int:
         """Return, on every rank, the largest ``value`` of all. Costs one 24-byte all-reduce.
 
-        Raises:
-            DeadlineError: a rank did not answer in time.
-            PhaseError: another rank is at another stage: it took another branch.
+        Fails as ``exchange`` does.
         """
         if self._group is None:
             return value

@@ -69,7 +69,11 @@ class SleepLevel(Enum):
 
 
 class LifeCycle:
-    """Moves one set of engines along the edges. The only caller of an engine's edges."""
+    """Moves one set of engines along the edges. The only caller of an engine's edges.
+
+    What moves them raises PhaseError if a stage is open, or has ended in another error than a
+    StageError.
+    """
 
     def __init__(
         self,
@@ -132,7 +136,6 @@ class LifeCycle:
         Engines that stay are asked nothing.
 
         Raises:
-            PhaseError: a stage is open, or has ended in another error than a StageError.
             StageError: an engine did not pause or drain: nothing was released, and all engines that
                 can serve again do. Or a broken engine did not restart: the training state is
                 resident nevertheless. Or the training state did not return. Call again to retry.
@@ -163,8 +166,7 @@ class LifeCycle:
         6. engines serve
 
         Raises:
-            PhaseError: an engine still serves or is between states, after a sleep that failed; or a
-                stage is open, or has ended in another error than a StageError.
+            PhaseError: an engine still serves or is between states, after a sleep that failed.
             StageError: a stage failed. Completed stages were undone: the training state is
                 resident, and engines are asleep or, if they did not restart, BROKEN.
         """
@@ -202,9 +204,6 @@ class LifeCycle:
 
         Returns:
             The engines that serve now; others are BROKEN again.
-
-        Raises:
-            PhaseError: a stage is open, or has ended in another error than a StageError.
         """
         self._require_whole()
         broken = set(self._where(State.BROKEN))
@@ -221,11 +220,7 @@ class LifeCycle:
         return arrived
 
     def mark_broken(self, members: Collection[int]) -> None:
-        """Note engines whose process is gone: they are asked nothing, and restarted next.
-
-        Raises:
-            PhaseError: a stage is open, or has ended in another error than a StageError.
-        """
+        """Note engines whose process is gone: they are asked nothing, and restarted next."""
         self._require_whole()
         self._break(members)
 

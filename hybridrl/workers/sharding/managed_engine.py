@@ -151,11 +151,7 @@ class ManagedEngine:
             self._adapter[name] = tensor.detach().to(self._device, copy=True)
 
     def load_adapter(self) -> None:
-        """Replace the engine's adapter by the received one, and enter it in the ledger.
-
-        Raises:
-            EngineError: no tensor was received, or the engine cannot load it.
-        """
+        """Replace the engine's adapter by the received one, and enter it in the ledger."""
         adapter, self._adapter = self._adapter, {}
         if not adapter:
             raise EngineError(
@@ -187,11 +183,7 @@ class ManagedEngine:
         self.engine.load_reference_weights(folder)
 
     def verify_weights(self) -> None:
-        """Compare sent weights with recorded ones; this start of the engine is verified then.
-
-        Raises:
-            LedgerError: names the tensors that differ.
-        """
+        """Compare sent weights with recorded ones; this start of the engine is verified then."""
         begin = time.perf_counter()
         self.engine.verify_weights()
         self.is_proved = True

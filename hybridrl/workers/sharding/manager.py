@@ -60,7 +60,6 @@ class ShardingManager:
             meter: of the device that all share; one made before the engine includes its memory.
             call_timeout_s: seconds of one call of the driver (``cluster.call_timeout_s``).
             lora: given if the engine applies an adapter: how its frozen weights sleep.
-            follower: stages the bytes of a rank without an engine; None if none are needed.
         """
         self.meter, device = meter, meter.device
         self._control = control

@@ -41,7 +41,11 @@ _NUM_UPDATES = 3
 
 
 class Servers(ABC):
-    """The rollout servers of a run, as rank 0 calls them."""
+    """The rollout servers of a run, as rank 0 calls them.
+
+    Methods raise ServerDiedError if the servers, or all engines, are gone, and DeadlineError if no
+    answer comes in time.
+    """
 
     timeout_s: float
     """Seconds that one call may take (``cluster.call_timeout_s``)."""
@@ -59,12 +63,7 @@ class Servers(ABC):
 
     @abstractmethod
     def need_weights(self, *, version: int) -> bool:
-        """Return whether an engine of the policy does not serve with this version.
-
-        Raises:
-            ServerDiedError: the servers are gone.
-            DeadlineError: no answer in time.
-        """
+        """Return whether an engine of the policy does not serve with this version."""
 
     @abstractmethod
     def update(self, source: WeightSource, *, version: int) -> None:
@@ -72,8 +71,6 @@ class Servers(ABC):
 
         Raises:
             StageError: names the engines that could not.
-            ServerDiedError: the servers are gone.
-            DeadlineError: no answer in time.
         """
 
     @abstractmethod
@@ -95,18 +92,11 @@ class Servers(ABC):
             P * G samples in prompt order, those to the same prompt adjacent; and metrics.
 
         Raises:
-            ServerDiedError: the servers are gone, or all engines.
-            DeadlineError: no answer in time.
             DriftError: an engine sampled with other weights.
         """
 
     def lost_engines(self) -> Collection[int]:
-        """Return which of the engines that were lent to the last call did not work.
-
-        Raises:
-            ServerDiedError: the servers are gone.
-            DeadlineError: no answer in time.
-        """
+        """Return which of the engines that were lent to the last call did not work."""
         return ()
 
     def exchange(
@@ -122,8 +112,6 @@ class Servers(ABC):
 
         Raises:
             PhaseError: the servers sample for the present step alone.
-            ServerDiedError: the servers are gone, or all engines.
-            DeadlineError: no answer in time.
             DriftError: an engine sampled with weights that it does not have.
         """
         raise PhaseError("these servers do not sample ahead; set trainer.max_staleness above 0")
@@ -176,11 +164,7 @@ class ServedEngines:
         self._source = source
 
     def require_source(self) -> TrainEngine:
-        """Return the training engine whose weights a sync sends.
-
-        Raises:
-            PhaseError: there is none yet.
-        """
+        """Return the training engine; see ``FusedEngines``."""
         if self._source is None:
             raise PhaseError("there are no weights to sample from: call attach_policy first")
         return self._source

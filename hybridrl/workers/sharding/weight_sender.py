@@ -53,11 +53,7 @@ class WeightMemoryFile:
         self.buckets, self.offsets, self._end = [], [], HEADER_BYTES
 
     def write(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Copy one bucket, staged by reference.
-
-        Raises:
-            EngineError: the machine has no memory for it.
-        """
+        """Copy one bucket, staged by reference."""
         spans = lay_out(staged.tensors, dtype=self._dtype)
         views = tensors_in(self._map(self._end, spans[-1].end), spans)
         for name, tensor in staged.tensors:
@@ -110,11 +106,7 @@ class WeightBroadcaster:
         self._memory.write(staged, handles)
 
     def source(self) -> WeightOffer:
-        """Return where the written weights can be had; starts the sending process if none lives.
-
-        Raises:
-            EngineError: it did not start.
-        """
+        """Return where the written weights can be had; starts the sending process if none lives."""
         if self._process is None or self._process.poll() is not None:
             self.break_off()
             self._start()

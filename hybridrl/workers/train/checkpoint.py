@@ -98,11 +98,7 @@ def load(engine: LearningEngine, folder: Path, *, rank: int, world_size: int) ->
 
 
 def load_weights(engine: LearningEngine, folder: Path) -> None:
-    """Fill the parameters that learn from the files of all ranks, and no moments.
-
-    Raises:
-        CheckpointError: the files belong to another model, or are incomplete.
-    """
+    """Fill the parameters that learn, no moments, from the files of all ranks; see ``load``."""
     with ShardReader(folder) as reader:
         engine.begin_restore(num_updates=0)
         reader.fill(engine.checkpoint_tensors(), allows_more=True)

@@ -84,7 +84,6 @@ def value_loss(
         microbatch: for a dummy one the share is a 0 with a gradient, and metrics are empty.
         values_S: with gradient, reward units.
         weights_S: share in the global loss.
-        value_clip: reward units that a value may move before its loss is clipped; 0 is off.
 
     Raises:
         TypeError: the model has several columns, so it is not a value model.

@@ -74,7 +74,7 @@ def write_hf_folder(
     source: Path,
     max_file_bytes: int = 4 * 2**30,
 ) -> None:
-    """Write weights, configuration and tokenizer; the folder appears complete or not at all.
+    """Write weights, configuration and tokenizer; see ``atomic_folder``.
 
     No more than one safetensors file of weights is held at a time.
 
@@ -85,9 +85,6 @@ def write_hf_folder(
         configs: of the model, and of generation if it has one.
         source: the folder whose tokenizer files, if any, are copied.
         max_file_bytes: weights per file; a single larger tensor has a file of its own.
-
-    Raises:
-        RunFolderError: the folder exists, or cannot be written.
     """
     with atomic_folder(folder) as unfinished:
         _write_weights(unfinished, weights, _divide_into_files(specs, max_file_bytes))
@@ -101,7 +98,7 @@ def write_hf_folder(
 def write_adapter_folder(
     folder: Path, weights: NamedTensors, *, adapter: Adapter, base_model: Path, ranks: Ranks
 ) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, atomically.
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``; see ``atomic_folder``.
 
     Args:
         folder: must not exist.
@@ -109,9 +106,6 @@ def write_adapter_folder(
         adapter: its settings are written.
         base_model: the folder of the frozen model.
         ranks: all that gather the weights; see ``write_on_first``.
-
-    Raises:
-        RunFolderError: the folder exists already, or cannot be written.
     """
 
     def write(weights: NamedTensors) -> None:

@@ -66,8 +66,6 @@ class PolicyGradientLoss:
     def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
         """Return this micro-batch's share of the global loss, a scalar, and its metrics.
 
-        Without response tokens the share is a 0 that carries a gradient, and metrics are empty.
-
         Raises:
             ValueError: a KL penalty without reference log-probs.
             DriftError: the responses were sampled by another policy than the trainer's.

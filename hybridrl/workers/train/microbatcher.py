@@ -148,17 +148,11 @@ class MicroBatcher:
     ) -> MicroBatches:
         """Plan this rank's micro-batches; a collective call.
 
-        All ranks get equally many micro-batches, at least one; some may be dummies.
+        All ranks get equally many micro-batches, at least one; some may be dummies. For columns and
+        errors see ``read``.
 
         Args:
-            token_ids_BL: see ``read``.
-            response_mask_BL: see ``read``.
-            experts_BLJK: see ``read``.
-            sequence_lengths_BQ: see ``read``.
             num_together: adjacent rows that one micro-batch computes: 2 for preference pairs.
-
-        Raises:
-            DataError: see ``read``.
         """
         rows = self.read(
             token_ids_BL, response_mask_BL, experts_BLJK, sequence_lengths_BQ=sequence_lengths_BQ

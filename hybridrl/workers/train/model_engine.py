@@ -59,9 +59,7 @@ class ModelEngine:
     """This rank's number among the data-parallel ranks, which have different rows."""
 
     dp_size: int
-
     is_output_rank: bool
-    """Whether this rank returns results; exactly one of the ranks with the same rows does."""
 
     def __init__(self, backend: Backend, *, area: str) -> None:
         self.backend = backend
@@ -184,9 +182,6 @@ class ModelEngine:
         micro-batches and ranks. So the result does not depend on how rows are divided.
 
         Args:
-            batch: this rank's rows.
-            aggregation: of token losses; see ``algorithms/aggregate.py``.
-            max_response_tokens: the fixed length of one of the aggregations.
             groups: of the rows, for an aggregation over prompts.
         """
         self._require("update()", *TrainState)

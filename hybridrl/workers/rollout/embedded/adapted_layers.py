@@ -61,12 +61,7 @@ class LoadedAdapter:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy all values in, cast from any float type. All or nothing.
-
-        Raises:
-            EngineError: no tensors, one without an adapter's name, none of this model's, fewer or
-                more than its layers need, or another shape.
-        """
+        """Copy all values in, cast from any float type. All or nothing. See ``require_fit``."""
         require_fit(tensors, {name: tuple(tensor.shape) for name, tensor in self.tensors.items()})
         for name, tensor in tensors.items():
             self.tensors[name].copy_(tensor)

@@ -119,7 +119,6 @@ class HFRolloutEngine:
         truncated) where it and its context fill ``max_context_tokens``.
 
         Raises:
-            PhaseError: paused, another program is running, or a memory tag is released.
             EngineError: logits are not finite; or the program was aborted by ``drain``.
         """
         with self._gate.admit() as call:
@@ -194,7 +193,6 @@ class HFRolloutEngine:
         """Copy a bucket of full tensors in, cast from any float type. All or nothing.
 
         Raises:
-            PhaseError: the weights are released, or requests are running.
             EngineError: a name, shape or integer type that does not fit; nothing was copied.
         """
         self._require_loadable("load of weights")
@@ -234,7 +232,6 @@ class HFRolloutEngine:
         """Replace the adapter; all of it comes at once. All or nothing.
 
         Raises:
-            PhaseError: the weights are released, or requests are running.
             EngineError: the engine was built without adapters, or these do not fit it.
         """
         self._require_loadable("load_adapter")
@@ -266,11 +263,7 @@ class HFRolloutEngine:
         }
 
     def verify_weights(self) -> None:
-        """Compare.
-
-        Raises:
-            LedgerError: names the tensors that differ.
-        """
+        """Compare; see ``RolloutEngine``."""
         sums = self.checksums()
         wrong = [name for name, expected in self._expected.items() if sums[name] != expected]
         if wrong:
@@ -292,24 +285,14 @@ class HFRolloutEngine:
         return self._gate.drain(timeout_s)
 
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
-        """Free the storages of a memory tag; tensors in ``backup`` are copied to the host first.
-
-        Raises:
-            PhaseError: the tag is released already, or requests are running.
-            EngineError: ``backup`` names tensors that the tag does not have; nothing was freed.
-        """
+        """Free the storages of a memory tag; tensors in ``backup`` are copied to the host first."""
         self._gate.require_idle(f"release of {part.name}")
         self._memory[part].release(backup)
         if part is MemoryTag.WEIGHTS and self._adapter is not None:
             self._adapter.lose_all_but(backup)
 
     def resume(self, part: MemoryTag) -> None:
-        """Allocate a memory tag again; tensors with a backup return, lost weights become NaN.
-
-        Raises:
-            PhaseError: the tag is not released.
-            EngineError: the device lacks memory.
-        """
+        """Allocate a memory tag again; tensors with a backup return, lost weights become NaN."""
         self._memory[part].resume()
 
     def continue_generation(self) -> None:

@@ -206,11 +206,7 @@ class AttachedServer(ServerCalls):
             )
 
     def load_folder(self, folder: Path, *, load_format: str) -> None:
-        """Load all weights of a folder; see ``ServerCalls``.
-
-        Raises:
-            EngineError: the answer is a failure, with its reason.
-        """
+        """Load all weights of a folder; see ``ServerCalls``."""
         try:
             super().load_folder(folder, load_format=load_format)
         except ConnectionLostError:

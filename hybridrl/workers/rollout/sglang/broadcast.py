@@ -48,10 +48,6 @@ class BroadcastTransport(Transport):
 
         A server that refuses does not take part, so its answer is watched from the beginning. After
         any refusal the group is left: a half-sent bucket in it would be taken for the next one.
-
-        Raises:
-            EngineError: the server refuses, or is gone.
-            DeadlineError: it does not answer.
         """
         if staged.flat is None:
             return

@@ -131,11 +131,7 @@ class ServerCapabilities:
         )
 
     def require_for(self, spec: ServerSpec) -> None:
-        """Refuse a server that lacks a capability of its life cycle and its requests.
-
-        Raises:
-            EngineError: the capability, and the version or the argument that provides it.
-        """
+        """Require the capabilities of its life cycle and its requests; see ``require``."""
         rollout = spec.rollout
         sleeps_on_gpu = rollout.sleep and spec.device == "cuda"
         verifies = rollout.verify_weights != "never"

@@ -59,11 +59,8 @@ class SGLangEngine(ServedWeights):
                 there are none.
 
         Raises:
-            EngineError: it did not start, or its process cannot share memory with it.
-            DeadlineError: not in time.
-            ConfigErrors: ``rollout.engine_args`` names an argument that SGLang does not have.
-            ModelError: the folder has no weights, a broken file, or another vocabulary than its
-                config.json.
+            EngineError: it did not start. Other errors are those of ``Server`` and of
+                    ``ServedWeights``.
         """
         super().__init__(spec, device=device or torch.device(spec.device))
         self._variables = dict(variables)
@@ -98,7 +95,6 @@ class SGLangEngine(ServedWeights):
         A response is also cut (and truncated) where it and its context fill the context.
 
         Raises:
-            PhaseError: paused, another program is running, or a memory tag is released.
             EngineError: the server is gone; the program was aborted by ``drain``; or responses
                 were cut off again and again.
             DeadlineError: a server made no progress within ``rollout.request_timeout_s``.
@@ -171,12 +167,7 @@ class SGLangEngine(ServedWeights):
         return aborted
 
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
-        """Free the memory of a tag. Tensors in ``backup`` survive if the server keeps a copy.
-
-        Raises:
-            PhaseError: the tag is released already, or requests are running.
-            EngineError: the server keeps no copy and one is needed; nothing was freed.
-        """
+        """Free the memory of a tag. Tensors in ``backup`` survive if the server keeps a copy."""
         self._gate.require_idle(f"release of {part.name}")
         if part in self._released:
             raise PhaseError(f"{part.name} is released already")
@@ -190,12 +181,7 @@ class SGLangEngine(ServedWeights):
         self._released.add(part)
 
     def resume(self, part: MemoryTag) -> None:
-        """Allocate a memory tag again.
-
-        Raises:
-            PhaseError: the tag is not released.
-            EngineError: too little memory, or the server is gone.
-        """
+        """Allocate a memory tag again."""
         if part not in self._released:
             raise PhaseError(f"{part.name} is resident; only what was released can be resumed")
         if self._can_release(part):

@@ -38,7 +38,6 @@ class PairedEngine(ServingEngine):
 
         Args:
             own: the decode server.
-            index: among the engines of the worker group.
             prefills: the other halves; at least one.
         """
         super().__init__(own, index)

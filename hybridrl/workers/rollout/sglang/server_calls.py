@@ -137,8 +137,7 @@ class ServerCalls:
     def load_folder(self, folder: Path, *, load_format: str) -> None:
         """Load all weights of a folder, within ``rollout.start_timeout_s``.
 
-        Raises:
-            EngineError: the answer is a failure, with its reason.
+        Fails as ``require_success`` does.
         """
         path = "/update_weights_from_disk"
         body = {"model_path": str(folder), "load_format": load_format, "flush_cache": False}

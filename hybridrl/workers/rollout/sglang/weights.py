@@ -107,11 +107,7 @@ class ServedWeights:
         return self.transport.stage(bucket)
 
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Let the server load a bucket; see ``RolloutEngine``.
-
-        Raises:
-            PhaseError: the weights are released, or requests are running.
-        """
+        """Let the server load a bucket; see ``RolloutEngine``."""
         self._require_loadable("load of weights")
         self._server.begin_update()
         has_sessions = self._server.capabilities.can(Capability.UPDATE_SESSION)
@@ -137,7 +133,6 @@ class ServedWeights:
         """Load a complete adapter; every request names it from here on.
 
         Raises:
-            PhaseError: the weights are released, or requests are running.
             EngineError: the engine was built without adapters, the adapter does not fit its layers,
                 or the server cannot load it.
         """
@@ -181,12 +176,7 @@ class ServedWeights:
         self._may_have_adapter = False
 
     def load_reference_weights(self, folder: Path) -> None:
-        """Load the weights of ``folder`` as SGLang loads any model's, copy them, scramble them.
-
-        Raises:
-            PhaseError: the weights are released, or requests are running.
-            EngineError: the server cannot load them.
-        """
+        """Load the weights of ``folder`` as SGLang loads any model's, copy them, scramble them."""
         self._require_loadable("load_reference_weights")
         self._server.begin_update()
         self._server.load_folder(folder, load_format="auto")
@@ -194,11 +184,7 @@ class ServedWeights:
             self._server.require_success("/weights_checker", action=action)
 
     def verify_weights(self) -> None:
-        """Let the server compare its weights with the copy bitwise, in its own layout.
-
-        Raises:
-            LedgerError: names the tensors that differ, fused and split as the server has them.
-        """
+        """Let the server compare its weights with the copy bitwise, in its own layout."""
         try:
             self._server.require_success("/weights_checker", action="compare")
         except ServerError as error:

@@ -62,17 +62,12 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
 class MegatronBackend:
     """A ``Backend``: a model on megatron-core, divided as the ``megatron`` section says.
 
+    Other arguments, and their errors, are those of ``FSDP2Backend``.
+
     Args:
-        folder: the Hugging Face folder that the model comes from.
-        config: types, token budget, optimizer. An actor's makes a policy, a critic's a value model
-            whose head begins as zeros.
         context: parallel sizes and device, the same for all models of a process.
-        num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
-        adapter: learns instead of the policy's weights, in float32.
-        is_reward_model: makes a value model with the head of the folder, if it has one.
 
     Raises:
-        ModelError: the folder is not usable, or the adapter does not fit the model.
         ConfigError: see ``Stages``.
     """
 
@@ -146,11 +141,7 @@ class MegatronBackend:
 
     @property
     def optimizer(self) -> DistributedAdamW:
-        """Gradient buffers, moments, and the number of steps taken.
-
-        Raises:
-            ModelError: the model does not learn.
-        """
+        """Gradient buffers, moments, and the number of steps taken; see ``FSDP2Backend``."""
         if self._optimizer is None:
             raise ModelError(f"the model of {self.folder} was built without an optimizer")
         return self._optimizer
