@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import save_file
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
@@ -69,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         whole = values | {"architectures": [ARCHITECTURES[name]], "dtype": "bfloat16"}
         (folder / name / "config.json").write_text(json.dumps(whole))
         (folder / name / "tokenizer.json").write_text("{}")
-        (folder / name / "model.safetensors").write_bytes(b"")
+        save_file({}, folder / name / "model.safetensors")
     (folder / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     return folder
 
