@@ -177,6 +177,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _be_two_devices()
         self._patch_cuda(num_devices)
         self._patch_modules()
+        _patch_attention()
         self._patch_tensors()
         self._patch_storages()
 
@@ -458,6 +459,60 @@ def _be_two_devices() -> None:
     torch.cuda._lazy_init = lambda: None
     _setup_privateuseone_for_python_backend(rename=_IN_CPP)
     torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_SILU_BACKWARD}", "CUDA"):
+        _KERNELS.impl(_SILU_BACKWARD, _never_computed, "CUDA")
+
+
+_KERNELS = torch.library.Library("aten", "IMPL")
+_SILU_BACKWARD = "silu_backward"
+"""CUDA computes it in one kernel. On a build without it torch takes six, and their memory."""
+
+
+def _never_computed(*_: Any) -> Any:  # noqa: ANN401 - of any operator
+    """Stand where a kernel must be: operators without values end before it."""
+    raise AssertionError
+
+
+def _patch_attention() -> None:
+    """Let attention take CUDA's memory-efficient kernel: of this device torch has none.
+
+    It would write ``R * N * L * K`` scores, which a run on a GPU refuses to do.
+    """
+    functional: Any = torch.nn.functional
+    attend_by_choice = functional.scaled_dot_product_attention
+
+    def attend(
+        query_RNLD: Tensor,
+        key_RNKD: Tensor,
+        value_RNKD: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        **options: Any,  # noqa: ANN401
+    ) -> Tensor:
+        if not query_RNLD.is_cuda:
+            done: Tensor = attend_by_choice(
+                query_RNLD, key_RNKD, value_RNKD, attn_mask, dropout_p, is_causal, **options
+            )
+            return done
+        bias = attn_mask
+        if attn_mask is not None:  # as torch does before the kernel
+            if attn_mask.dtype == torch.bool:
+                bias = torch.where(attn_mask, 0.0, -torch.inf).to(query_RNLD.dtype)
+            bias = bias.expand(*query_RNLD.shape[:2], query_RNLD.shape[2], key_RNKD.shape[2])  # type: ignore[union-attr]
+        attended: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query_RNLD,
+            key_RNKD,
+            value_RNKD,
+            bias,
+            torch.is_grad_enabled(),
+            dropout_p,
+            is_causal,
+            scale=options.get("scale"),
+        )[0]
+        return attended
+
+    functional.scaled_dot_product_attention = attend
 
 
 def _on_first_gpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
