@@ -1,0 +1,59 @@
+"""Memory of operators on fake CUDA tensors: it is that of CUDA's kernels on any build of torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridrl.models.fused_attention import fused_attention
+from hybridrl.rehearsal.gpu import FakeGpu
+
+N, L, D = 4, 1024, 64
+SCORES = N * L * L * 4
+MIB = 2**20
+
+
+def attention_with_a_mask() -> Tensor:
+    query, key, value = (torch.empty(1, N, L, D, device="cuda").requires_grad_() for _ in range(3))
+    is_visible = torch.empty(1, 1, L, L, dtype=torch.bool, device="cuda")
+    return fused_attention(query, key, value, is_visible_R1LK=is_visible, scale=None)
+
+
+def silu() -> Tensor:
+    return nn.functional.silu(torch.empty(MIB // 4, device="cuda").requires_grad_())
+
+
+OPERATORS: dict[str, Callable[[], Tensor]] = {"attention": attention_with_a_mask, "silu": silu}
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("attention", SCORES),  # less than one tensor of scores; torch's own formula writes three
+        ("silu", 4 * MIB),  # input, output, and a gradient of each
+    ],
+)
+def test_an_operator_takes_the_memory_of_its_kernel_on_cuda(name: str, most: int) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.test_gpu", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak = json.loads(done.stdout)
+    assert 0 < peak <= most
+
+
+def main(name: str) -> None:
+    """Print the peak of an operator and its gradient, in a process of its own."""
+    gpu = FakeGpu(num_bytes=2**34)
+    with gpu:
+        out = OPERATORS[name]()
+        out.backward(torch.empty_like(out))
+    sys.stdout.write(json.dumps(gpu.torch.peak))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
