@@ -460,10 +460,10 @@ def _be_two_devices() -> None:
     _setup_privateuseone_for_python_backend(rename=_IN_CPP)
     torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_SILU_BACKWARD}", "CUDA"):
-        _KERNELS.impl(_SILU_BACKWARD, _never_computed, "CUDA")
+        _KERNELS.impl(_SILU_BACKWARD, _never_computed, "CUDA")  # type: ignore[no-untyped-call]
 
 
-_KERNELS = torch.library.Library("aten", "IMPL")
+_KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 _SILU_BACKWARD = "silu_backward"
 """CUDA computes it in one kernel. On a build without it torch takes six, and their memory."""
 
