@@ -459,13 +459,14 @@ def _be_two_devices() -> None:
     torch.cuda._lazy_init = lambda: None
     _setup_privateuseone_for_python_backend(rename=_IN_CPP)
     torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_SILU_BACKWARD}", "CUDA"):
-        _KERNELS.impl(_SILU_BACKWARD, _never_computed, "CUDA")  # type: ignore[no-untyped-call]
+    for name in _OF_ONE_KERNEL:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            _KERNELS.impl(name, _never_computed, "CUDA")  # type: ignore[no-untyped-call]
 
 
 _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-_SILU_BACKWARD = "silu_backward"
-"""CUDA computes it in one kernel. On a build without it torch takes six, and their memory."""
+_OF_ONE_KERNEL = ("silu_backward", "_fused_rms_norm")
+"""Where a build has no kernel for CUDA, torch computes these by their parts, and keeps them."""
 
 
 def _never_computed(*_: Any) -> Any:  # noqa: ANN401 - of any operator
