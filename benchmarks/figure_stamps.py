@@ -174,7 +174,10 @@ FIGURES = (
     ),
     Figures(
         name="memory_plan",
-        measured=("benchmarks/sides/memory_rank.py", "hybridrl/planning/*.py"),
+        measured=(
+            *("benchmarks/sides/memory_rank.py", "hybridrl/planning/*.py"),
+            "hybridrl/rehearsal/*.py",
+        ),
         page=PAGES[1],
     ),
 )
