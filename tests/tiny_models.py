@@ -90,36 +90,18 @@ def make_tiny_model(
     folder: Path,
     family: Family = "qwen3",
     *,
-    tie_embeddings: bool = True,
-    vocab_size: int = 64,
-    hidden_size: int = 32,
-    num_layers: int = 2,
-    num_attention_heads: int = 4,
-    num_key_value_heads: int = 2,
-    max_position_embeddings: int = 128,
     initializer_range: float = 0.15,
     seed: int = 0,
-    **changes: object,
+    **changes: Any,
 ) -> Path:
     """Save a float32 model of some 20 k parameters in ``folder`` and return the folder.
 
     Equal arguments give equal weights. The large ``initializer_range`` makes next-token
     distributions far from uniform, so that a test can tell a right token from a wrong one. Biases
     (qwen2) are random too: transformers would make them 0, and a lost bias would not be noticed.
-    ``changes`` go into the configuration under transformers' names.
+    ``changes`` go to ``tiny_config``.
     """
-    config = tiny_config(
-        family,
-        tie_embeddings=tie_embeddings,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        max_position_embeddings=max_position_embeddings,
-        initializer_range=initializer_range,
-        **changes,
-    )
+    config = tiny_config(family, initializer_range=initializer_range, **changes)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
@@ -146,7 +128,10 @@ def tiny_config(
     initializer_range: float = 0.15,
     **changes: object,
 ) -> PretrainedConfig:
-    """Return the configuration of a tiny model; see ``make_tiny_model``."""
+    """Return the configuration of a tiny model.
+
+    ``changes`` go into it under transformers' names.
+    """
     settings = _OF_FAMILY.get(family, {}) | changes
     if isinstance(kinds := settings.get("layer_types"), list):
         settings["layer_types"] = kinds[:num_layers]

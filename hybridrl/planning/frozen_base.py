@@ -11,7 +11,7 @@ from hybridrl.planning.plan import MemoryPlan
 
 Base = Literal["resident", "backup", "resend"]
 
-_DEVICE_MARGIN = 1.1  # the plan is within 10% of the measured memory, docs/memory.md
+_DEVICE_MARGIN = 1.1  # assumed: no GPU has measured how far a plan is off
 _HOST_MARGIN = 1.2
 _GIB = 2**30
 _WITH_ENGINE = ("build", "generate")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.rehearsal.cycle import Cycle, Meter, Rows, join
+from hybridrl.rehearsal.cycle import Cycle, Meter, Rows, join, rows_of_two_microbatches
 from hybridrl.rehearsal.gpu import GPU, FakeGpu
 from hybridrl.rehearsal.plan import Executed
 from hybridrl.trainer.advantages import Targets
@@ -21,10 +21,12 @@ class CriticCycle(Cycle):
 
     def __init__(self, config: ExperimentConfig, gpu: FakeGpu) -> None:
         super().__init__(config, gpu)
-        per_update = config.num_rows_per_step // config.num_critic_groups
-        per_update //= config.critic.num_minibatches
-        per_microbatch = max(1, config.critic.max_tokens_per_microbatch // config.max_row_tokens)
-        self._rows = Rows(max(1, min(2 * per_microbatch, per_update)), 1)
+        num_rows = rows_of_two_microbatches(
+            config,
+            config.critic.max_tokens_per_microbatch,
+            num_parts=config.num_critic_groups * config.critic.num_minibatches,
+        )
+        self._rows = Rows(num_rows, 1)
         self._meter = Meter(gpu, self.executed, GPU)
 
     def run(self, *, num_steps: int = 2) -> Executed:

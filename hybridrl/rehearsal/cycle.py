@@ -89,11 +89,20 @@ class Rows:
         """Take rows of full length for two micro-batches, if an update has as many."""
         num_ranks = config.num_train_groups
         num_responses = max(1, config.rollout.num_responses_per_prompt // num_ranks)
-        per_microbatch = max(1, config.actor.max_tokens_per_microbatch // config.max_row_tokens)
-        per_update = config.num_rows_per_step // num_ranks // config.algorithm.num_minibatches
-        num_rows = max(1, min(2 * per_microbatch, per_update))
-        num_prompts = -(-num_rows // num_responses)
-        return cls(max(1, num_prompts), num_responses)
+        num_rows = rows_of_two_microbatches(
+            config,
+            config.actor.max_tokens_per_microbatch,
+            num_parts=num_ranks * config.algorithm.num_minibatches,
+        )
+        return cls(-(-num_rows // num_responses), num_responses)
+
+
+def rows_of_two_microbatches(
+    config: ExperimentConfig, max_tokens_per_microbatch: int, *, num_parts: int
+) -> int:
+    """Return a number of rows of full length, no more than a part of a step's rows has."""
+    per_microbatch = max(1, max_tokens_per_microbatch // config.max_row_tokens)
+    return max(1, min(2 * per_microbatch, config.num_rows_per_step // num_parts))
 
 
 class Cycle:

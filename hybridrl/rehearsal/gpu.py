@@ -75,6 +75,9 @@ _FLASH = "_flash_attention_forward"
 _FRAMES = 40
 """Python frames that are searched for such a file."""
 
+_KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+_OF_ONE_KERNEL = ("silu_backward", "_fused_rms_norm")
+"""Where a build has no kernel for CUDA, torch computes these by their parts, and keeps them."""
 
 _HALF = 2
 """Bytes of a 16-bit number."""
@@ -462,11 +465,6 @@ def _be_two_devices() -> None:
     for name in _OF_ONE_KERNEL:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             _KERNELS.impl(name, _never_computed, "CUDA")  # type: ignore[no-untyped-call]
-
-
-_KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-_OF_ONE_KERNEL = ("silu_backward", "_fused_rms_norm")
-"""Where a build has no kernel for CUDA, torch computes these by their parts, and keeps them."""
 
 
 def _never_computed(*_: Any) -> Any:  # noqa: ANN401 - of any operator

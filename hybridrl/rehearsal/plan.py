@@ -102,16 +102,17 @@ def plan_by_execution(
         HybridRLError: the run would raise it, too.
         RehearsalError: another error of the cycle.
     """
-    num_layers, stages = architecture_of(config.model).num_layers, _stages(config)
-    sizes = layers_to_execute(config, architecture_of(config.model))
+    model = architecture_of(config.model)
+    num_layers, stages = model.num_layers, _stages(config)
+    sizes = layers_to_execute(config, model)
     computing = [(stage, size, True) for stage in stages for size in sizes]
     full = computing[0] if is_quick or sizes == (num_layers,) else (0, num_layers, False)
-    executed = _execute_all(config, {full, *computing}, report=report)
+    executed = _execute_all(config, {full, *computing}, execute, report)
     plans = []
     for stage in stages:
         of_stage = [executed[stage, size, True] for size in sizes]
         at_full_size = None if full in computing else executed[full]
-        phases = _phases(config, of_stage, sizes, at_full_size, is_quick=is_quick)
+        phases = _phases(config, model, of_stage, sizes, at_full_size, is_quick=is_quick)
         shown = stage if len(stages) > 1 else None
         plans.append(MemoryPlan(config.cluster.device, tuple(phases), shown))
     return max(plans, key=lambda plan: sorted(map(plan.peak_bytes, plan.phases), reverse=True))
@@ -123,19 +124,16 @@ def plan_critic_pool(
     """Execute a step of the critic's own ranks; None if it has none. See ``plan_by_execution``."""
     if not config.has_critic_pool:
         return None
-    sizes = layers_to_execute(config, architecture_of(config.model))
+    model = architecture_of(config.model)
+    sizes = layers_to_execute(config, model)
     cases = [(0, size, True) for size in sizes]
-    executed = _execute_all(config, cases, work=execute_critic, report=report)
-    phases = _phases(config, [executed[case] for case in cases], sizes, None, is_quick=False)
+    executed = _execute_all(config, cases, execute_critic, report)
+    phases = _phases(config, model, [executed[case] for case in cases], sizes, None, is_quick=False)
     return MemoryPlan(config.cluster.device, tuple(phases))
 
 
 def _execute_all(
-    config: ExperimentConfig,
-    cases: Iterable[Case],
-    *,
-    work: Work | None = None,
-    report: Report = _say_nothing,
+    config: ExperimentConfig, cases: Iterable[Case], work: Work, report: Report
 ) -> dict[Case, Executed]:
     """Execute cases side by side, each in a process of its own, which it changes for good."""
     cases, begin = sorted(cases, key=lambda case: -case[1]), time.monotonic()
@@ -144,7 +142,7 @@ def _execute_all(
         num_processes, mp_context=get_context("spawn"), max_tasks_per_child=1
     )
     with pool:
-        futures = {case: pool.submit(work or execute, config, case) for case in cases}
+        futures = {case: pool.submit(work, config, case) for case in cases}
         while len(done := wait(futures.values(), timeout=_REPORT_EVERY_S).done) < len(futures):
             took_s = time.monotonic() - begin
             report(f"{len(done)} of {len(futures)} executions on fake devices, {took_s:.0f} s")
@@ -170,9 +168,9 @@ def layers_to_execute(config: ExperimentConfig, model: Architecture) -> tuple[in
     """Return two numbers of layers that stand for the full model; or its own, if it is small."""
     megatron = config.megatron
     is_even = megatron.num_layers_in_first_stage is megatron.num_layers_in_last_stage is None
-    num_parts = 1
+    num_parts = _num_stages(config)
     if config.megatron_worlds:
-        num_parts = megatron.pipeline_parallel_size * megatron.num_virtual_stages
+        num_parts *= megatron.num_virtual_stages
     kinds = [model.is_sparse(layer) for layer in range(model.num_layers)]
     block = num_parts * (_period(kinds) or model.num_layers)
     if not is_even or _FEWEST * block + block >= model.num_layers:
@@ -188,10 +186,13 @@ def _period(kinds: Sequence[object]) -> int | None:
     return None
 
 
+def _num_stages(config: ExperimentConfig) -> int:
+    return config.megatron.pipeline_parallel_size if config.megatron_worlds else 1
+
+
 def _stages(config: ExperimentConfig) -> list[int]:
     """Return the pipeline stages that differ: those between have neither embedding nor head."""
-    num_stages = config.megatron.pipeline_parallel_size if config.megatron_worlds else 1
-    return sorted({0, num_stages - 1})
+    return sorted({0, _num_stages(config) - 1})
 
 
 def execute(config: ExperimentConfig, case: Case) -> Executed:
@@ -200,8 +201,7 @@ def execute(config: ExperimentConfig, case: Case) -> Executed:
     with _hollow(config, num_layers) as (gpu, hollow):
         if not computes:  # only the first sync writes files, and on one rank of a machine
             hollow = replace(hollow, rollout=replace(hollow.rollout, verify_weights="never"))
-        num_stages = config.megatron.pipeline_parallel_size if config.megatron_worlds else 1
-        rank = stage * (config.cluster.num_ranks // num_stages)
+        rank = stage * (config.cluster.num_ranks // _num_stages(config))
         cycle = import_module("hybridrl.rehearsal.cycle").Cycle(hollow, gpu, rank=rank)
         executed: Executed = cycle.run() if computes else cycle.run_without_computing()
         return executed
@@ -235,13 +235,14 @@ def _hollow(config: ExperimentConfig, num_layers: int) -> Iterator[tuple[Any, Ex
 
 def _phases(
     config: ExperimentConfig,
+    model: Architecture,
     computing: Sequence[Executed],
     sizes: Sequence[int],
     full: Executed | None,
     *,
     is_quick: bool,
 ) -> Iterator[Phase]:
-    num_layers = architecture_of(config.model).num_layers
+    num_layers = model.num_layers
     for name in _PHASES:
         if is_quick and name == _AT_FULL_SIZE and sizes != (num_layers,):
             continue
@@ -256,18 +257,18 @@ def _phases(
         items = [
             *(MemoryItem(use, num_bytes) for use, num_bytes in device.items()),
             *(MemoryItem(use, num_bytes, MemoryKind.HOST) for use, num_bytes in host.items()),
-            *_outside(config, name),
+            *_outside(config, model, name),
         ]
         yield Phase(name, tuple(item for item in items if item.num_bytes >= _MIB))
 
 
-def _outside(config: ExperimentConfig, phase: str) -> Iterator[MemoryItem]:
+def _outside(config: ExperimentConfig, model: Architecture, phase: str) -> Iterator[MemoryItem]:
     """Yield what a rank and its engine's server hold on the host besides large tensors."""
     yield MemoryItem("Python, torch, Ray", _PROCESS, MemoryKind.HOST)
     is_served_elsewhere = config.has_servers and not config.has_fused_engines
     if config.rollout.engine != "sglang" or is_served_elsewhere:
         return
-    engine = engine_memory(config, architecture_of(config.model))
+    engine = engine_memory(config, model)
     yield MemoryItem("SGLang's processes", _SERVER, MemoryKind.HOST)
     yield MemoryItem("routed experts", engine.server_routes, MemoryKind.HOST)
     keeps_base = config.lora.sends_adapters and config.lora.base == "backup"

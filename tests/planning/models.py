@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+QWEN2_5_0_5B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
 QWEN3_8B = {
     "model_type": "qwen3",
     "hidden_size": 4096,

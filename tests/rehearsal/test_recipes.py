@@ -7,22 +7,11 @@ from pathlib import Path
 import pytest
 
 from hybridrl.env import ROOT
-from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
+from tests.planning.models import QWEN2_5_0_5B, QWEN3_8B, QWEN3_30B_A3B
 from tests.rehearsal.cases import Case, Shown
 from tests.rehearsal.checks import assert_sound, assert_woken_in_order, largest
 from tests.rehearsal.conftest import Rehearse
 
-QWEN2_5_0_5B = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
 PACKAGES = Path(__file__).parents[1] / "megatron" / "packages"
 RECIPES = sorted(
     file.stem for file in (ROOT / "recipes").glob("grpo_*.yaml") if not file.stem.endswith("_cpu")

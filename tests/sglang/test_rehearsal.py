@@ -25,20 +25,9 @@ from hybridrl.serving.settings import rehearsed_configs
 from hybridrl.workers.rollout.sglang import rehearsal as server_rehearsal
 from hybridrl.workers.rollout.sglang.arguments import environment, server_spec
 from hybridrl.workers.rollout.sglang.rehearsal import case_of, rehearse_server
-from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
+from tests.planning.models import QWEN2_5_0_5B, QWEN3_8B, QWEN3_30B_A3B
 
 ON_CUDA = "tests.sglang.on_cuda"
-QWEN2_5_0_5B = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
 MODELS = {"qwen2": QWEN2_5_0_5B, "qwen3": QWEN3_8B, "qwen3_moe": QWEN3_30B_A3B}
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
