@@ -52,7 +52,7 @@ from hybridrl.config.help_text import help_text
 from hybridrl.config.interpolation import check_lengths, leaves, unresolved
 from hybridrl.config.load import free_keys, load_config, unknown_key
 from hybridrl.config.unread_keys import find_unread_keys
-from hybridrl.config.yaml_text import flaw_of_yaml
+from hybridrl.config.yaml_text import TOO_DEEP, flaw_of_yaml
 from hybridrl.errors import (
     ConfigError,
     ConfigErrors,
@@ -101,6 +101,8 @@ class BoundedSource(FileConfigSource):
             return super().load_config(config_path)
         except YAMLError:
             raise
+        except RecursionError as err:  # libyaml 0.2.6 fails at 1000: a syntax error, so no flaw
+            raise ConfigError("file", str(file), TOO_DEEP, "correct the file") from err
         except (ValueError, TypeError, AttributeError) as err:
             raise ConfigError("file", str(file), _one_line(err), "correct the file") from err
 

@@ -262,6 +262,7 @@ BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     [
         (BOMB, "its aliases (*name) spell out more than 20000 values"),
         ("a: &a [*a]\n", "stands within what it names, without end"),
+        (f"a: {'[' * 51}{']' * 51}\n", "nested more than 50 deep"),
         (f"a: {'[' * 1000}{']' * 1000}\n", "nested more than 50 deep"),
         ("# " + "x" * 300_000, "bytes is no recipe"),
         (f"seed: {'9' * 5000}\n", "a number of thousands of digits"),

@@ -9,7 +9,7 @@ import yaml
 _MOST_BYTES = 2**18
 _MOST_DEPTH = 50
 _MOST_VALUES = 20_000
-_TOO_DEEP = f"it is nested more than {_MOST_DEPTH} deep"
+TOO_DEEP = f"it is nested more than {_MOST_DEPTH} deep"
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -36,7 +36,7 @@ def flaw_of_yaml(data: bytes) -> str:
         return f"line {line} is not UTF-8: byte 0x{data[err.start]:02x}"
     try:
         if _depth_of(text) > _MOST_DEPTH:
-            return _TOO_DEEP
+            return TOO_DEEP
         num_values, depth = _Sizes().of(yaml.compose(text, Loader=_LOADER))
     except yaml.YAMLError:
         return ""
@@ -44,7 +44,7 @@ def flaw_of_yaml(data: bytes) -> str:
         return "an alias (*name) stands within what it names, without end"
     if num_values > _MOST_VALUES:
         return f"its aliases (*name) spell out more than {_MOST_VALUES} values"
-    return _TOO_DEEP if depth > _MOST_DEPTH else ""
+    return TOO_DEEP if depth > _MOST_DEPTH else ""
 
 
 class _Endless(Exception):
