@@ -19,7 +19,7 @@ from hybridrl.run.readiness import missing_here
 from hybridrl.serving.settings import rehearsed_configs
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
-_MEGATRON_REHEARSAL = "hybridrl.run.megatron_rehearsal"
+_MEGATRON_REHEARSAL = "hybridrl.workers.train.megatron.rehearsal"  # 5 s, and may not be installed
 _REWARD_REHEARSAL = "hybridrl.rewards.rehearsal"  # torch takes a second
 _ROWS_CHECK = "hybridrl.run.rows_check"  # it imports torch, to tokenize as a run does
 _WEIGHTS_CHECK = "hybridrl.run.weights_check"  # and so does this, for the model without memory
@@ -95,10 +95,32 @@ def _memory_of(config: ExperimentConfig) -> tuple[list[str], list[ConfigError]]:
     return memory_lines(fits), find_misfits(config, fits)
 
 
+def rehearse_megatron(config: ExperimentConfig) -> list[str]:
+    """Let megatron-core check the run's arguments, where it can be imported on this machine.
+
+    Returns:
+        Lines for the user: the checked arguments, the unchecked ones, and megatron-core's answer.
+
+    Raises:
+        ConfigErrors: arguments that megatron-core would refuse when the run starts.
+        ModelError: it cannot compute the model.
+    """
+    if not config.megatron_worlds:
+        return []
+    try:
+        rehearsal = import_module(_MEGATRON_REHEARSAL)
+    except ImportError as err:
+        return [
+            f"not checked: what megatron-core takes, for it cannot be imported here ({err}); "
+            "pip install 'hybridrl[megatron]'"
+        ]
+    lines: list[str] = rehearsal.rehearse(config)
+    return lines
+
+
 def _rehearse(config: ExperimentConfig) -> Iterator[str]:
     """Let the packages of a run check its configuration; yields lines for the user."""
-    if config.megatron_worlds:  # only then: the rehearsal imports torch
-        yield from import_module(_MEGATRON_REHEARSAL).rehearse_megatron(config)
+    yield from rehearse_megatron(config)
     groups = list(rehearsed_configs(config)) if config.has_servers else []
     if config.rollout.engine == "sglang" and (groups or not config.has_servers):
         sys.stderr.write("asking SGLang about its arguments, some 10 s ...\n")
