@@ -8,8 +8,9 @@ import torch
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.rehearsal.cycle import Cycle, Meter, Rows, join, rows_of_two_microbatches
-from hybridrl.rehearsal.gpu import GPU, FakeGpu
+from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.rehearsal.plan import Executed
+from hybridrl.rehearsal.torch_cuda import GPU
 from hybridrl.trainer.advantages import Targets
 from hybridrl.trainer.train_batch import build_critic_batch
 from hybridrl.workers.critic import CriticWorker

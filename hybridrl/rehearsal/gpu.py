@@ -18,9 +18,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cache
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,7 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-GPU = torch.device("cuda", 0)
+from hybridrl.rehearsal.memory import Block, Memory, use_of_caller
+from hybridrl.rehearsal.torch_cuda import GPU, Signal, Stream, answers
 
 _IN_CPP = "rehearsed"
 """Name of ``cuda`` in autograd's C++."""
@@ -52,28 +52,8 @@ _LARGE_COPY = 2**20
 _BLOCK = 512
 """torch's allocator hands out multiples of so many bytes."""
 
-_PLACES = {
-    "/torch/distributed/fsdp/": "gathered weights",
-    "/torch/optim/": "optimizer step",
-    "/hybridrl/models/load.py": "weights on their way in",
-    "/hybridrl/models/logprobs.py": "logits",
-    "/hybridrl/workers/sharding/weight_proof.py": "file of weights",
-    "/hybridrl/workers/train/export.py": "file of weights",
-    "/hybridrl/workers/train/megatron/export.py": "weight stream",
-    "/hybridrl/workers/rollout/": "weight stream",
-    "/hybridrl/workers/train/shards.py:full_tensor": "weight stream",
-    "/hybridrl/workers/train/offload.py:copy_to_host": "checkpoint",
-    "/hybridrl/workers/train/offload.py:__init__": "offloaded training state",
-    "/megatron/core/distributed/param_and_grad_buffer": "gradients",
-    "/megatron/core/optimizer/": "optimizer step",
-}
-"""Uses of memory, by the part of ``FILE:FUNCTION`` that made it; else ``activations``."""
-
 _FLASH = "_flash_attention_forward"
 """The kernel refuses types that its shapes alone would allow."""
-
-_FRAMES = 40
-"""Python frames that are searched for such a file."""
 
 _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 _OF_ONE_KERNEL = ("silu_backward", "_fused_rms_norm")
@@ -90,67 +70,6 @@ _SHAPED_BY_VALUES: dict[str, Callable[[Any, Any, float], tuple[int, ...]]] = {
 """Shapes for arguments, keyword arguments and the share of a mask that is True."""
 
 _SHAPES_ALONE = torch._C._TorchDispatchModeKey.FAKE
-
-_SEEDS = ("manual_seed", "manual_seed_all", "set_rng_state_all")
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """A storage that lives, or lived."""
-
-    num_bytes: int
-    device: torch.device
-    made_for: str
-    """The use that its maker makes of memory."""
-
-    use: str = ""
-    """Its use; ``FakeGpu.name`` gives storages that last their final names."""
-
-    def __post_init__(self) -> None:
-        self.use = self.use or self.made_for
-
-
-class Memory:
-    """The bytes of fake storages on one kind of device, and who had them at the fullest moment."""
-
-    def __init__(self) -> None:
-        self.allocated = self.reserved = self.peak = 0
-        self._before: Counter[Block] = Counter()
-        self._changes: list[tuple[Block, int]] = []
-
-    def change(self, block: Block, num_bytes: int) -> None:
-        """Count bytes that a block takes, or gives back if negative."""
-        self.allocated += num_bytes
-        self.reserved = max(self.reserved, self.allocated)
-        self.peak = max(self.peak, self.allocated)
-        self._changes.append((block, num_bytes))
-
-    def reset_peak(self) -> None:
-        """Begin to look for the fullest moment from here on."""
-        for block, num_bytes in self._changes:
-            self._before[block] += num_bytes
-        self._before = +self._before
-        self._changes = []
-        self.peak = self.allocated
-
-    def fullest_moments(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of each use at fullest moments since ``reset_peak``.
-
-        One for each kind of memory that was the last to be taken: with more layers another of them
-        may be the fullest of all.
-        """
-        uses: Counter[str] = Counter()
-        for block, num_bytes in self._before.items():
-            uses[block.use] += num_bytes
-        held = sum(uses.values())
-        most = {"": held}
-        moments = {"": dict(uses)}
-        for block, num_bytes in self._changes:
-            uses[block.use] += num_bytes
-            held += num_bytes
-            if num_bytes > 0 and held > most.get(block.made_for, 0):
-                most[block.made_for], moments[block.made_for] = held, dict(uses)
-        return moments
 
 
 class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -200,7 +119,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._blocks:
             return
-        block = Block(0, leaf.fake_device, _use())
+        block = Block(0, leaf.fake_device, use_of_caller())
 
         def end(_: object) -> None:
             self._resize(block, 0)
@@ -221,7 +140,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _patch_cuda(self, num_devices: int) -> None:
         cuda: Any = torch.cuda
-        for name, answer in _answers(self.num_bytes, num_devices).items():
+        for name, answer in answers(self.num_bytes, num_devices).items():
             for module in (cuda, cuda.random) if hasattr(cuda.random, name) else (cuda,):
                 setattr(module, name, lambda *_, answer=answer, **__: answer)
         cuda.default_generators = tuple(torch.Generator() for _ in range(num_devices))
@@ -428,34 +347,6 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events[f"{what} at {_line_of_product()}"] += 1
 
 
-def _answers(num_bytes: int, num_devices: int) -> dict[str, object]:
-    """Return answers of functions of ``torch.cuda`` that do not depend on arguments."""
-    properties = SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3",
-        major=9,
-        minor=0,
-        total_memory=num_bytes,
-        multi_processor_count=132,
-    )
-    state = torch.Generator().get_state()
-    nothing = ("set_device", "ipc_collect", "init", "_lazy_init", "set_rng_state", *_SEEDS)
-    return {
-        "is_available": True,
-        "is_initialized": True,
-        "is_bf16_supported": True,
-        "current_device": 0,
-        "device_count": num_devices,
-        "current_stream": Stream(),
-        "default_stream": Stream(),
-        "get_device_capability": (9, 0),
-        "get_device_properties": properties,
-        "get_device_name": properties.name,
-        "get_rng_state": state,
-        "get_rng_state_all": [state] * num_devices,
-        **dict.fromkeys(nothing),
-    }
-
-
 def _be_two_devices() -> None:
     """Let Python see ``cuda`` where C++ sees a device for which autograd has all it needs."""
     FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[method-assign,assignment]
@@ -489,7 +380,7 @@ def _patch_attention() -> None:
         is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's signature
         **options: Any,  # noqa: ANN401
     ) -> Tensor:
-        if not query_RNLD.is_cuda:
+        if not query_RNLD.is_cuda or options.get("enable_gqa"):  # the kernel takes equal heads
             done: Tensor = attend_by_choice(
                 query_RNLD, key_RNKD, value_RNKD, attn_mask, dropout_p, is_causal, **options
             )
@@ -617,19 +508,6 @@ def _real_if_small(leaf: object) -> object:
 # -- places in the program -----------------------------------------------------------------------
 
 
-def _use() -> str:
-    """Return the use of the memory that the caller makes, by the files on the stack."""
-    frame: FrameType | None = sys._getframe(2)
-    num_frames = 0
-    while frame is not None and num_frames < _FRAMES:
-        place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
-        for part, use in _PLACES.items():
-            if part in place:
-                return use
-        frame, num_frames = frame.f_back, num_frames + 1
-    return "activations"
-
-
 def _line_of_product() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -638,64 +516,3 @@ def _line_of_product() -> str:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return "torch"
-
-
-# -- torch.cuda ----------------------------------------------------------------------------------
-
-
-class Signal:
-    """A CUDA event: of a stream whose work is always done."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        """Take the arguments of ``torch.cuda.Event``."""
-
-    def record(self, *_: object) -> None:
-        """Mark a point of a stream."""
-
-    def wait(self, *_: object) -> None:
-        """Let a stream wait."""
-
-    def query(self) -> bool:
-        """Whether it is over."""
-        return True
-
-    def synchronize(self) -> None:
-        """Let the host wait."""
-
-    def elapsed_time(self, _: object) -> float:
-        """Return milliseconds: none."""
-        return 0.0
-
-
-class Stream:
-    """A CUDA stream."""
-
-    device = GPU
-    cuda_stream = stream_id = device_index = 0
-    device_type = 1
-
-    def __init__(self, *_: object, **__: object) -> None:
-        """Take the arguments of ``torch.cuda.Stream``."""
-
-    def wait_stream(self, _: object) -> None:
-        """Wait for the work of another stream."""
-
-    def wait_event(self, _: object) -> None:
-        """Wait for an event."""
-
-    def record_event(self, event: Signal | None = None) -> Signal:
-        """Mark a point of this stream."""
-        return event or Signal()
-
-    def query(self) -> bool:
-        """Whether its work is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """Let the host wait."""
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the stream."""

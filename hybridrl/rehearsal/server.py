@@ -24,8 +24,10 @@ from hybridrl.config.architecture import read_architecture
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.models.load import WeightFiles
-from hybridrl.rehearsal.gpu import GPU, Block, FakeGpu
+from hybridrl.rehearsal.gpu import FakeGpu
+from hybridrl.rehearsal.memory import Block
 from hybridrl.rehearsal.model_folder import HollowFile
+from hybridrl.rehearsal.torch_cuda import GPU
 from hybridrl.sampler import NO_VERSION, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import TensorSpan

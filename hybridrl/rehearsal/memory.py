@@ -1,0 +1,102 @@
+"""Bytes of fake storages: who has them, for what, and who had them at the fullest moment."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+_PLACES = {
+    "/torch/distributed/fsdp/": "gathered weights",
+    "/torch/optim/": "optimizer step",
+    "/hybridrl/models/load.py": "weights on their way in",
+    "/hybridrl/models/logprobs.py": "logits",
+    "/hybridrl/workers/sharding/weight_proof.py": "file of weights",
+    "/hybridrl/workers/train/export.py": "file of weights",
+    "/hybridrl/workers/train/megatron/export.py": "weight stream",
+    "/hybridrl/workers/rollout/": "weight stream",
+    "/hybridrl/workers/train/shards.py:full_tensor": "weight stream",
+    "/hybridrl/workers/train/offload.py:copy_to_host": "checkpoint",
+    "/hybridrl/workers/train/offload.py:__init__": "offloaded training state",
+    "/megatron/core/distributed/param_and_grad_buffer": "gradients",
+    "/megatron/core/optimizer/": "optimizer step",
+}
+"""Uses of memory, by the part of ``FILE:FUNCTION`` that made it; else ``activations``."""
+
+_FRAMES = 40
+"""Python frames that are searched for such a file."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A storage that lives, or lived."""
+
+    num_bytes: int
+    device: torch.device
+    made_for: str
+    """The use that its maker makes of memory."""
+
+    use: str = ""
+    """Its use; ``FakeGpu.name`` gives storages that last their final names."""
+
+    def __post_init__(self) -> None:
+        self.use = self.use or self.made_for
+
+
+class Memory:
+    """The bytes of fake storages on one kind of device, and who had them at the fullest moment."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = self.peak = 0
+        self._before: Counter[Block] = Counter()
+        self._changes: list[tuple[Block, int]] = []
+
+    def change(self, block: Block, num_bytes: int) -> None:
+        """Count bytes that a block takes, or gives back if negative."""
+        self.allocated += num_bytes
+        self.reserved = max(self.reserved, self.allocated)
+        self.peak = max(self.peak, self.allocated)
+        self._changes.append((block, num_bytes))
+
+    def reset_peak(self) -> None:
+        """Begin to look for the fullest moment from here on."""
+        for block, num_bytes in self._changes:
+            self._before[block] += num_bytes
+        self._before = +self._before
+        self._changes = []
+        self.peak = self.allocated
+
+    def fullest_moments(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of each use at fullest moments since ``reset_peak``.
+
+        One for each kind of memory that was the last to be taken: with more layers another of them
+        may be the fullest of all.
+        """
+        uses: Counter[str] = Counter()
+        for block, num_bytes in self._before.items():
+            uses[block.use] += num_bytes
+        held = sum(uses.values())
+        most = {"": held}
+        moments = {"": dict(uses)}
+        for block, num_bytes in self._changes:
+            uses[block.use] += num_bytes
+            held += num_bytes
+            if num_bytes > 0 and held > most.get(block.made_for, 0):
+                most[block.made_for], moments[block.made_for] = held, dict(uses)
+        return moments
+
+
+def use_of_caller() -> str:
+    """Return the use of the memory that the caller makes, by the files on the stack."""
+    frame: FrameType | None = sys._getframe(2)
+    num_frames = 0
+    while frame is not None and num_frames < _FRAMES:
+        place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
+        for part, use in _PLACES.items():
+            if part in place:
+                return use
+        frame, num_frames = frame.f_back, num_frames + 1
+    return "activations"
