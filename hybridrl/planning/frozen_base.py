@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.planning.plan import MemoryPlan
+from hybridrl.planning.plan import WITH_ENGINE, MemoryPlan
 
 Base = Literal["resident", "backup", "resend"]
 
 _DEVICE_MARGIN = 1.1  # assumed: no GPU has measured how far a plan is off
 _HOST_MARGIN = 1.2
 _GIB = 2**30
-_WITH_ENGINE = ("build", "generate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +55,7 @@ def base_plan(plan: MemoryPlan) -> BasePlan:
     Args:
         plan: with ``lora.base=resident``.
     """
-    training = [phase for phase in plan.phases if phase.name not in _WITH_ENGINE]
+    training = [phase for phase in plan.phases if phase.name not in WITH_ENGINE]
     return BasePlan(
         base_bytes=max(
             item.num_bytes

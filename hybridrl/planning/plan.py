@@ -9,6 +9,9 @@ from pathlib import Path
 
 from hybridrl.config.cluster import ClusterConfig
 
+WITH_ENGINE = ("build", "sync", "generate")
+"""Phases in which the rollout engine's weights are on the device, wherever it sleeps."""
+
 _GIB = 2**30
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 

@@ -24,7 +24,14 @@ from typing import Any
 from hybridrl.config.architecture import Architecture, architecture_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import HybridRLError, RehearsalError
-from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase, capacity_bytes
+from hybridrl.planning.plan import (
+    WITH_ENGINE,
+    MemoryItem,
+    MemoryKind,
+    MemoryPlan,
+    Phase,
+    capacity_bytes,
+)
 from hybridrl.planning.served import engine_memory
 
 _GIB = 2**30
@@ -50,7 +57,6 @@ _MAPPED = "weights on their way in"
 _FEWEST = 3
 """Layers of which one is first, one last and one between: from here on memory grows evenly."""
 
-_WITH_ENGINE = ("build", "sync", "generate")
 _AT_FULL_SIZE = "sync"
 """The phase that a few layers do not show: buckets of weights have a size of their own."""
 
@@ -272,7 +278,7 @@ def _outside(config: ExperimentConfig, model: Architecture, phase: str) -> Itera
     yield MemoryItem("SGLang's processes", _SERVER, MemoryKind.HOST)
     yield MemoryItem("routed experts", engine.server_routes, MemoryKind.HOST)
     keeps_base = config.lora.sends_adapters and config.lora.base == "backup"
-    if config.rollout.sleep and phase not in _WITH_ENGINE:
+    if config.rollout.sleep and phase not in WITH_ENGINE:
         if config.rollout.backup_weights == "always":
             yield MemoryItem("backup of rollout weights", engine.weights, MemoryKind.HOST)
         elif keeps_base:

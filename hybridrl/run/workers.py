@@ -100,7 +100,7 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
 def _plan_base(config: ExperimentConfig) -> BasePlan:
     log.info("executing a step on fake devices, some 30 s; lora.base=resident spares it")
     resident = replace(config, lora=replace(config.lora, base="resident"))
-    return base_plan(plan_by_execution(resident, report=log.info))
+    return base_plan(plan_by_execution(resident, is_quick=True, report=log.info))
 
 
 def _pools_of(
