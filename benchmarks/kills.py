@@ -21,11 +21,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.child import Child
 from hybridrl.checkpoint.compare import compare_runs
 from hybridrl.config.load import load_config
 from hybridrl.diagnostics.processes import members_of
 from hybridrl.main import compose
-from hybridrl.run.child import Child
 
 SMALL = (
     *("model.starter.hidden_size=32", "model.starter.num_layers=1"),

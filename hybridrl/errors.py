@@ -247,10 +247,6 @@ class ReplayError(HybridRLError, ValueError):
     """Recorded rollouts are missing, incomplete, or of another run than the one that replays."""
 
 
-class CertificateError(HybridRLError, RuntimeError):
-    """A run that was broken off and resumed did not end as one without a break."""
-
-
 class TrackerError(HybridRLError, RuntimeError):
     """The service of a tracker does not take the run."""
 

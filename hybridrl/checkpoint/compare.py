@@ -1,8 +1,13 @@
-"""Compare two run folders: metrics, samples and checkpoints, bitwise."""
+"""``python -m hybridrl.checkpoint.compare RUN OTHER_RUN``: metrics, samples, checkpoints, bitwise.
+
+Shows whether a run that was resumed ended as one without a break. Exit status: 0 every bit is the
+same, 1 one is not, or a run has nothing to compare.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +23,9 @@ _TIMED = ("time/", "throughput/", "memory/")
 
 _NOT_LEARNT = frozenset(("elapsed_s", "agent/tool_s/mean", "reward/early_fraction"))
 """Others that depend on the clock."""
+
+_NUM_NAMED = 5
+"""Differences of each kind that the command names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +164,24 @@ def _digests(folder: Path, files: tuple[FileEntry, ...]) -> dict[tuple[str, str]
         state = to_json_text(json.loads(metadata["notes"])["random"]).encode()
         digests[entry.name, "random"] = _Digest(len(state), zlib.crc32(state))
     return digests
+
+
+def main(first: Path, second: Path) -> int:
+    """Print what was compared and what differs; returns the exit status."""
+    try:
+        findings = compare_runs(first, second)
+    except (CheckpointError, OSError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    for finding in findings:
+        verdict = "DIFFERENT" if finding.differences else "same"
+        sys.stdout.write(f"{verdict}: {finding.what}, {finding.amount}\n")
+        for text in finding.differences[:_NUM_NAMED]:
+            sys.stdout.write(f"  {text}\n")
+    return int(any(finding.differences for finding in findings))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m hybridrl.checkpoint.compare RUN OTHER_RUN")
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -19,7 +19,7 @@ from hybridrl.config.spelling import flatten
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
 
-_FREE_SECTIONS = ("tracking.", "checkpoint.", "cluster.", "certify.")
+_FREE_SECTIONS = ("tracking.", "checkpoint.", "cluster.")
 _SHAPE = (
     *("actor.engine", "critic.engine", "megatron.layers", "megatron.overlap_communication"),
     *("megatron.tensor_parallel_size", "megatron.sequence_parallel"),

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.algorithm import AlgorithmConfig
-from hybridrl.config.certify import CertifyConfig
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.critic import CriticConfig
@@ -41,14 +40,11 @@ PAIR_MODES: tuple[str, ...] = ("dpo", "reward_model")
 class ExperimentConfig:
     """Mirrors hydra_configs/config.yaml: one field per section."""
 
-    mode: Literal[
-        "train", "check", "plan", "sft", "dpo", "reward_model", "certify", "eval", "doctor"
-    ]
+    mode: Literal["train", "check", "plan", "sft", "dpo", "reward_model", "eval", "doctor"]
     """``train`` runs reinforcement learning, ``sft`` supervised fine-tuning, ``dpo`` direct
     preference optimisation, ``reward_model`` trains a model that gives rewards. ``check`` validates
     ``train``, ``plan`` predicts its memory, ``doctor`` examines its rows; they start nothing.
-    ``certify`` verifies that this training resumes bitwise identical. ``eval`` evaluates a model
-    and trains nothing."""
+    ``eval`` evaluates a model and trains nothing."""
 
     seed: Annotated[int, Within(at_least=0, at_most=2**31 - 1, why="SGLang takes seeds of 31 bits")]
     """Seed of all randomness: model init, data order, sampling."""
@@ -95,7 +91,6 @@ class ExperimentConfig:
     checkpoint: CheckpointConfig
     """Checkpoints, from which a run resumes."""
 
-    certify: CertifyConfig
     """The test that a run resumes bitwise identical."""
 
     eval: EvalConfig

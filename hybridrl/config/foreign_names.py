@@ -31,6 +31,7 @@ _CHOICES: Mapping[tuple[str, str], str] = {
     ("algorithm", "dpo"): "set mode=dpo",
     ("rollout", "vllm"): "it is not supported yet; set rollout=sglang or rollout=hf",
     **{("actor", name): "set actor=fsdp2 or actor=megatron" for name in ("fsdp", "deepspeed")},
+    ("", "certify"): "leave it out, and type: python -m hybridrl.checkpoint.compare RUN OTHER_RUN",
     **{("tracking", name): TRACKERS for name in ("wandb", "mlflow", "swanlab")},
 }
 """By group of files and name."""

@@ -123,7 +123,7 @@ class Reader:
             return value
         names = [str(choice) for choice in choices]
         section, _, name = key.rpartition(".")
-        if name in ("name", "engine") and (
+        if name in ("name", "engine", "mode") and (
             answer := answer_choice(section, shown(value).strip("'"))
         ):
             return self._refuse(key, value, "must be one of " + ", ".join(names), fix=answer)

@@ -10,8 +10,6 @@ from hybridrl.errors import ConfigError
 _OF_SAMPLING = {"num_steps": "trainer.num_steps", "batch_size": "trainer.num_prompts_per_step"}
 """Keys of the modes that sample, by the name that other modes have for them."""
 
-_SAMPLING_MODES = ("train", "certify")
-
 
 def find_unread_keys(mode: str, typed: Sequence[str]) -> Iterator[ConfigError]:
     """Yield an error for each key that was typed and that only another mode reads.
@@ -22,7 +20,7 @@ def find_unread_keys(mode: str, typed: Sequence[str]) -> Iterator[ConfigError]:
         typed: overrides of the command line.
     """
     own = {name: f"{mode}.{name}" for name in _OF_SAMPLING}
-    if mode in _SAMPLING_MODES:
+    if mode == "train":
         own = _OF_SAMPLING
     elif mode not in OFFLINE_MODES:
         return  # they start nothing, or read the settings of several modes

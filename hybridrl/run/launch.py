@@ -19,7 +19,6 @@ from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.summary import sentence
 from hybridrl.diagnostics import trace
-from hybridrl.run.certify import certify
 from hybridrl.run.cluster import ray_cluster, show_workers_no_more
 from hybridrl.run.record import open_record
 from hybridrl.run.resume import finished_message, should_resume
@@ -52,7 +51,7 @@ def run_supervised(
     if config.mode == "train" and config.tracking.live != "off":
         sys.stdout.write(f"{'run':<20} {sentence(config)}\n")
         sys.stdout.flush()
-    has_begun = config.mode not in ("certify", "eval") and supervise(config)
+    has_begun = config.mode != "eval" and supervise(config)
     run(config, resolved_yaml=resolved_yaml, has_begun=has_begun, command=command)
 
 
@@ -73,17 +72,12 @@ def run(
 
     Raises:
         RunFolderError: the folder exists already and cannot continue, or cannot be written.
-        CertificateError: with ``mode=certify``, the resumed run was not bitwise identical.
         CheckpointError: the folder's run was begun with other settings.
         RunStopped: a signal ended it before its last step, after it was saved.
         RunInterrupted: a signal ended it at once.
         ResourceError: there is no Ray cluster, or it lacks the resources of the run.
     """
     env.prepare_process(config.cluster.num_threads_per_rank)  # the thread below imports torch
-    if config.mode == "certify":
-        with open_record(config, resolved_yaml=resolved_yaml) as record:
-            certify(config, record=record)
-        return
     resumes = config.mode != "eval" and (has_begun or should_resume(config))
     if resumes and (message := finished_message(config)):
         sys.stdout.write(f"{message}\n")

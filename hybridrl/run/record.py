@@ -113,14 +113,13 @@ def open_record(
         settings=asdict(config),
         config=config.tracking,
     )
-    num_steps = 3 if config.mode == "certify" else config.num_steps
     with run_log:
         log.configure(file=run_log.log_file)
         try_machine(run_log.folder)
         with (
             _summarized(config, command),
             _traced(run_log.folder, is_on=config.tracking.trace),
-            open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
+            open_live(config.tracking.live, num_steps=config.num_steps, stream=sys.stdout) as live,
         ):
             record = RunFolder(run_log, live)
             if resumes:
@@ -147,8 +146,7 @@ def _summarized(config: ExperimentConfig, command: Sequence[str]) -> Iterator[No
     finally:
         folder = Path(config.trainer.run_dir)
         _logger.info("run folder: %s", folder)
-        # certify trains in folders below this one, and eval prints a table of its own.
-        if config.mode not in ("certify", "eval"):
+        if config.mode != "eval":  # which prints a table of its own
             try_report(folder)
             if config.tracking.live != "off":
                 text = describe_end(config, command=command, error=ending)

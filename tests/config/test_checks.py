@@ -92,7 +92,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "algorithm.rollout_correction",
         "trainer.max_staleness=2 learns from tokens of earlier weights",
     ),
-    ((*AHEAD, "mode=certify"), "trainer.max_staleness", "compares a resumed run bitwise"),
     ((*AHEAD, "rollout.dump=true"), "trainer.max_staleness", "all prompts of a call in one file"),
     (
         (*AHEAD, "agent=proxy", "data=calculator", "agent.command=[sh]"),
@@ -685,7 +684,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "reaches back 4096 tokens (sliding_window), and that of SGLang over all of a row",
     ),
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
-    (("mode=certify", "rollout=sglang"), "rollout.engine", "a generator of its own"),
     (("rollout.transport=disk",), "rollout.transport", "ignored"),
     (
         ("rollout.oversample=2",),
@@ -705,7 +703,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*OPEN, *SERVERS), "rollout.oversample", "set trainer.max_staleness instead"),
     ((*OPEN, "rollout.dump=true"), "rollout.oversample", "all prompts of a call in one file"),
-    ((*OPEN, "mode=certify"), "rollout.oversample", "no tokens of open responses"),
     (
         (*SGLANG, *OPEN, "rollout.routed_experts=true"),
         "rollout.oversample",
@@ -713,7 +710,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("rollout.replay=empty",), "rollout.replay", "rollout.dump=true"),
     (("rollout.replay=old", "rollout.dump=true"), "rollout.dump", "a second copy"),
-    (("mode=certify", "rollout.replay=old"), "rollout.replay", "this is mode=certify"),
     (("mode=eval", "rollout.dump=true"), "rollout.dump", "this is mode=eval"),
     (
         ("rollout.replay=old", "trainer.run_dir=old", "trainer.overwrite=true"),

@@ -33,7 +33,7 @@ SCENES = [
     (),
     ("algorithm=ppo", "critic.placement=own_pool"),
     ("actor=megatron", "rollout=sglang", "lora=default", "cluster.num_ranks_per_node=8"),
-    ("cluster=one_gpu", "cluster.num_nodes=2", "cluster.ray_address=auto", "mode=certify"),
+    ("cluster=one_gpu", "cluster.num_nodes=2", "cluster.ray_address=auto", "mode=eval"),
     ("mode=sft", "data.task=null", "data.train_files=[a.jsonl]", "model.path=x"),
 ]
 # What a check may take at most: far more than it does, far less than a loop over 2^31.

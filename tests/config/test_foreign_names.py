@@ -149,7 +149,7 @@ def test_a_mistyped_key_of_ours_is_no_foreign_name() -> None:
 def test_each_key_that_an_answer_names_exists(answer: str) -> None:
     sections = "|".join(key for key in OWN if "." not in key)
     assert "<" not in answer
-    named = set(re.findall(rf"\b(?:{sections})(?:\.\w+)+", answer))
+    named = set(re.findall(rf"(?<![\w.])(?:{sections})(?:\.\w+)+", answer))
     assert {name for name in named if name.rpartition(".")[0] not in free_keys()} <= OWN
     chosen = set(re.findall(rf"\b({sections})=(\w+)", answer))
     assert named or chosen or answer.startswith("leave it out")
@@ -162,6 +162,7 @@ def test_each_key_that_an_answer_names_exists(answer: str) -> None:
     ("override", "answer"),
     [
         ("algorithm.name=rloo", "set algorithm=rloo"),
+        ("mode=certify", "python -m hybridrl.checkpoint.compare"),
         ("rollout.engine=vllm", "set rollout=sglang"),
         ("reward.function=my_reward.py", "set reward.function=my_reward.py:NAME"),
         ("data.train_files=[train.jsonl]", "set data=files to read them"),

@@ -14,9 +14,9 @@ from typing import Literal
 
 import psutil
 
+from benchmarks.child import Child
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.diagnostics.processes import members_of
-from hybridrl.run.child import Child
 from tests.waiting import wait_until
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import hybridrl
-from hybridrl.run.child import to_yaml
+from benchmarks.child import to_yaml
 from hybridrl.run.launch import run
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 

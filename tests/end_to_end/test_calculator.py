@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.child import to_yaml
 from hybridrl.checkpoint.compare import compare_runs
-from hybridrl.run.child import to_yaml
 from hybridrl.run.launch import run
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 

@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 
+from benchmarks.child import to_yaml
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.env import cache_dir
-from hybridrl.run.child import to_yaml
 from hybridrl.run.launch import run
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import ensure_starter

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridrl.run.child import to_yaml
+from benchmarks.child import to_yaml
 from hybridrl.run.launch import run
 from tests.end_to_end.small import read_metrics, small_config
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.child import to_yaml
 from hybridrl.errors import CheckpointError, DataError, ModelError, RunFolderError
-from hybridrl.run.child import to_yaml
 from hybridrl.run.launch import run
 from hybridrl.run.starter import write_random_model
 from hybridrl.workers.build import build_train_engine

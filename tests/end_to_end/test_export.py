@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.child import to_yaml
 from hybridrl import export
 from hybridrl.errors import CheckpointError, RunFolderError
-from hybridrl.run.child import to_yaml
 from hybridrl.run.export_checkpoint import export_checkpoint
 from hybridrl.run.launch import run
 from tests.end_to_end.small import small_config

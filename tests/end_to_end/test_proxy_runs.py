@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.child import to_yaml
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
-from hybridrl.run.child import to_yaml
 from hybridrl.run.launch import run
 from tests.end_to_end.small import read_metrics, small_config
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,10 +16,11 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from hybridrl.checkpoint.compare import compare_runs
+from benchmarks.child import to_yaml
+from hybridrl.checkpoint.compare import main as compare
 from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.env import ROOT
 from hybridrl.errors import CheckpointError, DataError, RemoteCallError, RunFolderError
-from hybridrl.run.child import to_yaml
 from hybridrl.run.launch import run
 from tests.end_to_end.small import VARIED, change_one_bit, read_metrics, small_config
 
@@ -52,22 +55,34 @@ def begun(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.shows("R2.1", "R6.1")
-def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(begun: Path, whole: Path) -> None:
+def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(
+    begun: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _run(begun, "trainer.num_steps=5")
     assert _metrics(begun) == _metrics(whole)
     assert _samples(begun) == _samples(whole)
     _assert_same_state(begun, whole)
     ours, theirs = (load_file(folder / "hf" / "model.safetensors") for folder in (begun, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert not any(finding.differences for finding in compare_runs(whole, begun))
+    assert compare(whole, begun) == 0
+    assert "same: optimizer, " in capsys.readouterr().out
     for name, path in (
         ("weights", max((begun / "checkpoints").glob("step-*/actor/*"))),
         ("samples", begun / "samples.jsonl"),
         ("metrics", begun / "metrics.jsonl"),
     ):
         change_one_bit(path)
-        different = {f.what for f in compare_runs(whole, begun) if f.differences}
-        assert name in different
+        assert compare(whole, begun) == 1
+        assert f"DIFFERENT: {name}, " in capsys.readouterr().out
+
+
+@pytest.mark.shows("R6.2")
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+def test_fifty_random_kills_in_a_row_end_bit_by_bit_or_with_a_named_error() -> None:
+    command = [sys.executable, "-m", "benchmarks.kills", "--kills", "50", "--seed", "1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2900)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.shows("R3.1")

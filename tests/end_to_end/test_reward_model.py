@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hybridrl.run.child import to_yaml
+from benchmarks.child import to_yaml
 from hybridrl.run.export_checkpoint import export_checkpoint
 from hybridrl.run.launch import run
 from tests.end_to_end.small import read_metrics, small_config

@@ -66,7 +66,6 @@ def test_recipe_takes_two_steps_with_more_layers(rehearse: Rehearse, name: str) 
     assert_woken_twice(rehearse(case_of(name)))
 
 
-@pytest.mark.nightly
 def test_smallest_recipe_takes_two_steps_with_all_its_layers(rehearse: Rehearse) -> None:
     assert_woken_twice(rehearse(case_of(WHOLE, num_layers=24)))
 

@@ -15,12 +15,6 @@ _CLIPPED = "algorithm.old_logprobs=sampler"
 _MASK = "off_policy_mask"
 _MASKED = f"algorithm.token_mask={_MASK}"
 
-NOT_BITWISE = (
-    "mode=certify compares a resumed run bitwise, and a checkpoint has no tokens of open "
-    "responses: they are sampled again, with newer weights"
-)
-"""Why a run that leaves responses open over its steps is refused."""
-
 
 def check_engines_can_sample_ahead(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Only engines on devices of their own sample while the trainer learns."""
@@ -36,10 +30,6 @@ def check_engines_can_sample_ahead(config: ExperimentConfig) -> Iterator[ConfigE
             remedies.append(("serving=own", "rollout.sleep=false", _WEIGHED))
         yield ConfigError(_KEY, steps, rule, remedies=remedies)
     refusals = (
-        (
-            config.mode == "certify",
-            NOT_BITWISE,
-        ),
         (
             config.rollout.dump,
             "rollout.dump has all prompts of a call in one file, and here a call answers others",

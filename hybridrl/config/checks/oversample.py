@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridrl.config.checks.asynchronous import NOT_BITWISE
 from hybridrl.config.checks.batch_sizes import BatchSizes
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.rollout import MOST_OVERSAMPLED
@@ -38,10 +37,6 @@ def check_oversample(config: ExperimentConfig) -> Iterator[ConfigError]:
             rollout.dump or rollout.replay is not None,
             "rollout.dump and rollout.replay have all prompts of a call in one file, and here a "
             "call answers some of them",
-        ),
-        (
-            config.mode == "certify",
-            NOT_BITWISE,
         ),
     )
     for is_refused, rule in refusals:

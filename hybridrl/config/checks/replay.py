@@ -9,15 +9,13 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.paths import flaw_of_folder
 from hybridrl.errors import ConfigError
 
-_NO_STEPS = ("eval", "certify")
-
 
 def check_recording(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rollouts are those of training steps, and a run that replays writes no others."""
     rollout = config.rollout
     for key, value in (("rollout.dump", rollout.dump), ("rollout.replay", rollout.replay)):
-        if value and config.mode in _NO_STEPS:
-            rule = f"belongs to the steps of mode=train, and this is mode={config.mode}"
+        if value and config.mode == "eval":
+            rule = "belongs to the steps of mode=train, and this is mode=eval"
             reset = "rollout.dump=false" if rollout.dump == value else "rollout.replay=null"
             yield ConfigError(key, value, rule, remedies=[(reset,)])
     if rollout.dump and rollout.replay is not None:
@@ -32,7 +30,7 @@ def check_recording(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_replayed_run(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The recorded run has rollouts, and is not deleted by the run that replays them."""
     replay = config.rollout.replay
-    if replay is None or config.mode in _NO_STEPS:
+    if replay is None or config.mode == "eval":
         return
     if flaw := flaw_of_folder(Path(replay) / "rollouts"):
         yield ConfigError(

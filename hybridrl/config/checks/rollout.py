@@ -193,20 +193,6 @@ def _ignored_by_sglang(config: ExperimentConfig, model: Architecture) -> Iterato
         )
 
 
-def check_certificate(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A bitwise comparison needs an engine that draws from the given seeds."""
-    rollout = config.rollout
-    is_seeded = rollout.engine_args.get("enable_deterministic_inference")
-    if config.mode == "certify" and rollout.engine == "sglang" and not is_seeded:
-        yield ConfigError(
-            "rollout.engine",
-            "sglang",
-            "SGLang draws from a generator of its own, so a resumed run samples other responses",
-            remedies=[("rollout=hf",)],
-            fix="set rollout.engine_args.enable_deterministic_inference=true, or rollout=hf",
-        )
-
-
 def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Weights travel only to an engine in another process."""
     key, transport = "rollout.transport", config.rollout.transport
@@ -267,7 +253,6 @@ RULES = (
     check_rollout_engine,
     check_rollout_keys_are_read,
     check_transport,
-    check_certificate,
     check_sglang_is_installed,
     check_engine_args,
     check_graphs_can_be_released,

@@ -1,8 +1,7 @@
-"""``python -m hybridrl.run.child config.yaml``: a run in a process of its own, without Hydra.
+"""``python -m benchmarks.child config.yaml``: a run in a process of its own, without Hydra.
 
-The file is a run folder's ``config.yaml``. Used where a run must be killed: ``mode=certify`` and
-the benchmarks. Exit status: 0 done, 1 the run failed, 2 configuration refused, 128 + the number of
-a signal that stopped it.
+The file is a run folder's ``config.yaml``. For runs that are killed. Exit status: 0 done, 1 the run
+failed, 2 configuration refused, 128 + the number of a signal that stopped it.
 """
 
 from __future__ import annotations
