@@ -129,7 +129,7 @@ POLICY_LOSS = PartKind(
         {
             "policy_losses.ppo": "ppo_clip",
             "policy_losses.sequence": "gspo rloo_clip gmpo vespo",
-            "policy_losses.reinforce": "reinforce cispo sapo opmd dro",
+            "policy_losses.reinforce": "reinforce cispo sapo dro",
             "policy_losses.divergence": "dppo_tv dppo_kl",
             "policy_losses.covariance": "clip_cov kl_cov",
         }

@@ -88,7 +88,6 @@ PLAIN: dict[str, Slopes] = {
         -(w := min(math.exp(sum(us)), 2.0)) * a * lp,
         -w * a,
     ),
-    "opmd": lambda lp, u, a, us: (-a * lp / 2, -a / 2),
     "dro": lambda lp, u, a, us: (-(a * lp - u * u / 2), -(a - u)),
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
@@ -176,7 +175,7 @@ def test_an_empty_microbatch_has_a_loss_with_a_gradient(name: str) -> None:
     total.backward()
 
 
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"opmd", "rloo_clip"} - COVARIANCE))
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"rloo_clip"} - COVARIANCE))
 def test_on_policy_every_gradient_is_that_of_reinforce(name: str) -> None:
     packed = make_packed(spread=0.0)
     slopes_T = packed.slopes(LOSSES[name])

@@ -22,8 +22,9 @@ def opmd(
 ) -> Tensor:
     """Subtract the group's baseline and divide by ``1 + tau``, as Trinity-RFT defines OPMD.
 
-    ``A[b] = (r[b] - baseline_g) / (1 + tau)`` for the loss ``-A * logprob`` averaged over tokens
-    (arXiv:2509.24203; derived from Kimi k1.5's mirror descent). Trinity divides the loss, which is
+    ``A[b] = (r[b] - baseline_g) / (1 + tau)`` for the loss ``-A * logprob`` averaged over tokens,
+    ``policy_loss=reinforce`` (arXiv:2509.24203; derived from Kimi k1.5's mirror descent: a squared
+    error, in which a baseline makes off-policy samples valid). Trinity divides the loss, which is
     the same. The gradient needs no log-probs of the policy that sampled. verl and TRL lack it.
 
     Args:

@@ -79,21 +79,6 @@ def cispo(
     )
 
 
-def opmd(
-    current_logprobs_T: Tensor, advantages_T: Tensor, *, temperature: NotNegative = 1.0
-) -> Tensor:
-    """Return ``-A logprob / (1 + temperature)`` per token (Trinity-RFT's OPMD; Kimi k1.5).
-
-    The objective is a squared error, in which a baseline makes off-policy samples valid: no ratio
-    and no old log-probs appear (arXiv:2509.24203). Trinity-RFT aggregates by token_mean.
-
-    Args:
-        advantages_T: float32, reward minus a baseline of its group.
-        temperature: the ``tau`` of the regularization, >= 0.
-    """
-    return -advantages_T.detach() * current_logprobs_T / (1 + temperature)
-
-
 def dro(
     current_logprobs_T: Tensor,
     old_logprobs_T: Tensor,

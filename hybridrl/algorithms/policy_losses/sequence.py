@@ -100,7 +100,8 @@ def gmpo(
     ``loss = -A exp(mean_t q_t)``, where ``q = min(current - old, clip_high)`` if A is positive, and
     ``max(current - old, -clip_low)`` if it is negative. Ranges are in nats: 0.4 is the paper's and
     TRL's; verl takes its ``clip_ratio``, 0.2. Aggregate by ``sequence_mean_token_mean``; verl and
-    TRL then also divide by rows without tokens.
+    TRL then also divide by rows without tokens. A weight of the sampler's correction multiplies its
+    token; verl multiplies the response by their geometric mean.
 
     Args:
         advantages_T: float32, one number per response.
