@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.agents.rollout import require_usable_agent
 from hybridrl.config.checks.batch_sizes import BatchSizes
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.summary import note_of_cut_sampling
 from hybridrl.data.sampler import RowOrder
 from hybridrl.data.source import PromptSource
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
@@ -49,6 +51,8 @@ from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.reward_models import load_reward_models
 from hybridrl.trainer.rollout_dump import Rollouts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +128,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
                 scores_of(config, reward_models, workers["actor"]),
                 early,
                 judges_of(config, judges, workers),
+                config.agent.max_failed_fraction,
             ),
             kl=kl,
             recording=recording,
@@ -214,6 +219,8 @@ class _ReinforcementLearning:
     ) -> Callable[[int], Algorithm]:
         """Return the function that gives the algorithm of step n, counted from 1."""
         rollout = self.config.rollout
+        if note := note_of_cut_sampling(self.config):
+            log.warning(note)
         given = Ingredients(
             policy=cast(Policy, workers["actor"]),
             engines=rollouts,

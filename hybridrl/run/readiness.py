@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from hybridrl import env
 from hybridrl.config.architecture import find_architecture
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.summary import note_of_cut_sampling
 from hybridrl.planning.rollout import BYTES
 from hybridrl.planning.split import count_parameters
 
@@ -44,6 +45,8 @@ def missing_here(config: ExperimentConfig, *, devices: Path = _DEVICES) -> Itera
             "cluster, or cluster=cpu"
         )
     yield from _long_sampling(config)
+    if config.samples and (note := note_of_cut_sampling(config)):
+        yield note
     yield from _full_disk(config)
     if "wandb" in config.tracking.trackers and not _has_login():
         yield (

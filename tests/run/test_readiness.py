@@ -34,6 +34,15 @@ def test_missing_gpus_are_a_note(
     assert all(word in note for word, note in zip(words, notes, strict=True))
 
 
+@pytest.mark.parametrize("key", ["rollout.top_p=0.9", "rollout.top_k=20"])
+def test_a_cut_distribution_is_a_note_while_training_alone(key: str) -> None:
+    [note] = missing_here(config_of(key))
+    assert f"{key} " in note
+    assert "gradients are biased" in note
+    assert "set rollout.top_p=1.0 rollout.top_k=0" in note
+    assert not list(missing_here(config_of(key, "mode=sft")))
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "has_note"),
     [
