@@ -48,6 +48,9 @@ class RolloutBatch(TensorClass):
     prompt_index_B: Tensor  # int64, same value for all responses to a prompt
     policy_version_B: Tensor  # int64, optimizer steps taken when its first token was sampled
     is_truncated_B: Tensor  # bool, True if the length limit and no stop token ended it
+    # bool, True if a tool, environment or program broke: `turns_BN` ends with the reason. None
+    # without an agent.
+    is_failed_B: Tensor | None = None
     # int16, jagged, the experts of each token in the rollout engine; -1 for the last token.
     # None if the engine does not return them.
     routed_experts_BLJK: Tensor | None = None

@@ -140,6 +140,7 @@ reward/by_source/{source} | reward | mean over one data source, if the step has 
 reward/zero_variance_group_fraction | 1 | groups whose responses all got one reward: no signal
 reward/zero_variance_groups/{reward} | groups | of these by that reward; the 8 most frequent ones
 reward/failed_fraction | 1 | responses that the reward function could not score, counted as 0
+reward/left_out_fraction | 1 | responses not learned from: something broke that is not the policy
 reward/unreadable_fraction | 1 | responses about which a judge gave no score
 reward/early_fraction | 1 | responses that were scored before the last one ended
 reward/{function}/mean | reward | the same of one of several functions, without its weight

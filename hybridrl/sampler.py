@@ -16,7 +16,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-FinishReason = Literal["stop", "length", "interrupted"]
+FinishReason = Literal["stop", "length", "interrupted", "failed"]
 
 NO_VERSION = -1
 """In place of a policy version: no weights have sampled anything yet."""
@@ -55,7 +55,8 @@ class Sample:
 
     finish_reason: FinishReason
     """``stop``: its last token is a stop token. ``length``: the limit or the context ended it.
-    ``interrupted``: its engine stopped, perhaps before the first token; it may be continued."""
+    ``interrupted``: its engine stopped, perhaps before the first token; it may be continued.
+    ``failed``: a tool, environment or program broke, and its conversation ends there."""
 
     weight_version: int
     """Policy version of the weights that sampled its first token."""
@@ -89,6 +90,11 @@ class Sample:
     def is_truncated(self) -> bool:
         """Whether the length limit ended it."""
         return self.finish_reason == "length"
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether something broke that is not the policy."""
+        return self.finish_reason == "failed"
 
     @property
     def is_interrupted(self) -> bool:

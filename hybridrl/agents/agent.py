@@ -54,8 +54,10 @@ async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:
     except (Exception, SystemExit) as error:  # any user code
         if conversation.sampler_error is not None:
             raise conversation.sampler_error from error
-        conversation.end("time" if deadline.expired() else "error")
-        if not deadline.expired():
+        if deadline.expired():
+            conversation.end("time")
+        else:
+            conversation.end("error", failure=last_line(error))
             log.warning("an agent failed, and its conversation ends there: %s", last_line(error))
     if conversation.sampler_error is not None:
         raise conversation.sampler_error

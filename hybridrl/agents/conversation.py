@@ -64,6 +64,7 @@ class Conversation:
         self._busy_lanes: set[int] = set()
         """Of the trace, by calls that run."""
         self._ended: Ended | None = None
+        self._failure = ""
         self.sampler_error: Exception | None = None
         """An error of the engine: unlike others it ends the run."""
 
@@ -284,15 +285,22 @@ class Conversation:
         self._sequences[-1].calls_behind_last_turn().append(record)
         self._results.append(result)
 
-    def end(self, ended: Ended) -> None:
-        """End it; the first reason counts."""
-        self._ended = self._ended or ended
+    def end(self, ended: Ended, *, failure: str = "") -> None:
+        """End it; the first reason counts.
+
+        Args:
+            failure: what broke, if it ends by an error.
+        """
+        if self._ended is None:
+            self._ended, self._failure = ended, failure
 
     def to_trajectory(self) -> Trajectory:
         """Return all sequences, without messages behind their last sampled turn.
 
         A conversation that ended before its first turn has one of no tokens, as an error.
         """
+        if self._ended is None and not self._num_sampled:
+            self.end("error", failure="the agent returned before it sampled a turn")
         closed = [sequence.close() for sequence in self._sequences]
         sequences = [sequence for sequence in closed if sequence is not None]
         if not sequences:
@@ -300,7 +308,8 @@ class Conversation:
             sequences = [TokenSequence(prompt, (Turn(prompt[:0], torch.zeros(0)),))]
         return Trajectory(
             sequences=tuple(sequences),
-            ended=self._ended or ("answer" if self._num_sampled else "error"),
+            ended=self._ended or "answer",
+            failure=self._failure,
             weight_version=self._weight_version,
             num_tool_calls=len(self._results),
             num_tool_errors=sum(result.is_error for result in self._results),

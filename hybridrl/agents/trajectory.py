@@ -8,7 +8,7 @@ the model computes its sequences one by one (``RolloutBatch.sequence_lengths_BQ`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridrl.agents.turn_records import (
     ASSISTANT,
+    FAILURE,
     HISTORY,
     UNKNOWN,
     CallRecord,
@@ -24,10 +25,13 @@ from hybridrl.agents.turn_records import (
     encode_turns,
 )
 from hybridrl.data.rows import Message
-from hybridrl.sampler import Sample
+from hybridrl.sampler import FinishReason, Sample
 
 Ended = Literal["answer", "turns", "tokens", "time", "error"]
 """Why a conversation ended: the agent was done, or the limit or error that ended it."""
+
+_FINISH: Mapping[Ended, FinishReason] = {"answer": "stop", "error": "failed"}
+"""Of the row; all else are limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,9 @@ class Trajectory:
 
     ended: Ended
 
+    failure: str
+    """Why it ended by an error; else empty."""
+
     weight_version: int
     """Policy version of the weights that sampled the last turn."""
 
@@ -132,6 +139,8 @@ class Trajectory:
             turns += [Turn(sequence.context, None), *sequence.turns]
             records.append(TurnRecord(HISTORY, len(sequence.context)))
             records += [turn.record() for turn in sequence.turns]
+        if self.failure:
+            records.append(TurnRecord(FAILURE, 0, (Message(FAILURE, self.failure),)))
         logprobs, is_sampled, rewards = [], [], []
         for turn in turns:
             zeros = torch.zeros(len(turn.token_ids))
@@ -141,7 +150,7 @@ class Trajectory:
         return Sample(
             token_ids=torch.cat([turn.token_ids for turn in turns]),
             logprobs=torch.cat(logprobs),
-            finish_reason="stop" if self.ended == "answer" else "length",
+            finish_reason=_FINISH.get(self.ended, "length"),
             weight_version=self.weight_version,
             is_sampled=torch.cat(is_sampled),
             rewards=torch.cat(rewards),

@@ -23,6 +23,8 @@ UNKNOWN = "environment"
 """Appended as tokens, by an agent that does not say what they mean."""
 HISTORY = "history"
 """The earlier conversation, which the chat template or the agent rendered again."""
+FAILURE = "failure"
+"""Why the conversation broke off, of no tokens: no message, for a person to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,14 @@ def turns_of(rollouts: RolloutBatch, row: int) -> Iterator[tuple[TurnRecord, ran
         at += turn.num_tokens
 
 
+def failure_of(rollouts: RolloutBatch) -> str:
+    """Return why the last conversation that broke did; there must be one."""
+    if rollouts.is_failed_B is None:
+        raise ValueError("rollouts without an agent")
+    [*_, (last, _)] = turns_of(rollouts, int(rollouts.is_failed_B.nonzero()[-1]))
+    return last.messages[0].content
+
+
 def messages_of(
     rollouts: RolloutBatch, row: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, str]]:
@@ -112,7 +122,7 @@ def messages_of(
     tokens_T = rollouts.token_ids_BL.values()
     said: list[dict[str, str]] = []
     for turn, at in turns_of(rollouts, row):
-        if turn.role == HISTORY:
+        if turn.role in (HISTORY, FAILURE):
             continue
         messages = [(message.role, message.content) for message in turn.messages]
         if not messages:

@@ -57,6 +57,10 @@ class AgentConfig:
     """Turns of the assistant in a conversation. ``rollout.max_response_tokens`` limits all tokens
     behind the prompt together, tool results and contexts of further sequences among them."""
 
+    max_failed_fraction: Annotated[float, Within(at_least=0.0, at_most=1.0, why="1 is all")]
+    """Share of a step's conversations that may break off by an error of a tool, environment or
+    program. They are left out of learning; with more of them the run ends with the last error."""
+
     timeout_s: Seconds
     """Seconds that a conversation may take. One that exceeds this or another limit ends truncated
     and is counted."""

@@ -75,8 +75,9 @@ class RewardConfig:
     """Seconds that one call may take: of a slice, or of one response with a function of
     ``response``."""
 
-    on_error: Literal["stop", "zero"]
-    """``stop`` ends the run with the failing response; ``zero`` scores it 0 and counts it."""
+    on_error: Literal["stop", "leave_out", "zero"]
+    """``stop`` ends the run with the failing response. ``leave_out`` learns from the others alone;
+    ``zero`` learns that it is worth 0, as if the policy were to blame. Both count it."""
 
     @property
     def parts(self) -> Mapping[str, RewardPart]:

@@ -55,6 +55,8 @@ def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
         metrics["reward/early_fraction"] = _mean(scores.is_early_B)
     if scores.is_unreadable_B is not None:
         metrics["reward/unreadable_fraction"] = _mean(scores.is_unreadable_B)
+    if scores.is_left_out_B is not None:
+        metrics["reward/left_out_fraction"] = _mean(scores.is_left_out_B)
     if num_responses > 1:
         metrics["reward/zero_variance_group_fraction"] = _flat(rewards_B, num_responses)
         metrics |= _flat_groups(rewards_B, num_responses)

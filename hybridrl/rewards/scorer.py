@@ -80,6 +80,10 @@ class Scores:
     is_unreadable_B: Tensor | None = None
     """bool, a judge's answer had no score; None: there is no judge."""
 
+    is_left_out_B: Tensor | None = None
+    """bool, something broke that is not the policy: nothing is learned from the response, and it
+    is in no group. None: nothing is left out."""
+
     def at(self, index_B: Tensor) -> Self:
         """Return the scores of these rows."""
         return replace(
@@ -88,6 +92,7 @@ class Scores:
             is_failed_BK=self.is_failed_BK[index_B],
             is_early_B=_rows_of(self.is_early_B, index_B),
             is_unreadable_B=_rows_of(self.is_unreadable_B, index_B),
+            is_left_out_B=_rows_of(self.is_left_out_B, index_B),
         )
 
     @staticmethod
@@ -99,6 +104,7 @@ class Scores:
             is_failed_BK=torch.cat([scores.is_failed_BK for scores in rounds]),
             is_early_B=_join([scores.is_early_B for scores in rounds]),
             is_unreadable_B=_join([scores.is_unreadable_B for scores in rounds]),
+            is_left_out_B=_join([scores.is_left_out_B for scores in rounds]),
         )
 
     @property
@@ -231,6 +237,7 @@ class RewardScorer:
             is_failed_BK,
             None if early is None else _in_time(early, len(inputs)),
             is_unreadable_B if self._judges else None,
+            is_failed_BK.any(dim=1) if self._config.on_error == "leave_out" else None,
         )
 
     def close(self) -> None:
@@ -316,9 +323,10 @@ class RewardScorer:
             f"to prompt {_shorten(inputs.prompts[row])}: {by_row[row][part]}"
         )
         if self._config.on_error == "stop":
-            raise RewardError(f"{message}; correct it, or set reward.on_error=zero")
+            raise RewardError(f"{message}; correct it, or set reward.on_error=leave_out")
         num_failed = int(is_failed_BK.any(dim=1).sum())
-        log.warning("scored 0: num_failed=%d of=%d; %s", num_failed, len(inputs), message)
+        done = "scored 0" if self._config.on_error == "zero" else "left out"
+        log.warning("%s: num_failed=%d of=%d; %s", done, num_failed, len(inputs), message)
 
     def _describe_function(self, name: str) -> str:
         key = "reward" if self._config.function else f"reward.functions.{name}"

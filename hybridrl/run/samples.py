@@ -7,7 +7,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.turn_records import ASSISTANT, turns_of
+from hybridrl.agents.turn_records import ASSISTANT, FAILURE, turns_of
 from hybridrl.batch import RolloutBatch, row_offsets
 from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.tokenizer import decode_responses
@@ -90,7 +90,9 @@ class SampleTaker:
         turns = tuple(
             SampleTurn(
                 turn.role,
-                self._tokenizer.decode(tokens_T[at.start : at.stop].tolist()),
+                turn.messages[0].content  # a reason, which no token has
+                if turn.role == FAILURE
+                else self._tokenizer.decode(tokens_T[at.start : at.stop].tolist()),
                 turn.num_tokens,
                 turn.calls,
                 rewards.get(at.start) if turn.role == ASSISTANT else None,

@@ -70,6 +70,8 @@ class Advantages:
     ) -> Targets:
         """Return the targets of the policy, and of the critic if there is one.
 
+        Statistics of groups and of the batch are of the rows that are learned from, as are charges.
+
         Args:
             kl: coefficient of the KL that rewards are charged.
             values_BL: of a critic.
@@ -78,9 +80,41 @@ class Advantages:
             TrainingError: an input is missing, or the part's result is not one number per response
                 or per token.
         """
-        rollouts = collected.rollouts
+        batch, is_kept_B = collected.batch, collected.is_kept_B
+        greedy_B = collected.greedy_rewards_B
+        if is_kept_B.all() or not is_kept_B.any():
+            return self._of(batch, logprobs, kl, values_BL, greedy_B)
+        rows = is_kept_B.nonzero()[:, 0]
+        lengths_B = row_lengths(batch.rollouts.token_ids_BL)
+        is_kept_T = is_kept_B.repeat_interleave(lengths_B)
+        if values_BL is not None:
+            values_BL = jagged_from(values_BL.values()[is_kept_T], lengths_B[rows])
+        greedy_B = None if greedy_B is None else greedy_B[rows]
+        of_kept = self._of(batch.rows_at(rows), logprobs[rows.tolist()], kl, values_BL, greedy_B)
+
+        def among_all(kept_BL: Tensor) -> Tensor:
+            values_T = torch.zeros(len(is_kept_T))
+            values_T[is_kept_T] = kept_BL.values()
+            return jagged_from(values_T, lengths_B)
+
+        return Targets(
+            among_all(of_kept.advantages_BL),
+            None if of_kept.returns_BL is None else among_all(of_kept.returns_BL),
+            of_kept.charged,
+        )
+
+    def _of(
+        self,
+        scored: ScoredRollouts,
+        logprobs: LogprobBatch,
+        kl: float,
+        values_BL: Tensor | None,
+        greedy_rewards_B: Tensor | None,
+    ) -> Targets:
+        rollouts, scores = scored.rollouts, scored.scores
         mask_BL = rollouts.response_mask_BL
-        rewards_BL, rewards_B, metrics = self._charge(collected.batch, logprobs, kl)
+        rewards_BL, rewards_B, metrics = self._charge(scored, logprobs, kl)
+        charges_B = scores.rewards_B - rewards_B
         result = self.part(
             rewards_B=rewards_B,
             rewards_BL=rewards_BL,
@@ -90,11 +124,11 @@ class Advantages:
             reference_logprobs_BL=logprobs.reference_logprobs_BL,
             sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
             values_BL=values_BL,
-            greedy_rewards_B=collected.greedy_rewards_B,
+            greedy_rewards_B=greedy_rewards_B,
             teacher_logprobs_BL=logprobs.teacher_logprobs_BL,
             squared_probs_BL=logprobs.squared_probs_BL,
-            reward_parts_BK=collected.batch.scores.reward_parts_BK,
-            reward_weights_K=collected.batch.scores.reward_weights_K,
+            reward_parts_BK=scores.reward_parts_BK - charges_B[:, None],
+            reward_weights_K=scores.reward_weights_K,
         )
         if isinstance(result, AdvantageEstimate):
             return Targets(

@@ -10,6 +10,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import RolloutBatch
 from hybridrl.data.prompt_step import PromptStep
@@ -49,6 +50,12 @@ class ScoredRollouts:
         """G, responses per prompt."""
         return len(self.rollouts) // len(self.task.rows)
 
+    def rows_at(self, index_B: Tensor) -> ScoredRollouts:
+        """Return some of the rows: of a prompt perhaps fewer than ``num_responses``."""
+        return replace(
+            self, rollouts=self.rollouts[index_B.tolist()], scores=self.scores.at(index_B)
+        )
+
     def prompts_at(self, index_P: Tensor) -> ScoredRollouts:
         """Return the prompts at these positions, with their responses."""
         prompts = index_P.tolist()
@@ -71,8 +78,8 @@ class Collected:
     batch: ScoredRollouts
     """As many prompts as the step has, kept ones before others: the update learns from it."""
 
-    is_kept_B: Tensor | None = None
-    """bool, rows of ``batch`` to learn from; None: all."""
+    is_kept_B: Tensor
+    """bool, rows of ``batch`` to learn from; statistics of groups and of the batch are of these."""
 
     greedy_rewards_B: Tensor | None = None
     """float32, reward of the greedy response to each row's prompt; None: not asked for."""
@@ -81,8 +88,8 @@ class Collected:
 
     @classmethod
     def of(cls, scored: ScoredRollouts) -> Self:
-        """Return a step that learns from all that it sampled."""
-        return cls(everything=scored, batch=scored)
+        """Return a step that learns from all that it sampled and could score."""
+        return cls(everything=scored, batch=scored, is_kept_B=_kept_rows(scored, None))
 
     @property
     def rollouts(self) -> RolloutBatch:
@@ -114,17 +121,21 @@ class Collector:
         if not self.samples_greedily:
             return collected
         batch = collected.batch
-        rewards_P = self._greedy(batch.task, clock).scores.rewards_B
-        rewards_B = rewards_P.repeat_interleave(batch.num_responses)
-        return replace(collected, greedy_rewards_B=rewards_B)
+        greedy = self._greedy(batch.task, clock)
+        rewards_B = greedy.scores.rewards_B.repeat_interleave(batch.num_responses)
+        is_sound_B = _kept_rows(greedy, None).repeat_interleave(batch.num_responses)
+        is_kept_B = collected.is_kept_B & is_sound_B
+        return replace(collected, greedy_rewards_B=rewards_B, is_kept_B=is_kept_B)
 
     def _filtered(self, first: ScoredRollouts, keep: Part, clock: Clock) -> Collected:
         num_prompts = len(first.task.rows)
-        rounds, is_kept_P = [first], _kept_groups(first, keep)
-        while len(rounds) < self.max_rounds and int(is_kept_P.sum()) < num_prompts:
+        rounds, kept = [first], [_kept_rows(first, keep)]
+        while len(rounds) < self.max_rounds and _num_groups(kept, first) < num_prompts:
             rounds.append(self._sample(clock))
-            is_kept_P = torch.cat([is_kept_P, _kept_groups(rounds[-1], keep)])
+            kept.append(_kept_rows(rounds[-1], keep))
         everything = _join(rounds)
+        is_kept_PG = torch.cat(kept).view(-1, first.num_responses)
+        is_kept_P = is_kept_PG.any(dim=1)
         best_first = torch.argsort(is_kept_P.int(), descending=True, stable=True)
         chosen = best_first[:num_prompts].sort().values
         batch = everything.prompts_at(chosen)
@@ -132,7 +143,7 @@ class Collector:
         return Collected(
             everything=everything,
             batch=batch,
-            is_kept_B=is_kept_P[chosen].repeat_interleave(batch.num_responses),
+            is_kept_B=is_kept_PG[chosen].view(-1),
             metrics={
                 "groups/sampled": Mean(len(is_kept_P)),
                 "groups/kept_fraction": Mean(num_kept, len(is_kept_P)),
@@ -158,12 +169,24 @@ class Collector:
         return ScoredRollouts(sampled.task, sampled.rollouts, scores)
 
 
-def _kept_groups(scored: ScoredRollouts, keep: Part) -> Tensor:
-    """Return bool [P], True for the prompts whose group is kept."""
-    is_kept_B: Tensor = keep(
-        rewards_B=scored.scores.rewards_B, group_B=scored.rollouts.prompt_index_B
-    )
-    return is_kept_B.view(-1, scored.num_responses)[:, 0]
+def _kept_rows(scored: ScoredRollouts, keep: Part | None) -> Tensor:
+    """Return bool [B]: rows that are not left out, of the groups that a filter keeps.
+
+    A group of which one row is left has nothing to compare it with, and is not kept.
+    """
+    rewards_B, group_B = scored.scores.rewards_B, scored.rollouts.prompt_index_B
+    is_kept_B = torch.ones(len(group_B), dtype=torch.bool)
+    if scored.scores.is_left_out_B is not None:
+        groups, is_kept_B = Groups.of(group_B), ~scored.scores.is_left_out_B
+        is_kept_B &= (groups.sum(is_kept_B) > 1) | (groups.sizes_B == 1)
+    rows = is_kept_B.nonzero()[:, 0]
+    if keep is not None and len(rows):
+        is_kept_B[rows] = keep(rewards_B=rewards_B[rows], group_B=group_B[rows])
+    return is_kept_B
+
+
+def _num_groups(kept: Sequence[Tensor], scored: ScoredRollouts) -> int:
+    return int(torch.cat(list(kept)).view(-1, scored.num_responses).any(dim=1).sum())
 
 
 def _join(rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:

@@ -173,7 +173,7 @@ class RolloutFiles:
         Args:
             origin: everything besides rows and responses on which the scores depend.
         """
-        early_B = scores.is_early_B
+        early_B, left_out_B = scores.is_early_B, scores.is_left_out_B
         values = {
             "origin": origin,
             "rows": row_digests(rows),
@@ -182,6 +182,7 @@ class RolloutFiles:
             "reward_parts_BK": scores.reward_parts_BK.tolist(),
             "is_failed_BK": scores.is_failed_BK.tolist(),
             "is_early_B": None if early_B is None else early_B.tolist(),
+            "is_left_out_B": None if left_out_B is None else left_out_B.tolist(),
         }
         atomic_write_text(self._scores_file(name), to_json_text(values) + "\n")
 
@@ -196,13 +197,14 @@ class RolloutFiles:
             return None
         values = _read_json(path)
         shape = (-1, len(values["names"]))
-        early = values["is_early_B"]
+        early, left_out = values["is_early_B"], values.get("is_left_out_B")
         scores = Scores(
             tuple(values["names"]),
             torch.tensor(values["reward_weights_K"], dtype=torch.float32),
             torch.tensor(values["reward_parts_BK"], dtype=torch.float32).view(shape),
             torch.tensor(values["is_failed_BK"], dtype=torch.bool).view(shape),
             None if early is None else torch.tensor(early, dtype=torch.bool),
+            is_left_out_B=None if left_out is None else torch.tensor(left_out, dtype=torch.bool),
         )
         return RecordedScores(scores, values["rows"], values["origin"])
 

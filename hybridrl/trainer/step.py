@@ -87,8 +87,11 @@ class ActorCriticOptimization:
         with clock("advantage"):
             targets = self.advantages(collected, logprobs, kl=self.kl.value, values_BL=values_BL)
             batch = self.build_batch(collected, logprobs, targets.advantages_BL)
-            critic_batch = build_critic_batch(rollouts, values_BL, targets)
-            values = describe_values(critic_batch.returns_BL, values_BL, rollouts.response_mask_BL)
+            critic_batch = build_critic_batch(
+                rollouts, values_BL, targets, is_kept_B=collected.is_kept_B
+            )
+            mask_BL = critic_batch.response_mask_BL
+            values = describe_values(critic_batch.returns_BL, values_BL, mask_BL)
         with clock("update"):
             critic_update = self.critic.update(self.balance_critic(critic_batch))  # meanwhile:
             update = self.update_policy(batch, kl_coefficient=self.kl.in_loss) | targets.charged

@@ -59,9 +59,7 @@ class TrainBatches:
         Rows that are not learned from keep their tokens and have an empty response mask.
         """
         rollouts = collected.rollouts
-        mask_BL = rollouts.response_mask_BL
-        if collected.is_kept_B is not None:
-            mask_BL = without_rows(mask_BL, ~collected.is_kept_B)
+        mask_BL = without_rows(rollouts.response_mask_BL, ~collected.is_kept_B)
         if self.mask_truncated:
             mask_BL = without_rows(mask_BL, rollouts.is_truncated_B)
         if self.row_filter is not None:
@@ -134,17 +132,23 @@ def build_train_batch(
     )
 
 
-def build_critic_batch(rollouts: RolloutBatch, values_BL: Tensor, targets: Targets) -> CriticBatch:
+def build_critic_batch(
+    rollouts: RolloutBatch, values_BL: Tensor, targets: Targets, *, is_kept_B: Tensor | None = None
+) -> CriticBatch:
     """Build the batch of the critic's update, [B] rows.
+
+    Args:
+        is_kept_B: bool, rows to learn from: the masks of others are empty. None: all.
 
     Raises:
         TrainingError: the advantage gave no returns.
     """
     if targets.returns_BL is None:
         raise TrainingError("a critic learns from returns, and the advantage gave none")
+    mask_BL = rollouts.response_mask_BL
     return CriticBatch(
         token_ids_BL=rollouts.token_ids_BL,
-        response_mask_BL=rollouts.response_mask_BL,
+        response_mask_BL=mask_BL if is_kept_B is None else without_rows(mask_BL, ~is_kept_B),
         old_values_BL=values_BL,
         returns_BL=targets.returns_BL,
         sequence_lengths_BQ=rollouts.sequence_lengths_BQ,

@@ -21,6 +21,19 @@ class AsksTwice:
         await conversation.sample()
 
 
+class BreaksOff:
+    """Has a tool that breaks in the conversation of every other row."""
+
+    appended_roles = ("tool",)
+
+    async def run(self, conversation: Conversation) -> None:
+        await conversation.sample()
+        if int(conversation.row.answer) % 2:
+            raise ConnectionError("the tool's server is away")
+        conversation.append([Message("tool", "7")])
+        await conversation.sample()
+
+
 class TellsTheAnswer:
     """Plays a user who knows the answer."""
 

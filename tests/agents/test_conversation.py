@@ -146,7 +146,7 @@ async def _silent(conversation: Conversation) -> None:
     ],
     ids=["turns", "caught", "tokens behind a turn", "tokens in a turn", "time", "raises", "silent"],
 )
-def test_a_limit_ends_a_conversation_as_truncated(
+def test_a_limit_ends_a_conversation_as_truncated_and_an_error_as_failed(
     function: Callable[[Conversation], Awaitable[None]],
     limited: Callable[[Setting], Setting],
     ended: str,
@@ -158,7 +158,8 @@ def test_a_limit_ends_a_conversation_as_truncated(
     trajectory = _hold(ByFunction(function), setting)
 
     assert trajectory.ended == ended
-    assert trajectory.to_sample().is_truncated
+    assert trajectory.to_sample().is_truncated == (ended != "error")
+    assert trajectory.to_sample().is_failed == (ended == "error")
     assert trajectory.num_sampled_turns == num_turns
     _require_as_sampled(trajectory, sampler)
 

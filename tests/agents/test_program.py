@@ -80,7 +80,7 @@ def test_a_program_without_an_answer_is_counted(
 
     assert message in caplog.text
     assert metrics["agent/ended_by_error_fraction"] == Mean(4, 4)
-    assert all(sample.is_truncated for sample in samples)
+    assert all(sample.is_failed for sample in samples)
 
 
 def test_a_program_gets_no_key_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ def test_history_that_was_rendered_anew_is_no_message() -> None:
             TokenSequence(torch.tensor([72, 73, 74]), (sampled[1],)),
         ),
         ended="answer",
+        failure="",
         weight_version=0,
         num_tool_calls=0,
         num_tool_errors=0,

@@ -630,6 +630,14 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("algorithm.kl.target_nats=0.1",), "algorithm.kl.target_nats", "no coefficient to adapt"),
     (("algorithm.teacher_path=model",), "algorithm.teacher_path", "reads no teacher"),
     (
+        (
+            *(*_FOLDER, "model.path=model", "algorithm=distillation"),
+            *("algorithm.teacher_path=model", "algorithm.soft_overlong_tokens=4"),
+        ),
+        "algorithm.soft_overlong_tokens",
+        "reads no reward",
+    ),
+    (
         ("algorithm.soft_overlong_tokens=90",),
         "algorithm.soft_overlong_tokens",
         "at most rollout.max_response_tokens",

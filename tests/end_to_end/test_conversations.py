@@ -12,6 +12,7 @@ import pytest
 from benchmarks.child import to_yaml
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.env import cache_dir
+from hybridrl.errors import AgentError
 from hybridrl.run.launch import run
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import ensure_starter
@@ -64,6 +65,25 @@ def test_conversations_are_trained_and_can_be_read(tmp_path: Path) -> None:
         spans = [(event["pid"], event["tid"]) for event in events if event["name"] == name]
         assert len({pid for pid, _ in spans}) == 2  # ranks
         assert all(tracks[span].startswith("conversation ") for span in spans)
+
+
+def test_conversations_that_break_off_are_not_learned_from(tmp_path: Path) -> None:
+    breaking = f"agent.loop={OWN}:BreaksOff"
+    steps = _train(tmp_path / "run", breaking, "algorithm=ppo", "agent.max_failed_fraction=0.9")
+
+    for step in steps:
+        assert 0 < step["agent/ended_by_error_fraction"] == step["reward/left_out_fraction"] < 1
+        assert step["rollout/truncated_fraction"] < 1
+    assert max(step["policy/grad_norm"] for step in steps) > 0
+    lines = (tmp_path / "run/samples.jsonl").read_text(encoding="utf-8").splitlines()
+    turns = [turn for line in lines for turn in json.loads(line).get("turns", ())]
+    reasons = {turn["text"] for turn in turns if turn["role"] == "failure"}
+    assert {reason.partition(" (")[0] for reason in reasons} == {
+        "ConnectionError: the tool's server is away"
+    }
+
+    with pytest.raises(AgentError, match=r"the tool's server is away.*max_failed_fraction=0\.1"):
+        _train(tmp_path / "ended", breaking, "agent.max_failed_fraction=0.1")
 
 
 @pytest.mark.parametrize(

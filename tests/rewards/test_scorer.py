@@ -171,7 +171,7 @@ def test_failed_function_raises_with_response_or_scores_zero(
     message = str(raised.value)
     assert ".py:reward: response 2 'bad' to prompt 'prompt 2': " in message
     assert reason in message
-    assert message.endswith("set reward.on_error=zero")
+    assert message.endswith("set reward.on_error=leave_out")
 
     forgiving = open_scorer(body, on_error="zero", timeout_s=1.0)
     for _ in range(2):  # it works on after a failure

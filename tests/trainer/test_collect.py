@@ -125,7 +125,7 @@ def test_without_a_filter_all_responses_are_learned_from() -> None:
     )
     collected = collector(Clock())
     assert collected.batch is collected.everything
-    assert collected.is_kept_B is None
+    assert collected.is_kept_B.all()
     assert source.num_drawn == NUM_PROMPTS
 
 
@@ -133,7 +133,6 @@ def test_groups_without_signal_are_replaced_by_further_prompts() -> None:
     collected, policy, source = collect(frozenset({1, 4, 6, 8}), max_rounds=5)
     assert prompts_of(collected.everything) == list(range(9))
     assert prompts_of(collected.batch) == [1, 4, 6]
-    assert collected.is_kept_B is not None
     assert collected.is_kept_B.all()
     assert policy.asked == [(3, 2, 1.0)] * 3
     assert source.num_drawn == 9
@@ -149,7 +148,6 @@ def test_sampling_ends_after_the_last_round() -> None:
     collected, policy, _ = collect(frozenset({4}), max_rounds=2)
     assert len(policy.asked) == 2
     assert prompts_of(collected.batch) == [0, 1, 4]  # as many as a step has
-    assert collected.is_kept_B is not None
     assert collected.is_kept_B.tolist() == [False] * 4 + [True] * 2
     assert values(collected)["groups/learned"] == 1
 
@@ -181,7 +179,6 @@ def test_a_batch_has_the_earliest_groups_with_signal(
     assert len(chosen) == NUM_PROMPTS
     assert chosen == sorted(chosen)
     assert set(kept) <= set(chosen)
-    assert collected.is_kept_B is not None
     learned = [n for n, is_kept in zip(chosen, collected.is_kept_B[::2], strict=True) if is_kept]
     assert learned == kept
     assert len(kept) == NUM_PROMPTS or len(policy.asked) == max_rounds

@@ -51,6 +51,7 @@ def _trajectory(number: int, drawn: Drawn) -> Trajectory:
     return Trajectory(
         sequences=tuple(sequence(*each) for each in drawn),
         ended="answer",
+        failure="",
         weight_version=0,
         num_tool_calls=0,
         num_tool_errors=0,

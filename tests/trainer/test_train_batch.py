@@ -46,7 +46,7 @@ def batch_of(
     rewards_B1 = torch.tensor([[0.0], [1.0], [1.0], [0.5]])
     scores = Scores(("one",), torch.ones(1), rewards_B1, rewards_B1 < 0)
     scored = ScoredRollouts(nothing, rollouts, scores)
-    kept_B = None if is_kept is None else torch.tensor(is_kept)
+    kept_B = torch.tensor([True] * 4 if is_kept is None else is_kept)
     batches = TrainBatches(
         dp_size=1,
         num_minibatches=1,

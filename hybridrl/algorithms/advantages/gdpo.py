@@ -32,7 +32,8 @@ def gdpo(
     reward with a large range does not drown the others.
 
     Args:
-        reward_parts_BK: float32 [B, K].
+        reward_parts_BK: float32 [B, K], each less what the response is charged. So with one reward
+            it is GRPO's, whitened.
         reward_weights_K: float32 [K].
         whiten_over: ``sequences`` counts each row once, ``(x - mean) / (std + std_floor)``: the
             paper as TRL restates it; TRL is ``std_floor=1e-4``. ``tokens`` is verl: a row counts

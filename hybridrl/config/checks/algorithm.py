@@ -12,6 +12,9 @@ from hybridrl.config.paths import flaw_of_folder
 from hybridrl.config.rejection import read_rejections
 from hybridrl.errors import ConfigError, ModelError
 
+_REWARDS = ("rewards_B", "rewards_BL", "reward_parts_BK")
+"""Inputs of an advantage that are less the charges."""
+
 
 def check_group_has_a_baseline(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A part that compares responses to the same prompt needs several."""
@@ -125,6 +128,20 @@ def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
 
 
+def check_charges_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Rewards are charged only where the advantage reads them."""
+    algorithm = config.algorithm
+    if any(parts.ADVANTAGE.reads(algorithm.advantage, name) for name in _REWARDS):
+        return
+    rule = f"would be ignored: algorithm.advantage={algorithm.advantage} reads no reward"
+    if algorithm.soft_overlong_tokens:
+        key = "algorithm.soft_overlong_tokens"
+        yield ConfigError(key, algorithm.soft_overlong_tokens, rule, remedies=[(f"{key}=0",)])
+    if algorithm.kl.placement == "reward":
+        key = "algorithm.kl.placement"
+        yield ConfigError(key, "reward", rule, remedies=[(f"{key}=loss",)])
+
+
 def check_reference_is_loaded(config: ExperimentConfig) -> Iterator[ConfigError]:
     """An advantage that reads the reference's log-probs needs the reference."""
     advantage, kl = config.algorithm.advantage, config.algorithm.kl
@@ -229,6 +246,7 @@ RULES = (
     check_old_logprobs,
     check_rollout_correction,
     check_kl_penalty,
+    check_charges_are_read,
     check_reference_is_loaded,
     check_teacher,
     check_overlong_penalty,

@@ -63,6 +63,7 @@ def assemble_rollouts(
             [each.weight_version if has_versions else policy_version for each in responses]
         ),
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
+        is_failed_B=_failed(responses),
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
         sequence_lengths_BQ=_sequence_lengths(responses),
         turns_BN=_turns(responses),
@@ -101,6 +102,12 @@ def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
         end = len(response.context) + len(response.token_ids)
         lengths.append(torch.tensor([*begins, end]).diff())
     return jagged(lengths)
+
+
+def _failed(responses: Sequence[Sample]) -> Tensor | None:
+    if any(response.turns is None for response in responses):
+        return None
+    return torch.tensor([response.is_failed for response in responses])
 
 
 def _turns(responses: Sequence[Sample]) -> Tensor | None:

@@ -1,0 +1,524 @@
+"""Each ``algorithm=NAME``, as Hydra composes it, against its formula: advantage, loss and weights.
+
+A step of the product with a policy that is a table: a log-prob for each token. What is compared is
+the gradient of the step's loss by each of them, in plain Python on the other side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.load import require_part
+from hybridrl.batch import (
+    CriticBatch,
+    LogprobBatch,
+    PromptBatch,
+    RolloutBatch,
+    TrainBatch,
+    ValueBatch,
+    jagged,
+    jagged_from,
+)
+from hybridrl.config import parts
+from hybridrl.config.checks.violations import find_violations
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import read_config
+from hybridrl.data.prompt_step import PromptStep
+from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.rows import Row
+from hybridrl.env import ROOT
+from hybridrl.metrics import Metrics
+from hybridrl.rewards.scorer import Scores
+from hybridrl.sampler import SamplingParams
+from hybridrl.trainer.batches import Sampled
+from hybridrl.trainer.build_algorithm import (
+    Ingredients,
+    build_actor_critic,
+    build_policy_optimization,
+)
+from hybridrl.trainer.kl_coefficient import KLCoefficient
+from hybridrl.workers.build import build_policy_loss
+from hybridrl.workers.train.backend import StepOutcome
+from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.microbatcher import MicroBatcher
+from hybridrl.workers.train.optimizer import StepResult
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from tests.algorithms.test_all_policy_losses import dppo_tv, gmpo, sapo, surrogate, vespo
+from tests.config.values import values_of
+
+Rows = list[list[float]]
+CPU = torch.device("cpu")
+ALGORITHMS = sorted(file.stem for file in (ROOT / "hydra_configs/algorithm").glob("*.yaml"))
+GROUP_SIZE, NUM_PROMPT_TOKENS, MAX_TOKENS = 3, 2, 6
+LENGTHS = [1, 3, 2, 4, 2, 2, 3, 1, 4]
+# Two rewards; in the last group all responses have the same.
+PARTS = [[1.0, 0.5], [0.0, 0.5], [1.0, 2.0], [0.0, 0.0], [0.0, 1.0], [2.0, 1.0], *[[1.0, 1.0]] * 3]
+WEIGHTS = [1.0, 0.5]
+GREEDY = [0.5, 1.0, 0.25]
+REWARDS = [math.fsum(w * r for w, r in zip(WEIGHTS, row, strict=True)) for row in PARTS]
+GROUPS = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+GROUP_OF = [n // GROUP_SIZE for n in range(len(REWARDS))]
+
+
+def table(seed: int, low: float, high: float) -> Rows:
+    """A number for each response token."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.rand(sum(LENGTHS), generator=generator) * (high - low) + low
+    return [row.tolist() for row in draw.split(LENGTHS)]
+
+
+CURRENT, MOVES = table(0, -2.0, -0.3), table(1, -0.35, 0.35)
+OLD = [[c - u for c, u in zip(*rows, strict=True)] for rows in zip(CURRENT, MOVES, strict=True)]
+VALUES, TEACHER, SQUARED = table(2, 0.0, 1.0), table(3, -2.0, -0.3), table(4, 0.2, 0.9)
+
+
+def column(rows: Rows) -> Tensor:
+    """A column of the batch, with 0 at the prompt's tokens."""
+    return jagged([torch.tensor([0.0] * NUM_PROMPT_TOKENS + row) for row in rows])
+
+
+LENGTHS_B = torch.tensor(LENGTHS) + NUM_PROMPT_TOKENS
+MASK_BL = jagged([torch.arange(n) >= NUM_PROMPT_TOKENS for n in LENGTHS_B.tolist()])
+ROLLOUTS = RolloutBatch(
+    token_ids_BL=jagged_from(torch.arange(int(LENGTHS_B.sum())), LENGTHS_B),  # no two are alike
+    response_mask_BL=MASK_BL,
+    sampler_logprobs_BL=column(OLD),
+    prompt_index_B=torch.tensor(GROUP_OF),
+    policy_version_B=torch.zeros(len(LENGTHS), dtype=torch.int64),
+    is_truncated_B=torch.zeros(len(LENGTHS), dtype=torch.bool),
+    batch_size=[len(LENGTHS)],
+)
+PROMPTS = [TokenizedRow(Row(f"p{n}", "a", "s", f"f:{n}"), f"p{n}", torch.arange(2)) for n in GROUPS]
+TASK = PromptStep(
+    PromptBatch(
+        token_ids_PL=jagged([torch.arange(2)] * 3),
+        prompt_index_P=torch.arange(3),
+        seed_P=torch.arange(3),
+        batch_size=[3],
+    ),
+    tuple(PROMPTS),
+)
+
+
+class TableBackend:
+    """A model that is a table of log-probs, by token id."""
+
+    folder, device, is_output_rank, weight_sets, adapter = ROOT, CPU, True, (), None
+
+    def __init__(self) -> None:
+        self.data_ranks = Ranks(CPU)
+        self.logprobs_V = column(CURRENT).values().clone().requires_grad_()
+        self.batcher = MicroBatcher(
+            kernel="padded", max_tokens=10_000, ranks=self.data_ranks, device=CPU
+        )
+
+    def microbatches(self, rows: Any) -> Any:
+        self.token_ids_N = rows.token_ids_BL.values()
+        return self.batcher.divide(rows.token_ids_BL, rows.response_mask_BL)
+
+    def train_step(self, microbatches: Any, _compute: Any, loss_of: Any) -> StepOutcome:
+        for microbatch in microbatches:
+            current_S = self.logprobs_V[self.token_ids_N[microbatch.token_index_S]]
+            loss, _ = loss_of(microbatch, (current_S, torch.zeros_like(current_S)))
+            loss.backward()
+        return StepOutcome(StepResult(1.0, 0.0, is_skipped=False), {})
+
+
+@dataclass
+class TablePolicy:
+    """Samples, scores and learns as the ranks would, in this process."""
+
+    config: ExperimentConfig
+    rows: list[int]
+    """The responses that there are."""
+
+    backend: TableBackend = field(default_factory=TableBackend)
+
+    def begin(self, step: int) -> None:
+        """All steps are alike."""
+
+    def __call__(self, _: SamplingParams) -> Sampled:
+        return Sampled(TASK, ROLLOUTS[self.rows])
+
+    def generate(self, _prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
+        assert sampling.temperature == 0
+        return ROLLOUTS[[0, 3, 6]]
+
+    def compute_logprobs(self, _: RolloutBatch) -> LogprobBatch:
+        is_recomputed = self.config.algorithm.old_logprobs == "recompute"
+        return LogprobBatch(
+            old_logprobs_BL=column(OLD) if is_recomputed else None,
+            teacher_logprobs_BL=column(TEACHER),
+            squared_probs_BL=column(SQUARED),
+            batch_size=[len(LENGTHS)],
+        )[self.rows]
+
+    def update(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
+        assert kl_coefficient == 0
+        return PolicyEngine(self.backend).update(  # type: ignore[arg-type]
+            batch,
+            loss=build_policy_loss(self.config),
+            aggregation=require_part(self.config.algorithm, parts.AGGREGATION),
+            temperature=1.0,
+            max_response_tokens=MAX_TOKENS,
+        )
+
+
+@dataclass(frozen=True)
+class Done:
+    """A call that is over."""
+
+    result: Any
+
+    def get(self) -> Any:
+        return self.result
+
+
+@dataclass
+class TableCritic:
+    """Values responses from a table, and keeps what it shall learn."""
+
+    rows: list[int]
+    batch: CriticBatch | None = None
+
+    def compute_values(self, _: RolloutBatch) -> Done:
+        batch = ValueBatch(values_BL=column(VALUES), batch_size=[len(LENGTHS)])
+        return Done(batch[self.rows])
+
+    def update(self, batch: CriticBatch) -> Done:
+        self.batch = batch
+        return Done({})
+
+
+@dataclass(frozen=True)
+class TableReward:
+    """Rewards from a table."""
+
+    rows: list[int]
+    left_out: list[int]
+
+    def while_sampling(
+        self, _: PromptStep, sampling: SamplingParams
+    ) -> AbstractContextManager[SamplingParams]:
+        return nullcontext(sampling)
+
+    def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
+        is_greedy = len(rollouts) == len(task.rows)
+        values = [[g, 0.0] for g in GREEDY] if is_greedy else [PARTS[n] for n in self.rows]
+        parts_BK = torch.tensor(values)
+        is_left_out_B = None if is_greedy else torch.tensor([n in self.left_out for n in self.rows])
+        return Scores(
+            *(("one", "two"), torch.tensor(WEIGHTS), parts_BK, parts_BK < 0),
+            is_left_out_B=is_left_out_B,
+        )
+
+
+def slopes_of(
+    config: ExperimentConfig, rows: Sequence[int] = range(9), left_out: Sequence[int] = ()
+) -> Rows:
+    """Return the gradient of a step's loss by the log-prob of each response token."""
+    policy: Any = TablePolicy(config, [*rows])
+    critic = TableCritic([*rows])
+    given = Ingredients(
+        policy=policy,
+        engines=policy,
+        batches=policy,
+        sampling=SamplingParams(
+            num_responses_per_prompt=GROUP_SIZE,
+            max_response_tokens=MAX_TOKENS,
+            temperature=1.0,
+            stop_token_ids=(0,),
+        ),
+        reward=TableReward([*rows], [*left_out]),
+        kl=KLCoefficient(config.algorithm.kl, num_rows=len(LENGTHS)),
+        on_phase=lambda _: None,
+    )
+    if config.has_critic:
+        build_actor_critic(config, given, critic)(1).step()
+        assert critic.batch is not None
+        num_learned = int(critic.batch.response_mask_BL.values().sum())
+        assert num_learned == sum(LENGTHS[n] for n in rows if n not in left_out)
+    else:
+        build_policy_optimization(config, given).step()
+    grads_N = policy.backend.logprobs_V.grad
+    assert grads_N is not None
+    return [row.tolist() for row in grads_N[MASK_BL.values()].split(LENGTHS)]
+
+
+# -- the formulas --------------------------------------------------------------------------------
+
+Advantages = Callable[[], Rows]
+Slope = Callable[[float, float, float, list[float]], float]
+"""Of a token, from its log-prob, its log-ratio, its advantage, and its response's log-ratios."""
+
+
+def spread(of_rows: Sequence[float]) -> Rows:
+    return [[value] * n for value, n in zip(of_rows, LENGTHS, strict=True)]
+
+
+def of_groups(of_group: Callable[[list[float]], list[float]], rewards: Sequence[float]) -> Rows:
+    return spread([each for g in GROUPS for each in of_group([rewards[n] for n in g])])
+
+
+def centred(rewards: list[float]) -> list[float]:
+    return [reward - fmean(rewards) for reward in rewards]
+
+
+def standardised(rewards: list[float]) -> list[float]:
+    return [reward / (stdev(rewards) + 1e-6) for reward in centred(rewards)]
+
+
+def lead(rewards: list[float]) -> list[float]:
+    second, best = sorted(rewards)[-2:]
+    return [(best - second) / (stdev(rewards) + 1e-6) * (reward == best) for reward in rewards]
+
+
+def left_out(rewards: list[float]) -> list[float]:
+    others = [(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
+    return [reward - other for reward, other in zip(rewards, others, strict=True)]
+
+
+def whitened(rows: Rows) -> Rows:
+    tokens = [value for row in rows for value in row]
+    scale = (stdev(tokens) ** 2 + 1e-8) ** -0.5
+    return [[(value - fmean(tokens)) * scale for value in row] for row in rows]
+
+
+def gdpo() -> Rows:
+    first, second = (of_groups(standardised, [row[k] for row in PARTS]) for k in (0, 1))
+    summed = [WEIGHTS[0] * a[0] + WEIGHTS[1] * b[0] for a, b in zip(first, second, strict=True)]
+    return spread([(value - fmean(summed)) / (stdev(summed) + 1e-6) for value in summed])
+
+
+def opo() -> Rows:
+    advantages = []
+    for group in GROUPS:
+        num_tokens = sum(LENGTHS[n] for n in group)
+        baseline = sum(LENGTHS[n] * REWARDS[n] for n in group) / num_tokens
+        advantages += [REWARDS[n] - baseline for n in group]
+    return spread(advantages)
+
+
+def gae() -> Rows:
+    rows = []
+    for reward, values in zip(REWARDS, VALUES, strict=True):
+        rewards = [0.0] * (len(values) - 1) + [reward]
+        row, following = [0.0] * len(values), 0.0
+        for t in reversed(range(len(values))):
+            after = values[t + 1] if t + 1 < len(values) else 0.0
+            row[t] = following = rewards[t] + after - values[t] + 0.95 * following
+        rows.append(row)
+    return whitened(rows)
+
+
+def optimal_token_baseline() -> Rows:
+    sizes = [
+        [sum(1 - 2 * math.exp(old[s]) + squared[s] for s in range(t + 1)) for t in range(len(old))]
+        for old, squared in zip(OLD, SQUARED, strict=True)
+    ]
+    rows = []
+    for number, length in enumerate(LENGTHS):
+        group, row = GROUPS[GROUP_OF[number]], []
+        for t in range(length):
+            there = [n for n in group if LENGTHS[n] > t]
+            weight = sum(sizes[n][t] for n in there)
+            mean = sum(REWARDS[n] * sizes[n][t] for n in there) / (weight + 1e-8)
+            row.append(REWARDS[number] - (mean if len(there) > 1 else 0.0))
+        rows.append(row)
+    return rows
+
+
+def dapo() -> Rows:
+    """Charged for length, of the groups whose rewards differ; the other has no loss at all."""
+    charges = [max(0.0, (n - (MAX_TOKENS - 4)) / 4) for n in LENGTHS]
+    charged = [r - c for r, c in zip(REWARDS, charges, strict=True)]
+    return [*of_groups(standardised, charged)[:6], *spread([0.0] * 9)[6:]]
+
+
+def distilled() -> Rows:
+    pairs = zip(TEACHER, OLD, strict=True)
+    return [[t - o for t, o in zip(*rows, strict=True)] for rows in pairs]
+
+
+def by(loss: Callable[..., tuple[float, float]]) -> Slope:
+    return lambda lp, u, a, us: loss(lp, u, a, us)[1]
+
+
+def ppo(low: float = 0.2, high: float = 0.2) -> Slope:
+    return lambda _, u, a, us: surrogate(math.exp(u), a, math.exp(u), low, high)[1]
+
+
+def of_response(low: float, high: float) -> Slope:
+    def slope(_: float, _u: float, a: float, us: list[float]) -> float:
+        s = math.exp(fmean(us))
+        return float(surrogate(s, a, s, low, high)[1])
+
+    return slope
+
+
+def plain(_: float, _u: float, a: float, _us: list[float]) -> float:
+    return -a
+
+
+def token_mean(_: int) -> float:
+    return 1 / sum(LENGTHS)
+
+
+def row_mean(length: int) -> float:
+    return 1 / (len(LENGTHS) * length)
+
+
+GRPO = lambda: of_groups(standardised, REWARDS)  # noqa: E731
+FORMULAS: dict[str, tuple[Advantages, Slope, Callable[[int], float]]] = {
+    "grpo": (GRPO, plain, token_mean),
+    "bypass_pg_is": (GRPO, lambda _, u, a, us: -min(math.exp(sum(us)), 2) * a, token_mean),
+    "bypass_ppo_clip": (GRPO, ppo(), token_mean),
+    "cispo": (GRPO, lambda _, u, a, us: -min(math.exp(u), 5) * a, token_mean),
+    "dapo": (dapo, ppo(high=0.28), lambda _: 1 / sum(LENGTHS[:6])),
+    "distillation": (distilled, plain, token_mean),
+    "dppo": (GRPO, by(dppo_tv), token_mean),
+    "dr_grpo": (lambda: of_groups(centred, REWARDS), plain, lambda _: 1 / (9 * MAX_TOKENS)),
+    "dro": (GRPO, lambda _, u, a, us: u - a, token_mean),
+    "gdpo": (gdpo, plain, token_mean),
+    "gmpo": (GRPO, by(gmpo), row_mean),
+    "gpg": (lambda: of_groups(centred, [r * 9 / 6 for r in REWARDS]), plain, token_mean),
+    "grpo_passk": (lambda: of_groups(lead, REWARDS), plain, token_mean),
+    "gspo": (GRPO, of_response(3e-4, 4e-4), row_mean),
+    "luspo": (GRPO, of_response(2e-3, 2.5e-3), lambda _: 1 / 9),
+    "opmd": (lambda: of_groups(centred, [r / 2 for r in REWARDS]), plain, token_mean),
+    "opo": (opo, plain, token_mean),
+    "optimal_token_baseline": (optimal_token_baseline, ppo(), token_mean),
+    "ppo": (gae, ppo(), token_mean),
+    "reinforce": (lambda: spread(REWARDS), plain, token_mean),
+    "reinforce_plus_plus": (lambda: whitened(spread(REWARDS)), plain, token_mean),
+    "reinforce_plus_plus_baseline": (
+        lambda: whitened(of_groups(centred, REWARDS)),
+        plain,
+        token_mean,
+    ),
+    "remax": (
+        lambda: spread([r - GREEDY[g] for r, g in zip(REWARDS, GROUP_OF, strict=True)]),
+        plain,
+        token_mean,
+    ),
+    "rloo": (lambda: of_groups(left_out, REWARDS), plain, lambda _: 1 / 9),
+    "sapo": (GRPO, by(sapo), row_mean),
+    "turn_grpo": (GRPO, plain, token_mean),
+    "turn_ppo": (gae, ppo(), token_mean),
+    "vespo": (GRPO, by(vespo), token_mean),
+}
+
+
+def expected_of(name: str) -> Rows:
+    advantages, slope, weight = FORMULAS[name]
+    return [
+        [weight(len(us)) * slope(lp, u, a, us) for lp, u, a in zip(lps, us, gains, strict=True)]
+        for lps, us, gains in zip(CURRENT, MOVES, advantages(), strict=True)
+    ]
+
+
+def config_for(name: str, *overrides: str) -> ExperimentConfig:
+    values = values_of(
+        f"algorithm={name}",
+        *("data.max_digits=4", "algorithm.num_minibatches=1", "algorithm.max_sampling_rounds=1"),
+        *("critic.num_warmup_steps=0", "critic.num_minibatches=1"),
+        f"rollout.max_response_tokens={MAX_TOKENS}",
+        *overrides,
+    )
+    config, _ = read_config(values)  # a teacher's folder is not there
+    assert config is not None
+    return config
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_composed_algorithm_has_the_gradient_of_its_formula(name: str) -> None:
+    assert slopes_of(config_for(name)) == [
+        pytest.approx(row, rel=2e-4, abs=2e-6) for row in expected_of(name)
+    ]
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_a_loss_that_looks_at_covariances_spares_or_charges_the_largest_one(name: str) -> None:
+    """Here no covariance reaches 1, from which Clip-Cov drops tokens."""
+    advantages = GRPO()
+    means = [fmean([v for row in rows for v in row]) for rows in (CURRENT, advantages)]
+    covariances = [
+        [(lp - means[0]) * (a - means[1]) for lp, a in zip(*rows, strict=True)]
+        for rows in zip(CURRENT, advantages, strict=True)
+    ]
+    largest = max(v for row in covariances for v in row)
+    assert largest < 1 or name == "kl_cov"
+    slope = ppo() if name == "clip_cov" else lambda _, u, a, us: -math.exp(u) * a
+    expected = []
+    for lps, us, gains, covs in zip(CURRENT, MOVES, advantages, covariances, strict=True):
+        row = [slope(lp, u, a, us) for lp, u, a in zip(lps, us, gains, strict=True)]
+        if name == "kl_cov" and largest in covs:
+            at = covs.index(largest)
+            row[at] += math.copysign(0.1, us[at])
+        expected.append([value / sum(LENGTHS) for value in row])
+    assert slopes_of(config_for(name)) == [
+        pytest.approx(row, rel=2e-4, abs=2e-6) for row in expected
+    ]
+
+
+@pytest.mark.parametrize("name", ["gdpo", "grpo", "reinforce"])
+def test_a_charge_is_paid_by_each_reward(name: str) -> None:
+    """Of 6 tokens the last 4 cost a quarter each."""
+    charges = [max(0.0, (n - 2) / 4) for n in LENGTHS]
+    config = config_for(name, "algorithm.soft_overlong_tokens=4")
+    slopes = slopes_of(config)
+    charged = [[r - c for r in row] for row, c in zip(PARTS, charges, strict=True)]
+    rewards = [r - c for r, c in zip(REWARDS, charges, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "PARTS", charged)
+        patch.setitem(globals(), "REWARDS", rewards)
+        assert slopes == [pytest.approx(row, rel=2e-4, abs=2e-6) for row in expected_of(name)]
+
+
+def test_an_advantage_that_reads_no_reward_refuses_charges() -> None:
+    charges = ("algorithm.soft_overlong_tokens=4", "algorithm.kl.placement=reward")
+    refused = find_violations(config_for("distillation", *charges))
+    named = {violation.key for violation in refused if "reads no reward" in str(violation)}
+    assert named == {"algorithm.soft_overlong_tokens", "algorithm.kl.placement"}
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        *(("gpg", "{}"), ("gdpo", "{}"), ("grpo", "{scale: batch}"), ("rloo", "{scale: batch}")),
+        *(("reinforce_plus_plus", "{}"), ("reinforce_plus_plus_baseline", "{}")),
+        ("optimal_token_baseline", "{}"),
+    ],
+)
+def test_groups_that_a_filter_drops_are_in_no_statistic(name: str, args: str) -> None:
+    given = f"algorithm.advantage_args={args}"
+    filtered = slopes_of(config_for(name, given, "algorithm.group_filter=zero_variance"))
+    alone = slopes_of(config_for(name, given), rows=range(6))
+    assert filtered == [pytest.approx(row, rel=1e-5, abs=1e-8) for row in alone]
+    assert not any(value for row in filtered[6:] for value in row)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gpg", "gdpo", "opo", "distillation", "ppo", "turn_ppo"])
+def test_rows_that_are_left_out_are_in_no_statistic(name: str) -> None:
+    config = config_for(name)
+    left = slopes_of(config, left_out=[4, 6, 7, 8])
+    alone = slopes_of(config, rows=[0, 1, 2, 3, 5])
+    assert left == [pytest.approx(row, rel=1e-5, abs=1e-8) for row in alone]
+
+
+def test_the_last_row_of_a_group_whose_others_are_left_out_is_not_learned_from() -> None:
+    config = config_for("reinforce")  # whose baseline would not miss the others
+    assert slopes_of(config, left_out=[6, 7]) == slopes_of(config, left_out=[6, 7, 8])
+
+
+def test_each_algorithm_has_a_formula() -> None:
+    assert sorted([*FORMULAS, "clip_cov", "kl_cov"]) == ALGORITHMS
