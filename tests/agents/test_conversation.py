@@ -119,6 +119,12 @@ async def _forever_and_deaf(conversation: Conversation) -> None:
         conversation.append([Message("user", "Go on")])
 
 
+async def _verbose(conversation: Conversation) -> None:
+    """Appends more than may follow, and asks for no answer."""
+    await conversation.sample()
+    conversation.append([Message("user", "on " * 40)])
+
+
 async def _raising(conversation: Conversation) -> None:
     await conversation.sample()
     raise KeyError("x")
@@ -140,11 +146,21 @@ async def _silent(conversation: Conversation) -> None:
         (_forever_and_deaf, lambda s: replace(s, max_turns=3), "turns", 3),
         (_forever, lambda s: replace(s, params=RequestParams(40, 1.0)), "tokens", 2),
         (_forever, lambda s: replace(s, params=RequestParams(2, 1.0)), "tokens", 1),
+        (_verbose, lambda s: replace(s, params=RequestParams(40, 1.0)), "tokens", 1),
         (_sleeping, lambda s: replace(s, timeout_s=0.2), "time", 1),
         (_raising, lambda s: s, "error", 1),
         (_silent, lambda s: s, "error", 1),
     ],
-    ids=["turns", "caught", "tokens behind a turn", "tokens in a turn", "time", "raises", "silent"],
+    ids=[
+        "turns",
+        "caught",
+        "tokens behind a turn",
+        "tokens in a turn",
+        "tokens appended",
+        "time",
+        "raises",
+        "silent",
+    ],
 )
 def test_a_limit_ends_a_conversation_as_truncated_and_an_error_as_failed(
     function: Callable[[Conversation], Awaitable[None]],

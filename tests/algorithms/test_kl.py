@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -105,6 +105,8 @@ def test_a_penalty_gives_old_and_reference_no_gradient() -> None:
     assert reference_T.grad is None
 
 
+@example([(-1000.0, -0.1)])  # far below the reference, and far above
+@example([(-0.1, -1000.0)])
 @given(st.lists(st.tuples(nats, nats), min_size=1))
 def test_k3_is_never_negative_and_always_finite(pairs: list[tuple[float, float]]) -> None:
     logprobs_T, reference_logprobs_T = torch.tensor(pairs).unbind(1)
