@@ -55,6 +55,12 @@ def flaw_of_function(node: ast.AST, *, keywords: Collection[str]) -> str:
     return ""
 
 
+def required_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Return the parameters without a default, but those after a single ``*``."""
+    names = [arg.arg for arg in node.args.args]
+    return names[: len(names) - len(node.args.defaults)]
+
+
 def flaw_of_kind(node: ast.AST) -> str:
     """Return why a name cannot be a function of any kind; empty if it may be one."""
     if isinstance(node, ast.ClassDef | ast.Import):

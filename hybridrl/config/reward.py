@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from hybridrl.config.limits import ArgumentValue, Processes, Seconds, Within
+from hybridrl.config.python_files import names_at_top_level, required_parameters
 
 BUILT_IN_REWARDS: Mapping[str, str] = {
     **dict.fromkeys(("exact_match", "sorted_prefix", "numeric", "length", "format"), "functions"),
@@ -34,6 +36,9 @@ BATCH_COLUMNS = ("responses", "answers", "prompts", "sources", "lengths", "conve
 
 ROW_COLUMNS = ("response", "answer", "prompt", "source", "length", "conversation")
 """The same inputs, of a function that scores one row in a call."""
+
+TIMEOUT = "timeout_s"
+"""Another input: the seconds that the call may take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +93,12 @@ class RewardConfig:
         return {name: RewardPart(function=self.function, args=self.args)}
 
     @property
+    def own_columns(self) -> tuple[str, ...]:
+        """Columns of the data that functions ask for by name, besides those that all may have."""
+        asked = (name for part in self.parts.values() for name in own_columns(part.function))
+        return tuple(dict.fromkeys(asked))
+
+    @property
     def model_paths(self) -> Mapping[str, str]:
         """Folders of the reward models, by the name of their reward."""
         return {
@@ -120,3 +131,15 @@ class RewardConfig:
         if self.function is not None:
             return replace(self, args=changed[MODEL].args) if changed else self
         return replace(self, functions={**self.functions, **changed})
+
+
+def own_columns(spelled: str) -> Iterator[str]:
+    """Yield the further inputs of a function in a file, as far as its source shows."""
+    path, colon, name = spelled.rpartition(":")
+    try:
+        node = names_at_top_level(Path(path)).get(name) if colon else None
+    except SyntaxError:  # the checks of rewards name it
+        return
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
+        usual = (*BATCH_COLUMNS, *ROW_COLUMNS, TIMEOUT)
+        yield from (each for each in required_parameters(node) if each not in usual)

@@ -28,6 +28,9 @@ class Columns:
     margin: str | None = None
     """None reads no margins: they are 0."""
 
+    own: tuple[str, ...] = ()
+    """Further ones that reward functions ask for by name."""
+
     section: str = "data"
     """The configuration section that names them, for messages."""
 
@@ -42,6 +45,7 @@ class Columns:
             self.difficulty: f"{self.section}.difficulty_key",
             self.margin: "reward_model.margin_key",
         }
+        keys |= {name: "the parameter of reward.function" for name in self.own if name not in keys}
         needed = {name: key for name, key in keys.items() if name is not None}
         object.__setattr__(self, "needed", needed)  # once, since every row asks for it
 
@@ -63,6 +67,7 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
         source=data.source_key,
         difficulty=None if is_held_out else data.difficulty_key,
         margin=config.reward_model.margin_key if config.mode == "reward_model" else None,
+        own=config.reward.own_columns if config.offline is None else (),
     )
     if source is None:
         return usual
@@ -73,5 +78,6 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
         source=source.source_key or usual.source,
         difficulty=source.difficulty_key or usual.difficulty,
         margin=usual.margin,
+        own=usual.own,
         section=section,
     )

@@ -12,9 +12,16 @@ from typing import NamedTuple
 
 from hybridrl.data.chats import split_answer, split_pair
 from hybridrl.data.columns import Columns
-from hybridrl.data.records import Malformed, Record, read_records, require_columns
+from hybridrl.data.records import (
+    Malformed,
+    Record,
+    name_column,
+    read_records,
+    require_columns,
+)
 from hybridrl.data.rows import Message, Row
-from hybridrl.errors import DataError, shown, suggest_name
+from hybridrl.errors import DataError, shown
+from hybridrl.json_text import to_json_text
 
 _MAX_PROBLEMS_SHOWN = 20
 _MESSAGE = "{role: ..., content: ...}"
@@ -164,7 +171,16 @@ def parse(raw: RawRow, columns: Columns) -> Row:
         margin=0.0
         if columns.margin is None
         else _parse_number(needed[columns.margin], columns.margin),
+        own=_write_own({name: needed[name] for name in columns.own}),
     )
+
+
+def _write_own(values: Mapping[str, object]) -> str:
+    """Write the columns that reward functions get as they stand."""
+    try:
+        return to_json_text(values) if values else ""
+    except (TypeError, ValueError) as error:
+        raise Malformed(f"{', '.join(values)} cannot be written as JSON: {error}") from error
 
 
 def _parse_json(line: str) -> Mapping[str, object]:
@@ -191,9 +207,12 @@ def _parse_object(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:
 
 
 def _require(record: Mapping[str, object], name: str, *, key: str) -> object:
-    if name not in record:
-        raise Malformed(f"has no {name!r}; set {key}: {suggest_name(name, list(record))}")
-    return record[name]
+    value: object = record
+    for part in (name,) if name in record else name.split("."):  # a.b is a field of column a
+        if not isinstance(value, Mapping) or part not in value:
+            raise Malformed(f"has no {name!r}; {name_column(name, record, key=key)}")
+        value = value[part]
+    return value
 
 
 def _parse_number(value: object, name: str) -> float:

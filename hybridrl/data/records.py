@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,13 +177,24 @@ def require_columns(
         DataError: a needed column is missing, or stands in it twice.
     """
     for name, key in needed.items():
-        if name not in known:
-            raise DataError(
-                f"{where} has no column {name!r}; set {key}: {suggest_name(name, known)}"
-            )
+        if column_of(name, known) not in known:
+            raise DataError(f"{where} has no column {name!r}; {name_column(name, known, key=key)}")
         if known.count(name) > 1:
             raise DataError(f"{where} has {known.count(name)} columns {name!r}; keep one")
-    return [*needed, *(name for name in optional if name in known and name not in needed)]
+    asked = [*needed, *(name for name in optional if name in known)]
+    return list(dict.fromkeys(column_of(name, known) for name in asked))
+
+
+def column_of(name: str, known: Collection[str]) -> str:
+    """Return the column that has ``name``: ``a.b`` is a field of column ``a``, if no column."""
+    return name if name in known else name.partition(".")[0]
+
+
+def name_column(name: str, known: Collection[str], *, key: str) -> str:
+    """Say what to type where there is no such column."""
+    if {"reward_model", "data_source"} <= {*known}:  # verl's
+        return "set data.answer_key=reward_model.ground_truth data.source_key=data_source"
+    return f"set {key}: {suggest_name(name, list(known))}"
 
 
 _READERS: Mapping[str, Callable[[Path, RequireColumns], Iterator[tuple[int, Record]]]] = {

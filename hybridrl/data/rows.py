@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hybridrl.json_text import to_json_text
 
@@ -45,6 +46,9 @@ class Row:
     margin: float = 0.0
     """By how much the score of a reward model's better answer must be higher."""
 
+    own: str = ""
+    """JSON object of the further columns that reward functions ask for by name; empty: none."""
+
 
 def fingerprint(rows: Iterable[Row]) -> str:
     """Return the sha256 of all prompts, answers and sources, in order, as 64 hexadecimal digits.
@@ -57,6 +61,12 @@ def fingerprint(rows: Iterable[Row]) -> str:
     return digest.hexdigest()
 
 
+def own_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """Return the further columns that reward functions ask for, by name."""
+    own = [json.loads(row.own) for row in rows if row.own]
+    return {name: [values[name] for values in own] for name in (own[0] if own else ())}
+
+
 def write_record(row: Row) -> bytes:
     """Write a row as JSON without its origin; the fingerprint is the digest of these bytes."""
     prompt: object = row.prompt
@@ -66,6 +76,7 @@ def write_record(row: Row) -> bytes:
     values = [prompt, row.answer, row.source, *([row.difficulty] if row.difficulty else [])]
     values += [] if row.rejected is None else [{"rejected": row.rejected}]
     values += [{"margin": row.margin}] if row.margin else []
+    values += [{"own": row.own}] if row.own else []
     return to_json_text(values).encode()
 
 

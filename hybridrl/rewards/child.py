@@ -37,6 +37,7 @@ Reward = float | str
 """A number, or why there is none."""
 
 Emit = Callable[[int, list[Reward]], None]
+_PLAIN = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 _MAX_REASON, _MAX_VALUE = 2000, 160  # characters
 
@@ -68,6 +69,10 @@ class RewardFunction:
         }
         if self._is_per_row and (mixed := [name for name in BATCH_COLUMNS if name in kinds]):
             raise TypeError(f"{mixed[0]!r} has all rows and others of its columns one row: choose")
+        for name, parameter in signature.parameters.items():
+            is_bound = name in (*BATCH_COLUMNS, *ROW_COLUMNS, *self._args)
+            if parameter.kind is _PLAIN and parameter.default is inspect.Parameter.empty:
+                self._names |= {} if is_bound else {name: name}  # a column of the data
         try:
             signature.bind(**dict.fromkeys(self._names.values()), **self._args)
         except TypeError as error:

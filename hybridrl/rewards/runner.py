@@ -47,13 +47,16 @@ class RewardInputs:
     lengths: list[int]  # tokens of the response
     conversations: list[list[dict[str, str]]] = field(default_factory=list)
     """Role and text of each message behind the prompt; empty if all responses are single turns."""
+    own: Mapping[str, list[Any]] = field(default_factory=dict)
+    """Further columns of the data, by the name that functions ask for."""
 
     def __len__(self) -> int:
         return len(self.responses)
 
     def columns(self) -> dict[str, list[Any]]:
         """Return all columns by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        usual = (each.name for each in fields(self) if each.name != "own")
+        return {name: getattr(self, name) for name in usual} | {**self.own}
 
     def take(self, rows: Sequence[int]) -> RewardInputs:
         """Return some rows, in the order of ``rows``."""
@@ -61,7 +64,8 @@ class RewardInputs:
             name: [column[row] for row in rows] if column else []
             for name, column in self.columns().items()
         }
-        return RewardInputs(**taken)
+        own = {name: taken.pop(name) for name in self.own}
+        return RewardInputs(**taken, own=own)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

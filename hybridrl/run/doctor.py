@@ -24,6 +24,7 @@ from hybridrl.data.examination import (
     find_unlike_decoded,
 )
 from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.rows import own_columns
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.data.supervised import build_supervised_batch
 from hybridrl.data.tokenizer import load_tokenizer
@@ -135,6 +136,7 @@ def _rewards(
         prompts=[row.prompt_text for row in rows],
         sources=[row.row.source for row in rows],
         lengths=lengths,
+        own=own_columns([row.row for row in rows]),
     )
     rewards: list[float] = scorer.score(inputs).rewards_B.tolist()
     return rewards

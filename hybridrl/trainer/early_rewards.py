@@ -23,6 +23,7 @@ from hybridrl.agents.turn_records import messages_of
 from hybridrl.batch import RolloutBatch, response_lengths
 from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.rows import own_columns
 from hybridrl.data.tokenizer import decode_responses
 from hybridrl.diagnostics import trace
 from hybridrl.rewards.runner import RewardInputs
@@ -52,6 +53,7 @@ def reward_inputs(
         sources=[row.row.source for row in rows],
         lengths=response_lengths(rollouts.response_mask_BL).tolist(),
         conversations=conversations,
+        own=own_columns([row.row for row in rows]),
     )
 
 

@@ -890,8 +890,12 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("reward.function=reward.py:scoer",), "reward.function", "no function 'scoer'"),
     (("reward.function=broken.py:score",), "reward.function", "not a Python file"),
     (("reward.function=outside.py:score",), "reward.function", "'return' outside function"),
-    (("reward.function=rewards.py:many",), "reward.function", "asks for 'n'; it gets responses"),
-    (("reward.function=rewards.py:mixed",), "reward.function", "asks for 'answers'; it gets resp"),
+    (
+        ("reward.function=rewards.py:many",),
+        "reward.function",
+        "rows of data.task=sort_digits lack",
+    ),
+    (("reward.function=rewards.py:mixed",), "reward.function", "of one row, and 'answers', of all"),
     (("reward.function=rewards.py:placed",), "reward.function", "positional-only parameter 'resp"),
     (("reward.function=null",), "reward.function", "needs a function, or several"),
     (
@@ -1698,8 +1702,9 @@ async def custom_rm(args, sample, **kwargs): ...
     [
         (
             "compute_score",
-            "def scored(source, response, answer): return compute_score(data_source=source, "
-            "solution_str=response, ground_truth=answer)",
+            "def scored(source, response, answer, extra_info): return compute_score("
+            "data_source=source, solution_str=response, ground_truth=answer, "
+            "extra_info=extra_info)",
         ),
         (
             "format_reward",
@@ -1714,11 +1719,13 @@ async def custom_rm(args, sample, **kwargs): ...
 )
 def test_a_reward_of_another_framework_gets_a_line_to_add(name: str, line: str) -> None:
     Path("theirs.py").write_text(OF_OTHERS)
-    (violation,) = violations_of(f"reward.function=theirs.py:{name}")
+    files = (*FILES, "data.train_files=[train.jsonl]")
+    (violation,) = violations_of(*files, f"reward.function=theirs.py:{name}")
     assert f"add the line `{line}` to theirs.py" in str(violation)
     assert "then set reward.function=theirs.py:scored" in str(violation)
     Path("theirs.py").write_text(f"{OF_OTHERS}{line}")
-    assert config_of("reward.function=theirs.py:scored").reward.function == "theirs.py:scored"
+    scored = config_of(*files, "reward.function=theirs.py:scored").reward
+    assert scored.own_columns == (("extra_info",) if name == "compute_score" else ())
 
 
 def test_a_reward_of_slime_is_answered_with_the_columns() -> None:
@@ -1729,7 +1736,7 @@ def test_a_reward_of_slime_is_answered_with_the_columns() -> None:
 
 def test_a_mistyped_reward_is_answered_with_the_functions_of_the_file() -> None:
     (violation,) = violations_of("reward.function=rewards.py:scalde")
-    assert "its functions are few, scaled, later" in str(violation)
+    assert "its functions are few, many, scaled, later" in str(violation)
     assert "Fix: set reward.function=rewards.py:scaled." in str(violation)
 
 

@@ -9,7 +9,14 @@ import pytest
 
 from hybridrl.data.columns import Columns
 from hybridrl.data.files import read_rows
-from hybridrl.data.rows import Message, Row, fingerprint
+from hybridrl.data.rows import (
+    Message,
+    Row,
+    fingerprint,
+    own_columns,
+    read_record,
+    write_record,
+)
 from hybridrl.errors import DataError
 
 KEY = "data.train_files"
@@ -121,6 +128,41 @@ def test_parquet_gives_the_same_rows_as_jsonl(tmp_path: Path) -> None:
     ]
     lines = read(write_lines(tmp_path, *map(json.dumps, records)))
     assert fingerprint(lines) == fingerprint(rows)
+
+
+VERL = {
+    "prompt": [{"role": "user", "content": "6*7="}],
+    "data_source": "sums",
+    "reward_model": {"style": "rule", "ground_truth": "42"},
+    "extra_info": {"index": 7, "split": "train"},
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_fields_of_records_and_columns_of_rewards_are_read_as_they_are(
+    suffix: str, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path, json.dumps(VERL), name=f"data.{suffix}")
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL]), path)
+    columns = Columns(
+        answer="reward_model.ground_truth", source="data_source", own=("extra_info", "data_source")
+    )
+    [row] = read(path, columns=columns)
+    assert (row.prompt, row.answer, row.source) == ((Message("user", "6*7="),), "42", "sums")
+    assert own_columns([row]) == {
+        "extra_info": [{"index": 7, "split": "train"}],
+        "data_source": ["sums"],
+    }
+    assert read_record(write_record(row), origin=row.origin) == row
+
+    keys = r"set data\.answer_key=reward_model\.ground_truth data\.source_key=data_source"
+    with pytest.raises(DataError, match=f"no (column )?'answer'; {keys}"):
+        read(path)
+    with pytest.raises(DataError, match=r"no (column )?'hint'; .*the parameter of reward.function"):
+        read(
+            write_lines(tmp_path, '{"prompt": "a", "answer": "b"}'), columns=Columns(own=("hint",))
+        )
 
 
 def test_parquet_errors_name_row_number_or_column_key(

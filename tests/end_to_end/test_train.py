@@ -50,10 +50,11 @@ def rewarded_alike(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) 
     """The folder of a run on files of its own, with a reward function of its own."""
     folder = tmp_path_factory.mktemp("alike")
     data, reward = folder / "rows.jsonl", folder / "reward.py"
-    rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 18)]
+    rows = [{"prompt": f"{n}=", "answer": str(n), "info": {"n": n}} for n in range(10, 18)]
     data.write_text("\n".join(json.dumps(row) for row in rows))
     reward.write_text(
-        "def alike(responses, answers, prompts, sources):\n    return [0.7] * len(responses)\n"
+        "def alike(responses, answers, info):\n"
+        "    return [0.7 * (answers[n] == str(each['n'])) for n, each in enumerate(info)]\n"
     )
     config = small_config(
         folder / "run",

@@ -269,7 +269,7 @@ def test_the_reward_process_ends_with_a_driver_that_was_killed(tmp_path: Path) -
     [
         ("def other(responses, **_): ...\n", "no function 'reward' in .*; it has \\['other'\\]"),
         ("def reward(responses, response): ...\n", "'responses' has all rows and others"),
-        ("def reward(responses, weights, **_): ...\n", "missing a required argument: 'weights'"),
+        ("def reward(responses, *, weights): ...\n", "missing a required argument: 'weights'"),
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("def reward(:\n", "SyntaxError"),
         ("import os; os._exit(4)\n", "exit code 4"),

@@ -15,19 +15,27 @@ import hybridrl
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.paths import flaw_of_file
-from hybridrl.config.python_files import ANYTHING, Names, flaw_of_kind, names_at_top_level
-from hybridrl.config.reward import BATCH_COLUMNS, BUILT_IN_REWARDS, ROW_COLUMNS
+from hybridrl.config.python_files import (
+    ANYTHING,
+    Names,
+    flaw_of_kind,
+    names_at_top_level,
+    required_parameters,
+)
+from hybridrl.config.reward import (
+    BATCH_COLUMNS,
+    BUILT_IN_REWARDS,
+    ROW_COLUMNS,
+    TIMEOUT,
+    own_columns,
+)
 from hybridrl.config.signatures import Number, Signature, check_numbers, signature_of
 from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, close_names, first_of, suggest_name
 
 _PACKAGE = Path(hybridrl.__file__).parent / "rewards"
-_TIMEOUT = "timeout_s"
-_OF_VERL = {
-    **{"solution_str": "response", "ground_truth": "answer", "data_source": "source"},
-    "extra_info": "{}",
-}
-"""Inputs of verl's reward functions, and what to give them: a column, or no more information."""
+_OF_VERL = {"solution_str": "response", "ground_truth": "answer", "data_source": "source"}
+"""Inputs of verl's reward functions, and the columns to give them. Others are columns of theirs."""
 
 _OF_TRL = {
     **{"completions": "responses", "prompts": "prompts"},
@@ -77,13 +85,16 @@ def check_reward_is_one_or_several(config: ExperimentConfig) -> Iterator[ConfigE
 
 def check_reward_functions(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A reward is built in, or a function in a file that can be parsed, and takes its args."""
-    reward = config.reward
-    if reward.function is not None:
-        yield from _check(_Choice(key="reward.function", spelled=reward.function, args=reward.args))
-        return
-    for name, part in reward.functions.items():
-        key = f"reward.functions.{name}.function"
-        yield from _check(_Choice(key=key, spelled=part.function, args=part.args))
+    reward, task = config.reward, config.data.task
+    for name, part in reward.parts.items():
+        key = "reward.function" if reward.function else f"reward.functions.{name}.function"
+        flaws = list(_check(_Choice(key=key, spelled=part.function, args=part.args)))
+        yield from flaws
+        asked = ", ".join(own_columns(part.function))
+        if asked and task is not None and config.offline is None and not flaws:
+            rule = f"asks for columns that rows of data.task={task} lack: {asked}"
+            fix = "name files that have them: data=files data.train_files=[FILE]"
+            yield ConfigError(key, part.function, rule, fix=fix)
 
 
 def _check(choice: _Choice) -> Iterator[ConfigError]:
@@ -129,10 +140,11 @@ def _check_in_file(choice: _Choice, file: Path, name: str) -> Iterator[ConfigErr
             yield _missing_function(choice, file, names)
         return
     node = names[name]
-    if spelled not in BUILT_IN_REWARDS and (flaw := _flaw_of(node)):
+    flaw, line = _flaw_of(node), _line_that_calls(node)
+    if spelled not in BUILT_IN_REWARDS and (flaw or line):
         fix = f"write def {name}({', '.join(BATCH_COLUMNS[:2])}): ..., or with other columns"
-        if line := _line_that_calls(node):
-            flaw += "; the function is one of another framework"
+        if line:
+            flaw = "is a function of another framework"
             fix = f"add the line `{line}` to {file}, then set {key}={file}:scored"
         yield ConfigError(key, spelled, f"it {flaw}", fix=fix)
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
@@ -172,18 +184,14 @@ def _flaw_of(node: ast.AST) -> str:
         return ""
     if node.args.posonlyargs:
         return f"has the positional-only parameter {node.args.posonlyargs[0].arg!r}"
-    names = [arg.arg for arg in node.args.args]
-    required = names[: len(names) - len(node.args.defaults)]
-    is_per_row = not set(ROW_COLUMNS).isdisjoint(names)
-    columns = ROW_COLUMNS if is_per_row else BATCH_COLUMNS
-    if {"args", "sample"} <= {*required}:  # slime's
+    names = {arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)}
+    if {"args", "sample"} <= names:  # slime's
         return "asks for 'args' and 'sample'; here sample.response is response, its label answer"
-    for name in required:
-        if name not in (*columns, _TIMEOUT):
-            return (
-                f"asks for {name!r}; it gets {', '.join(columns)} and {_TIMEOUT}, "
-                "and arguments of its own after a single *"
-            )
+    if node.args.kwarg is None and names.isdisjoint((*ROW_COLUMNS, *BATCH_COLUMNS)):
+        return f"asks for none of {', '.join(ROW_COLUMNS)}, nor of {', '.join(BATCH_COLUMNS)}"
+    of_row, of_all = ([*filter(names.__contains__, each)] for each in (ROW_COLUMNS, BATCH_COLUMNS))
+    if of_row and of_all:
+        return f"asks for {of_row[0]!r}, of one row, and {of_all[0]!r}, of all: choose"
     return ""
 
 
@@ -191,13 +199,14 @@ def _line_that_calls(node: ast.AST) -> str:
     """Return a function that calls one of verl or TRL with the columns here; empty for others."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return ""
-    names = [arg.arg for arg in node.args.args]
-    required = names[: len(names) - len(node.args.defaults)]
-    column_of = _OF_TRL if "completions" in names else _OF_VERL
-    if not {"completions", "solution_str"} & {*required} or not {*required} <= {*column_of}:
+    required = required_parameters(node)
+    column_of = _OF_TRL if "completions" in required else _OF_VERL
+    if not {"completions", "solution_str"} & {*required}:
         return ""
-    given = {name: column_of[name] for name in required}
-    columns = ", ".join(dict.fromkeys(text for text in given.values() if text.isidentifier()))
+    given = {name: column_of.get(name, name) for name in required}
+    if any(arg.arg == "extra_info" for arg in node.args.args):  # verl's, often with a default
+        given["extra_info"] = "extra_info"
+    columns = ", ".join(dict.fromkeys(given.values()))
     inputs = ", ".join(f"{name}={text}" for name, text in given.items())
     is_async = isinstance(node, ast.AsyncFunctionDef)
     start, call = ("async def", "await ") if is_async else ("def", "")
@@ -206,7 +215,7 @@ def _line_that_calls(node: ast.AST) -> str:
 
 def _without_columns(signature: Signature) -> Signature:
     """Leave the arguments: keyword-only parameters that are no columns."""
-    columns = (*BATCH_COLUMNS, *ROW_COLUMNS, _TIMEOUT)
+    columns = (*BATCH_COLUMNS, *ROW_COLUMNS, TIMEOUT)
     numbers: dict[str, Number] = {
         name: number for name, number in signature.numbers.items() if name not in columns
     }
