@@ -331,6 +331,8 @@ def test_the_wheel_brings_recipes_and_configuration_inside_the_package(
     shown = start_main("--info", "searchpath", folder=tmp_path, root=installed)
     assert str(installed / "hybridrl") in shown.stdout
     assert str(ROOT / "hydra_configs") not in shown.stdout
+    foreign = start_main("mode=check", "rollout.n=8", folder=tmp_path, root=installed)
+    assert "set rollout.num_responses_per_prompt=8" in foreign.stderr
     assert {path.name for path in (installed / "hybridrl/recipes/cluster").iterdir()} == {
         path.name for path in (ROOT / "recipes/cluster").iterdir()
     }

@@ -1,16 +1,20 @@
 """Names that users of other frameworks type, each with the hybridrl name to type instead.
 
-The keys are in ``foreign_keys.py``. A test checks that every key in an answer exists.
+The keys are in ``foreign.yaml``. A test checks that every key in an answer exists.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from hybridrl.config.foreign_keys import KEYS, MODELS, TRACKERS, VALUES
 from hybridrl.config.paths import is_there
 from hybridrl.config.reward import BUILT_IN_REWARDS
+from hybridrl.config.yaml_text import read_yaml
 
 _PLACE = re.compile(r"<([A-Za-z.]+)>")
 _PLAIN = re.compile(r"[\w./~][\w./+,:@~-]*", re.ASCII)
@@ -32,9 +36,35 @@ _CHOICES: Mapping[tuple[str, str], str] = {
     ("rollout", "vllm"): "it is not supported yet; set rollout=sglang or rollout=hf",
     **{("actor", name): "set actor=fsdp2 or actor=megatron" for name in ("fsdp", "deepspeed")},
     ("", "certify"): "leave it out, and type: python -m hybridrl.checkpoint.compare RUN OTHER_RUN",
-    **{("tracking", name): TRACKERS for name in ("wandb", "mlflow", "swanlab")},
+    **{
+        ("tracking", name): "set tracking.trackers=[tensorboard,wandb]"
+        for name in ("wandb", "mlflow", "swanlab")
+    },
 }
 """By group of files and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignKeys:
+    """The tables of ``foreign.yaml``."""
+
+    lines: Mapping[str, str]
+    """By key, or by its last words, the line to type here."""
+
+    models: frozenset[str]
+    typed: Mapping[str, Mapping[str, str]]
+    """By key and typed value."""
+
+
+@cache
+def foreign_keys() -> ForeignKeys:
+    """Read them, at the first key that needs an answer."""
+    read: Any = read_yaml(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
+    return ForeignKeys(
+        {key: line for line, keys in read["keys"].items() for key in keys},
+        frozenset(read["models"]),
+        {key: group["typed"] for group in read["values"] for key in group["keys"]},
+    )
 
 
 def answer_key(key: str, value: str = "", *, known: Collection[str] = ()) -> str:
@@ -51,22 +81,22 @@ def answer_key(key: str, value: str = "", *, known: Collection[str] = ()) -> str
         # `beta` is TRL's; `actor.optimizer.beta` is mistyped.
         if first > 0 and "." not in name and "_" not in name:
             continue
-        if name in MODELS:
+        if name in foreign_keys().models:
             is_here = is_there(value)
             return f"set model=hf_folder model.path={value}" if is_here else answer_model(value)
-        if name in KEYS:
+        if name in foreign_keys().lines:
             return _with_value(name, value, of_critic=parts[0] == "critic")
         if first > 0 and "." in name and name in known:  # actor_rollout_ref.rollout.temperature
             return f"set {name}={value or 'VALUE'}"
     for part in reversed(parts[:-1]):  # a section of theirs: reward_model.model.path
-        if "_" in part and part in KEYS:
+        if "_" in part and part in foreign_keys().lines:
             return _with_value(part)
     return ""
 
 
 def _with_value(name: str, value: str = "", *, of_critic: bool = False) -> str:
     """Return the line for a key, with the typed value in its place if it fits there."""
-    line, listed = KEYS[name], VALUES.get(name, {})
+    line, listed = foreign_keys().lines[name], foreign_keys().typed.get(name, {})
     if of_critic:
         line = line.replace("set actor", "set critic").replace("algorithm.num_", "critic.num_")
     text = re.sub(r"[\[\]'\" ]", "", value)

@@ -191,7 +191,7 @@ def column_of(name: str, known: Collection[str]) -> str:
 
 
 def name_column(name: str, known: Collection[str], *, key: str) -> str:
-    """Say what to type where there is no such column."""
+    """Suggest the keys to set where there is no such column."""
     if {"reward_model", "data_source"} <= {*known}:  # verl's
         return "set data.answer_key=reward_model.ground_truth data.source_key=data_source"
     return f"set {key}: {suggest_name(name, list(known))}"

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import foreign_names
-from hybridrl.config.foreign_keys import KEYS, VALUES
-from hybridrl.config.foreign_names import answer_choice, answer_key
+from hybridrl.config.foreign_names import answer_choice, answer_key, foreign_keys
 from hybridrl.config.load import free_keys, known_keys, load_config, read_config, unknown_key
 from hybridrl.env import ROOT
 from hybridrl.errors import ConfigErrors
@@ -15,8 +14,16 @@ from tests.command_line import call_main
 from tests.composing import composed
 from tests.config.values import values_of
 
-_SPELLED = [answer_key(key, value) for key, by_value in VALUES.items() for value in ("", *by_value)]
-ANSWERS = [*(answer_key(key) for key in KEYS), *foreign_names._CHOICES.values(), *_SPELLED]
+_SPELLED = [
+    answer_key(key, value)
+    for key, by_value in foreign_keys().typed.items()
+    for value in ("", *by_value)
+]
+ANSWERS = [
+    *(answer_key(key) for key in foreign_keys().lines),
+    *foreign_names._CHOICES.values(),
+    *_SPELLED,
+]
 OWN = {"recipes", *known_keys()}
 
 

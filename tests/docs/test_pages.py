@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.foreign_keys import VALUES
-from hybridrl.config.foreign_names import answer_key
+from hybridrl.config.foreign_names import answer_key, foreign_keys
 from hybridrl.config.load import free_keys, known_keys
 from hybridrl.config.parts import KINDS
 from hybridrl.metrics import AREAS, find_declaration
@@ -116,7 +115,7 @@ def test_each_key_of_others_on_the_page_for_newcomers_is_answered() -> None:
     text = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
     first_columns = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
     named = {name for column in first_columns for name in re.findall(r"`([\w.-]+)", column)}
-    values = {value for by_value in VALUES.values() for value in by_value}
+    values = {value for by_value in foreign_keys().typed.values() for value in by_value}
     keys = {name for name in named - values if re.fullmatch(r"[a-z.]+[-_][\w.-]*\w", name)}
     assert len(keys) > 100
     unanswered = {key for key in keys if not answer_key(key) and not key.endswith("_")}
