@@ -147,6 +147,7 @@ reward/{function}/mean | reward | the same of one of several functions, without 
 reward/{function}/std | reward | standard deviation of its rewards over the responses of the step
 reward/{function}/failed_fraction | 1 | responses that this function could not score
 reward/{function}/zero_variance_group_fraction | 1 | groups in which it scored all responses equal
+reward/kl_charge/mean | reward | mean charge per response for leaving the reference policy
 reward/kl_nats/mean | nats | KL to the reference that responses are charged for, per token
 reward/overlong_penalty/mean | reward | mean charge for responses near the length limit
 agent/turns/mean | turns | turns of the assistant in a conversation
@@ -162,14 +163,13 @@ groups/sampled | groups | prompts that the step sampled, with a group filter
 groups/kept_fraction | 1 | share of them that the group filter kept
 groups/learned | groups | prompts that the step learned from
 groups/surplus | groups | kept prompts beyond those that a step learns from
-reward/kl_charge/mean | reward | mean charge per response for leaving the reference policy
 loss/policy | reward or 1 | clipped surrogate per token, tokens weighed as the loss weighs them
 loss/kl | reward or 1 | KL penalty per token times its coefficient
 loss/entropy | reward or 1 | entropy bonus per token times its coefficient, negative
 loss/value | reward^2 | critic: half the squared error of the value per token, clipped as PPO2 does
 loss/supervised_nats | nats | negative log-likelihood per token, supervised fine-tuning
 loss/preference | 1 | loss per preference pair, without the supervised term
-preference/accuracy | 1 | pairs whose chosen answer has the higher reward; equal ones do not count
+preference/accuracy | 1 | pairs whose chosen answer has the higher reward; equal ones count a half
 preference/margin/mean | reward | reward of the chosen less that of the rejected answer
 preference/chosen_reward/mean | reward | of the chosen answer: with dpo beta times its log-ratio
 preference/rejected_reward/mean | reward | the same of the rejected answer
@@ -300,7 +300,7 @@ eval/pass_at_{k} | 1 | probability that one of k responses is correct, unbiased 
 eval/majority_at_{k} | 1 | groups of k responses whose most frequent answer is correct
 eval/truncated_fraction | 1 | held-out responses ended by the length limit
 eval/preference_loss | 1 | loss per held-out preference pair
-eval/accuracy | 1 | held-out pairs whose chosen answer has the higher reward
+eval/accuracy | 1 | held-out pairs whose chosen answer has the higher reward; equal ones half
 eval/margin | reward | reward of the chosen less that of the rejected answer, held-out pairs
 eval/chosen_reward | reward | of the chosen answer of held-out pairs
 eval/rejected_reward | reward | of the rejected answer of held-out pairs

@@ -21,11 +21,12 @@ def sentence(config: ExperimentConfig) -> str:
     """Return in one sentence what a run would do: ``train the starter model with grpo ...``."""
     algorithm, cluster = config.algorithm, config.cluster
     num_prompts = config.trainer.num_prompts_per_step
+    num_responses = config.rollout.num_responses_per_prompt
     at_most = "" if config.trainer.num_epochs is None else "at most "
     return (
         f"train {_model(config)} with {algorithm.advantage} and "
         f"{algorithm.policy_loss} on {num_prompts} prompts x "
-        f"{config.rollout.num_responses_per_prompt} responses a step of {_data(config)}, learning "
+        f"{num_responses} response{'s' * (num_responses > 1)} a step of {_data(config)}, learning "
         f"rate {config.actor.optimizer.lr:g}, {at_most}{config.trainer.num_steps} steps, on "
         f"{cluster.num_ranks} {'GPU' if cluster.device == 'cuda' else 'CPU'} "
         f"rank{'s' * (cluster.num_ranks > 1)}"

@@ -31,10 +31,11 @@ MACHINE = "machine.json"
 def try_machine(folder: Path) -> None:
     """Write the driver's machine to the run folder. A full disk costs a warning, never the run."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    num_cores = len(os.sched_getaffinity(0))
     facts = {
         "host": platform.node(),
         "gpus": ", ".join(_gpus()) or "no GPU",
-        "processor": f"{len(os.sched_getaffinity(0))} cores of {processor_name()}",
+        "processor": f"{num_cores} core{'s' * (num_cores > 1)} of {processor_name()}",
         "memory": f"{memory_gib:.0f} GiB",
     }
     try:

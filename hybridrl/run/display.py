@@ -121,7 +121,8 @@ class LiveView:
         if num_timed < 1:
             return ""
         pace_s = (self._ends[-1] - self._ends[0]) / num_timed
-        return f"{format_duration((self.num_steps - self.num_done) * pace_s)} left"
+        left_s = (self.num_steps - self.num_done) * pace_s
+        return f"{format_duration(left_s)} left" if left_s >= 1.0 else ""
 
     def smoothed(self, name: str) -> str:
         """Write the mean of a metric's last 10 values; empty if a single value is as good."""
@@ -238,7 +239,7 @@ def squeeze(values: Sequence[float], *, width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw values as blocks between their minimum and maximum; equal values lie in the middle."""
+    """Draw values as blocks between their minimum and maximum; zeros alone lie on the ground."""
     finite = [value for value in values if isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     height = high - low
@@ -246,7 +247,7 @@ def sparkline(values: Sequence[float]) -> str:
     def block(value: float) -> str:
         if not isfinite(value):
             return " "
-        fraction = (value - low) / height if 0.0 < height < inf else 0.5
+        fraction = (value - low) / height if 0.0 < height < inf else 0.5 * bool(high)
         return _BLOCKS[min(int(fraction * len(_BLOCKS)), len(_BLOCKS) - 1)]
 
     return "".join(map(block, values))

@@ -88,7 +88,11 @@ def ensure_starter(config: ExperimentConfig, *, cache: Path, record: RunFolder) 
     folder = cache / starter_name(config)
     with FileLock(cache / f"{folder.name}.lock"):  # two runs that start together make it once
         if not folder.is_dir():
-            log.info("making the starter model, once: steps=%d folder=%s", config.num_steps, folder)
+            log.info(
+                "making the starter model of seed=%d, once: each seed starts from a model of its "
+                "own, model.path=FOLDER/hf from the same; steps=%d folder=%s",
+                *(config.seed, config.num_steps, folder),
+            )
             raw = Path(tempfile.mkdtemp(prefix=f"{folder.name}-raw-", dir=cache))
             try:
                 write_random_model(starter, raw, seed=config.seed)

@@ -1734,6 +1734,10 @@ def test_a_reward_of_slime_is_answered_with_the_columns() -> None:
     assert "sample.response is response" in str(violation)
 
 
+def test_a_plan_needs_no_rows() -> None:
+    assert config_of("mode=plan", "data.task=null").data.train_files == ()
+
+
 def test_a_mistyped_reward_is_answered_with_the_functions_of_the_file() -> None:
     (violation,) = violations_of("reward.function=rewards.py:scalde")
     assert "its functions are few, many, scaled, later" in str(violation)

@@ -35,7 +35,7 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     first, second = stream.getvalue().splitlines()
     # What comes before the end of the first step is start-up, and tells nothing of the pace.
     assert first == "step 1/3  reward/mean 0.25  eval/reward/mean 0.5  time/step_s 1.5"
-    assert second.startswith("step 2/3  reward/mean 0.5 (mean of 10: 0.375)  ")
+    assert second.startswith("step 2/3  reward/mean 0.5 (mean of 10: 0.375)")
     assert "\x1b" not in stream.getvalue()
 
 
@@ -44,7 +44,7 @@ def test_a_line_shows_the_mean_of_ten_steps_beside_the_last_one() -> None:
     with open_live("lines", num_steps=20, stream=stream) as view:
         for step in range(1, 13):
             view.step(step, {"reward/mean": float(step), "policy/grad_norm": 2.0})
-    assert "reward/mean 12 (mean of 10: 7.5)  policy/grad_norm 2  " in stream.getvalue()
+    assert "reward/mean 12 (mean of 10: 7.5)  policy/grad_norm 2\n" in stream.getvalue()
 
 
 def test_the_step_shown_is_the_step_that_runs() -> None:
@@ -67,7 +67,7 @@ def test_the_step_shown_is_the_step_that_runs() -> None:
 
 
 def test_time_left_counts_no_second_of_a_restart() -> None:
-    view = LiveView(100)
+    view = LiveView(10**9)
     for step in (1, 2):
         view.step(step, {"reward/mean": 0.5})
     assert view.describe_time_left() != ""
@@ -77,6 +77,13 @@ def test_time_left_counts_no_second_of_a_restart() -> None:
     assert (view.num_done, view.trends) == (1, {"reward/mean": [0.25]})
     view.step(2, {"reward/mean": 0.5})
     assert view.describe_time_left() == ""  # from the end of the last part to this one is no pace
+
+
+def test_less_than_a_second_is_no_time_left() -> None:
+    view = LiveView(3)
+    for step in (1, 2, 3):
+        view.step(step, {})
+        assert view.describe_time_left() == ""
 
 
 def test_a_long_silence_says_which_phase_takes_so_long_and_stops_with_the_run() -> None:
@@ -139,6 +146,7 @@ def test_all_shown_metrics_are_declared() -> None:
         ([0.0, 1.0], "▁█"),
         ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], "▁▂▃▄▅▆▇█"),
         ([3.0, 3.0], "▅▅"),
+        ([0.0, 0.0], "▁▁"),
         ([1.0, float("nan"), 2.0, float("inf")], "▁ █ "),
         ([float("nan")], " "),
         ([], ""),

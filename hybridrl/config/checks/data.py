@@ -11,11 +11,14 @@ from hybridrl.config.data import MOST_SOURCES
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
+_ROWLESS = ("eval", "plan")
+"""Modes that read no rows to train on."""
+
 
 def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rows come from a built-in task or from files: from exactly one of them."""
     data = config.data
-    if data.task is None and not (data.train_files or data.sources) and config.mode != "eval":
+    if data.task is None and not (data.train_files or data.sources) and config.mode not in _ROWLESS:
         yield ConfigError(
             "data.train_files",
             [],

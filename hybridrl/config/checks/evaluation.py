@@ -20,7 +20,7 @@ def check_eval_has_data(config: ExperimentConfig) -> Iterator[ConfigError]:
     if data.task is not None or data.eval_files:
         return
     empty = [one for one in config.eval.all_sets() if not one.files]
-    if not config.evaluates or not empty:
+    if not config.evaluates or not empty or config.mode == "plan":
         return
     also = f" (and {empty[0].key}.files)" if empty[0].name else ""
     is_mode_eval = config.mode == "eval"

@@ -71,7 +71,7 @@ class PreferenceObjective:
             "preference/chosen_reward/mean": result.chosen_rewards_P,
             "preference/rejected_reward/mean": result.rejected_rewards_P,
             "preference/margin/mean": margins_P,
-            "preference/accuracy": (margins_P > 0).to(margins_P.dtype),
+            "preference/accuracy": torch.heaviside(margins_P, margins_P.new_tensor(0.5)),
             "preference/chosen_logprob_nats/mean": chosen_P,
             "preference/rejected_logprob_nats/mean": rejected_P,
         }

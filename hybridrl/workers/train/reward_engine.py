@@ -128,7 +128,7 @@ class RewardEngine(ModelEngine):
             "preference/chosen_reward/mean": chosen_P.detach(),
             "preference/rejected_reward/mean": rejected_P.detach(),
             "preference/margin/mean": differences_P,
-            "preference/accuracy": (differences_P > 0).to(differences_P.dtype),
+            "preference/accuracy": torch.heaviside(differences_P, differences_P.new_tensor(0.5)),
         }
 
 
