@@ -62,6 +62,12 @@ class RunFolder:
     def rewind(self, run: RunState | None) -> None:
         """Return to the state of a checkpoint; None is before the first step."""
         step = 0 if run is None else run.step
+        if (last := last_step(self.folder)) > step:
+            _logger.warning(
+                "steps %d to %d are done again, and their lines are removed: the newest checkpoint "
+                "is of step %d",
+                *(step + 1, last, step),
+            )
         if run is None:
             self.run_log.rewind(0, sizes={}, elapsed_s=0.0)
         else:
