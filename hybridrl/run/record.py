@@ -68,10 +68,8 @@ class RunFolder:
                 "is of step %d",
                 *(step + 1, last, step),
             )
-        if run is None:
-            self.run_log.rewind(0, sizes={}, elapsed_s=0.0)
-        else:
-            self.run_log.rewind(step, sizes=run.log_sizes, elapsed_s=run.elapsed_s)
+        sizes, elapsed_s = ({}, 0.0) if run is None else (run.log_sizes, run.elapsed_s)
+        self.run_log.rewind(step, sizes=sizes, elapsed_s=elapsed_s)
         self.live.rewind(step, read_metrics(self.folder))
 
     def samples(self, step: int, samples: Sequence[SampleRow]) -> None:
