@@ -278,13 +278,19 @@ class RewardScorer:
                 for number in range(len(self._in_pool))
             ]
             outcomes = self._pool.score(inputs, stop_at_failure=is_stopping, known=known)
-            if is_stopping and outcomes.failed_calls and not outcomes.is_any_failed:
-                number, failure = outcomes.failed_calls[0]
-                raise RewardError(
-                    f"{self._describe_function(self._in_pool[number])}: a call with {failure}, "
-                    "though each alone is scored; correct it, or raise "
-                    f"reward.timeout_s={self._config.timeout_s:g} if it is only slow"
-                )
+            for piece, failure in outcomes.failed_calls:
+                rewards = outcomes.by_function[piece.function]
+                if any(isinstance(rewards[row], str) for row in piece.rows):
+                    continue
+                reason = f"a call with {failure}, though each alone is scored"
+                if is_stopping:
+                    raise RewardError(
+                        f"{self._describe_function(self._in_pool[piece.function])}: {reason}; "
+                        "correct it, or raise "
+                        f"reward.timeout_s={self._config.timeout_s:g} if it is only slow"
+                    )
+                if piece.function not in self.early_functions:  # alone there is nothing to compare
+                    rewards |= dict.fromkeys(piece.rows, reason)
             by_name |= zip(self._in_pool, outcomes.by_function, strict=True)
         return by_name
 

@@ -200,6 +200,19 @@ def test_function_that_fails_only_on_batches_is_reported(open_scorer: Open) -> N
     assert scorer.score(inputs("a")).rewards_B.tolist() == [1.0]
 
 
+def test_where_a_batch_fails_and_each_row_alone_is_scored_all_rows_fail(open_scorer: Open) -> None:
+    body = """
+        lengths = [len(text) for text in responses]
+        if len(lengths) == 3:
+            raise OverflowError("of three")
+        return [length - sum(lengths) / len(lengths) for length in lengths]
+        """
+    scorer = open_scorer(body, on_error="zero")
+    scores = scorer.score(inputs("a", "bb", "cccc"))
+    assert scores.is_failed_B.tolist() == [True] * 3
+    assert scorer.score(inputs("a", "bbb")).rewards_B.tolist() == [-1.0, 1.0]
+
+
 def test_three_hanging_responses_end_the_scoring(open_scorer: Open, tmp_path: Path) -> None:
     body = f"open({str(tmp_path / 'calls')!r}, 'a').write('.')\ntime.sleep(600)"
     scores = open_scorer(body, on_error="zero", timeout_s=0.5).score(inputs(*"abcdefgh"))
