@@ -238,7 +238,20 @@ class Exits:
         sys.exit(3)
 
 
-@pytest.mark.parametrize(("agent", "ended"), [(TriesForEver(), "turns"), (Exits(), "error")])
+class LosesItsConnection:
+    """Raises what clients raise where a connection closes."""
+
+    appended_roles = ("user",)
+
+    async def run(self, conversation: Conversation) -> None:
+        await conversation.sample()
+        raise asyncio.CancelledError("the connection closed")
+
+
+@pytest.mark.parametrize(
+    ("agent", "ended"),
+    [(TriesForEver(), "turns"), (Exits(), "error"), (LosesItsConnection(), "error")],
+)
 def test_an_agent_that_never_stops_or_exits_ends_alone(agent: Agent, ended: str) -> None:
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["one", "two", "three"])
 

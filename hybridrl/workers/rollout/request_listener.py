@@ -12,9 +12,9 @@ from aiohttp import web
 
 from hybridrl.errors import EngineError, PhaseError, RequestError
 from hybridrl.json_text import to_json_text
+from hybridrl.loop_thread import LoopThread
 from hybridrl.network import host_and_port
 from hybridrl.workers.rollout.directory import Door, EngineDirectory
-from hybridrl.workers.rollout.loop_thread import LoopThread
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.sample_messages import (
