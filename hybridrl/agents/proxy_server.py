@@ -32,7 +32,8 @@ MODEL = "policy"
 HOST = "127.0.0.1"
 """Agent programs run on the rank's machine."""
 
-_MAX_BODY_BYTES = 1 << 24
+_BYTES_PER_TOKEN, _MORE_BYTES = 32, 1 << 16
+"""Of a body: text has about 5 bytes a token, and up to 6 times that in escapes of JSON."""
 _CLOSE_TIMEOUT_S = 1.0
 
 Ask = Callable[[ChatRequest], Awaitable[ChatAnswer]]
@@ -98,7 +99,7 @@ class ProxyServer:
         except RefusedRequest as error:
             refusal = error
         except web.HTTPException as error:  # no such route, or a body that is too long
-            message = f"{request.method} {request.path}: {error.reason}"
+            message = f"{request.method} {request.path}: {error.reason}. {error.text}"
             refusal = RefusedRequest(message, status=error.status)
         except ConnectionError:  # the client has gone
             raise
@@ -120,14 +121,16 @@ class ProxyServer:
 
 
 @asynccontextmanager
-async def serve(params: RequestParams) -> AsyncIterator[ProxyServer]:
+async def serve(params: RequestParams, *, max_context_tokens: int) -> AsyncIterator[ProxyServer]:
     """Listen on a free port of the loopback address, in the running event loop.
 
     Args:
         params: temperature and top-p of all requests; a request may not ask for others.
+        max_context_tokens: limits bodies: tokenizing one holds up all other conversations.
     """
     server = ProxyServer(params)
-    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[server.refuse])
+    max_bytes = _BYTES_PER_TOKEN * max_context_tokens + _MORE_BYTES
+    app = web.Application(client_max_size=max_bytes, middlewares=[server.refuse])
     for prefix in ("/v1", "/{key}/v1"):
         app.router.add_get(f"{prefix}/models", server.models)
         app.router.add_post(f"{prefix}/chat/completions", server.complete)

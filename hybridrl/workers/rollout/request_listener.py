@@ -123,7 +123,7 @@ class RequestListener:
     ) -> web.StreamResponse:
         """Require the key, and answer an error with its words."""
         _, _, key = request.headers.get("Authorization", "").rpartition(" ")
-        if not secrets.compare_digest(key.encode(), self._door.key.encode()):
+        if not secrets.compare_digest(key.encode(errors="replace"), self._door.key.encode()):
             return _json({"error": "the key is wrong"}, status=401)
         try:
             return await handler(request)
@@ -135,7 +135,7 @@ class RequestListener:
             return _json({"error": f"{type(error).__name__}: {error}"}, status=500)
 
     async def _sample(self, request: web.Request) -> web.Response:
-        tokens, params, keys = read_request(await request.json())
+        tokens, params, keys = read_request(await request.read())
         samples = await asyncio.wrap_future(self._requests.sample_group(tokens, params, keys=keys))
         return _json(answer_body(samples))
 
