@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from aiohttp import web
 
@@ -25,6 +26,8 @@ from hybridrl.json_text import to_json_text
 from hybridrl.sampler import RequestParams
 
 log = logging.getLogger(__name__)
+
+_json = partial(web.json_response, dumps=to_json_text)
 
 MODEL = "policy"
 """The name of the model that is trained."""
@@ -145,7 +148,3 @@ async def serve(params: RequestParams, *, max_context_tokens: int) -> AsyncItera
         yield server
     finally:
         await runner.cleanup()
-
-
-def _json(fields: object, *, status: int = 200) -> web.Response:
-    return web.Response(text=to_json_text(fields), status=status, content_type="application/json")

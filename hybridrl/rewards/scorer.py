@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrl.config.reward import RewardConfig, RewardPart
 from hybridrl.diagnostics.processes import usual_num_processes
-from hybridrl.errors import RewardError
+from hybridrl.errors import RewardError, shown
 from hybridrl.rewards import functions
 from hybridrl.rewards.child import Reward, RewardFunction
 from hybridrl.rewards.judge_reader import JudgeAnswer, JudgeReader
@@ -43,8 +43,6 @@ _BY_ROW = ("http",)
 LARGEST_REWARD = 1e15
 """Beyond it float32 loses more than units, and squares of rewards (their deviation, a critic's
 loss) come near the 3e38 at which float32 ends."""
-
-_MAX_TEXT = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +316,8 @@ class RewardScorer:
         _, row, part = min(failures)
         name = [*self._parts][part]
         message = (
-            f"{self._describe_function(name)}: response {row} {_shorten(inputs.responses[row])} "
-            f"to prompt {_shorten(inputs.prompts[row])}: {by_row[row][part]}"
+            f"{self._describe_function(name)}: response {row} {shown(inputs.responses[row])} "
+            f"to prompt {shown(inputs.prompts[row])}: {by_row[row][part]}"
         )
         if self._config.on_error == "stop":
             raise RewardError(f"{message}; correct it, or set reward.on_error=zero")
@@ -356,7 +354,3 @@ def _score_here(function: RewardFunction, inputs: RewardInputs) -> dict[int, Rew
 
 def _is_consequence(reason: str) -> bool:
     return reason.startswith("not tried")
-
-
-def _shorten(text: str) -> str:
-    return repr(text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "...")

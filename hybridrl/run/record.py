@@ -63,11 +63,7 @@ class RunFolder:
         """Return to the state of a checkpoint; None is before the first step."""
         step = 0 if run is None else run.step
         if (last := last_step(self.folder)) > step:
-            _logger.warning(
-                "steps %d to %d are done again, and their lines are removed: the newest checkpoint "
-                "is of step %d",
-                *(step + 1, last, step),
-            )
+            _logger.warning("steps %d to %d are done again; their lines go", step + 1, last)
         sizes, elapsed_s = ({}, 0.0) if run is None else (run.log_sizes, run.elapsed_s)
         self.run_log.rewind(step, sizes=sizes, elapsed_s=elapsed_s)
         self.live.rewind(step, read_metrics(self.folder))

@@ -299,7 +299,7 @@ def _naming(folder: Path) -> Iterator[None]:
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """Keep other processes out of the folder; the lock ends with this process, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds data of the user's
     try:
         held = FileLock(folder / _LOCK).acquire(timeout=0)
     except Timeout as err:

@@ -173,7 +173,7 @@ async def _rewarding(conversation: Conversation) -> None:
     await conversation.sample()
     num_tokens = len(conversation.last_turn.token_ids)
     conversation.reward([float(n) for n in range(num_tokens)])
-    for value in (float("nan"), [1.0], "much"):
+    for value in (float("nan"), [1.0], "much", 1e39):
         with pytest.raises(ValueError, match=r"of its 3 tokens|could not convert"):
             conversation.reward(value)  # type: ignore[arg-type]
 

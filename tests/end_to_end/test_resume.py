@@ -258,7 +258,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(begun: Path) -
     assert [line["step"] for line in read_metrics(begun)] == [0, 1]
     log = (begun / "log.txt").read_text()
     assert "step-000000002.unfinished is deleted: it was not completed" in log
-    assert "steps 1 to 2 are done again, and their lines are removed" in log
+    assert "steps 1 to 2 are done again; their lines go" in log
 
 
 FAILING = """

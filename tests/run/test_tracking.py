@@ -67,6 +67,7 @@ def sample(text: str) -> SampleRow:
 def test_a_run_folder_holds_configuration_metrics_and_samples(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     with open_log(folder) as run:
+        assert folder.stat().st_mode & 0o777 == 0o700  # it holds data of the user's
         values = run.log_step(1, {"reward/mean": Mean(3.0, 4)})
         run.log_samples(1, [sample("13"), sample("é\n\ud800"), sample("third")])
         # Already there while the run goes on.

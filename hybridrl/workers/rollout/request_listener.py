@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 from aiohttp import web
@@ -26,10 +27,10 @@ from hybridrl.workers.rollout.sample_messages import (
 
 log = logging.getLogger(__name__)
 
+_json = partial(web.json_response, dumps=to_json_text)
+
 _MAX_BODY_BYTES = 1 << 26
 _END_S = 1.0
-_REFUSED = 400
-"""Status of a request that each engine would refuse."""
 
 
 class EngineAccess(Protocol):
@@ -129,8 +130,8 @@ class RequestListener:
             return await handler(request)
         except web.HTTPException:
             raise
-        except RequestError as error:
-            return _json({"error": str(error)}, status=_REFUSED)
+        except RequestError as error:  # each engine would refuse it
+            return _json({"error": str(error)}, status=400)
         except (EngineError, PhaseError) as error:
             return _json({"error": f"{type(error).__name__}: {error}"}, status=500)
 
@@ -143,7 +144,3 @@ class RequestListener:
         await asyncio.wrap_future(self._requests.turn())
         moment = await asyncio.to_thread(self._engine.progress)
         return _json({"loads": [{"timestamp": moment}]})
-
-
-def _json(fields: object, *, status: int = 200) -> web.Response:
-    return web.Response(text=to_json_text(fields), status=status, content_type="application/json")
