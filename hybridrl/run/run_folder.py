@@ -41,7 +41,7 @@ from hybridrl.errors import RunFolderError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.run.line_files import METRICS, lost_lines, whole_lines
-from hybridrl.run.trackers import TolerantTracker
+from hybridrl.run.trackers import MAX_FAILED, TolerantTracker
 
 if TYPE_CHECKING:  # it imports torch, which the parent of a driver must not
     from hybridrl.agents.turn_records import CallRecord
@@ -216,7 +216,7 @@ class RunLogger:
             self._require_folder()
             _append(self._metrics, line | {name: finite.get(name) for name in values})
         for tracker in () if self._is_taken(step, finite) else self._trackers:
-            if not tracker.is_off:
+            if tracker.num_failed < MAX_FAILED:
                 tracker.attempt(lambda target: target.log(step, finite))
         return values
 

@@ -12,8 +12,9 @@ from hybridrl.config.foreign_keys import VALUES
 from hybridrl.config.foreign_names import answer_key
 from hybridrl.config.load import free_keys, known_keys
 from hybridrl.config.parts import KINDS
-from hybridrl.metrics import AREAS, find_declaration
+from hybridrl.metrics import find_declaration
 from tests.docs.blocks import PAGES, ROOT
+from tests.test_metrics import AREAS
 
 SPEC = importlib.util.spec_from_file_location("reflow", ROOT / "docs" / "reflow.py")
 assert SPEC is not None

@@ -277,6 +277,33 @@ def test_the_reward_process_ends_with_a_driver_that_was_killed(tmp_path: Path) -
     wait_for(lambda: "gone" if is_gone(pid) else "")
 
 
+def test_time_in_which_the_driver_was_stopped_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef r(responses, **_):\n"
+        f"    open({str(tmp_path / 'began')!r}, 'w').write('began')\n"
+        "    time.sleep(1.0)\n    return [2.0]\n"
+    )
+    driver = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from pathlib import Path\n"
+            "from hybridrl.rewards.runner import ChildRunner, FunctionFile\n"
+            "from tests.rewards.test_scorer import inputs\n"
+            f"file = FunctionFile(path=Path({str(tmp_path / 'slow.py')!r}), name='r', args={{}})\n"
+            "runner = ChildRunner([file], timeout_s=2.5)\n"
+            "print(runner.call(inputs('a')))\nrunner.close()\n",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: read_text(tmp_path / "began"))
+    driver.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
+    time.sleep(3.0)
+    driver.send_signal(signal.SIGCONT)
+    assert driver.communicate(timeout=60)[0] == "[2.0]\n"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -302,7 +302,7 @@ def test_a_tracker_that_fails_is_named_once_and_is_off_after_three_failures(
             run.log_step(step, {"reward/mean": Mean(step)})
     assert len(_rewards(tmp_path)) == 8
     assert lost_service.steps == [1, 2, 3, 4, 5]
-    first, off, _ = caplog.messages
+    first, off = caplog.messages
     assert first.startswith("tracking.trackers=[wandb] failed: ConnectionError: no route to the")
     assert off.endswith("This was failure 3; after 3 the tracker gets no more")
 

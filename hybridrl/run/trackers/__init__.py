@@ -9,7 +9,7 @@ from typing import Protocol
 
 log = logging.getLogger(__name__)
 
-_MAX_FAILED = 3
+MAX_FAILED = 3
 
 
 class Tracker(Protocol):
@@ -36,20 +36,15 @@ class TolerantTracker:
     tracker: Tracker
     num_failed: int = 0
 
-    @property
-    def is_off(self) -> bool:
-        """Whether it failed so often that it gets no more steps."""
-        return self.num_failed >= _MAX_FAILED
-
     def attempt(self, call: Callable[[Tracker], None]) -> None:
         """Call the tracker, and note an error."""
         try:
             call(self.tracker)
         except Exception as error:  # of any kind: trackers are foreign packages
             self.num_failed += 1
-            if self.num_failed == 1 or self.is_off:
+            if self.num_failed in (1, MAX_FAILED):
                 log.warning(
                     "tracking.trackers=[%s] failed: %s: %s; the run goes on, and metrics.jsonl has "
                     "every step. This was failure %d; after %d the tracker gets no more",
-                    *(self.name, type(error).__name__, error, self.num_failed, _MAX_FAILED),
+                    *(self.name, type(error).__name__, error, self.num_failed, MAX_FAILED),
                 )
