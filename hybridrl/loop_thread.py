@@ -47,7 +47,7 @@ class LoopThread:
             self.run(cancel())
 
     def end(self) -> None:
-        """Cancel all tasks, and end the thread; it is left with those that go on. Idempotent."""
+        """Cancel all tasks, and end the thread; tasks that continue are left in it. Idempotent."""
         if not self.has_ended:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_END_S)

@@ -171,7 +171,7 @@ class Toolbox:
     """Calls the tools of a rank; close it at the end.
 
     Asynchronous tools run in the event loop of a thread: one that does not let itself be cancelled
-    goes on there. Others run in processes, which are killed at their deadline.
+    continues there. Others run in processes, which are killed at their deadline.
     """
 
     def __init__(self, tools: Sequence[Tool], *, limits: ToolLimits, num_processes: int) -> None:

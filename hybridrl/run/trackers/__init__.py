@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 @dataclass(slots=True)
 class TolerantTracker:
-    """A tracker whose errors end no run. The first and the last one that is borne are told."""
+    """A tracker whose errors end no run. The log names the first and the last one."""
 
     name: str
     tracker: Tracker
@@ -44,7 +44,7 @@ class TolerantTracker:
             self.num_failed += 1
             if self.num_failed in (1, MAX_FAILED):
                 log.warning(
-                    "tracking.trackers=[%s] failed: %s: %s; the run goes on, and metrics.jsonl has "
+                    "tracking.trackers=[%s] failed: %s: %s; the run continues; metrics.jsonl has "
                     "every step. This was failure %d; after %d the tracker gets no more",
                     *(self.name, type(error).__name__, error, self.num_failed, MAX_FAILED),
                 )

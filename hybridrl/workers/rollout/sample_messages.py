@@ -40,11 +40,11 @@ def read_request(data: bytes) -> tuple[Tensor, RequestParams, list[int]]:
         body = json.loads(data)
         token_ids, keys, stops = body["token_ids"], body["keys"], body["params"]["stop_token_ids"]
         params = RequestParams(**{**body["params"], "stop_token_ids": tuple(stops)})
-        whole = [*token_ids, *keys, *stops, params.max_new_tokens, params.top_k]
-        is_whole = all(type(number) is int for number in whole)
-        if not is_whole or {type(params.temperature), type(params.top_p)} - {int, float}:
+        integers = [*token_ids, *keys, *stops, params.max_new_tokens, params.top_k]
+        are_integers = all(type(number) is int for number in integers)
+        if not are_integers or {type(params.temperature), type(params.top_p)} - {int, float}:
             raise TypeError("a token, key or parameter is no number, or a list of them")
-        tokens = torch.tensor(whole, dtype=torch.int64)[: len(token_ids)]  # all must fit
+        tokens = torch.tensor(integers, dtype=torch.int64)[: len(token_ids)]  # all must fit
     except (KeyError, TypeError, ValueError, RuntimeError) as error:  # torch's of large numbers
         reason = shorten(f"{type(error).__name__}: {error}")
         raise RequestError(f"not a request for samples: {reason}") from error
