@@ -110,13 +110,6 @@ def from_json(values: Mapping[str, Sequence[Any]]) -> Metrics:
     }
 
 
-AREAS = (
-    *("reward", "loss", "policy", "moe", "critic", "rollout", "length"),
-    *("preference", "agent", "groups", "time", "memory", "throughput", "data", "eval"),
-)
-"""First parts of names, a closed list."""
-
-
 @dataclass(frozen=True, slots=True)
 class Declaration:
     """The declaration of one metric."""

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from hybridrl.errors import MetricError
 from hybridrl.metrics import (
-    AREAS,
     DECLARATIONS,
     Last,
     Max,
@@ -28,6 +27,12 @@ from hybridrl.metrics import (
     to_json,
     to_markdown,
 )
+
+AREAS = (
+    *("reward", "loss", "policy", "moe", "critic", "rollout", "length"),
+    *("preference", "agent", "groups", "time", "memory", "throughput", "data", "eval"),
+)
+"""First parts of names, a closed list."""
 
 ROOT = Path(__file__).parents[1]
 NAME = re.compile(rf"({'|'.join(AREAS)})/[a-z0-9_/]*[a-z0-9]")

@@ -12,6 +12,7 @@ from hybridrl.agents.conversation import Conversation, ConversationEnded
 from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.trajectory import Trajectory
 from hybridrl.diagnostics import trace
+from hybridrl.loop_thread import is_cancelled
 from hybridrl.rewards.child import last_line
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,9 @@ async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:
             await agent.run(conversation)
     except ConversationEnded:
         pass
-    except (Exception, SystemExit) as error:  # any user code
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # any user code
+        if is_cancelled(error):
+            raise
         if conversation.sampler_error is not None:
             raise conversation.sampler_error from error
         if deadline.expired():

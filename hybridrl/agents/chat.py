@@ -200,6 +200,8 @@ def _read_message(message: Fields) -> ChatMessage:
     if role != "assistant":
         return ChatMessage(_ROLES[role], text)
     calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise RefusedRequest(f"{shown(calls)} is not a list of calls", param="messages")
     return ChatMessage(role, text.strip(), tuple(map(_read_call, calls)))
 
 

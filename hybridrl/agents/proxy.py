@@ -32,6 +32,7 @@ from hybridrl.agents.conversation import Conversation, ConversationEnded
 from hybridrl.agents.open_sequence import OpenSequence
 from hybridrl.agents.program import AgentProgram, ProgramEnd
 from hybridrl.agents.proxy_server import HOST, MODEL, serve
+from hybridrl.agents.setting import Setting
 from hybridrl.agents.stop_strings import cut_behind, text_before
 from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall, text_before_calls
@@ -40,7 +41,6 @@ from hybridrl.config.agent import AgentConfig
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
-from hybridrl.sampler import RequestParams
 
 log = logging.getLogger(__name__)
 
@@ -258,12 +258,13 @@ class Proxy:
         return num_refused
 
     @asynccontextmanager
-    async def open(self, params: RequestParams) -> AsyncIterator[None]:
+    async def open(self, setting: Setting) -> AsyncIterator[None]:
         """Serve in the running event loop; at the end no program is left."""
         num_programs = self._config.num_conversations
         with ThreadPoolExecutor(num_programs, thread_name_prefix="program") as self._threads:
             try:
-                async with serve(params) as self._server:
+                limit = setting.sampler.max_context_tokens
+                async with serve(setting.params, max_context_tokens=limit) as self._server:
                     yield
             finally:
                 self._num_refused += self._server.num_refused

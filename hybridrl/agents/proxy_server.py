@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from aiohttp import web
 
@@ -26,13 +27,16 @@ from hybridrl.sampler import RequestParams
 
 log = logging.getLogger(__name__)
 
+_json = partial(web.json_response, dumps=to_json_text)
+
 MODEL = "policy"
 """The name of the model that is trained."""
 
 HOST = "127.0.0.1"
 """Agent programs run on the rank's machine."""
 
-_MAX_BODY_BYTES = 1 << 24
+_BYTES_PER_TOKEN, _MORE_BYTES = 32, 1 << 16
+"""Of a body: text has about 5 bytes a token, and up to 6 times that in escapes of JSON."""
 _CLOSE_TIMEOUT_S = 1.0
 
 Ask = Callable[[ChatRequest], Awaitable[ChatAnswer]]
@@ -98,7 +102,7 @@ class ProxyServer:
         except RefusedRequest as error:
             refusal = error
         except web.HTTPException as error:  # no such route, or a body that is too long
-            message = f"{request.method} {request.path}: {error.reason}"
+            message = f"{request.method} {request.path}: {error.reason}. {error.text}"
             refusal = RefusedRequest(message, status=error.status)
         except ConnectionError:  # the client has gone
             raise
@@ -120,14 +124,16 @@ class ProxyServer:
 
 
 @asynccontextmanager
-async def serve(params: RequestParams) -> AsyncIterator[ProxyServer]:
+async def serve(params: RequestParams, *, max_context_tokens: int) -> AsyncIterator[ProxyServer]:
     """Listen on a free port of the loopback address, in the running event loop.
 
     Args:
         params: temperature and top-p of all requests; a request may not ask for others.
+        max_context_tokens: limits bodies: tokenizing one holds up all other conversations.
     """
     server = ProxyServer(params)
-    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[server.refuse])
+    max_bytes = _BYTES_PER_TOKEN * max_context_tokens + _MORE_BYTES
+    app = web.Application(client_max_size=max_bytes, middlewares=[server.refuse])
     for prefix in ("/v1", "/{key}/v1"):
         app.router.add_get(f"{prefix}/models", server.models)
         app.router.add_post(f"{prefix}/chat/completions", server.complete)
@@ -142,7 +148,3 @@ async def serve(params: RequestParams) -> AsyncIterator[ProxyServer]:
         yield server
     finally:
         await runner.cleanup()
-
-
-def _json(fields: object, *, status: int = 200) -> web.Response:
-    return web.Response(text=to_json_text(fields), status=status, content_type="application/json")

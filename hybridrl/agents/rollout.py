@@ -184,7 +184,7 @@ class AgentRollout:
 
         async def program(sampler: Sampler) -> list[Sample]:
             setting = self._setting(sampler, sampling)
-            async with self._proxy.open(setting.params) if self._proxy else nullcontext():
+            async with self._proxy.open(setting) if self._proxy else nullcontext():
                 held = await self._hold_all(beginnings, setting, report)
             described = describe([trajectory for trajectory, _ in held])
             self._metrics = merge([self._metrics, described])

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-_MAX_SHOWN = 120
+from hybridrl.errors import shown
+
 _END_OF_THOUGHTS = "</think>"
 _PYTHON_TAG = "<|python_tag|>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -61,7 +62,7 @@ def _hermes_call(block: str) -> ToolCall | BrokenCall:
         return _to_call(_load_json(body), arguments="arguments")
     except ValueError as error:
         return BrokenCall(
-            f"the call {_shortened(body)} cannot be read: {error}; write "
+            f"the call {shown(body.strip())} cannot be read: {error}; write "
             f'{_OPEN}{{"name": "NAME", "arguments": {{"KEY": VALUE}}}}{_CLOSE}'
         )
 
@@ -82,7 +83,7 @@ def parse_llama3_json(text: str) -> Calls:
     except ValueError as error:
         return (
             BrokenCall(
-                f"the call {_shortened(body)} cannot be read: {error}; write "
+                f"the call {shown(body.strip())} cannot be read: {error}; write "
                 '{"name": "NAME", "parameters": {"KEY": VALUE}}, and nothing else'
             ),
         )
@@ -103,7 +104,7 @@ def parse_pythonic(text: str) -> Calls:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         return (
             BrokenCall(
-                f"the call {_shortened(body)} cannot be read: {reason}; write "
+                f"the call {shown(body.strip())} cannot be read: {reason}; write "
                 "[NAME(KEY=VALUE)], and nothing else"
             ),
         )
@@ -115,7 +116,7 @@ def _python_calls(body: str) -> Iterator[ToolCall]:
         raise ValueError("it is not one list of calls")
     for call in tree.elts:
         if not isinstance(call, ast.Call):
-            raise ValueError(f"{_shortened(ast.unparse(call))} is not a call")
+            raise ValueError(f"{shown(ast.unparse(call))} is not a call")
         name = ast.unparse(call.func)
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError(f"{name} takes arguments by name alone")
@@ -139,7 +140,7 @@ def _json_values(text: str) -> Iterator[object]:
 def _load_json(text: str) -> object:
     value, end = _decode_json(text.strip())
     if behind := text.strip()[end:].strip():
-        raise ValueError(f"{_shortened(behind)} stands behind the object")
+        raise ValueError(f"{shown(behind.strip())} stands behind the object")
     return value
 
 
@@ -167,11 +168,6 @@ def _to_call(value: object, *, arguments: str) -> ToolCall:
     if not isinstance(given, dict):
         raise ValueError(f'"{arguments}" is not an object')
     return ToolCall(value["name"], given)
-
-
-def _shortened(text: str) -> str:
-    text = text.strip()
-    return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
 
 
 PARSERS: Mapping[str, Callable[[str], Calls]] = {

@@ -25,6 +25,7 @@ from hybridrl.agents.tool_process import ToolFailed, ToolLimits, ToolProcesses
 from hybridrl.config.agent import BUILT_IN_TOOLS, SEARCH
 from hybridrl.errors import AgentError, suggest_name
 from hybridrl.json_text import to_json_text
+from hybridrl.loop_thread import LoopThread, is_cancelled
 from hybridrl.rewards.child import last_line, load_function
 from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
 
@@ -169,8 +170,8 @@ def _has_json_form(hint: object) -> bool:
 class Toolbox:
     """Calls the tools of a rank; close it at the end.
 
-    Asynchronous tools run in the caller's event loop, and must let themselves be cancelled. Others
-    run in processes, which are killed at their deadline.
+    Asynchronous tools run in the event loop of a thread: one that does not let itself be cancelled
+    continues there. Others run in processes, which are killed at their deadline.
     """
 
     def __init__(self, tools: Sequence[Tool], *, limits: ToolLimits, num_processes: int) -> None:
@@ -184,6 +185,7 @@ class Toolbox:
             limits=limits,
             num_processes=num_processes,
         )
+        self._loop = LoopThread("asynchronous tools")
 
     async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
         """Call a tool; a failure is a result, too.
@@ -201,8 +203,9 @@ class Toolbox:
         return ToolResult(text, is_error, time.perf_counter() - begin)
 
     def close(self) -> None:
-        """End all processes. Twice is a no-op."""
+        """End all processes, and the thread. Twice is a no-op."""
         self._processes.close()
+        self._loop.end()
 
     def _tool_of(self, call: ToolCall) -> Tool:
         tool = self._tools.get(call.name)
@@ -217,26 +220,24 @@ class Toolbox:
         number = self._numbers.get(tool.name)
         if number is not None:
             return await asyncio.wrap_future(self._processes.submit(number, arguments))
-        task = asyncio.ensure_future(_run_coroutine(tool, arguments))
+        result = asyncio.wrap_future(self._loop.start(self._run_coroutine(tool, arguments)))
         try:
-            await asyncio.wait({task}, timeout=self._limits.timeout_s)
-            if not task.done():
+            await asyncio.wait({result}, timeout=self._limits.timeout_s)
+            if not result.done():
                 raise ToolFailed(f"{tool.name} took longer than {self._limits.timeout_s:g} s")
-            return to_text(task.result(), max_chars=self._limits.max_chars)
-        except ToolFailed:
-            raise
-        except Exception as error:  # any user code
-            reason = to_text(last_line(error), max_chars=self._limits.max_chars)
-            raise ToolFailed(f"{tool.name} raised {reason}") from error
+            return result.result()
         finally:
-            task.cancel()
+            result.cancel()
 
-
-async def _run_coroutine(tool: Tool, arguments: Mapping[str, object]) -> object:
-    try:
-        return await tool.function(**arguments)
-    except SystemExit as error:  # would end the event loop
-        raise RuntimeError("the tool called sys.exit") from error
+    async def _run_coroutine(self, tool: Tool, arguments: Mapping[str, object]) -> str:
+        max_chars = self._limits.max_chars
+        try:
+            return to_text(await tool.function(**arguments), max_chars=max_chars)
+        except BaseException as error:  # any user code; SystemExit would end the thread
+            if is_cancelled(error):
+                raise
+            reason = to_text(last_line(error), max_chars=max_chars)
+            raise ToolFailed(f"{tool.name} raised {reason}") from error
 
 
 def _flaw_of(arguments: Mapping[str, object], parameters: Schema) -> str:

@@ -105,8 +105,9 @@ class CheckpointStore:
         corrupt.rename(renamed)
 
     def discard_unfinished(self) -> None:
-        """Delete the checkpoint that a killed run did not complete."""
+        """Delete the checkpoint that a killed run did not complete; the log names it."""
         for folder in self._folder.glob(f"*{_UNFINISHED}"):
+            log.warning("%s is deleted: it was not completed", folder)
             shutil.rmtree(folder, ignore_errors=True)
 
     def prune(self, *, keep_last: int, keep_best: int) -> None:

@@ -83,7 +83,7 @@ class History:
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Read lines of ``metrics.jsonl``; of two lines of one step the later counts."""
-        by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
+        by_step = {row["step"]: row for row in rows}
         self.steps = sorted(by_step)
         self.elapsed_s = [plottable(by_step[step].get("elapsed_s")) for step in self.steps]
         self._series: dict[str, Series] = defaultdict(lambda: Series([], []))
@@ -103,11 +103,6 @@ class History:
         return self._series.get(name, Series([], []))
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file with one per line; an incomplete line is left out."""
-    return (row for line in read_lines(path) if (row := parse_row(line)) is not None)
-
-
 def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file; none if it does not exist."""
     if path.is_file():
@@ -122,6 +117,13 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
+
+
+def parse_metrics(line: bytes) -> dict[str, Any] | None:
+    """Return a line of ``metrics.jsonl``; None if it is damaged, which its step may be, too."""
+    row = parse_row(line)
+    step = None if row is None else row.get("step")
+    return row if type(step) is int and 0 <= step < 1 << 63 else None
 
 
 def plottable(value: object) -> float | None:

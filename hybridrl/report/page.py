@@ -127,6 +127,12 @@ def _head(run: Run, findings: Sequence[Finding]) -> Iterator[Html]:
     done = f": step {run.num_done} of {run.num_steps}, {elapsed}. Page made {made}."
     yield tag("h1", run.folder.name)
     yield tag("p", tag("b", state, cls=state), done)
+    if run.num_unreadable:
+        yield tag(
+            "p", f"{run.num_unreadable} lines of metrics.jsonl cannot be read, and are absent."
+        )
+    if not run.settings.flat:
+        yield tag("p", "config.yaml cannot be read: the page lacks what follows from it.")
     yield card(table((), facts_of(run)))
     if key_metrics := [name for name in _KEY_METRICS if run.history.get(name).finite]:
         yield card(_summary(run, key_metrics))

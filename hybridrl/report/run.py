@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridrl.config.experiment import OFFLINE_MODES
 from hybridrl.errors import RunFolderError
-from hybridrl.report.history import History, read_rows
+from hybridrl.report.history import History, parse_metrics, read_lines
 from hybridrl.report.settings import Settings
 
 _LOG_TAIL_BYTES = 64 << 10
@@ -26,6 +26,9 @@ class Run:
     settings: Settings
     log_lines: Sequence[str] = ()
     """The end of log.txt."""
+
+    num_unreadable: int = 0
+    """Complete lines of metrics.jsonl that are damaged."""
 
     @property
     def num_done(self) -> int:
@@ -62,9 +65,16 @@ def read_run(folder: Path) -> Run:
             f"{folder} is no run folder: it has no {' and no '.join(missing)}; "
             "name the folder that trainer.run_dir gave"
         )
+    rows, num_unreadable = [], 0
+    for line in read_lines(folder / "metrics.jsonl"):
+        if (row := parse_metrics(line)) is not None:
+            rows.append(row)
+        elif line.endswith(b"\n"):  # else it is being written
+            num_unreadable += 1
     return Run(
         folder=folder.resolve(),
-        history=History(read_rows(folder / "metrics.jsonl")),
+        history=History(rows),
+        num_unreadable=num_unreadable,
         settings=Settings.read(folder / "config.yaml"),
         log_lines=_read_log(folder / "log.txt"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Settings:
     def number(self, key: str) -> float | None:
         """Return the value of a key if it is a number."""
         value = _comparable(self.flat.get(key))
-        return value if isinstance(value, float) else None
+        return value if isinstance(value, float) and math.isfinite(value) else None
 
     def text(self, key: str) -> str:
         """Return the value of a key as typed; empty if there is no such key."""
@@ -75,7 +76,7 @@ def read_defaults() -> Settings:
 def _load(path: Path) -> dict[str, Any]:
     try:
         values = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -17,6 +17,9 @@ from hybridrl.rewards.child import HEADER, Reward, encode
 _ANSWER_BYTES, _REWARD_BYTES = 1 << 16, 1 << 14
 """Largest size of an answer: a constant, and an amount per reward."""
 
+_LOOK_S = 0.2
+"""Seconds of one wait; what it takes longer is time in which this process was stopped (Ctrl-Z)."""
+
 KINDS = ("batch", "row", "concurrent")
 """How functions are called: with all rows, with one row, or with one row and many at a time."""
 
@@ -49,6 +52,7 @@ class Channel:
         """Own one end of a pair of sockets."""
         self._connection = connection
         self._number = -1
+        self._stopped_s = 0.0
 
     def close(self) -> None:
         """Let go. Twice is a no-op."""
@@ -71,7 +75,7 @@ class Channel:
 
     def receive_kinds(self, *, num_functions: int, timeout_s: float) -> tuple[str, ...]:
         """Return the kinds of the loaded functions: the answer to the first message."""
-        answer = self._next_answer(_ANSWER_BYTES, time.monotonic() + timeout_s)
+        answer = self._next_answer(_ANSWER_BYTES, timeout_s)
         kinds = answer.get("kinds")
         if not isinstance(kinds, list) or len(kinds) != num_functions:
             raise Garbage("answered with text that is not a list of functions")
@@ -88,7 +92,7 @@ class Channel:
         max_bytes = _ANSWER_BYTES + num_rewards * _REWARD_BYTES
         missing = set(range(num_rewards))
         while missing:
-            answer = self._next_answer(max_bytes, time.monotonic() + timeout_s)
+            answer = self._next_answer(max_bytes, timeout_s)
             row, rewards = _rewards_of(answer)
             rows = range(row, row + len(rewards))
             if not rows or not missing.issuperset(rows):
@@ -98,12 +102,13 @@ class Channel:
 
     def receive_text(self, *, max_bytes: int, timeout_s: float) -> str:
         """Return the text that answers the current call."""
-        text = self._next_answer(max_bytes, time.monotonic() + timeout_s).get("text")
+        text = self._next_answer(max_bytes, timeout_s).get("text")
         if not isinstance(text, str):
             raise Garbage("answered with something that is not a text")
         return text
 
-    def _next_answer(self, max_bytes: int, deadline: float) -> dict[str, object]:
+    def _next_answer(self, max_bytes: int, timeout_s: float) -> dict[str, object]:
+        deadline = self._now() + timeout_s
         while True:
             [size] = HEADER.unpack(self._read(HEADER.size, deadline))
             if size > max_bytes:
@@ -119,20 +124,28 @@ class Channel:
     def _read(self, size: int, deadline: float) -> bytes:
         data = bytearray()
         while len(data) < size:
-            remaining_s = deadline - time.monotonic()
+            remaining_s = deadline - self._now()
             if remaining_s <= 0:
                 raise TimeoutError
-            self._connection.settimeout(remaining_s)
+            wait_s = min(remaining_s, _LOOK_S)
+            self._connection.settimeout(wait_s)
+            ready_s = self._now() + wait_s
             try:
                 part = self._connection.recv(min(size - len(data), 1 << 20))
             except TimeoutError:
-                raise
+                continue
             except OSError as error:
                 raise ChannelClosed from error
+            finally:
+                self._stopped_s += max(0.0, self._now() - ready_s)
             if not part:
                 raise ChannelClosed
             data += part
         return bytes(data)
+
+    def _now(self) -> float:
+        """Return seconds on a clock that stands still while this process is stopped."""
+        return time.monotonic() - self._stopped_s
 
 
 def _parse(data: bytes) -> dict[str, object]:

@@ -37,8 +37,8 @@ class Outcomes:
     by_function: list[dict[int, Reward]]
     """Reward of each row, or why there is none."""
 
-    failed_calls: list[tuple[int, str]] = field(default_factory=list)
-    """Function and reason of each call with several rows that failed without naming one."""
+    failed_calls: list[tuple[Piece, str]] = field(default_factory=list)
+    """Each call with several rows that failed without naming one, and the reason."""
 
     num_hangs: int = 0
     """Rows that did not end in time."""
@@ -202,7 +202,7 @@ class RewardPool:
                 # Rows are scored in order, so the first without a reward is at fault.
                 outcomes.fail(piece.function, remaining[0], failure)
                 return [Piece(piece.function, remaining[1:])] if remaining[1:] else []
-            outcomes.failed_calls.append((piece.function, f"{len(piece.rows)} responses {failure}"))
+            outcomes.failed_calls.append((piece, f"{len(piece.rows)} responses {failure}"))
             return [Piece(piece.function, [row]) for row in remaining]
 
     def _reason_to_end(self, outcomes: Outcomes, *, stop_at_failure: bool) -> str:

@@ -45,26 +45,26 @@ def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
     """
     rewards_B = scores.rewards_B
     metrics: Metrics = {
-        "reward/mean": _mean(rewards_B),
+        "reward/mean": mean_of(rewards_B),
         "reward/std": _std(rewards_B),
         "reward/max": Max(rewards_B.max().item()),
         "reward/min": Min(rewards_B.min().item()),
-        "reward/failed_fraction": _mean(scores.is_failed_B),
+        "reward/failed_fraction": mean_of(scores.is_failed_B),
     }
     if scores.is_early_B is not None:
-        metrics["reward/early_fraction"] = _mean(scores.is_early_B)
+        metrics["reward/early_fraction"] = mean_of(scores.is_early_B)
     if scores.is_unreadable_B is not None:
-        metrics["reward/unreadable_fraction"] = _mean(scores.is_unreadable_B)
+        metrics["reward/unreadable_fraction"] = mean_of(scores.is_unreadable_B)
     if scores.is_left_out_B is not None:
-        metrics["reward/left_out_fraction"] = _mean(scores.is_left_out_B)
+        metrics["reward/left_out_fraction"] = mean_of(scores.is_left_out_B)
     if num_responses > 1:
         metrics["reward/zero_variance_group_fraction"] = _flat(rewards_B, num_responses)
         metrics |= _flat_groups(rewards_B, num_responses)
     for at, name in enumerate(scores.names if len(scores.names) > 1 else ()):
         parts_B = scores.reward_parts_BK[:, at]
-        metrics[f"reward/{name}/mean"] = _mean(parts_B)
+        metrics[f"reward/{name}/mean"] = mean_of(parts_B)
         metrics[f"reward/{name}/std"] = _std(parts_B)
-        metrics[f"reward/{name}/failed_fraction"] = _mean(scores.is_failed_BK[:, at])
+        metrics[f"reward/{name}/failed_fraction"] = mean_of(scores.is_failed_BK[:, at])
         if num_responses > 1:
             flat = _flat(parts_B, num_responses)
             metrics[f"reward/{name}/zero_variance_group_fraction"] = flat
@@ -84,8 +84,9 @@ def _flat_groups(rewards_B: Tensor, num_responses: int) -> Metrics:
     }
 
 
-def _mean(values_B: Tensor) -> Mean:
-    return Mean(values_B.sum().item(), len(values_B))
+def mean_of(values_B: Tensor) -> Mean:
+    """Return the mean of a value of each row."""
+    return Mean(float(values_B.double().sum()), len(values_B))
 
 
 def _std(rewards_B: Tensor) -> Mean:
@@ -94,4 +95,4 @@ def _std(rewards_B: Tensor) -> Mean:
 
 def _flat(rewards_B: Tensor, num_responses: int) -> Mean:
     groups = Groups.of(torch.arange(len(rewards_B)) // num_responses)
-    return _mean(groups.is_flat(rewards_B))
+    return mean_of(groups.is_flat(rewards_B))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrl.config.reward import RewardConfig, RewardPart
 from hybridrl.diagnostics.processes import usual_num_processes
-from hybridrl.errors import RewardError
+from hybridrl.errors import RewardError, shown
 from hybridrl.rewards import functions
 from hybridrl.rewards.child import Reward, RewardFunction
 from hybridrl.rewards.judge_reader import JudgeAnswer, JudgeReader
@@ -43,8 +43,6 @@ _BY_ROW = ("http",)
 LARGEST_REWARD = 1e15
 """Beyond it float32 loses more than units, and squares of rewards (their deviation, a critic's
 loss) come near the 3e38 at which float32 ends."""
-
-_MAX_TEXT = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,13 +283,19 @@ class RewardScorer:
                 for number in range(len(self._in_pool))
             ]
             outcomes = self._pool.score(inputs, stop_at_failure=is_stopping, known=known)
-            if is_stopping and outcomes.failed_calls and not outcomes.is_any_failed:
-                number, failure = outcomes.failed_calls[0]
-                raise RewardError(
-                    f"{self._describe_function(self._in_pool[number])}: a call with {failure}, "
-                    "though each alone is scored; correct it, or raise "
-                    f"reward.timeout_s={self._config.timeout_s:g} if it is only slow"
-                )
+            for piece, failure in outcomes.failed_calls:
+                rewards = outcomes.by_function[piece.function]
+                if any(isinstance(rewards[row], str) for row in piece.rows):
+                    continue
+                reason = f"a call with {failure}, though each alone is scored"
+                if is_stopping:
+                    raise RewardError(
+                        f"{self._describe_function(self._in_pool[piece.function])}: {reason}; "
+                        "correct it, or raise "
+                        f"reward.timeout_s={self._config.timeout_s:g} if it is only slow"
+                    )
+                if piece.function not in self.early_functions:  # alone there is nothing to compare
+                    rewards |= dict.fromkeys(piece.rows, reason)
             by_name |= zip(self._in_pool, outcomes.by_function, strict=True)
         return by_name
 
@@ -319,8 +323,8 @@ class RewardScorer:
         _, row, part = min(failures)
         name = [*self._parts][part]
         message = (
-            f"{self._describe_function(name)}: response {row} {_shorten(inputs.responses[row])} "
-            f"to prompt {_shorten(inputs.prompts[row])}: {by_row[row][part]}"
+            f"{self._describe_function(name)}: response {row} {shown(inputs.responses[row])} "
+            f"to prompt {shown(inputs.prompts[row])}: {by_row[row][part]}"
         )
         if self._config.on_error == "stop":
             raise RewardError(f"{message}; correct it, or set reward.on_error=leave_out")
@@ -358,7 +362,3 @@ def _score_here(function: RewardFunction, inputs: RewardInputs) -> dict[int, Rew
 
 def _is_consequence(reason: str) -> bool:
     return reason.startswith("not tried")
-
-
-def _shorten(text: str) -> str:
-    return repr(text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "...")

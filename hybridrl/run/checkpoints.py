@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +13,7 @@ from typing import Protocol
 from hybridrl.checkpoint.manifest import FileEntry, Manifest, RunFingerprint, RunState
 from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.config.checkpoint import CheckpointConfig
-from hybridrl.errors import CheckpointError, RemoteCallError
+from hybridrl.errors import CheckpointError, HybridRLError, RemoteCallError
 from hybridrl.metrics import Max, Metrics, Sum
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,21 @@ class Checkpointer:
         if is_last:
             cost |= self._finish(waits=True)
         return cost | {"time/checkpoint_s": Max(time.perf_counter() - begin)}
+
+    @contextmanager
+    def completed_after_errors(self) -> Iterator[None]:
+        """Complete the checkpoint that is being written, also if the block raises an error.
+
+        A signal that ends the run at once does not wait for ranks: they may be in a long call.
+        """
+        try:
+            yield
+        except Exception:
+            try:
+                self._finish(waits=True)
+            except HybridRLError as failure:  # the run ends with its own error
+                log.warning("the checkpoint that was being written is lost: %s", failure)
+            raise
 
     def restore(self) -> RunState | None:
         """Restore all workers from the newest complete checkpoint; None if there is none.

@@ -105,10 +105,11 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
             ray.init(**arguments)
     except Exception as error:  # of a raylet that is late Ray raises just that
         reason = shorten(" ".join(str(error).split()).rstrip("."))
+        folder = env.get("RAY_TMPDIR", "/tmp")
         raise ResourceError(
             f"Ray does not start on this machine: {reason}; it gives its processes 30 s, so if the "
             "machine is busy, type the command again later; or type `ray start --head`, then set "
-            "cluster.ray_address=auto; Ray's logs are in /tmp/ray/session_latest/logs"
+            f"cluster.ray_address=auto; Ray's logs are in {folder}/ray/session_latest/logs"
         ) from error
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -8,7 +8,7 @@ from io import SEEK_END
 from pathlib import Path
 from typing import BinaryIO
 
-from hybridrl.report.history import parse_row, read_lines
+from hybridrl.report.history import parse_metrics, read_lines
 
 METRICS = "metrics.jsonl"
 """Name in the run folder."""
@@ -33,7 +33,7 @@ def read_metrics(run_folder: Path) -> list[dict[str, float]]:
     """
     with suppress(OSError):
         lines = (line for line in read_lines(run_folder / METRICS) if line.endswith(b"\n"))
-        rows = [row for line in lines if (row := parse_row(line)) is not None]
+        rows = [row for line in lines if (row := parse_metrics(line)) is not None]
         return [{name: value for name, value in row.items() if value is not None} for row in rows]
     return []
 
@@ -41,7 +41,7 @@ def read_metrics(run_folder: Path) -> list[dict[str, float]]:
 def last_step(run_folder: Path) -> int:
     """Return the last step in ``metrics.jsonl``; 0 if there is none."""
     rows = read_metrics(run_folder)
-    return int(rows[-1].get("step", 0)) if rows else 0
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def whole_lines(file: BinaryIO, size: int) -> int:

@@ -62,10 +62,10 @@ class RunFolder:
     def rewind(self, run: RunState | None) -> None:
         """Return to the state of a checkpoint; None is before the first step."""
         step = 0 if run is None else run.step
-        if run is None:
-            self.run_log.rewind(0, sizes={}, elapsed_s=0.0)
-        else:
-            self.run_log.rewind(step, sizes=run.log_sizes, elapsed_s=run.elapsed_s)
+        if (last := last_step(self.folder)) > step:
+            _logger.warning("steps %d to %d are done again; their lines go", step + 1, last)
+        sizes, elapsed_s = ({}, 0.0) if run is None else (run.log_sizes, run.elapsed_s)
+        self.run_log.rewind(step, sizes=sizes, elapsed_s=elapsed_s)
         self.live.rewind(step, read_metrics(self.folder))
 
     def samples(self, step: int, samples: Sequence[SampleRow]) -> None:

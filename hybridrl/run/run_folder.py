@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from io import SEEK_END, FileIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from filelock import FileLock, Timeout
 
@@ -41,6 +41,7 @@ from hybridrl.errors import RunFolderError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.run.line_files import METRICS, lost_lines, whole_lines
+from hybridrl.run.trackers import MAX_FAILED, TolerantTracker
 
 if TYPE_CHECKING:  # it imports torch, which the parent of a driver must not
     from hybridrl.agents.turn_records import CallRecord
@@ -51,22 +52,6 @@ CONFIG, SAMPLES, LOG = "config.yaml", "samples.jsonl", "log.txt"
 """Files of a run folder."""
 
 _LOCK = ".lock"
-
-
-class Tracker(Protocol):
-    """Target of metrics besides the run folder; see ``run/trackers``."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the finite metrics of one step."""
-        ...
-
-    def rewind(self, step: int) -> None:
-        """Drop, if possible, the steps after ``step``: they will be repeated."""
-        ...
-
-    def close(self) -> None:
-        """Flush and end."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +131,7 @@ class RunLogger:
         self.folder = folder
         self._config = config
         self._began = time.monotonic()
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TolerantTracker] = []
         self._function = load_part(config, METRICS_FUNCTION)
         # Before the folder: a run that could not begin must not leave one that blocks the next try.
         modules = [
@@ -160,9 +145,10 @@ class RunLogger:
             # Unbuffered: a line reaches the system before the next step begins.
             self._metrics = opened.enter_context((folder / METRICS).open("a+b", buffering=0))
             self._samples = opened.enter_context((folder / SAMPLES).open("a+b", buffering=0))
-            for module in modules:
-                tracker = module.open_tracker(folder, project=config.project, settings=settings)
-                opened.callback(tracker.close)
+            for name, module in zip(config.trackers, modules, strict=True):
+                target = module.open_tracker(folder, project=config.project, settings=settings)
+                tracker = TolerantTracker(name, target)
+                opened.callback(tracker.attempt, lambda target: target.close())
                 self._trackers.append(tracker)
             self._opened = opened.pop_all()
 
@@ -204,8 +190,8 @@ class RunLogger:
                 log.warning("lines before step %d are lost: %s", step + 1, lost)
             for name, file in ((METRICS, self._metrics), (SAMPLES, self._samples)):
                 file.truncate(whole_lines(file, sizes.get(name, 0)))
-            for tracker in self._trackers:
-                tracker.rewind(step)
+        for tracker in self._trackers:
+            tracker.attempt(lambda target: target.rewind(step))
 
     @property
     def log_file(self) -> Path:
@@ -229,8 +215,9 @@ class RunLogger:
         with _naming(self.folder):
             self._require_folder()
             _append(self._metrics, line | {name: finite.get(name) for name in values})
-            for tracker in () if self._is_taken(step, finite) else self._trackers:
-                tracker.log(step, finite)
+        for tracker in () if self._is_taken(step, finite) else self._trackers:
+            if tracker.num_failed < MAX_FAILED:
+                tracker.attempt(lambda target: target.log(step, finite))
         return values
 
     def _is_taken(self, step: int, finite: Mapping[str, float]) -> bool:
@@ -312,7 +299,7 @@ def _naming(folder: Path) -> Iterator[None]:
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """Keep other processes out of the folder; the lock ends with this process, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds data of the user's
     try:
         held = FileLock(folder / _LOCK).acquire(timeout=0)
     except Timeout as err:

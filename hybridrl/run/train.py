@@ -138,4 +138,6 @@ def _run_resumable(
     num_done = 0 if run is None else run.step
     if run is not None:
         log.info("going on from the checkpoint of step %d", num_done)
-    return replace(loop, save=checkpointer.after_step, first_step=num_done + 1).run() > num_done
+    with checkpointer.completed_after_errors():
+        loop = replace(loop, save=checkpointer.after_step, first_step=num_done + 1)
+        return loop.run() > num_done

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridrl.batch import PromptBatch
 from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import ServerDiedError
+from hybridrl.loop_thread import LoopThread
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
 from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
@@ -23,7 +24,6 @@ from hybridrl.serving.policy_requests import PolicyRequests
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.assemble import Answered
-from hybridrl.workers.rollout.loop_thread import LoopThread
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
 
 _NONE_CUT: Mapping[OnUpdate, Metrics] = {

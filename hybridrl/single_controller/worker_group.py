@@ -81,10 +81,6 @@ class WorkerGroup:
         """Call any public method on rank 0 and return its result."""
         return self.execute_rank_zero(method_name, *args, **kwargs).get()
 
-    # The names of verl.
-    execute_all_async = execute_all
-    execute_rank_zero_async = execute_rank_zero
-
     def __getattr__(self, name: str) -> RemoteMethod:
         """Return a registered method.
 

@@ -21,6 +21,7 @@ from hybridrl.batch import (
 )
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Mean, Metrics
+from hybridrl.rewards.report import mean_of
 from hybridrl.trainer.collect import Collected, ScoredRollouts
 
 
@@ -158,7 +159,7 @@ class Advantages:
                 buffer_tokens=self.charges.soft_overlong_tokens,
             )
             rewards_B = rewards_B + penalty_B
-            metrics["reward/overlong_penalty/mean"] = _mean(-penalty_B)
+            metrics["reward/overlong_penalty/mean"] = mean_of(-penalty_B)
         rewards_BL = None
         if "rewards_BL" in self.part.inputs:
             rewards_BL = place_rewards(scored, -penalty_B, agent_names=self.agent_names)
@@ -176,7 +177,7 @@ class Advantages:
         charge_T = kl * kl_BL.values()
         lengths_B = row_lengths(mask_BL)
         charge_B = torch.segment_reduce(charge_T, "sum", lengths=lengths_B, initial=0.0)
-        metrics["reward/kl_charge/mean"] = _mean(charge_B)
+        metrics["reward/kl_charge/mean"] = mean_of(charge_B)
         num_tokens = max(int(mask_BL.values().sum()), 1)
         metrics["reward/kl_nats/mean"] = Mean(float(kl_BL.values().double().sum()), num_tokens)
         if rewards_BL is not None:
@@ -214,10 +215,6 @@ def describe_values(returns_BL: Tensor, values_BL: Tensor, mask_BL: Tensor) -> M
         missed = float((returns_S - values_S).var(correction=0))
         metrics["critic/explained_variance"] = Mean(1 - missed / variance)
     return metrics
-
-
-def _mean(values_B: Tensor) -> Mean:
-    return Mean(float(values_B.double().sum()), len(values_B))
 
 
 def place_rewards(

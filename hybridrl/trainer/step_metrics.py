@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridrl.algorithms.rollout_correction import effective_sample_fraction
 from hybridrl.batch import RolloutBatch, response_lengths, row_lengths, row_offsets
 from hybridrl.metrics import Max, Mean, Metrics, Min
-from hybridrl.rewards.report import reward_metrics
+from hybridrl.rewards.report import mean_of, reward_metrics
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import ScoredRollouts
 from hybridrl.trainer.sources import rewards_by_source
@@ -66,13 +66,13 @@ def describe_lengths(rollouts: RolloutBatch) -> Metrics:
     response_lengths_B = response_lengths(rollouts.response_mask_BL)
     prompt_lengths_B = row_lengths(rollouts.token_ids_BL) - response_lengths_B
     return {
-        "length/prompt_tokens/mean": _mean(prompt_lengths_B),
+        "length/prompt_tokens/mean": mean_of(prompt_lengths_B),
         "length/prompt_tokens/max": Max(float(prompt_lengths_B.max())),
-        "length/response_tokens/mean": _mean(response_lengths_B),
+        "length/response_tokens/mean": mean_of(response_lengths_B),
         "length/response_tokens/max": Max(float(response_lengths_B.max())),
         "length/response_tokens/min": Min(float(response_lengths_B.min())),
-        "rollout/truncated_fraction": _mean(rollouts.is_truncated_B),
-        "rollout/empty_fraction": _mean(response_lengths_B == 0),
+        "rollout/truncated_fraction": mean_of(rollouts.is_truncated_B),
+        "rollout/empty_fraction": mean_of(response_lengths_B == 0),
         "rollout/repetition_fraction": _repetition(rollouts, response_lengths_B),
     }
 
@@ -116,7 +116,3 @@ def _throughput(rollouts: RolloutBatch, update: Metrics, timings: Metrics) -> Me
         rate = update["data/train_tokens"].value / timings["time/update_s"].value
         rates["throughput/train_tokens_per_s"] = Mean(rate)
     return rates
-
-
-def _mean(values_B: Tensor) -> Mean:
-    return Mean(float(values_B.double().sum()), float(len(values_B)))

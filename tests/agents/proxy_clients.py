@@ -84,7 +84,11 @@ async def served(setting: Setting) -> AsyncIterator[Client]:
     """Serve the chats of one conversation."""
     conversation = Conversation(PROMPT, setting)
     chats = Chats(conversation, setting.template, setting.tokenizer, history=setting.history)
-    async with serve(setting.params) as server, aiohttp.ClientSession() as session:
+    limit = setting.sampler.max_context_tokens
+    async with (
+        serve(setting.params, max_context_tokens=limit) as server,
+        aiohttp.ClientSession() as session,
+    ):
         yield Client(session, server, server.open(chats.ask), conversation)
 
 

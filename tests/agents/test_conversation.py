@@ -190,7 +190,7 @@ async def _rewarding(conversation: Conversation) -> None:
     await conversation.sample()
     num_tokens = len(conversation.last_turn.token_ids)
     conversation.reward([float(n) for n in range(num_tokens)])
-    for value in (float("nan"), [1.0], "much"):
+    for value in (float("nan"), [1.0], "much", 1e39):
         with pytest.raises(ValueError, match=r"of its 3 tokens|could not convert"):
             conversation.reward(value)  # type: ignore[arg-type]
 
@@ -255,7 +255,20 @@ class Exits:
         sys.exit(3)
 
 
-@pytest.mark.parametrize(("agent", "ended"), [(TriesForEver(), "turns"), (Exits(), "error")])
+class LosesItsConnection:
+    """Raises what clients raise where a connection closes."""
+
+    appended_roles = ("user",)
+
+    async def run(self, conversation: Conversation) -> None:
+        await conversation.sample()
+        raise asyncio.CancelledError("the connection closed")
+
+
+@pytest.mark.parametrize(
+    ("agent", "ended"),
+    [(TriesForEver(), "turns"), (Exits(), "error"), (LosesItsConnection(), "error")],
+)
 def test_an_agent_that_never_stops_or_exits_ends_alone(agent: Agent, ended: str) -> None:
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["one", "two", "three"])
 

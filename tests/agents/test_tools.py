@@ -21,7 +21,7 @@ LIMITS = ToolLimits(timeout_s=5.0, max_chars=200)
 def toolbox() -> Iterator[Toolbox]:
     names = [
         f"{FILE}:{name}"
-        for name in ("double", "misbehave", "wait_for", "explode", "leave", "shout")
+        for name in ("double", "misbehave", "wait_for", "explode", "leave", "disconnect", "shout")
     ]
     box = Toolbox(load_tools([*names, "calculator"]), limits=LIMITS, num_processes=2)
     yield box
@@ -97,7 +97,8 @@ def test_tools_run_side_by_side_in_processes(toolbox: Toolbox) -> None:
         (ToolCall("misbehave", {"how": "object"}), "not JSON serializable"),
         (ToolCall("misbehave", {"how": "die"}), "ended its process, exit code 3"),
         (ToolCall("explode", {}), "explode raised RuntimeError: boom (tools_file.py:"),
-        (ToolCall("leave", {}), "the tool called sys.exit"),
+        (ToolCall("leave", {}), "leave raised SystemExit: 1 (tools_file.py:"),
+        (ToolCall("disconnect", {}), "disconnect raised CancelledError: the connection closed"),
         (ToolCall("calculator", {"expression": "1/0"}), "division by zero"),
         (ToolCall("calculator", {"expression": "9**999**9"}), "exponent"),
         (ToolCall("calculator", {"expression": "open('x')"}), "open('x') is not arithmetic"),
@@ -127,11 +128,16 @@ def test_a_result_is_bounded_and_can_be_encoded(toolbox: Toolbox) -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [ToolCall("misbehave", {"how": "hang"}), ToolCall("wait_for", {"seconds": 1000})],
-    ids=["in a process", "asynchronous"],
+    [
+        ToolCall("misbehave", {"how": "hang"}),
+        ToolCall("wait_for", {"seconds": 1000}),
+        ToolCall("persist", {}),
+    ],
+    ids=["in a process", "asynchronous", "not to be cancelled"],
 )
+@pytest.mark.timeout(30)
 def test_a_tool_that_never_returns_is_given_up(call: ToolCall) -> None:
-    tools = load_tools([f"{FILE}:misbehave", f"{FILE}:wait_for"])
+    tools = load_tools([f"{FILE}:{name}" for name in ("misbehave", "wait_for", "persist")])
     limits = ToolLimits(timeout_s=0.5, max_chars=100)
     toolbox = Toolbox(tools, limits=limits, num_processes=1)
 

@@ -72,6 +72,20 @@ async def leave() -> str:
     sys.exit(1)
 
 
+async def disconnect() -> str:
+    """Lose the connection, as some clients say it."""
+    raise asyncio.CancelledError("the connection closed")
+
+
+async def persist() -> str:
+    """Try again for ever, and never let itself be cancelled."""
+    while True:
+        try:
+            await asyncio.sleep(0.2)
+        except:  # noqa: E722 - as users write it
+            continue
+
+
 class Colour(enum.Enum):
     RED = 1
 

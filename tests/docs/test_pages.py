@@ -11,8 +11,9 @@ import pytest
 from hybridrl.config.foreign_names import answer_key, foreign_keys
 from hybridrl.config.load import free_keys, known_keys
 from hybridrl.config.parts import KINDS
-from hybridrl.metrics import AREAS, find_declaration
+from hybridrl.metrics import find_declaration
 from tests.docs.blocks import PAGES, ROOT
+from tests.test_metrics import AREAS
 
 SPEC = importlib.util.spec_from_file_location("reflow", ROOT / "docs" / "reflow.py")
 assert SPEC is not None

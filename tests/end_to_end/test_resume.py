@@ -20,7 +20,13 @@ from benchmarks.child import to_yaml
 from hybridrl.checkpoint.compare import main as compare
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.env import ROOT
-from hybridrl.errors import CheckpointError, DataError, RemoteCallError, RunFolderError
+from hybridrl.errors import (
+    CheckpointError,
+    DataError,
+    RemoteCallError,
+    RewardError,
+    RunFolderError,
+)
 from hybridrl.run.launch import run
 from tests.end_to_end.small import VARIED, change_one_bit, read_metrics, small_config
 
@@ -247,8 +253,31 @@ def test_a_run_without_checkpoints_is_never_taken_up(begun: Path) -> None:
 @pytest.mark.shows("R2.11")
 def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(begun: Path) -> None:
     shutil.rmtree(begun / "checkpoints")
+    (begun / "checkpoints" / "step-000000002.unfinished").mkdir(parents=True)
     _run(begun, "trainer.num_steps=1")
     assert [line["step"] for line in read_metrics(begun)] == [0, 1]
+    log = (begun / "log.txt").read_text()
+    assert "step-000000002.unfinished is deleted: it was not completed" in log
+    assert "steps 1 to 2 are done again; their lines go" in log
+
+
+FAILING = """
+from pathlib import Path
+def scored(responses):
+    if Path("METRICS").read_text().count("\\n") == 3:
+        raise OSError("a disk was lost")
+    return [float(len(text) % 3) for text in responses]
+"""
+
+
+@pytest.mark.shows("R1.3")
+def test_an_error_in_the_step_after_a_save_leaves_its_checkpoint_complete(tmp_path: Path) -> None:
+    folder, mine = tmp_path / "run", tmp_path / "mine.py"
+    mine.write_text(FAILING.replace("METRICS", str(folder / "metrics.jsonl")))
+    with pytest.raises(RewardError, match="a disk was lost"):
+        _run(folder, f"reward.function={mine}:scored")
+    assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2]
+    assert CheckpointStore(folder / "checkpoints").steps() == [2]
 
 
 @pytest.mark.shows("R2.10")

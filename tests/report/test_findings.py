@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from hybridrl.config.load import load_config
 from hybridrl.report.findings import diagnose
-from hybridrl.report.history import History, read_rows
+from hybridrl.report.history import History
 from hybridrl.report.learning_rules import RULES
 from hybridrl.report.run import Run
 from hybridrl.report.settings import Settings, read_defaults
@@ -33,6 +34,11 @@ def history(**curves: Curve | list[float]) -> History:
             elif at < len(curve):
                 row[name.replace("__", "/")] = curve[at]
     return History(rows)
+
+
+def recorded(name: str) -> list[dict[str, float]]:
+    lines = (RECORDED / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def run_of(history: History, *log_lines: str, settings: Settings = DEFAULTS) -> Run:
@@ -168,7 +174,7 @@ def test_findings_of_a_recorded_run(
     name: str, lr: float, expected: list[str], first_override: str | None
 ) -> None:
     settings = Settings(DEFAULTS.flat | {"actor.optimizer.lr": lr})
-    run = run_of(History(read_rows(RECORDED / f"{name}.jsonl")), settings=settings)
+    run = run_of(History(recorded(name)), settings=settings)
     findings = diagnose(run, RULES)
     assert [finding.title for finding in findings] == expected
     assert [override for f in findings for override in f.overrides(run)[:1]] == [
@@ -179,7 +185,7 @@ def test_findings_of_a_recorded_run(
 def test_a_wreck_without_evaluations_is_seen_by_its_reward() -> None:
     rows = [
         {name: value for name, value in row.items() if not name.startswith("eval/")}
-        for row in read_rows(RECORDED / "collapsed.jsonl")
+        for row in recorded("collapsed")
     ]
     assert titles(run_of(History(rows))) == ["Training made the model worse"]
 

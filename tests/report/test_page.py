@@ -17,6 +17,7 @@ from hybridrl.report.learning_rules import _ADD_KL
 from hybridrl.report.page import try_report, write_report
 from hybridrl.report.run import read_run
 from hybridrl.report.samples import read_samples
+from hybridrl.run.line_files import last_step
 from tests.report.folders import chart, page_of, sample, write_folder
 
 
@@ -38,6 +39,27 @@ def test_a_running_run_has_a_page_of_its_complete_lines(tmp_path: Path) -> None:
     assert "unfinished\n: step 3 of 4, 4 s" in page_of(folder).text
     assert chart(folder, "Reward").figure["data"][0]["x"] == [1, 2, 3]
     assert list(read_samples(folder / "samples.jsonl").train) == [1]
+
+
+@pytest.mark.parametrize("step", ['"2"', '"two"', "[2]", "1" + "0" * 400, "null"])
+def test_damaged_lines_are_counted_and_left_out(tmp_path: Path, step: str) -> None:
+    metrics = [{"step": n, "elapsed_s": 1.5 * n, "reward/mean": 0.1 * n} for n in (1, 2, 3)]
+    folder = write_folder(tmp_path, metrics=metrics, torn='{"step": 4, "rew')
+    file = folder / "metrics.jsonl"
+    good, damaged, cut, torn = file.read_text().splitlines()
+    damaged = damaged.replace('"step": 2', f'"step": {step}')
+    file.write_text(f"{good}\n{cut[:20]}\n{damaged}\n{torn}")
+    assert "2 lines of metrics.jsonl cannot be read" in page_of(folder).text
+    assert read_run(folder).history.steps == [1]
+    assert last_step(folder) == 1
+
+
+@pytest.mark.parametrize("config", [b"\xff\x00", b"trainer: {num_steps: .inf}", b"- 1"])
+def test_a_damaged_configuration_is_told_on_the_page(tmp_path: Path, config: bytes) -> None:
+    folder = write_folder(tmp_path, metrics=[{"step": 1, "reward/mean": 1.0}])
+    (folder / "config.yaml").write_bytes(config)
+    is_told = "config.yaml cannot be read" in page_of(folder).text
+    assert is_told == (b"trainer" not in config)
 
 
 def test_a_value_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:

@@ -200,6 +200,19 @@ def test_function_that_fails_only_on_batches_is_reported(open_scorer: Open) -> N
     assert scorer.score(inputs("a")).rewards_B.tolist() == [1.0]
 
 
+def test_where_a_batch_fails_and_each_row_alone_is_scored_all_rows_fail(open_scorer: Open) -> None:
+    body = """
+        lengths = [len(text) for text in responses]
+        if len(lengths) == 3:
+            raise OverflowError("of three")
+        return [length - sum(lengths) / len(lengths) for length in lengths]
+        """
+    scorer = open_scorer(body, on_error="zero")
+    scores = scorer.score(inputs("a", "bb", "cccc"))
+    assert scores.is_failed_B.tolist() == [True] * 3
+    assert scorer.score(inputs("a", "bbb")).rewards_B.tolist() == [-1.0, 1.0]
+
+
 def test_three_hanging_responses_end_the_scoring(open_scorer: Open, tmp_path: Path) -> None:
     body = f"open({str(tmp_path / 'calls')!r}, 'a').write('.')\ntime.sleep(600)"
     scores = open_scorer(body, on_error="zero", timeout_s=0.5).score(inputs(*"abcdefgh"))
@@ -262,6 +275,33 @@ def test_the_reward_process_ends_with_a_driver_that_was_killed(tmp_path: Path) -
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     wait_for(lambda: "gone" if is_gone(pid) else "")
+
+
+def test_time_in_which_the_driver_was_stopped_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef r(responses, **_):\n"
+        f"    open({str(tmp_path / 'began')!r}, 'w').write('began')\n"
+        "    time.sleep(1.0)\n    return [2.0]\n"
+    )
+    driver = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from pathlib import Path\n"
+            "from hybridrl.rewards.runner import ChildRunner, FunctionFile\n"
+            "from tests.rewards.test_scorer import inputs\n"
+            f"file = FunctionFile(path=Path({str(tmp_path / 'slow.py')!r}), name='r', args={{}})\n"
+            "runner = ChildRunner([file], timeout_s=2.5)\n"
+            "print(runner.call(inputs('a')))\nrunner.close()\n",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: read_text(tmp_path / "began"))
+    driver.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
+    time.sleep(3.0)
+    driver.send_signal(signal.SIGCONT)
+    assert driver.communicate(timeout=60)[0] == "[2.0]\n"
 
 
 @pytest.mark.parametrize(

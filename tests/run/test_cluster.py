@@ -52,6 +52,7 @@ def test_a_ray_that_does_not_start_is_answered_with_what_to_type() -> None:
     message = done.stderr.splitlines()[-1]
     assert "ResourceError: Ray does not start on this machine: [Errno" in message
     assert "type `ray start --head`, then set cluster.ray_address=auto" in message
+    assert "logs are in /proc/nowhere/ray/session_latest/logs" in message
 
 
 def test_a_start_that_is_stopped_shows_no_output_of_workers_any_more() -> None:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +67,7 @@ def sample(text: str) -> SampleRow:
 def test_a_run_folder_holds_configuration_metrics_and_samples(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     with open_log(folder) as run:
+        assert folder.stat().st_mode & 0o777 == 0o700  # it holds data of the user's
         values = run.log_step(1, {"reward/mean": Mean(3.0, 4)})
         run.log_samples(1, [sample("13"), sample("é\n\ud800"), sample("third")])
         # Already there while the run goes on.
@@ -261,6 +262,61 @@ def test_a_function_of_metrics_that_errs_is_named(name: str, message: str, tmp_p
         pytest.raises(TrainingError, match=f"tracking.function={tmp_path}/{message}"),
     ):
         run.log_step(1, {"reward/mean": Mean(0.25)})
+
+
+class LostService:
+    """A tracker of a service that fails in the given steps, and at the end."""
+
+    def __init__(self, failing: set[int]) -> None:
+        self.failing = failing
+        self.steps: list[int] = []
+
+    def open_tracker(self, folder: Path, **_: object) -> LostService:
+        return self
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.steps.append(step)
+        if step in self.failing:
+            raise ConnectionError("no route to the service")
+
+    def rewind(self, step: int) -> None:
+        raise TimeoutError("it does not answer")
+
+    def close(self) -> None:
+        raise RuntimeError("it was never connected")
+
+
+@pytest.fixture
+def lost_service(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> LostService:
+    service = LostService(request.param)
+    monkeypatch.setitem(sys.modules, "hybridrl.run.trackers.wandb", service)
+    return service
+
+
+@pytest.mark.parametrize("lost_service", [{2, 4, 5}], indirect=True)
+def test_a_tracker_that_fails_is_named_once_and_is_off_after_three_failures(
+    lost_service: LostService, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), open_log(tmp_path / "run", trackers=("wandb",)) as run:
+        for step in range(1, 9):
+            run.log_step(step, {"reward/mean": Mean(step)})
+    assert len(_rewards(tmp_path)) == 8
+    assert lost_service.steps == [1, 2, 3, 4, 5]
+    first, off = caplog.messages
+    assert first.startswith("tracking.trackers=[wandb] failed: ConnectionError: no route to the")
+    assert off.endswith("This was failure 3; after 3 the tracker gets no more")
+
+
+@pytest.mark.parametrize("lost_service", [set()], indirect=True)
+def test_a_tracker_that_fails_at_the_end_does_not_hide_the_error_of_the_run(
+    lost_service: LostService, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        pytest.raises(TrainingError, match="its own"),
+        open_log(tmp_path / "run", trackers=("wandb",)),
+    ):
+        raise TrainingError("its own")
+    assert "failed: RuntimeError: it was never connected" in caplog.text
 
 
 def test_tensorboard_reports_a_full_disk_itself(tmp_path: Path) -> None:

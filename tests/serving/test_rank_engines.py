@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -113,6 +117,41 @@ def test_each_refusal_has_its_own_error(
     with pytest.raises(EngineError, match="the key is wrong"):
         strange.sample_group([1], SHORT, keys=(1,)).result(60)
     strange.disconnect()
+
+
+PARAMS = asdict(SHORT)
+BAD_BODIES = [
+    b"{",
+    b"[" * 100_000,
+    b"\xff",
+    b"[]",
+    json.dumps({"token_ids": [[1, 2]], "params": PARAMS, "keys": [1]}).encode(),
+    json.dumps({"token_ids": [1.5], "params": PARAMS, "keys": [1]}).encode(),
+    json.dumps({"token_ids": [2**70], "params": PARAMS, "keys": [1]}).encode(),
+    json.dumps({"token_ids": [1], "params": PARAMS | {"top_k": "5"}, "keys": [1]}).encode(),
+    json.dumps({"token_ids": [1], "params": PARAMS | {"top_p": None}, "keys": [1]}).encode(),
+    json.dumps({"token_ids": [1], "params": PARAMS, "keys": ["1"]}).encode(),
+]
+
+
+def test_what_is_no_request_is_refused_and_the_engine_serves_on(
+    ranks: list[tuple[HFRolloutEngine, RequestListener]],
+) -> None:
+    url = ranks[0][1].open()
+    good = json.dumps({"token_ids": [1, 2], "params": PARAMS, "keys": [1]}).encode()
+
+    def post(data: bytes, key: str = KEY) -> int:
+        request = urllib.request.Request(f"{url}/sample_group", data=data)
+        request.add_header("Authorization", f"Bearer {key}")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert [post(body) for body in BAD_BODIES] == [400] * len(BAD_BODIES)
+    assert post(good, key="\xe9") == 401
+    assert post(good) == 200
 
 
 @pytest.mark.shows("4.15")

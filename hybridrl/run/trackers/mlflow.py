@@ -37,7 +37,7 @@ class MlflowTracker:
             self._run = mlflow.start_run(run_id=former, run_name=folder.name)
             path.write_text(self._run.info.run_id, encoding="utf-8")
             mlflow.log_dict(dict(settings), "config.json")
-        except mlflow.exceptions.MlflowException as error:
+        except (mlflow.exceptions.MlflowException, OSError) as error:  # lost connections, too
             raise TrackerError(
                 f"tracking.trackers=[mlflow]: MLflow does not start the run: {error}; set "
                 "MLFLOW_TRACKING_URI=sqlite:////FOLDER/mlflow.db or that of a server in the "

@@ -39,7 +39,7 @@ class WandbTracker:
                 # Its copy of the terminal would hold the frames of the live table.
                 settings=wandb.Settings(console="off"),
             )
-        except wandb.Error as error:
+        except (wandb.Error, OSError) as error:  # lost connections, too
             raise TrackerError(
                 f"tracking.trackers=[wandb]: W&B does not start the run: {error}; type "
                 "`wandb login`, set WANDB_MODE=offline in the environment, or leave wandb out"

@@ -6,15 +6,16 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 from aiohttp import web
 
 from hybridrl.errors import EngineError, PhaseError, RequestError
 from hybridrl.json_text import to_json_text
+from hybridrl.loop_thread import LoopThread
 from hybridrl.network import host_and_port
 from hybridrl.workers.rollout.directory import Door, EngineDirectory
-from hybridrl.workers.rollout.loop_thread import LoopThread
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.sample_messages import (
@@ -26,10 +27,10 @@ from hybridrl.workers.rollout.sample_messages import (
 
 log = logging.getLogger(__name__)
 
+_json = partial(web.json_response, dumps=to_json_text)
+
 _MAX_BODY_BYTES = 1 << 26
 _END_S = 1.0
-_REFUSED = 400
-"""Status of a request that each engine would refuse."""
 
 
 class EngineAccess(Protocol):
@@ -123,19 +124,19 @@ class RequestListener:
     ) -> web.StreamResponse:
         """Require the key, and answer an error with its words."""
         _, _, key = request.headers.get("Authorization", "").rpartition(" ")
-        if not secrets.compare_digest(key.encode(), self._door.key.encode()):
+        if not secrets.compare_digest(key.encode(errors="replace"), self._door.key.encode()):
             return _json({"error": "the key is wrong"}, status=401)
         try:
             return await handler(request)
         except web.HTTPException:
             raise
-        except RequestError as error:
-            return _json({"error": str(error)}, status=_REFUSED)
+        except RequestError as error:  # each engine would refuse it
+            return _json({"error": str(error)}, status=400)
         except (EngineError, PhaseError) as error:
             return _json({"error": f"{type(error).__name__}: {error}"}, status=500)
 
     async def _sample(self, request: web.Request) -> web.Response:
-        tokens, params, keys = read_request(await request.json())
+        tokens, params, keys = read_request(await request.read())
         samples = await asyncio.wrap_future(self._requests.sample_group(tokens, params, keys=keys))
         return _json(answer_body(samples))
 
@@ -143,7 +144,3 @@ class RequestListener:
         await asyncio.wrap_future(self._requests.turn())
         moment = await asyncio.to_thread(self._engine.progress)
         return _json({"loads": [{"timestamp": moment}]})
-
-
-def _json(fields: object, *, status: int = 200) -> web.Response:
-    return web.Response(text=to_json_text(fields), status=status, content_type="application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.errors import EngineError
+from hybridrl.errors import EngineError, RequestError, shorten
 from hybridrl.sampler import RequestParams, Sample
 
 Body = dict[str, Any]
@@ -29,20 +30,25 @@ def request_body(
     return {"token_ids": tokens, "params": asdict(params), "keys": list(keys)}
 
 
-def read_request(body: Body) -> tuple[Tensor, RequestParams, list[int]]:
+def read_request(data: bytes) -> tuple[Tensor, RequestParams, list[int]]:
     """Read a request.
 
     Raises:
-        EngineError: it is not one.
+        RequestError: it is not one.
     """
     try:
-        params = RequestParams(
-            **{**body["params"], "stop_token_ids": tuple(body["params"]["stop_token_ids"])}
-        )
-        tokens = torch.tensor(body["token_ids"], dtype=torch.int64)
-        return tokens, params, [int(key) for key in body["keys"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise EngineError(f"not a request for samples: {type(error).__name__}: {error}") from error
+        body = json.loads(data)
+        token_ids, keys, stops = body["token_ids"], body["keys"], body["params"]["stop_token_ids"]
+        params = RequestParams(**{**body["params"], "stop_token_ids": tuple(stops)})
+        integers = [*token_ids, *keys, *stops, params.max_new_tokens, params.top_k]
+        are_integers = all(type(number) is int for number in integers)
+        if not are_integers or {type(params.temperature), type(params.top_p)} - {int, float}:
+            raise TypeError("a token, key or parameter is no number, or a list of them")
+        tokens = torch.tensor(integers, dtype=torch.int64)[: len(token_ids)]  # all must fit
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # torch's of large numbers
+        reason = shorten(f"{type(error).__name__}: {error}")
+        raise RequestError(f"not a request for samples: {reason}") from error
+    return tokens, params, keys
 
 
 def answer_body(samples: Sequence[Sample]) -> Body:

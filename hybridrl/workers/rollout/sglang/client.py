@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.loop_thread import LoopThread
+from hybridrl.loop_thread import LoopThread
 
 T = TypeVar("T")
 Body = dict[str, Any]

@@ -10,6 +10,8 @@ from typing import Any
 
 from hybridrl.sampler import T
 
+_END_S = 5.0
+
 
 class LoopThread:
     """Runs coroutines of other threads. End it."""
@@ -45,11 +47,17 @@ class LoopThread:
             self.run(cancel())
 
     def end(self) -> None:
-        """Cancel all tasks, and end the thread. Idempotent."""
+        """Cancel all tasks, and end the thread; tasks that continue are left in it. Idempotent."""
         if not self.has_ended:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            self._thread.join(_END_S)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.get_loop().run_forever()  # the runner's end cancels the tasks
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Whether ``error`` cancels this task; clients raise the same where a connection closes."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
