@@ -110,7 +110,7 @@ class ActorLaunch:
     def _start(self, group: GroupPlan, engine: EnginePlan, rank: int) -> Any:  # noqa: ANN401 - Ray's
         actor_class = ray.remote(FollowerProcess if rank else EngineProcess)
         config = engine_config(
-            self.config if self._is_policy else frozen_config(self.config, self._served),
+            self.config if self._is_policy else frozen_config(self.config, self.plan.model),
             self._arguments(group, engine, rank),
             num_devices=engine.num_devices,
             number=engine.first_device,
