@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.rewards.judge_context import max_context_tokens
+from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams
 from hybridrl.serving.answers import Answer, answer_all
 from hybridrl.serving.engine_handle import Launch

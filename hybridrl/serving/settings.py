@@ -8,7 +8,7 @@ from dataclasses import replace
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.serving import HALVES, PlacedGroup
-from hybridrl.rewards.judge_context import max_context_tokens
+from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.serving.plan import plan_servers
 
 _TRANSFER_ON_CPU = {"disaggregation_transfer_backend": "mooncake_tcp"}

@@ -18,8 +18,7 @@ from hybridrl.data.rows import Message
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.diagnostics import trace
 from hybridrl.errors import DataError
-from hybridrl.rewards.judge_context import max_context_tokens
-from hybridrl.rewards.judge_reader import JudgeAnswer, judge_arguments
+from hybridrl.rewards.judge_reader import JudgeAnswer, judge_arguments, max_context_tokens
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.sampler import RequestParams, Sample
 
@@ -79,16 +78,12 @@ class Judge:
             return str(error)
         tokens: list[int] = self.tokenizer(text, add_special_tokens=not has_template)["input_ids"]
         if len(tokens) >= self.max_context_tokens:
-            return self._refusal(len(tokens))
+            key = f"serving.models.{self.model}.max_context_tokens"
+            return (
+                f"the question has {len(tokens)} tokens, and {key}={self.max_context_tokens} must "
+                f"hold an answer, too; set {key}={len(tokens) + self.params.max_new_tokens}"
+            )
         return tokens or "the question has no tokens in the vocabulary of the judge"
-
-    def _refusal(self, num_tokens: int) -> str:
-        key = f"serving.models.{self.model}.max_context_tokens"
-        return (
-            f"the question has {num_tokens} tokens, and {key}={self.max_context_tokens} tokens, "
-            f"answer included, is too short; set {key}={num_tokens + self.params.max_new_tokens}, "
-            "or lower rollout.max_response_tokens"
-        )
 
 
 def load_judges(config: ExperimentConfig) -> tuple[Judge, ...]:

@@ -231,7 +231,7 @@ def test_an_engine_that_hangs_loses_its_requests_to_its_successor() -> None:
 def test_a_phase_that_begins_without_engines_waits_for_new_ones() -> None:
     rig = Rig(1)
     rig.launched[0].kill()
-    assert rig.server.lose(0, rig.launched[0])
+    assert rig.server.lose(0, rig.launched[0], "it failed")
     rig.pool = rig.new_pool()
     answers = rig.sample(2)
     assert rig.launched[1].is_alive()

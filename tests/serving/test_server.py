@@ -272,8 +272,8 @@ def test_dead_engines_alone_are_replaced_and_get_the_weights() -> None:
 def test_an_engine_that_failed_a_request_is_replaced_though_it_lives() -> None:
     rig = started(plan_of(("regular", 2)))
     failed = rig.newest[1]
-    assert rig.server.lose(1, failed)
-    assert not rig.server.lose(1, failed)  # it counts once
+    assert rig.server.lose(1, failed, "it failed")
+    assert not rig.server.lose(1, failed, "it failed")  # it counts once
     assert set(rig.server.serving_engines()) == {0}
     rig.update(0)
     assert not failed.is_alive()

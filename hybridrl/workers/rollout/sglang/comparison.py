@@ -13,7 +13,7 @@ from pathlib import Path
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import EngineError, shown
-from hybridrl.rewards.judge_context import max_context_tokens
+from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import read_capabilities
 
