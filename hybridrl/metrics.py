@@ -295,9 +295,14 @@ data/microbatches | passes | forward and backward passes of all ranks
 eval/reward/mean | reward | mean over the held-out responses; with several sets the mean of theirs
 eval/reward/{source} | reward | the same over one data source
 eval/length/response_tokens/mean | tokens | response length on held-out prompts
+eval/length/response_tokens/median | tokens | half of the held-out responses are no longer
+eval/length/response_tokens/min | tokens | shortest response to a held-out prompt
+eval/length/response_tokens/max | tokens | longest response to a held-out prompt
 eval/pass_at_{k} | 1 | probability that one of k responses is correct, unbiased estimate
 eval/majority_at_{k} | 1 | groups of k responses whose most frequent answer is correct
 eval/truncated_fraction | 1 | held-out responses ended by the length limit
+eval/repetition_fraction | 1 | held-out responses that end in a loop
+eval/zero_variance_group_fraction | 1 | held-out prompts whose responses all got one reward
 eval/preference_loss | 1 | loss per held-out preference pair
 eval/accuracy | 1 | held-out pairs whose chosen answer has the higher reward
 eval/margin | reward | reward of the chosen less that of the rejected answer, held-out pairs
