@@ -6,8 +6,10 @@ import faulthandler
 import logging
 import os
 import secrets
+import signal
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import ResourceError, shorten
+from hybridrl.guard import descendants
 from hybridrl.run.ray_end import ended_with_ray
 from hybridrl.single_controller.head import require_head
 from hybridrl.trainer.interrupt import hangups_ignored
@@ -33,6 +36,9 @@ _NVIDIA = Path("/dev/nvidiactl")
 _MIB = 1024 * 1024
 _STDERR = 2
 _START_LIMIT_S = 300.0
+_RAYLET_LIMITS_S = (30.0, 120.0)
+"""Of the first start and of the second: on a busy machine a raylet is late."""
+_LOOK_S = 0.2
 _WORKER_OUTPUT = "ray_print_logs"  # the name in ray.init of the function that writes it to stderr
 
 
@@ -98,21 +104,58 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     if cluster.object_store_mib:
         arguments["object_store_memory"] = cluster.object_store_mib * _MIB
     keep_token_private()
+    others = descendants()
+    try:
+        _init_within(_RAYLET_LIMITS_S[0], arguments)
+    except TimeoutError as error:
+        log.warning("Ray is started again: %s; the load is %.0f", error, os.getloadavg()[0])
+        for pid in set(descendants()) - set(others):  # of the first start
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _init_within(_RAYLET_LIMITS_S[1], arguments)
+    _require_gpus(cluster)
+
+
+def _init_within(limit_s: float, arguments: Mapping[str, Any]) -> None:
     try:
         # Within C++ it may wait for a busy machine without end; then the supervisor starts another.
         faulthandler.dump_traceback_later(_START_LIMIT_S, exit=True, file=_STDERR)
-        with hangups_ignored():
+        with hangups_ignored(), _raylet_within(limit_s):
             ray.init(**arguments)
-    except Exception as error:  # of a raylet that is late Ray raises just that
+    except Exception as error:
+        if isinstance(error, TimeoutError) and limit_s < _RAYLET_LIMITS_S[-1]:
+            raise
         reason = shorten(" ".join(str(error).split()).rstrip("."))
         raise ResourceError(
-            f"Ray does not start on this machine: {reason}; it gives its processes 30 s, so if the "
-            "machine is busy, type the command again later; or type `ray start --head`, then set "
-            "cluster.ray_address=auto; Ray's logs are in /tmp/ray/session_latest/logs"
+            f"Ray does not start on this machine: {reason}; the load is {os.getloadavg()[0]:.0f} "
+            f"on {os.cpu_count()} cores: if that is busy, type the command again later; or type "
+            "`ray start --head`, then set cluster.ray_address=auto; Ray's logs are in "
+            "/tmp/ray/session_latest/logs"
         ) from error
     finally:
         faulthandler.cancel_dump_traceback_later()
-    _require_gpus(cluster)
+
+
+@contextmanager
+def _raylet_within(limit_s: float) -> Iterator[None]:
+    """Give a raylet this long, or raise TimeoutError: Ray has no setting for its own 30 s."""
+    get_node, deadline_s = services.get_node, time.monotonic() + limit_s
+
+    def wait(*of_node: object) -> object:
+        while True:
+            try:
+                return get_node(*of_node)
+            except RuntimeError:
+                if time.monotonic() >= deadline_s:
+                    reason = f"its raylet did not start within {limit_s:g} s"
+                    raise TimeoutError(reason) from None
+                time.sleep(_LOOK_S)
+
+    services.get_node = wait
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:
