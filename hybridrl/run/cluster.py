@@ -6,10 +6,9 @@ import faulthandler
 import logging
 import os
 import secrets
-import signal
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import ResourceError, shorten
-from hybridrl.guard import descendants
 from hybridrl.run.ray_end import ended_with_ray
 from hybridrl.single_controller.head import require_head
 from hybridrl.trainer.interrupt import hangups_ignored
@@ -36,9 +34,7 @@ _NVIDIA = Path("/dev/nvidiactl")
 _MIB = 1024 * 1024
 _STDERR = 2
 _START_LIMIT_S = 300.0
-_RAYLET_LIMITS_S = (30.0, 120.0)
-"""Of the first start and of the second: on a busy machine a raylet is late."""
-_LOOK_S = 0.2
+_RAYLET_LIMIT_S, _LOOK_S = 150.0, 0.2
 _WORKER_OUTPUT = "ray_print_logs"  # the name in ray.init of the function that writes it to stderr
 
 
@@ -104,27 +100,12 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     if cluster.object_store_mib:
         arguments["object_store_memory"] = cluster.object_store_mib * _MIB
     keep_token_private()
-    others = descendants()
-    try:
-        _init_within(_RAYLET_LIMITS_S[0], arguments)
-    except TimeoutError as error:
-        log.warning("Ray is started again: %s; the load is %.0f", error, os.getloadavg()[0])
-        for pid in set(descendants()) - set(others):  # of the first start
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        _init_within(_RAYLET_LIMITS_S[1], arguments)
-    _require_gpus(cluster)
-
-
-def _init_within(limit_s: float, arguments: Mapping[str, Any]) -> None:
     try:
         # Within C++ it may wait for a busy machine without end; then the supervisor starts another.
         faulthandler.dump_traceback_later(_START_LIMIT_S, exit=True, file=_STDERR)
-        with hangups_ignored(), _raylet_within(limit_s):
+        with hangups_ignored(), _late_raylet_awaited():
             ray.init(**arguments)
-    except Exception as error:
-        if isinstance(error, TimeoutError) and limit_s < _RAYLET_LIMITS_S[-1]:
-            raise
+    except Exception as error:  # of a raylet that is late Ray raises just that
         reason = shorten(" ".join(str(error).split()).rstrip("."))
         raise ResourceError(
             f"Ray does not start on this machine: {reason}; the load is {os.getloadavg()[0]:.0f} "
@@ -134,21 +115,22 @@ def _init_within(limit_s: float, arguments: Mapping[str, Any]) -> None:
         ) from error
     finally:
         faulthandler.cancel_dump_traceback_later()
+    _require_gpus(cluster)
 
 
 @contextmanager
-def _raylet_within(limit_s: float) -> Iterator[None]:
-    """Give a raylet this long, or raise TimeoutError: Ray has no setting for its own 30 s."""
-    get_node, deadline_s = services.get_node, time.monotonic() + limit_s
+def _late_raylet_awaited() -> Iterator[None]:
+    """Wait for a raylet that a busy machine delays; Ray gives it 30 s, and has no setting."""
+    get_node, deadline_s = services.get_node, time.monotonic() + _RAYLET_LIMIT_S
 
     def wait(*of_node: object) -> object:
         while True:
             try:
                 return get_node(*of_node)
-            except RuntimeError:
+            except RuntimeError as error:
                 if time.monotonic() >= deadline_s:
-                    reason = f"its raylet did not start within {limit_s:g} s"
-                    raise TimeoutError(reason) from None
+                    reason = f"its raylet did not start within {_RAYLET_LIMIT_S:g} s"
+                    raise TimeoutError(reason) from error
                 time.sleep(_LOOK_S)
 
     services.get_node = wait
