@@ -181,8 +181,8 @@ policy/ratio/mean | 1 | current over old probability of the sampled tokens
 policy/ratio/max | 1 | largest current over old probability
 policy/clip_low_fraction | 1 | tokens with negative advantage whose ratio lies below the clip range
 policy/clip_high_fraction | 1 | tokens with positive advantage whose ratio lies above the clip range
-policy/sampler_mismatch_nats/mean | nats | mean distance of trainer's and sampler's log-probs
-policy/sampler_mismatch_nats/max | nats | largest distance of trainer's and sampler's log-probs
+policy/sampler_mismatch_nats/mean | nats | of log-probs, trainer to sampler, tokens of this version
+policy/sampler_mismatch_nats/max | nats | the largest of these distances
 policy/sampler_kl_nats/mean | nats | KL(sampler || trainer), never negative (k3)
 policy/sampler_ratio/mean | 1 | probability of the sampled tokens, trainer over sampler
 policy/sampler_ratio/max | 1 | largest probability of a token, trainer over sampler
