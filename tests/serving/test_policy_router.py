@@ -258,6 +258,25 @@ def test_a_router_that_dies_is_started_again_in_the_phase(routed: PolicyRouter) 
 
 
 @pytest.mark.shows("4.22")
+def test_a_new_router_gets_no_server_that_died_with_the_old_one(routed: PolicyRouter) -> None:
+    with echo_servers(2) as servers:
+        dying, living = servers
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            await twelve(pool)
+            kill(servers[dying])
+            kill(router_of(routed))
+            return await twelve(pool)
+
+        samples, lost, metrics = run(routed, servers, ask)
+        assert seeds_of(samples) == SEEDS
+        assert list(lost) == [0]
+        assert metrics["rollout/router_restarts"] == Sum(1)
+        assert routed.front.process.workers().keys() == {living}
+        routed.hide()
+
+
+@pytest.mark.shows("4.22")
 def test_requests_of_a_router_that_died_stay_counted(routed: PolicyRouter) -> None:
     with echo_servers(1) as servers:
 

@@ -299,6 +299,17 @@ def test_an_update_does_not_go_on_without_an_own_engine() -> None:
     rig.check_served(1)
 
 
+def test_after_an_update_that_failed_no_engine_counts_as_one_of_the_old_weights() -> None:
+    rig = started(plan_of(("regular", 2)))
+    rig.journal.fail(1, "load")
+    with pytest.raises(StageError, match="sync failed on engine 1"):
+        rig.update(1)
+    assert rig.server.needs_update(0)  # engine 0 has the new weights
+    assert rig.server.start_replacements() == {}  # there are no weights that all have
+    rig.update(0)
+    rig.check_served(0)
+
+
 @pytest.mark.shows("4.12", "4.15")
 def test_within_a_phase_a_lost_engine_is_replaced_and_others_asked_nothing() -> None:
     rig = started(plan_of(("regular", 2), ("regular", 2)))
