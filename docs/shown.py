@@ -47,6 +47,8 @@ def find_faults(tests: Mapping[str, list[str]]) -> list[str]:
     for number, promise in promises.items():
         if number not in tests and not _NOT_SHOWN.search(promise):
             faults.append(f"no test shows promise {number}; mark one with shows({number!r})")
+        if number in tests and "(later" in promise:
+            faults.append(f"promise {number} says later, and {tests[number][0]} shows it")
     unknown = sorted(set(tests) - set(promises))
     faults += [f"{tests[number][0]} shows {number}, which no page promises" for number in unknown]
     return faults

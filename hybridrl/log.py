@@ -8,6 +8,12 @@ from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 
+SERVER_LOGS = "servers"
+"""Folder of a run folder with the logs of the rollout manager and of the engines' processes."""
+
+MANAGER = "manager"
+"""Process whose log has the events of lost engines."""
+
 _FORMAT = "%(asctime)s %(levelname).1s %(where)s%(name)s: %(message)s"
 _CHATTER = (
     "torch.fx._symbolic_trace",  # FSDP2 itself calls a function that it marks as deprecated
@@ -78,6 +84,19 @@ def configure(*, level: int = logging.INFO, file: Path | None = None) -> None:
         handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
         handler.addFilter(_AddWhere())
         logger.addHandler(handler)
+
+
+def configure_server(run_folder: Path, process: str) -> None:
+    """Send the log of a process of the servers to a file of the run, and warnings to stderr, too.
+
+    Servers without a run have no such folder, and log as before.
+    """
+    if run_folder.is_dir():
+        folder = run_folder / SERVER_LOGS
+        folder.mkdir(exist_ok=True)
+        file = folder / f"{process.replace('/', '_')}.txt"
+        configure(file=file)
+        logging.getLogger("hybridrl").handlers[0].setLevel(logging.WARNING)
 
 
 for _name in _CHATTER:

@@ -175,8 +175,8 @@ policy/ratio/mean | 1 | current over old probability of the sampled tokens
 policy/ratio/max | 1 | largest current over old probability
 policy/clip_low_fraction | 1 | tokens with negative advantage whose ratio lies below the clip range
 policy/clip_high_fraction | 1 | tokens with positive advantage whose ratio lies above the clip range
-policy/sampler_mismatch_nats/mean | nats | mean distance of trainer's and sampler's log-probs
-policy/sampler_mismatch_nats/max | nats | largest distance of trainer's and sampler's log-probs
+policy/sampler_mismatch_nats/mean | nats | of log-probs, trainer to sampler, tokens of this version
+policy/sampler_mismatch_nats/max | nats | the largest of these distances
 policy/sampler_kl_nats/mean | nats | KL(sampler || trainer), never negative (k3)
 policy/sampler_ratio/mean | 1 | probability of the sampled tokens, trainer over sampler
 policy/sampler_ratio/max | 1 | largest probability of a token, trainer over sampler
@@ -289,9 +289,14 @@ data/microbatches | passes | forward and backward passes of all ranks
 eval/reward/mean | reward | mean over the held-out responses; with several sets the mean of theirs
 eval/reward/{source} | reward | the same over one data source
 eval/length/response_tokens/mean | tokens | response length on held-out prompts
+eval/length/response_tokens/median | tokens | half of the held-out responses are no longer
+eval/length/response_tokens/min | tokens | shortest response to a held-out prompt
+eval/length/response_tokens/max | tokens | longest response to a held-out prompt
 eval/pass_at_{k} | 1 | probability that one of k responses is correct, unbiased estimate
 eval/majority_at_{k} | 1 | groups of k responses whose most frequent answer is correct
 eval/truncated_fraction | 1 | held-out responses ended by the length limit
+eval/repetition_fraction | 1 | held-out responses that end in a loop
+eval/zero_variance_group_fraction | 1 | held-out prompts whose responses all got one reward
 eval/preference_loss | 1 | loss per held-out preference pair
 eval/accuracy | 1 | held-out pairs whose chosen answer has the higher reward; equal ones half
 eval/margin | reward | reward of the chosen less that of the rejected answer, held-out pairs

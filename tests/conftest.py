@@ -30,6 +30,7 @@ import ray
 import torch
 
 from hybridrl.run.cluster import keep_token_private
+from tests import not_run
 from tests.drawn import register_profiles
 from tests.durations import DurationsByFolder, folder_of
 from tests.warm_workers.forking import workers_forked
@@ -84,6 +85,7 @@ class _Ending:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Ending())
     config.pluginmanager.register(DurationsByFolder())
+    config.pluginmanager.register(not_run)
     if not Path.home().joinpath(".ray", "auth_token").exists():
         keep_token_private()  # workers that began at once would each make one
 

@@ -62,8 +62,8 @@ class ServedModelConfig:
     policy."""
 
     max_context_tokens: Tokens | None = None
-    """Longest context plus answer of a frozen model. Null: as many tokens as a row of the
-    policy."""
+    """Longest context plus answer of a frozen model. Null: what the longest question of its
+    judges and the answer need, as far as the model goes."""
 
     urls: tuple[str, ...] = ()
     """Servers of SGLang that run already and answer for this model, as http://HOST:PORT. They are

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Literal
 
 from hybridrl.report.run import Run
+from hybridrl.serving.losses import LOST, REPLACED
 
 RECENT_STEPS = 10
 """A present value is the mean over this many steps."""
@@ -148,6 +149,21 @@ def requests_aborted(run: Run) -> Finding | None:
     return Finding("Requests were cut off", text, ("rollout.drain_timeout_s*2",)) if total else None
 
 
+def engines_lost(run: Run) -> Finding | None:
+    """Engines of the servers died, hung or failed."""
+    lost, replaced = (
+        sum(run.history.get(f"rollout/{what}_engines").finite) for what in ("lost", "replaced")
+    )
+    if not lost:
+        return None
+    text = f"{lost:g} rollout engines were lost, and {replaced:g} replaced"
+    if took_s := run.history.get("time/replace_engine_s").finite:
+        text += f", the slowest within {max(took_s):.3g} s"
+    events = [line for line in run.manager_lines if LOST in line or REPLACED in line]
+    quote = "\n".join(events[-LOG_LINES:])
+    return Finding("Rollout engines were lost", f"{text}.", quote=quote)
+
+
 def memory_did_not_move(run: Run) -> Finding | None:
     """The life cycle ran, but its memory figures mean nothing."""
     if not sum(run.history.get("memory/noop_releases").finite):
@@ -159,5 +175,5 @@ def memory_did_not_move(run: Run) -> Finding | None:
 
 RUNNING_RULES: tuple[Rule, ...] = (
     *(ended_with_error, sampler_differs, rewards_failed, requests_aborted),
-    *(generate_dominates, memory_did_not_move),
+    *(engines_lost, generate_dominates, memory_did_not_move),
 )

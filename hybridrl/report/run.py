@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hybridrl.config.experiment import OFFLINE_MODES
 from hybridrl.errors import RunFolderError
+from hybridrl.log import MANAGER, SERVER_LOGS
 from hybridrl.report.history import History, parse_metrics, read_lines
 from hybridrl.report.settings import Settings
 
@@ -26,6 +27,8 @@ class Run:
     settings: Settings
     log_lines: Sequence[str] = ()
     """The end of log.txt."""
+    manager_lines: Sequence[str] = ()
+    """The end of the rollout manager's log."""
 
     num_unreadable: int = 0
     """Complete lines of metrics.jsonl that are damaged."""
@@ -77,6 +80,7 @@ def read_run(folder: Path) -> Run:
         num_unreadable=num_unreadable,
         settings=Settings.read(folder / "config.yaml"),
         log_lines=_read_log(folder / "log.txt"),
+        manager_lines=_read_log(folder / SERVER_LOGS / f"{MANAGER}.txt"),
     )
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from hybridrl.config.architecture import read_architecture
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.reward import RewardPart
+from hybridrl.errors import ModelError
 from hybridrl.rewards.child import Reward
 from hybridrl.rewards.judge import judge
 from hybridrl.rewards.pool import RewardPool
@@ -35,6 +39,24 @@ def judge_arguments(part: RewardPart) -> Mapping[str, Any]:
         if parameter.default is not inspect.Parameter.empty
     }
     return {**defaults, **part.args}
+
+
+def max_context_tokens(config: ExperimentConfig, model: str) -> int:
+    """Return the longest question plus answer of a frozen model, in tokens.
+
+    By default the question has room for a row of the policy in which each sampled token is three:
+    a byte that is no UTF-8 becomes U+FFFD, which has three. The model's own context is the limit.
+    """
+    served = config.serving.models[model]
+    if served.max_context_tokens is not None:
+        return served.max_context_tokens
+    row = config.max_row_tokens + 2 * config.rollout.max_response_tokens
+    asking = [judge_arguments(part) for part in config.reward.judges.values()]
+    own = [len(args["template"].encode()) + int(args["max_tokens"]) for args in asking]
+    longest = row + max(own, default=0)
+    with suppress(ModelError):  # a server elsewhere may have a model that is not known here
+        longest = min(longest, read_architecture(Path(str(served.path))).max_positions)
+    return longest
 
 
 class JudgeReader:

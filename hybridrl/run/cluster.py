@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -33,6 +34,7 @@ _NVIDIA = Path("/dev/nvidiactl")
 _MIB = 1024 * 1024
 _STDERR = 2
 _START_LIMIT_S = 300.0
+_RAYLET_LIMIT_S, _LOOK_S = 150.0, 0.2
 _WORKER_OUTPUT = "ray_print_logs"  # the name in ray.init of the function that writes it to stderr
 
 
@@ -101,19 +103,42 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     try:
         # Within C++ it may wait for a busy machine without end; then the supervisor starts another.
         faulthandler.dump_traceback_later(_START_LIMIT_S, exit=True, file=_STDERR)
-        with hangups_ignored():
+        with hangups_ignored(), _late_raylet_awaited():
             ray.init(**arguments)
     except Exception as error:  # of a raylet that is late Ray raises just that
         reason = shorten(" ".join(str(error).split()).rstrip("."))
         folder = env.get("RAY_TMPDIR", "/tmp")
         raise ResourceError(
-            f"Ray does not start on this machine: {reason}; it gives its processes 30 s, so if the "
-            "machine is busy, type the command again later; or type `ray start --head`, then set "
-            f"cluster.ray_address=auto; Ray's logs are in {folder}/ray/session_latest/logs"
+            f"Ray does not start on this machine: {reason}; the load is {os.getloadavg()[0]:.0f} "
+            f"on {os.cpu_count()} cores: if that is busy, type the command again later; or type "
+            "`ray start --head`, then set cluster.ray_address=auto; Ray's logs are in "
+            f"{folder}/ray/session_latest/logs"
         ) from error
     finally:
         faulthandler.cancel_dump_traceback_later()
     _require_gpus(cluster)
+
+
+@contextmanager
+def _late_raylet_awaited() -> Iterator[None]:
+    """Wait for a raylet that a busy machine delays; Ray gives it 30 s, and has no setting."""
+    get_node, deadline_s = services.get_node, time.monotonic() + _RAYLET_LIMIT_S
+
+    def wait(*of_node: object) -> object:
+        while True:
+            try:
+                return get_node(*of_node)
+            except RuntimeError as error:
+                if time.monotonic() >= deadline_s:
+                    reason = f"its raylet did not start within {_RAYLET_LIMIT_S:g} s"
+                    raise TimeoutError(reason) from error
+                time.sleep(_LOOK_S)
+
+    services.get_node = wait
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:

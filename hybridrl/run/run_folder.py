@@ -2,6 +2,7 @@
 
 ``config.yaml``    the resolved configuration
 ``log.txt``        the log
+``servers/``       the logs of the rollout manager and of the engines' processes
 ``metrics.jsonl``  one line a step
 ``samples.jsonl``  some responses of each step and evaluation: text, reward, log-probs of tokens
 ``rollouts/``      all columns of all rollouts, with ``rollout.dump=true``

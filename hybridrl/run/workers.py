@@ -70,6 +70,7 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
         dpo=config.dpo.with_absolute_files(),
         reward=config.reward.with_absolute_files(),
         serving=config.serving.with_absolute_files(),
+        trainer=replace(config.trainer, run_dir=str(Path(config.trainer.run_dir).absolute())),
     )
     variables = rank_variables(config)
     workers = Workers()

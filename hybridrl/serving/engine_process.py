@@ -19,6 +19,7 @@ from torch import Tensor
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ResourceError, ServerDiedError
 from hybridrl.guard import descendants
+from hybridrl.log import configure_server
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.reserved_nodes import ReservedNode
@@ -51,6 +52,7 @@ class EngineProcess:
         model_folder: Path,
         place: ServerPlace | None = None,
         key: str = "",
+        process: str = "engine",
     ) -> None:
         """Build nothing yet.
 
@@ -59,7 +61,9 @@ class EngineProcess:
             model_folder: whose configuration and tokenizer the engine reads.
             place: devices and addresses of the engine; None if it has this process's device alone.
             key: of the router, which the engine's server requires; empty: it has no router.
+            process: name of this process in the run folder.
         """
+        configure_server(Path(config.trainer.run_dir), process)
         self._key = key
         self._directory: EngineDirectory | None = None
         self._config = config

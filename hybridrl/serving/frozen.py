@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams
 from hybridrl.serving.answers import Answer, answer_all
 from hybridrl.serving.engine_handle import Launch
@@ -39,8 +40,8 @@ class FrozenModel:
     def __init__(self, config: ExperimentConfig, plan: ServerPlan, launch: Launch) -> None:
         self._name = plan.model
         self._config = config
-        self._served = config.serving.models[plan.model]
-        self._folder = Path(str(self._served.path))
+        self._max_context_tokens = max_context_tokens(config, plan.model)
+        self._folder = Path(str(config.serving.models[plan.model].path))
         self._vocab_size = read_architecture(self._folder).vocab_size
         kept = ModelFolder(self._folder)
         self._server = RolloutServer(plan, launch, config=config.rollout, kept=kept)
@@ -61,7 +62,7 @@ class FrozenModel:
     ) -> list[Answer]:
         """Answer each context once; engines that are lost meanwhile or before are replaced."""
         pool = self._server.pool(
-            max_context_tokens=self._served.max_context_tokens or self._config.max_row_tokens,
+            max_context_tokens=self._max_context_tokens,
             vocab_size=self._vocab_size,
             version=_VERSION,
         )

@@ -99,7 +99,12 @@ class ActorLaunch:
                 runtime_env=self._environment,
                 max_concurrency=config.rollout.num_slots + _OTHER_CALLS,
             )
-            .remote(config, self.policy_folder, ServerPlace(gpus=("",), elsewhere=elsewhere))
+            .remote(
+                config,
+                self.policy_folder,
+                ServerPlace(gpus=("",), elsewhere=elsewhere),
+                process=self._process(engine),
+            )
         )
 
     @property
@@ -110,7 +115,7 @@ class ActorLaunch:
     def _start(self, group: GroupPlan, engine: EnginePlan, rank: int) -> Any:  # noqa: ANN401 - Ray's
         actor_class = ray.remote(FollowerProcess if rank else EngineProcess)
         config = engine_config(
-            self.config if self._is_policy else frozen_config(self.config, self._served),
+            self.config if self._is_policy else frozen_config(self.config, self.plan.model),
             self._arguments(group, engine, rank),
             num_devices=engine.num_devices,
             number=engine.first_device,
@@ -127,8 +132,11 @@ class ActorLaunch:
             config,
             folder,
             self._place(group, engine, rank),
-            *([] if rank else [self.keys.own if has_router else ""]),
+            *([] if rank else [self.keys.own if has_router else "", self._process(engine)]),
         )
+
+    def _process(self, engine: EnginePlan) -> str:
+        return f"{self.plan.model}-engine-{self.plan.engines.index(engine)}"
 
     def _arguments(
         self, group: GroupPlan, engine: EnginePlan, rank: int

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from hybridrl import log
 from hybridrl.batch import PromptBatch
 from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.diagnostics import trace
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
@@ -65,6 +67,10 @@ class RolloutManager:
             folder: for files of weights.
         """
         install_reducers()
+        run_folder = Path(config.trainer.run_dir)
+        log.configure_server(run_folder, log.MANAGER)
+        if config.tracking.trace and run_folder.is_dir():
+            trace.process.write_to(run_folder, "rollout manager", num_processes=4)
         self._config = config
         self._agent = build_agent_rollout(config, model_folder)
         self._router = PolicyRouter(config, model_folder, keys.own) if config.has_router else None
@@ -243,6 +249,7 @@ class RolloutManager:
             self._router.end()
         if self._agent is not None:
             self._agent.close()
+        trace.process.end()
 
     def _engine_metrics(self) -> Metrics:
         """Return the metrics of engines that answer: of the phase before, while they serve."""

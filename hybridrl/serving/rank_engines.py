@@ -102,7 +102,7 @@ class RankEngines:
         self._first_index = first_index
         self._serving: dict[int, RankEngine] = {}
         self._lost: set[int] = set()
-        self._losses = Losses()
+        self._losses = Losses("ranks")
         self._pool: EnginePool | None = None
         self._monitor = HealthMonitor(self.serving, self._drop, timeout_s=health_timeout_s)
 
@@ -167,5 +167,5 @@ class RankEngines:
             return replace(index, engine, reason)
         engine.lose()
         self._lost.add(index - self._first_index)
-        self._losses.note_lost([index])
+        self._losses.note_lost([index], reason)
         return False

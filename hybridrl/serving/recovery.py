@@ -149,8 +149,7 @@ class Recovery:
         self._pool = None
 
     def _lose(self, index: int, handle: SamplingEngine, reason: str) -> None:
-        if self._server.lose(index, handle):
-            log.warning("a rollout engine is replaced: engine=%d reason=%s", index, reason)
+        if self._server.lose(index, handle, reason):
             self._start()
 
     def _start(self) -> None:

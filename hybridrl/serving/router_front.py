@@ -67,6 +67,8 @@ class RouterFront:
         self._failed: dict[str, str] = {}
         self._version = -1
         self._num_restarts = 0
+        self._num_answered, self._num_unanswered = 0, 0
+        """Requests since the last metrics: a router that dies takes its own counts with it."""
         self._changing = threading.Lock()
 
     def _start(self) -> RouterProcess:
@@ -191,10 +193,13 @@ class RouterFront:
         while True:
             router = self._router
             try:
-                return await router.generate(body, index=self._index_of(url), session=session)
+                answer = await router.generate(body, index=self._index_of(url), session=session)
+                self._num_answered += 1
+                return answer
             except ServerError as error:
                 num_routes += 1
                 if NO_SERVER not in str(error.text) or num_routes == _NUM_ROUTES:
+                    self._num_unanswered += 1
                     raise
                 await asyncio.sleep(_POLL_S)
                 while self._changing.locked():
@@ -225,12 +230,15 @@ class RouterFront:
                 self._show(self._order)
 
     def take_metrics(self) -> Metrics:
-        """Describe the time since the last call under declared names. Call it in each phase.
-
-        A router that died takes its own counters with it.
-        """
+        """Describe the time since the last call under declared names. Call it in each phase."""
         restarts, self._num_restarts = self._num_restarts, 0
-        return {"rollout/router_restarts": Sum(restarts)} | self._counters.take()
+        answered, self._num_answered = self._num_answered, 0
+        unanswered, self._num_unanswered = self._num_unanswered, 0
+        return {
+            "rollout/router_restarts": Sum(restarts),
+            "rollout/routed_requests": Sum(answered + unanswered),
+            "rollout/unanswered_routed_requests": Sum(unanswered),
+        } | self._counters.take()
 
     def end(self) -> None:
         """Kill the router. Idempotent."""

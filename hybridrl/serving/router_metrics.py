@@ -1,4 +1,4 @@
-"""The router's own counters (Prometheus), as metrics of the run."""
+"""The time of requests by the router's own counters (Prometheus), as a metric of the run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import logging
 import re
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.metrics import Mean, Metrics, Sum
+from hybridrl.metrics import Mean, Metrics
 from hybridrl.workers.rollout.sglang.client import Endpoint
 
 log = logging.getLogger(__name__)
 
 _LINE = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 _TIMEOUT_S = 5.0
-_REQUESTS = "smg_router_requests_total"
-_ANSWERS = "smg_router_upstream_responses_total"
 _SECONDS = "smg_http_request_duration_seconds"
 _OF_GENERATE = 'path="/generate"'
-_SUCCESS = 'status_code="200"'
 
 Counters = dict[tuple[str, str], float]
 """Values by name and labels."""
@@ -57,19 +54,13 @@ def read_counters(text: str) -> Counters:
 
 
 def describe(changes: Counters) -> Metrics:
-    """Return the changes of counters under declared names."""
-
-    def total(name: str, *, of: str = "", without: str = "\0") -> float:
-        return sum(
+    """Return the changes of counters under a declared name."""
+    seconds, count = (
+        sum(
             value
-            for (known, labels), value in changes.items()
-            if known == name and of in labels and without not in labels
+            for (name, labels), value in changes.items()
+            if name == f"{_SECONDS}_{part}" and _OF_GENERATE in labels
         )
-
-    return {
-        "rollout/routed_requests": Sum(total(_REQUESTS)),
-        "rollout/unanswered_routed_requests": Sum(total(_ANSWERS, without=_SUCCESS)),
-        "time/routed_request_s": Mean(
-            total(f"{_SECONDS}_sum", of=_OF_GENERATE), total(f"{_SECONDS}_count", of=_OF_GENERATE)
-        ),
-    }
+        for part in ("sum", "count")
+    )
+    return {"time/routed_request_s": Mean(seconds, count)}

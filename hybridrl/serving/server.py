@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -26,8 +25,6 @@ from hybridrl.workers.sharding.states import RESTART, SYNC, State
 from hybridrl.workers.sharding.weight_broadcast import WeightOffer, wait_for_receivers
 from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
 from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
-
-log = logging.getLogger(__name__)
 
 _START = "start"
 
@@ -82,7 +79,7 @@ class RolloutServer:
         """Held while engines change their states."""
         self._replaced: set[int] = set()
         """Engines with a new process that did not come up yet."""
-        self._losses = Losses()
+        self._losses = Losses(plan.model)
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -215,14 +212,14 @@ class RolloutServer:
 
     # -- engines that are lost -------------------------------------------------------------------
 
-    def lose(self, index: int, handle: SamplingEngine) -> bool:
+    def lose(self, index: int, handle: SamplingEngine, reason: str) -> bool:
         """Note an engine that failed by its own fault; False if it is noted or replaced already."""
         with self._lock:
             life = self._require_started()
             group, slot = self._slots[index]
             if life.states[index] is not State.READY or group.engine(slot) is not handle:
                 return False
-            self._break(life, [index])
+            self._break(life, [index], reason)
             return True
 
     def start_replacements(self) -> Mapping[int, Future[None]]:
@@ -289,7 +286,7 @@ class RolloutServer:
     def run(self, stage: str, action: Action, *, members: Collection[int]) -> Failures:
         """Run ``action`` on the engines ``members``; a restart replaces their processes."""
         if stage == RESTART.name:
-            self._losses.note_lost(members)  # those that broke in a stage
+            self._losses.note_lost(members, "it failed in a stage")
             for group, slots in self._by_group(set(members) - self._replaced):
                 group.clear(slots)
             self._replaced.difference_update(members)
@@ -376,12 +373,11 @@ class RolloutServer:
         ]
         dead = [index for index in gone if life.states[index] is not State.BROKEN]
         if dead:
-            log.warning("rollout engines are gone: model=%s engines=%s", self.model, dead)
-            self._break(life, dead)
+            self._break(life, dead, "its process is gone")
 
-    def _break(self, life: LifeCycle, members: Collection[int]) -> None:
+    def _break(self, life: LifeCycle, members: Collection[int], reason: str) -> None:
         life.mark_broken(members)
-        self._losses.note_lost(members)
+        self._losses.note_lost(members, reason)
 
     def _require_started(self) -> LifeCycle:
         if self._life is None:

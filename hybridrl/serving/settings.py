@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.serving import HALVES, PlacedGroup, ServedModelConfig
+from hybridrl.config.serving import HALVES, PlacedGroup
+from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.serving.plan import plan_servers
 
 _TRANSFER_ON_CPU = {"disaggregation_transfer_backend": "mooncake_tcp"}
@@ -63,16 +64,15 @@ def attached_config(config: ExperimentConfig) -> ExperimentConfig:
     return replace(config, cluster=replace(config.cluster, device="cpu"), rollout=rollout)
 
 
-def frozen_config(config: ExperimentConfig, served: ServedModelConfig) -> ExperimentConfig:
+def frozen_config(config: ExperimentConfig, model: str) -> ExperimentConfig:
     """Return the configuration of the engines of a frozen model.
 
     Args:
-        served: section of the model. Its context takes the room of a row of the policy.
+        model: name. Its context takes the room of a row of the policy.
     """
-    num_tokens = served.max_context_tokens or config.max_row_tokens
     return replace(
         config,
-        data=replace(config.data, max_prompt_tokens=num_tokens - 1),
+        data=replace(config.data, max_prompt_tokens=max_context_tokens(config, model) - 1),
         rollout=replace(config.rollout, max_response_tokens=1, routed_experts=False),
     )
 

@@ -13,6 +13,7 @@ from hybridrl.batch import RolloutBatch, response_lengths
 from hybridrl.config.eval import EvalSet
 from hybridrl.data.prompt_step import PromptStep
 from hybridrl.metrics import Mean, Metrics
+from hybridrl.rewards.report import reward_metrics
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.clock import Clock
@@ -20,6 +21,7 @@ from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.eval_statistics import bootstrap_intervals, majority_at_k, pass_at_k
 from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.sources import rewards_by_source
+from hybridrl.trainer.step_metrics import describe_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +89,15 @@ class Evaluator:
         agent = self.take_agent_metrics() if self.take_agent_metrics else {}
         scores = self.reward(rollouts, task.task)
         lengths_B = response_lengths(rollouts.response_mask_BL)
-        num_rows = float(len(rollouts))
+        lengths, size = describe_lengths(rollouts), task.settings.num_responses_per_prompt
+        rewards = reward_metrics(scores, num_responses=size)
         metrics: Metrics = {
-            "eval/length/response_tokens/mean": Mean(float(lengths_B.sum()), num_rows),
-            "eval/truncated_fraction": Mean(float(rollouts.is_truncated_B.sum()), num_rows),
+            "eval/length/response_tokens/mean": lengths["length/response_tokens/mean"],
+            "eval/length/response_tokens/median": Mean(float(lengths_B.median())),
+            "eval/length/response_tokens/min": lengths["length/response_tokens/min"],
+            "eval/length/response_tokens/max": lengths["length/response_tokens/max"],
+            "eval/truncated_fraction": lengths["rollout/truncated_fraction"],
+            "eval/repetition_fraction": lengths["rollout/repetition_fraction"],
             **{
                 f"eval/reward/{source}": mean
                 for source, mean in rewards_by_source(task.task, scores).items()
@@ -98,6 +105,9 @@ class Evaluator:
             **self._quality(task.settings, rollouts, scores),
             **{f"eval/{name}": metric for name, metric in agent.items()},
         }
+        if size > 1:
+            flat = rewards["reward/zero_variance_group_fraction"]
+            metrics["eval/zero_variance_group_fraction"] = flat
         return EvalReport(task, rollouts, scores, metrics)
 
     def _quality(self, settings: EvalSet, rollouts: RolloutBatch, scores: Scores) -> Metrics:

@@ -18,7 +18,7 @@ from hybridrl.data.rows import Message
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.diagnostics import trace
 from hybridrl.errors import DataError
-from hybridrl.rewards.judge_reader import JudgeAnswer, judge_arguments
+from hybridrl.rewards.judge_reader import JudgeAnswer, judge_arguments, max_context_tokens
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.sampler import RequestParams, Sample
 
@@ -49,6 +49,9 @@ class Judge:
     tokenizer: PreTrainedTokenizerBase
     params: RequestParams
 
+    max_context_tokens: int
+    """Of question and answer."""
+
     def questions(self, inputs: RewardInputs) -> list[list[int] | str]:
         """Return the tokens of the question about each response, or why there is none."""
         columns = (inputs.prompts, inputs.responses, inputs.answers, inputs.sources)
@@ -74,6 +77,12 @@ class Judge:
         except DataError as error:
             return str(error)
         tokens: list[int] = self.tokenizer(text, add_special_tokens=not has_template)["input_ids"]
+        if len(tokens) >= self.max_context_tokens:
+            key = f"serving.models.{self.model}.max_context_tokens"
+            return (
+                f"the question has {len(tokens)} tokens, and {key}={self.max_context_tokens} must "
+                f"hold an answer, too; set {key}={len(tokens) + self.params.max_new_tokens}"
+            )
         return tokens or "the question has no tokens in the vocabulary of the judge"
 
 
@@ -102,6 +111,7 @@ def _load(config: ExperimentConfig, name: str) -> Judge:
             top_p=float(args["top_p"]),
             stop_token_ids=load_stop_token_ids(folder, tokenizer),
         ),
+        max_context_tokens=max_context_tokens(config, model),
     )
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -52,6 +54,19 @@ def test_a_restored_source_gives_the_same_prompts_and_seeds(rows: list[Tokenized
         assert again.rows == step.rows
         assert torch.equal(again.prompts.seed_P, step.prompts.seed_P)
         assert torch.equal(again.prompts.prompt_index_P, step.prompts.prompt_index_P)
+
+
+def test_open_prompts_that_came_back_and_were_not_drawn_yet_are_saved_again(
+    rows: list[TokenizedRow],
+) -> None:
+    stream = source(rows)
+    stream.next()
+    state = replace(stream.state(), open_prompts=(0, 2))
+    resumed = source(rows)
+    resumed.restore(state)
+    assert resumed.state() == state
+    assert resumed.next(1).prompts.prompt_index_P.tolist() == [0]
+    assert resumed.state() == replace(state, open_prompts=(2,))
 
 
 def test_a_source_refuses_the_state_of_other_data(rows: list[TokenizedRow]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,16 +73,38 @@ def test_engines_beside_the_ranks_change_no_bit_of_a_run(undisturbed: Path, tmp_
     require_equal_weights(folder, undisturbed)
 
 
-@pytest.mark.shows("4.15")
-def test_a_run_whose_engines_are_killed_learns_the_same(undisturbed: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    """Folder of a run that loses two engines."""
+    folder = tmp_path_factory.mktemp("killed") / "run"
     faults = f"serving.faults={{kills: {{kind: kill, {EACH_THIRD}}}}}"
     run(small_config(folder, *SIX_STEPS, faults), resolved_yaml="")
+    return folder
+
+
+@pytest.mark.shows("4.15")
+def test_a_run_whose_engines_are_killed_learns_the_same(undisturbed: Path, killed: Path) -> None:
+    folder = killed
     require_equal(folder, undisturbed)
     assert [line["rollout/lost_engines"] for line in read_metrics(folder)] == [0, 0, 1, 0, 0, 1]
     assert total(folder, "rollout/repeated_requests") > 0
     assert 1 <= total(folder, "rollout/replaced_engines") <= 2  # the last may come after the end
     assert total(folder, "time/replace_engine_s") > 0
+
+
+def test_the_run_folder_tells_why_an_engine_was_lost(killed: Path) -> None:
+    log = (killed / "servers" / "manager.txt").read_text()
+    assert len(re.findall(r"an engine was lost: model=policy engine=\d reason=.*gone", log)) == 2
+    assert re.search(r"an engine was replaced: model=policy engine=\d took_s=\d+\.\d", log)
+    engines = [(killed / "servers" / f"policy-engine-{number}.txt").is_file() for number in (0, 1)]
+    assert engines == [True, True]
+    events = json.loads((killed / "trace.json").read_text())
+    lost = next(event for event in events if event["name"] == "engine lost")
+    assert lost["dur"] > 0
+    assert "gone" in lost["args"]["reason"]
+    page = (killed / "report.html").read_text()
+    assert "Rollout engines were lost" in page
+    assert "an engine was lost: model=policy" in page
 
 
 @pytest.mark.nightly

@@ -67,6 +67,7 @@ BAD: dict[str, dict[str, Curve | list[float]]] = {
         "reward__mean": rising,
         "policy__entropy_nats__mean": lambda at: 0.34 - 0.0001 * at,
     },
+    "Rollout engines were lost": {"rollout__lost_engines": lambda at: float(at == 7)},
     "The reward has fallen": {"reward__mean": lambda at: rising(60 - at)},
     "Training made the model worse": {"eval__reward__mean": [0.5, 0.45, 0.3, 0.25]},
     "The reward may be gamed": {

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +101,45 @@ def test_variables_reach_ranks_before_their_workers_are_made(
     both = create_colocated_worker_cls({"first": worker, "second": worker})
     with start_group(cluster, both, variables=variables) as fused:
         assert fused.second_told() == ["1", "1"]
+
+
+_LATE_RAYLET = """
+import time
+import ray
+from hybridrl.run import cluster
+from tests.config.values import config_of
+began, get_node = time.monotonic(), cluster.services.get_node
+
+
+def get_node_late(address, node):
+    if time.monotonic() - began < {late_s}:
+        raise RuntimeError("it has not registered")  # as Ray says it
+    return get_node(address, node)
+
+
+cluster.services.get_node = get_node_late
+cluster._RAYLET_LIMIT_S = {limit_s}
+with cluster.ray_cluster(config_of().cluster):
+    print("answers", ray.get(ray.remote(lambda: 7).remote()))
+"""
+
+
+def start_of_late_raylet(*, late_s: float, limit_s: float) -> tuple[str, str]:
+    program = _LATE_RAYLET.format(late_s=late_s, limit_s=limit_s)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    return done.stdout, done.stderr
+
+
+@pytest.mark.nightly
+def test_a_raylet_that_is_late_on_a_busy_machine_is_waited_for() -> None:
+    said, _ = start_of_late_raylet(late_s=45.0, limit_s=150.0)  # Ray itself waits 30 s
+    assert "answers 7" in said
+
+
+def test_a_raylet_that_never_comes_is_told_with_the_load_of_the_machine() -> None:
+    _, log = start_of_late_raylet(late_s=999.0, limit_s=0.3)
+    assert re.search(r"within 0\.3 s; the load is \d+ on \d+ cores: if that is busy, type", log)
 
 
 _HANGING_START = """

@@ -22,7 +22,7 @@ from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import HybridRLError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.random_streams import response_keys
-from hybridrl.sampler import Sample, Sampler, SamplingParams
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams
 from hybridrl.serving.background import BackgroundSampling
 from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.health import HealthMonitor
@@ -43,6 +43,7 @@ from tests.waiting import wait_until
 from tests.workers.sharding.recording import WEIGHTS, Journal, Policy, rollout_config
 
 GROUP = 2
+PARAMS = RequestParams(max_new_tokens=MOST_TOKENS, temperature=1.0)
 SAMPLING = SamplingParams(
     num_responses_per_prompt=GROUP, max_response_tokens=MOST_TOKENS, temperature=1.0
 )
@@ -252,6 +253,32 @@ def test_other_programs_sample_beside_open_groups() -> None:
         (sample,) = rig.ahead.run(ask)
         assert sample.versions_L.tolist() == [1] * length_of(7)
         require_exact(rig.exchange(1, num_open=2)[0])
+
+
+def test_siblings_that_end_in_another_order_are_returned_in_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def last_first(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:
+        """Ask for siblings one after another, as conversations may end: the last one first."""
+
+        async def program(sampler: Sampler) -> list[Sample]:
+            for p, seed in enumerate(prompts.seed_P):
+                keys = response_keys(seed[None], torch.arange(GROUP)).tolist()
+                context = prompts.token_ids_PL.unbind()[p]
+                for number, key in reversed(list(enumerate(keys))):
+                    (sample,) = await sampler.sample_group(context, PARAMS, keys=[key])
+                    assert sampling.reporter is not None
+                    index = int(prompts.prompt_index_P[p])
+                    sampling.reporter.report(index, number, sample)
+            return []
+
+        return program
+
+    monkeypatch.setitem(globals(), "single_turn", last_first)
+    with rig_of() as rig:
+        rig.update(0)
+        answered, _ = rig.exchange(0, num_open=4)
+        require_exact(answered)
 
 
 def test_the_error_of_a_program_ends_the_next_batch() -> None:

@@ -257,6 +257,42 @@ def test_a_router_that_dies_is_started_again_in_the_phase(routed: PolicyRouter) 
         routed.hide()
 
 
+@pytest.mark.shows("4.22")
+def test_a_new_router_gets_no_server_that_died_with_the_old_one(routed: PolicyRouter) -> None:
+    with echo_servers(2) as servers:
+        dying, living = servers
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            await twelve(pool)
+            kill(servers[dying])
+            kill(router_of(routed))
+            return await twelve(pool)
+
+        samples, lost, metrics = run(routed, servers, ask)
+        assert seeds_of(samples) == SEEDS
+        assert list(lost) == [0]
+        assert metrics["rollout/router_restarts"] == Sum(1)
+        assert routed.front.process.workers().keys() == {living}
+        routed.hide()
+
+
+@pytest.mark.shows("4.22")
+def test_requests_of_a_router_that_died_stay_counted(routed: PolicyRouter) -> None:
+    with echo_servers(1) as servers:
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            before = await twelve(pool)
+            kill(router_of(routed))
+            return before + await pool.sample_group([1, 2, 50], PARAMS, keys=[50])
+
+        _, _, metrics = run(routed, servers, ask)
+        assert metrics["rollout/router_restarts"] == Sum(1)
+        assert metrics["rollout/unanswered_routed_requests"] == Sum(0)
+        # Responses, and a prefill of each group of two.
+        assert metrics["rollout/routed_requests"] == Sum(12 + 6 + 1)
+        routed.hide()
+
+
 def stop(process: ServerProcess) -> None:
     for each in psutil.Process(process.pid).children(recursive=True):
         each.suspend()

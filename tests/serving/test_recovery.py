@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -44,6 +45,11 @@ class AnsweringHandle(RecordingHandle):
         self.open: list[tuple[int, Future[list[Sample]]]] = []
         self.version = 0
         self.is_open = False
+        self.built: Future[None] = Future()
+
+    def build(self) -> Future[None]:
+        self.built = super().build()
+        return self.built
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
@@ -216,6 +222,38 @@ def test_a_report_of_an_engine_that_was_replaced_costs_no_other() -> None:
     rig.end()
 
 
+def pass_time(recovery: Recovery) -> None:
+    """Let the deadlines of all starts pass."""
+    for index, start in recovery._starts.items():
+        recovery._starts[index] = replace(start, deadline_s=0.0)
+    recovery._drop_late_starts()
+
+
+def test_the_late_end_of_a_dropped_start_is_not_that_of_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(1, start_timeout_s=600.0)
+    rig.num_silent[0] = 2
+    answers = rig.sample(1)
+    rig.launched[0].kill()
+    wait_until(lambda: rig.recovery._starts)
+    rig.recovery._do(lambda: pass_time(rig.recovery))
+    assert len(rig.launched) == 3
+    brought_up: list[int] = []
+    monkeypatch.setattr(rig.server, "bring_up", brought_up.append)
+    dropped, successor = rig.launched[1:3]
+    dropped.built.set_exception(EngineError("it is gone"))
+    rig.recovery._do(lambda: None)  # whatever was handed to the thread before is done
+    assert brought_up == []
+    monkeypatch.undo()
+    successor.is_silent = False
+    successor.built.set_result(None)
+    wait_until(lambda: successor.open)
+    successor.answer()
+    assert answers.result(60) == [2]
+    rig.end()
+
+
 def test_an_engine_that_hangs_loses_its_requests_to_its_successor() -> None:
     rig = Rig(1)
     answers = rig.sample(2)
@@ -231,7 +269,7 @@ def test_an_engine_that_hangs_loses_its_requests_to_its_successor() -> None:
 def test_a_phase_that_begins_without_engines_waits_for_new_ones() -> None:
     rig = Rig(1)
     rig.launched[0].kill()
-    assert rig.server.lose(0, rig.launched[0])
+    assert rig.server.lose(0, rig.launched[0], "it failed")
     rig.pool = rig.new_pool()
     answers = rig.sample(2)
     assert rig.launched[1].is_alive()

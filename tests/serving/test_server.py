@@ -272,8 +272,8 @@ def test_dead_engines_alone_are_replaced_and_get_the_weights() -> None:
 def test_an_engine_that_failed_a_request_is_replaced_though_it_lives() -> None:
     rig = started(plan_of(("regular", 2)))
     failed = rig.newest[1]
-    assert rig.server.lose(1, failed)
-    assert not rig.server.lose(1, failed)  # it counts once
+    assert rig.server.lose(1, failed, "it failed")
+    assert not rig.server.lose(1, failed, "it failed")  # it counts once
     assert set(rig.server.serving_engines()) == {0}
     rig.update(0)
     assert not failed.is_alive()
@@ -297,6 +297,17 @@ def test_an_update_does_not_go_on_without_an_own_engine() -> None:
         rig.update(1)
     rig.update(1)
     rig.check_served(1)
+
+
+def test_after_an_update_that_failed_no_engine_counts_as_one_of_the_old_weights() -> None:
+    rig = started(plan_of(("regular", 2)))
+    rig.journal.fail(1, "load")
+    with pytest.raises(StageError, match="sync failed on engine 1"):
+        rig.update(1)
+    assert rig.server.needs_update(0)  # engine 0 has the new weights
+    assert rig.server.start_replacements() == {}  # there are no weights that all have
+    rig.update(0)
+    rig.check_served(0)
 
 
 @pytest.mark.shows("4.12", "4.15")

@@ -97,6 +97,25 @@ def evaluate(
     return metrics
 
 
+def test_an_evaluation_describes_lengths_endings_and_groups_of_one_reward() -> None:
+    loop = "ab" * 300
+    task = task_of("held", ["a", "a"], num_responses_per_prompt=2)
+    metrics = evaluate(Speaker("1", "1", "1", loop), task)
+    lengths = {
+        name: metrics[f"eval/held/length/response_tokens/{name}"].value
+        for name in ("mean", "median", "min", "max")
+    }
+    assert lengths == {"mean": 603 / 4, "median": 1, "min": 1, "max": 600}
+    assert metrics["eval/held/truncated_fraction"] == Mean(0.0, 4)
+    assert metrics["eval/held/repetition_fraction"] == Mean(1.0, 4)
+    assert metrics["eval/held/zero_variance_group_fraction"].value == 0.5
+
+
+def test_groups_of_one_response_are_not_called_equal() -> None:
+    metrics = evaluate(Speaker("1"), task_of("", ["a"]))
+    assert "eval/zero_variance_group_fraction" not in metrics
+
+
 def test_one_set_has_the_plain_names_and_intervals() -> None:
     task = task_of(
         "", ["a", "b/c"], num_responses_per_prompt=3, pass_at_k=(1, 2), majority_at_k=(3,)

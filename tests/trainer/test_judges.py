@@ -18,6 +18,7 @@ from hybridrl.rewards.report import reward_metrics
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.settings import frozen_config
 from hybridrl.trainer.judges import JudgeAnswers, load_judges
 from tests.config.values import config_of
 from tests.tiny_models import make_tiny_model
@@ -122,6 +123,29 @@ def test_a_response_without_an_answer_fails_alone(tmp_path: Path) -> None:
     stopping = judged(tmp_path / "other", "reward.on_error=stop")
     with pytest.raises(RewardError, match=r"function=judge: response 0 'r' .*: big is gone"):
         scores_of(stopping, Servers([None, "Score: 7"]), inputs_of("r", "s"))
+
+
+def test_a_question_longer_than_the_context_fails_alone(tmp_path: Path) -> None:
+    keys = "path: {}, max_context_tokens: 20, groups: {{m: {{num_devices: 1}}}}"
+    short = "serving.models.big={" + keys.format(tmp_path / "big") + "}"
+    config, servers = judged(tmp_path / "big", short), Servers(["Score: 7"])
+    scores = scores_of(config, servers, inputs_of("long" * 4, "s"))
+    assert servers.asked == ["p|s|a|s{x}"]
+    assert scores.rewards_B.tolist() == [0.0, 7.0]
+    assert scores.is_failed_B.tolist() == [True, False]
+    stopping = judged(tmp_path / "big", short, "reward.on_error=stop")
+    with pytest.raises(RewardError, match=r"set serving\.models\.big\.max_context_tokens=34"):
+        scores_of(stopping, Servers(["Score: 7"]), inputs_of("long" * 4, "s"))
+
+
+def test_a_question_about_bytes_that_are_no_text_fits_by_default(tmp_path: Path) -> None:
+    sizes = ("rollout.max_response_tokens=24", "data.max_prompt_tokens=32")
+    config, servers = judged(tmp_path / "big", *sizes), Servers(["Score: 7"])
+    response = bytes([0xFF] * 24).decode(errors="replace")  # 72 tokens of the judge
+    scores = scores_of(config, servers, inputs_of(response))
+    assert scores.rewards_B.tolist() == [7.0]
+    room = frozen_config(config, "big").max_row_tokens
+    assert room > len(TOKENIZER(servers.asked[0])["input_ids"]) + 9  # with its answer
 
 
 def test_a_hostile_expression_costs_its_answer_alone(tmp_path: Path) -> None:

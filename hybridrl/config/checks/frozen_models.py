@@ -67,13 +67,11 @@ def check_context_of_served_models(config: ExperimentConfig) -> Iterator[ConfigE
         if model.path is None and size is not None:
             rule = "would be ignored: data.max_prompt_tokens and rollout.max_response_tokens limit "
             yield ConfigError(key, size, f"{rule}the policy", remedies=[(f"{key}=null",)])
-        elif model.path is not None and (longest := _longest_context(model.path)):
-            if size is None and config.max_row_tokens > longest:
-                rule = f"it is then {config.max_row_tokens}, and the model's context is {longest}"
-                yield ConfigError(key, None, rule, remedies=[(f"{key}={longest}",)])
-            elif size is not None and size > longest:
-                rule = f"the context of the model is {longest} tokens"
-                yield ConfigError(key, size, rule, remedies=[(f"{key}={longest}",)])
+            continue
+        longest = _longest_context(model.path) if model.path is not None else None
+        if size is not None and longest is not None and size > longest:
+            rule = f"the context of the model is {longest} tokens"
+            yield ConfigError(key, size, rule, remedies=[(f"{key}={longest}",)])
 
 
 def _longest_context(path: str) -> int | None:

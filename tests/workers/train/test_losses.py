@@ -198,9 +198,12 @@ def test_only_tokens_of_this_version_are_compared_for_drift() -> None:
     old_T[2:] += 0.2
     stale = replace(inputs, old_logprobs_T=old_T, weight_versions_T=versions_T)
     loss = PolicyGradientLoss(policy_loss=Part.of(ppo_clip), max_drift_nats=0.3, policy_version=7)
-    loss(stale)
+    _, metrics = loss(stale)
+    assert metrics["policy/sampler_mismatch_nats/mean"].value == pytest.approx(0.2)
+    assert metrics["policy/sampler_mismatch_nats/max"].value == pytest.approx(0.2)
     with pytest.raises(DriftError, match=r"0\.2 nats on average and 0\.2 nats at most"):
         replace(loss, max_drift_nats=0.1)(stale)
     with pytest.raises(DriftError, match=r"5 nats on average"):
         replace(loss, policy_version=6)(stale)
-    replace(loss, policy_version=8)(stale)
+    _, metrics = replace(loss, policy_version=8)(stale)
+    assert "policy/sampler_mismatch_nats/mean" not in metrics  # which the report would judge

@@ -13,6 +13,7 @@ from pathlib import Path
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import EngineError, shown
+from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import read_capabilities
 
@@ -100,8 +101,7 @@ def expect_server(config: ExperimentConfig, model: str) -> ExpectedServer:
     Raises:
         ModelError: config.json of its folder cannot be read.
     """
-    served = config.serving.models[model]
-    folder = Path(str(served.path))
+    folder = Path(str(config.serving.models[model].path))
     settings = read_settings(folder)
     return ExpectedServer(
         key=f"serving.models.{model}",
@@ -110,7 +110,7 @@ def expect_server(config: ExperimentConfig, model: str) -> ExpectedServer:
         vocab_size=settings["vocab_size"],
         dtype=config.rollout.dtype,
         own_dtype=str(settings.get("dtype") or settings.get("torch_dtype") or ""),
-        max_context_tokens=served.max_context_tokens or config.max_row_tokens,
+        max_context_tokens=max_context_tokens(config, model),
     )
 
 
