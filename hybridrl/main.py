@@ -74,6 +74,9 @@ _DOCTOR = "hybridrl.run.doctor"  # it imports torch
 _STARTS_NOTHING = ("check", "plan", "doctor")
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
+_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets it for the driver of a submitted job."""
+
 _HELP_FLAGS = {"--help", "-h"}
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 
@@ -266,7 +269,10 @@ def _command_typed(settings: HydraConf) -> list[str]:
     flags = [flag for flag in _flags_to_hand_on(settings) if flag != usual]
     # As typed: ${} is not resolved.
     typed = cast("list[str]", OmegaConf.to_container(settings.overrides.task))
-    return [_python(), "-m", "hybridrl.main", *flags, *typed]
+    program = ["-m", "hybridrl.main", *flags, *typed]
+    if env.get(_JOB_VARIABLE):
+        return ["ray", "job", "submit", "--working-dir", ".", "--", "python", *program]
+    return [_python(), *program]
 
 
 def _python() -> str:

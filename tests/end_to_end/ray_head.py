@@ -71,6 +71,28 @@ def ray_head(*, has_dashboard: bool = False, num_cpus: int = 2) -> Iterator[RayH
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def second_raylet(head: RayHead, *, num_cpus: int = 2) -> Iterator[None]:
+    """Let another node of the same machine join, which ends with the head at the latest."""
+    command = [
+        *(str(_RAY), "start", f"--address={head.address}", "--block", f"--num-cpus={num_cpus}"),
+        *("--object-store-memory=100000000", f"--dashboard-agent-listen-port={_free_port()}"),
+        "--disable-usage-stats",
+    ]
+    output = Path(tempfile.mkdtemp(prefix="raylet-")) / "raylet.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=dict(head.environment), stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        _wait_until_started(process, output)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=30)
+        shutil.rmtree(output.parent, ignore_errors=True)
+
+
 def _end(folder: Path) -> None:
     # All processes of this Ray have its folder on their command line; raylets, which workers
     # outlive for a moment, first.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hybridrl
-from tests.end_to_end.ray_head import RayHead, ray_head
+from tests.end_to_end.ray_head import RayHead, ray_head, second_raylet
 from tests.end_to_end.small import read_metrics, small_overrides
 
 pytestmark = pytest.mark.nightly
@@ -38,11 +38,25 @@ def test_a_submitted_job_trains_on_the_cluster_it_was_submitted_to(
     head: RayHead, checkout: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    done = _submit(head, checkout, *small_overrides(folder))
+    shown = ("tracking.live=lines", "checkpoint.every_num_steps=3")
+    done = _submit(head, checkout, *small_overrides(folder, *shown))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "succeeded" in done.stdout
+    assert "ray job submit --working-dir . -- python -m hybridrl.main" in done.stdout
     assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2, 3]
     assert (folder / "hf" / "config.json").is_file()
+
+
+def test_a_job_on_two_raylets_of_one_machine_uses_a_checkout_that_both_see(
+    head: RayHead, checkout: Path, tmp_path: Path
+) -> None:
+    """They share the folder in which Ray unpacks what is sent along, and one would not find it."""
+    folder = tmp_path / "run"
+    two = ("cluster.num_nodes=2", "trainer.num_prompts_per_step=4")
+    with second_raylet(head):
+        done = _submit(head, None, *small_overrides(folder, *two), path=checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2, 3]
 
 
 def test_a_job_that_fails_says_why_and_has_failed(
@@ -59,11 +73,15 @@ def test_a_job_that_fails_says_why_and_has_failed(
     assert "nodes have 2 CPU" in done.stdout
 
 
-def _submit(head: RayHead, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def _submit(
+    head: RayHead, folder: Path | None, *overrides: str, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    sent = [] if folder is None else ["--working-dir", str(folder)]
+    found = [] if path is None else ["env", "-C", str(path)]
     command = [
         *(str(Path(sys.executable).with_name("ray")), "job", "submit"),
-        *("--address", head.dashboard, "--working-dir", str(folder)),
-        *("--", sys.executable, "-m", "hybridrl.main", *overrides),
+        *("--address", head.dashboard, *sent, "--", *found),
+        *(sys.executable, "-m", "hybridrl.main", *overrides),
     ]
     return subprocess.run(
         command,

@@ -25,6 +25,13 @@ QWEN3_8B = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
+QWEN3_32B = {
+    **QWEN3_8B,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+}
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
