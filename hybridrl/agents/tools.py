@@ -220,7 +220,11 @@ class Toolbox:
         number = self._numbers.get(tool.name)
         if number is not None:
             return await asyncio.wrap_future(self._processes.submit(number, arguments))
-        result = asyncio.wrap_future(self._loop.start(self._run_coroutine(tool, arguments)))
+        work = self._run_coroutine(tool, arguments)
+        if tool.spelled in BUILT_IN_TOOLS:  # they end, and in turn: an engine's steps repeat
+            result: asyncio.Future[str] = asyncio.ensure_future(work)
+        else:
+            result = asyncio.wrap_future(self._loop.start(work))
         try:
             await asyncio.wait({result}, timeout=self._limits.timeout_s)
             if not result.done():
