@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_SHARED = "/dev/shm/sglang_loads_"
 _STDIN = 0
 _WAIT_S = 10.0
 _POLL_S = 0.01
@@ -41,7 +42,10 @@ def main(command: list[str]) -> None:
     )
     _wait(child.pid)
     status = child.poll()
+    left = shared_files()
     kill_all()
+    for file in left:
+        file.unlink(missing_ok=True)
     _end_as(-signal.SIGKILL if status is None else status)
 
 
@@ -89,6 +93,18 @@ def descendants() -> list[int]:
     for pid in below:
         below += children[pid]
     return below
+
+
+def shared_files() -> set[Path]:
+    """Return SGLang's files in shared memory that processes below this one have; it leaves them."""
+    found = set()
+    for pid in descendants():
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        except OSError:  # it ended meanwhile
+            continue
+        found |= {Path(line.split()[5]) for line in maps.splitlines() if _SHARED in line}
+    return found
 
 
 def process_name(pid: int) -> str:

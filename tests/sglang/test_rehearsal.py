@@ -46,7 +46,8 @@ def recipes_on_sglang() -> list[str]:
 def model_of(recipe: str) -> str:
     """The family of the model that a recipe names."""
     path = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())["model"]["path"]
-    sizes = {"Qwen2.5-0.5B-Instruct": "qwen2", "Qwen3-8B": "qwen3", "Qwen3-30B-A3B": "qwen3_moe"}
+    sizes = {"Qwen2.5-0.5B-Instruct": "qwen2", "Qwen3-8B": "qwen3", "Qwen3-32B": "qwen3"}
+    sizes["Qwen3-30B-A3B"] = "qwen3_moe"
     return sizes[Path(path).name]
 
 

@@ -57,6 +57,22 @@ def test_a_server_ends_with_its_children_and_its_log() -> None:
     server.end()  # twice is a no-op
 
 
+def test_a_server_leaves_no_file_in_shared_memory() -> None:
+    file = Path(f"/dev/shm/sglang_loads_of_test_{os.getpid()}.shm")  # as SGLang's schedulers do
+    script = f"""
+import mmap, time
+file = open({str(file)!r}, "w+b")
+file.truncate(16)
+mapped = mmap.mmap(file.fileno(), 16)
+print("up", flush=True)
+time.sleep(600)
+"""
+    with running(script) as server:
+        server.wait_until_ready(lambda: says(server, "up"), timeout_s=60.0)
+        assert file.exists()
+    assert not file.exists()
+
+
 def test_a_server_that_ends_at_its_start_shows_its_last_lines() -> None:
     dies = "import sys; print('no such model'); sys.exit(3)"
     with running(dies) as server, pytest.raises(EngineError) as caught:
