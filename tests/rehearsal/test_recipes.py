@@ -66,6 +66,16 @@ def test_recipe_takes_two_steps_with_more_layers(rehearse: Rehearse, name: str) 
     assert_woken_twice(rehearse(case_of(name)))
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != WHOLE])
+def test_recipe_takes_two_steps_with_all_its_layers(rehearse: Rehearse, name: str) -> None:
+    [model] = case_of(name).folders.values()
+    num_layers = model["num_hidden_layers"]
+    assert isinstance(num_layers, int)
+    assert_woken_twice(rehearse(case_of(name, num_layers=num_layers)))
+
+
 def test_smallest_recipe_takes_two_steps_with_all_its_layers(rehearse: Rehearse) -> None:
     assert_woken_twice(rehearse(case_of(WHOLE, num_layers=24)))
 
