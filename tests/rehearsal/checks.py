@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.rehearsal.cases import Shown
 
-TABLES = 2**14
-"""Bytes of rotary frequencies and counts of experts, which stay while the engine has the device."""
+TABLES = 2**17
+"""Bytes of rotary frequencies and counts of experts, 2 KiB a layer, which stay with the engine."""
 
 _OVERLAP = ("workers/train/offload.py", "workers/train/shards.py", "workers/rollout/")
 """Where nothing may wait for the device besides the synchronisations that say so."""
