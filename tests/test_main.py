@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import hybridrl
+from hybridrl import main as main_module
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.main import compose
 from tests.command_line import call_main
@@ -283,6 +284,21 @@ def test_a_recipe_that_would_fill_the_memory_is_refused_unread(
     with pytest.raises((ConfigError, ConfigErrors)) as refused:
         compose([f"hydra.searchpath=[file://{tmp_path}]", "recipes=mine"])
     assert words in str(refused.value)
+
+
+def test_unknown_keys_cost_no_composition_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    composed: list[list[str]] = []
+
+    def counted(overrides: list[str]) -> object:
+        composed.append(overrides)
+        return compose(overrides)
+
+    monkeypatch.setattr(main_module, "compose", counted)
+    typed = [f"foo{n}.bar={n}" for n in range(20)]
+    violations = main_module._explain_all(ConfigError("a", None, "b"), [*typed, "seed=1"])
+    assert [violation.key for violation in violations] == [key.partition("=")[0] for key in typed]
+    assert [*composed[0]] == ["seed=1"]
+    assert len(composed) <= 2
 
 
 def test_multirun_runs_the_configuration_of_each_value(tmp_path: Path) -> None:

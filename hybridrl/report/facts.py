@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -71,6 +71,9 @@ def facts_of(run: Run) -> Iterator[tuple[str, str]]:
     algorithm = ", ".join(filter(None, map(text, keys)))
     yield "algorithm", offline or algorithm
     yield "model", _model(run.settings)
+    yield "data", _first_of(text, "data.task", "data.train_files", "data.sources")
+    if not offline:
+        yield "reward", _first_of(text, "reward.function", "reward.functions")
     yield "learning rate", text("actor.optimizer.lr")
     yield "seed", text("seed")
     sampling = "" if offline else f", samples with {text('rollout.engine')}"
@@ -84,6 +87,10 @@ def facts_of(run: Run) -> Iterator[tuple[str, str]]:
     path = run.folder / MACHINE
     if machine := parse_row(path.read_bytes()) if path.is_file() else None:
         yield "machine of the driver", ", ".join(str(fact) for fact in machine.values())
+
+
+def _first_of(text: Callable[[str], str], *keys: str) -> str:
+    return next((value for key in keys if (value := text(key)) not in ("", "null")), "unknown")
 
 
 def _model(settings: Settings) -> str:

@@ -33,6 +33,10 @@ def tag(name: str, *children: object, **attributes: str) -> Html:
     return Html(f"<{name}{stated}>{''.join(map(html_of, children))}</{name}>")
 
 
+_CHART = 'class="plotly-graph-div"'
+"""What each figure of plotly has."""
+
+
 def table(headers: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:
     """Return a table that scrolls where the screen is narrow."""
     head = tag("tr", *(tag("th", header) for header in headers)) if headers else ""
@@ -147,11 +151,6 @@ def page(title: str, *children: object) -> str:
     )
     body = tag("body", tag("main", *children, made))
     # Joined once: the library has 5 MB, and an element copies what it holds.
-    parts = (
-        '<!doctype html>\n<html lang="en"><head>',
-        *head,
-        "<script>",
-        get_plotlyjs(),
-        "</script>",
-    )
+    library = ("<script>", get_plotlyjs(), "</script>") if _CHART in body else ()
+    parts = ('<!doctype html>\n<html lang="en"><head>', *head, *library)
     return "".join((*parts, "</head>", body, "</html>"))

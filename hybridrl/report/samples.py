@@ -51,7 +51,13 @@ def read_samples(path: Path) -> Samples:
             held_out[str(row.get("prompt", ""))].append(_clean(row))
         elif row is not None:
             train[step].append(_clean(row))
-    return Samples(train, dict(list(held_out.items())[:_MAX_PROMPTS]))
+    changed_most = sorted(held_out, key=lambda prompt: -_change(held_out[prompt]))[:_MAX_PROMPTS]
+    return Samples(train, {prompt: held_out[prompt] for prompt in changed_most})
+
+
+def _change(answers: Sequence[Mapping[str, Any]]) -> float:
+    """Return by how much the reward of the last answer is another than that of the first."""
+    return abs(float(answers[-1]["reward"] or 0.0) - float(answers[0]["reward"] or 0.0))
 
 
 def _read(path: Path) -> Iterator[tuple[bool, int, bytes]]:

@@ -141,6 +141,7 @@ def test_the_head_answers_what_a_reader_asks_first(tmp_path: Path) -> None:
     config = (folder / "config.yaml").read_text()
     config += f"model: {{path: null, starter: {{{starter}}}}}\nseed: 7\n"
     config += "algorithm: {advantage: grpo, policy_loss: gspo}\n"
+    config += "data: {task: null, train_files: [math.jsonl]}\nreward: {function: numeric}\n"
     (folder / "config.yaml").write_text(config)
     try_machine(folder)
     lines = page_of(folder).texts
@@ -149,6 +150,8 @@ def test_the_head_answers_what_a_reader_asks_first(tmp_path: Path) -> None:
     assert facts["model"] == "the starter model, 1.67 M parameters"
     assert facts["learning rate"] == "0.0001"
     assert facts["seed"] == "7"
+    assert "math.jsonl" in facts["data"]
+    assert facts["reward"] == "numeric"
     assert facts["best evaluation"] == "0.7, at step 2"
     assert f"{os.uname().nodename}, " in facts["machine of the driver"]
 
@@ -206,6 +209,23 @@ def test_answers_to_the_same_held_out_prompt_are_together(tmp_path: Path) -> Non
     assert list(held_out) == ["a=", "b="]
     assert [answer["response"] for answer in held_out["b="]] == ["b=0", "b=2", "b=4"]
     assert "b=0\n1\n2\nb=2" in page_of(folder).text
+
+
+def test_prompts_whose_rewards_changed_most_come_first(tmp_path: Path) -> None:
+    samples = [
+        sample(step, split="eval", prompt=prompt, reward=reward)
+        for step in (0, 2)
+        for prompt, reward in (("right=", 1.0), ("learned=", step / 2), ("nearly=", step / 4))
+    ]
+    folder = write_folder(tmp_path, samples=samples)
+    held_out = read_samples(folder / "samples.jsonl").held_out
+    assert list(held_out) == ["learned=", "nearly=", "right="]
+
+
+def test_a_page_without_a_chart_lacks_the_library_of_charts(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, metrics=[])
+    page_of(folder)
+    assert (folder / "report.html").stat().st_size < 100_000
 
 
 def test_metrics_without_a_chart_are_in_a_table(tmp_path: Path) -> None:

@@ -85,6 +85,15 @@ def test_a_run_without_checkpoints_promises_no_way_to_go_on(tmp_path: Path) -> N
     assert "to continue" not in describe_end(config, command=COMMAND, error=KeyboardInterrupt())
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_is_not_to_be_continued(
+    tmp_path: Path,
+) -> None:
+    config = config_in(tmp_path / "run")
+    write_run(tmp_path / "run", [0.5])
+    text = describe_end(config, command=COMMAND, error=RuntimeError())
+    assert "to continue" not in text
+
+
 def test_a_command_is_quoted_where_a_shell_would_change_it() -> None:
     command = resume_command(("python", "a=1", "b=[x, y]"), run_dir="my runs", changes=("a=2",))
     assert command == "python 'b=[x, y]' 'trainer.run_dir=my runs' a=2"
