@@ -97,14 +97,14 @@ def descendants() -> list[int]:
 
 def shared_files() -> set[Path]:
     """Return SGLang's files in shared memory that processes below this one have; it leaves them."""
-    found = set()
+    files: set[Path] = set()
     for pid in descendants():
         try:
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
         except OSError:  # it ended meanwhile
             continue
-        found |= {Path(line.split()[5]) for line in maps.splitlines() if _SHARED in line}
-    return found
+        files |= {Path(line.split()[5]) for line in maps.splitlines() if _SHARED in line}
+    return files
 
 
 def process_name(pid: int) -> str:

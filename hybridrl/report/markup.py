@@ -34,7 +34,7 @@ def tag(name: str, *children: object, **attributes: str) -> Html:
 
 
 _CHART = 'class="plotly-graph-div"'
-"""What each figure of plotly has."""
+"""Part of each figure of plotly."""
 
 
 def table(headers: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:

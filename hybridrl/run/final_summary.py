@@ -48,7 +48,7 @@ def describe_end(
         "checkpoint": store.folder_of(max(steps, default=0)),
     }
     rows += [(label, str(path)) for label, path in places.items() if path.exists()]
-    if command and steps:  # without a checkpoint the same command begins, and fails, anew
+    if command and steps:  # without a checkpoint nothing is continued
         longer = [f"{config.num_steps_key}={2 * config.num_steps}"]
         longer += [] if epochs is None else [f"trainer.num_epochs={2 * epochs:g}"]
         more = [] if error else longer
