@@ -84,6 +84,8 @@ def facts_of(run: Run) -> Iterator[tuple[str, str]]:
         yield "sampling", f"ahead of the trainer: rows are at most {steps:g} steps old"
     if best := run.best_evaluation:
         yield "best evaluation", f"{best[0]:.3g}, at step {best[1]}"
+    if any((run.folder / "checkpoints").glob("step-*")):
+        yield "to continue", f"the same command with trainer.run_dir={run.folder}"
     path = run.folder / MACHINE
     if machine := parse_row(path.read_bytes()) if path.is_file() else None:
         yield "machine of the driver", ", ".join(str(fact) for fact in machine.values())

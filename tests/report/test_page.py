@@ -144,6 +144,7 @@ def test_the_head_answers_what_a_reader_asks_first(tmp_path: Path) -> None:
     config += "data: {task: null, train_files: [math.jsonl]}\nreward: {function: numeric}\n"
     (folder / "config.yaml").write_text(config)
     try_machine(folder)
+    (folder / "checkpoints/step-000000004").mkdir(parents=True)
     lines = page_of(folder).texts
     facts = dict(itertools.pairwise(lines))
     assert facts["algorithm"] == "grpo, gspo"
@@ -152,6 +153,7 @@ def test_the_head_answers_what_a_reader_asks_first(tmp_path: Path) -> None:
     assert facts["seed"] == "7"
     assert "math.jsonl" in facts["data"]
     assert facts["reward"] == "numeric"
+    assert facts["to continue"] == f"the same command with trainer.run_dir={folder}"
     assert facts["best evaluation"] == "0.7, at step 2"
     assert f"{os.uname().nodename}, " in facts["machine of the driver"]
 
