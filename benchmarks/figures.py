@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks import source_tree as tree
+from benchmarks.budget import BUDGETS, sizes_of
 from benchmarks.source_tree import Module
 from hybridrl import errors
 from hybridrl.config.load import known_keys
@@ -45,9 +46,19 @@ def page() -> str:
         "| figure | measured | target |",
         "|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in measure()),
+        *budget(),
         *durations(),
     ]
     return "\n".join(lines) + "\n"
+
+
+def budget() -> Iterator[str]:
+    """Yield the table of the folders' sizes."""
+    yield from ("", "## Lines and files by folder", "")
+    yield "A test holds them: a folder grows only if `benchmarks/budget.py` says so."
+    yield from ("", "| folder of `hybridrl/` | lines | at most | files |", "|---|---|---|---|")
+    for folder, sizes in sizes_of(tree.read_modules(ROOT / "hybridrl", root=ROOT)).items():
+        yield f"| `{folder}` | {sizes[0]} | {BUDGETS[folder][0]} | {sizes[1]} |"
 
 
 def durations() -> Iterator[str]:
