@@ -25,6 +25,10 @@ def set_value(name: str, value: str) -> None:
 ROOT = Path(__file__).resolve().parents[1]
 """The folder of the package: a checkout, or the folder of installed packages."""
 
+_PACKAGE = Path(__file__).resolve().parent
+CONFIG_ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else ROOT
+"""The folder of hydra_configs and recipes: in a wheel inside the package, else beside it."""
+
 
 def python_path() -> str:
     """Return a PYTHONPATH with which a process imports hybridrl from where this one does."""

@@ -65,10 +65,7 @@ from hybridrl.run.check import check, load_or_refuse, plan
 from hybridrl.run.sweep import SweepJob, build_jobs, run_sweep
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 
-_PACKAGE = Path(__file__).resolve().parent
-# In a wheel both folders lie inside the package, in a checkout beside it.
-_ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
-_CONFIG_DIR = str(_ROOT / "hydra_configs")
+_CONFIG_DIR = str(env.CONFIG_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.run.launch"
 _DOCTOR = "hybridrl.run.doctor"  # it imports torch
 _STARTS_NOTHING = ("check", "plan", "doctor")
@@ -136,7 +133,8 @@ class RecipesSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the folder that holds recipes/. Hydra calls this once a command."""
-        search_path.append(provider="hybridrl-recipes", path=f"{RecipesSource.scheme()}://{_ROOT}")
+        path = f"{RecipesSource.scheme()}://{env.CONFIG_ROOT}"
+        search_path.append(provider="hybridrl-recipes", path=path)
 
 
 def main() -> None:
@@ -425,7 +423,7 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
 
 
 def _folder_of(group: str) -> Path:
-    return _ROOT / group if group == "recipes" else Path(_CONFIG_DIR, group)
+    return env.CONFIG_ROOT / group if group == "recipes" else Path(_CONFIG_DIR, group)
 
 
 def _one_line(error: Exception) -> str:

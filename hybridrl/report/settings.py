@@ -9,19 +9,11 @@ from typing import Any
 
 import yaml
 
+from hybridrl import env
 from hybridrl.config.spelling import flatten
 from hybridrl.config.yaml_text import read_yaml
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-# In a wheel the folder lies inside the package, in a checkout beside it.
-_DEFAULTS = next(
-    (
-        root / "hydra_configs"
-        for root in (_PACKAGE, _PACKAGE.parent)
-        if (root / "hydra_configs").is_dir()
-    ),
-    None,
-)
+_DEFAULTS = env.CONFIG_ROOT / "hydra_configs"
 
 
 class Settings:
@@ -61,8 +53,6 @@ class Settings:
 
 def read_defaults() -> Settings:
     """Compose the defaults as Hydra would: each section with the option that config.yaml names."""
-    if _DEFAULTS is None:
-        return Settings({})
     values = _load(_DEFAULTS / "config.yaml")
     sections: dict[str, Any] = {}
     for entry in values.get("defaults", []):
