@@ -266,8 +266,7 @@ def _flags_to_hand_on(settings: HydraConf) -> list[str]:
 
 
 def _command_typed(settings: HydraConf) -> list[str]:
-    usual = "--config-name=config"
-    flags = [flag for flag in _flags_to_hand_on(settings) if flag != usual]
+    flags = [flag for flag in _flags_to_hand_on(settings) if flag != "--config-name=config"]
     # As typed: ${} is not resolved.
     typed = cast("list[str]", OmegaConf.to_container(settings.overrides.task))
     program = ["-m", "hybridrl.main", *flags, *typed]
@@ -370,10 +369,11 @@ def _explain_all(refusal: Exception, arguments: Sequence[str]) -> Sequence[Confi
         return [_explain(refusal, arguments)]  # flags change the configuration: do not replay
     violations: list[ConfigError] = []
     kept: list[str] = []
-    known, free = {*known_keys(), "recipes"}, tuple(f"{key}." for key in free_keys())
+    known, free = {*known_keys(), "recipes"}, ("hydra.", *(f"{key}." for key in free_keys()))
     for override in arguments:
-        key, _, value = override.partition("=")
-        if _KEY.fullmatch(key) and key not in known and not key.startswith((*free, "hydra.")):
+        key, equals, value = override.partition("=")
+        is_plain = bool(equals and _KEY.fullmatch(key))
+        if is_plain and key not in known and not key.startswith(free):
             violations.append(unknown_key(key, value))  # without a composition of 0.15 s
             continue
         try:

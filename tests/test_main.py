@@ -62,10 +62,10 @@ def test_cfg_job_prints_the_configuration_of_a_recipe_with_overrides(tmp_path: P
 def test_check_validates_says_what_follows_and_starts_nothing(tmp_path: Path) -> None:
     done = call_main("mode=check", "trainer.num_steps=7", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "batch sizes  ok" in done.stdout
+    assert "batch sizes       ok" in done.stdout
     assert "128 (16 prompts x 8 responses)" in done.stdout
     assert "7 (1 a step x 7 steps)" in done.stdout
-    assert "memory       mode=plan executes a step without values" in done.stdout
+    assert "memory            mode=plan executes a step without values" in done.stdout
     assert done.stdout.endswith(
         "\n\nA run would train the starter model with grpo and ppo_clip on 16 prompts x 8 "
         "responses a step of sort_digits, learning rate 3e-05, 7 steps, on 1 CPU rank.\n"
@@ -309,8 +309,22 @@ def test_multirun_runs_the_configuration_of_each_value(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_help_lists_the_recipes(tmp_path: Path) -> None:
+def test_a_check_counts_one_as_one_and_keeps_its_columns(tmp_path: Path) -> None:
+    sizes = ("num_prompts_per_step=1", "num_steps=1")
+    done = call_main("mode=check", *(f"trainer.{size}" for size in sizes), folder=tmp_path)
+    assert "on 1 prompt x 8 responses a step" in done.stdout
+    assert ", 1 step, on 1 CPU rank" in done.stdout
+    assert "1 (1 a step x 1 step)" in done.stdout
+    title, *rows = filter(None, done.stdout.split("\n\nA run")[0].splitlines())
+    assert title == "checked, nothing started:"
+    assert all(row[17] == " " and row[18] != " " for row in rows)
+
+
+def test_help_keeps_its_columns_and_lists_the_recipes(tmp_path: Path) -> None:
     done = call_main("--help", folder=tmp_path)
+    sections = done.stdout.split("first:\n")[1].split("\n\n")[0].splitlines()
+    assert all(line[54] == " " and line[55] != " " for line in sections)
+    assert max(map(len, sections)) <= 100
     assert "recipes: async_cpu, " in done.stdout
     assert "recipes/cluster" not in done.stdout  # files for clusters, and no recipes
     assert "kuberay" not in done.stdout

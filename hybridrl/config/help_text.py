@@ -54,7 +54,7 @@ def _overview(sections: Sequence[SectionReference], recipes: Sequence[str]) -> I
     yield "\nSections, and the choices of each, the default first:"
     for section in named:
         choices = f"{section.name}={_shortened(section.choices)}"
-        yield f"  {choices:<48} {_first_sentence(section.meaning)}"
+        yield f"  {choices:<52} {_first_sentence(section.meaning)}"
     yield ""
     yield from _wrap(f"recipes: {', '.join(recipes)}", "", "         ")
     yield f"\n{_FOOTER}"

@@ -11,7 +11,8 @@ from hybridrl.config.experiment import OFFLINE_MODES, PAIR_MODES, ExperimentConf
 
 def summarize(config: ExperimentConfig) -> str:
     """Describe a configuration that passed its checks: a line per group of rules, then numbers."""
-    groups = [f"{name:<12} {_mark(len(rules))}" for name, rules in rules_of(config.mode).items()]
+    numbers = {name: len(rules) for name, rules in rules_of(config.mode).items()}
+    groups = [f"{name:<17} ok ({_count(number, 'rule')})" for name, number in numbers.items()]
     return "\n".join(
         ["checked, nothing started:", *groups, *_other_modes(config), "", *_numbers(config)]
     )
@@ -20,16 +21,15 @@ def summarize(config: ExperimentConfig) -> str:
 def sentence(config: ExperimentConfig) -> str:
     """Return in one sentence what a run would do: ``train the starter model with grpo ...``."""
     algorithm, cluster = config.algorithm, config.cluster
-    num_prompts = config.trainer.num_prompts_per_step
-    num_responses = config.rollout.num_responses_per_prompt
+    num_prompts = _count(config.trainer.num_prompts_per_step, "prompt")
+    num_responses = _count(config.rollout.num_responses_per_prompt, "response")
     at_most = "" if config.trainer.num_epochs is None else "at most "
     return (
         f"train {_model(config)} with {algorithm.advantage} and "
-        f"{algorithm.policy_loss} on {num_prompts} prompts x "
-        f"{num_responses} response{'s' * (num_responses > 1)} a step of {_data(config)}, learning "
-        f"rate {config.actor.optimizer.lr:g}, {at_most}{config.trainer.num_steps} steps, on "
-        f"{cluster.num_ranks} {'GPU' if cluster.device == 'cuda' else 'CPU'} "
-        f"rank{'s' * (cluster.num_ranks > 1)}"
+        f"{algorithm.policy_loss} on {num_prompts} x "
+        f"{num_responses} a step of {_data(config)}, learning rate {config.actor.optimizer.lr:g}, "
+        f"{at_most}{_count(config.trainer.num_steps, 'step')}, on "
+        f"{_count(cluster.num_ranks, 'GPU rank' if cluster.device == 'cuda' else 'CPU rank')}"
     )
 
 
@@ -61,27 +61,28 @@ def _other_modes(config: ExperimentConfig) -> Iterator[str]:
         if has_pairs or mode not in PAIR_MODES:
             refused = find_violations(replace(config, mode=mode))
             text = "; ".join(str(violation) for violation in refused) or "ok"
-            yield f"{f'mode={mode}':<12} {text}"
+            yield f"{f'mode={mode}':<17} {text}"
 
 
-def _mark(num_rules: int) -> str:
-    return f"ok ({num_rules} rule{'' if num_rules == 1 else 's'})"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _numbers(config: ExperimentConfig) -> list[str]:
     cluster, algorithm, num_rows = config.cluster, config.algorithm, config.num_rows_per_step
     num_updates = algorithm.num_updates_per_step
+    num_prompts = _count(config.trainer.num_prompts_per_step, "prompt")
+    num_responses = _count(config.rollout.num_responses_per_prompt, "response")
     numbers = {
         "ranks": f"{cluster.num_ranks} ({cluster.num_nodes} x {cluster.num_ranks_per_node}, "
         f"{cluster.device}, {cluster.num_threads_per_rank or 'all'} threads each)",
-        "rows a step": f"{num_rows} ({config.trainer.num_prompts_per_step} prompts x "
-        f"{config.rollout.num_responses_per_prompt} responses), "
+        "rows a step": f"{num_rows} ({num_prompts} x {num_responses}), "
         f"{num_rows // algorithm.num_minibatches} an update, "
         f"{num_rows // algorithm.num_minibatches // config.num_train_groups} of them a rank"
         f"{'' if config.actor.engine == 'fsdp2' else ' that has rows of its own'}",
         **_of_megatron(config),
         "updates": f"{config.num_policy_updates} ({num_updates} a step x "
-        f"{config.num_policy_updates // num_updates} steps)",
+        f"{_count(config.num_policy_updates // num_updates, 'step')})",
         "tokens": f"at most {config.max_row_tokens} a row, "
         f"{num_rows * config.max_row_tokens} a step",
         "data": _data(config),
@@ -89,7 +90,7 @@ def _numbers(config: ExperimentConfig) -> list[str]:
         "model": config.model.path or "made on the spot (model.starter)",
         "run folder": config.trainer.run_dir,
     }
-    return [f"{name:<12} {value}" for name, value in numbers.items()]
+    return [f"{name:<17} {value}" for name, value in numbers.items()]
 
 
 def _of_megatron(config: ExperimentConfig) -> dict[str, str]:

@@ -58,12 +58,12 @@ def check(config: ExperimentConfig) -> None:
         raise ConfigErrors([*refused, *misfits])
     sys.stdout.write(f"{summarize(config)}\n")
     for line in memory:
-        sys.stdout.write(f"{'memory':<12} {line}\n")
+        sys.stdout.write(f"{'memory':<17} {line}\n")
     sys.stdout.flush()
     for line in _rehearse(config):
-        sys.stdout.write(f"{'rehearsal':<12} {line}\n")
+        sys.stdout.write(f"{'rehearsal':<17} {line}\n")
     for note in missing_here(config):
-        sys.stdout.write(f"{'note':<12} {note}\n")
+        sys.stdout.write(f"{'note':<17} {note}\n")
     sys.stdout.write(f"\nA run would {sentence(config)}.\n")
 
 

@@ -150,7 +150,8 @@ class LiveLines(LiveView):
         shown = [name for name in _SHOWN if name in values][:_IN_LINE]
         words = [f"{name} {format_value(values[name])}" for name in shown]
         if shown and (smoothed := self.smoothed(shown[0])):
-            words[0] += f" (mean of {_SMOOTHED_STEPS}: {smoothed})"
+            num_smoothed = min(_SMOOTHED_STEPS, len(self.trends[shown[0]]))
+            words[0] += f" (mean of {num_smoothed}: {smoothed})"
         if "time/step_s" in values and "time/step_s" not in shown:
             words.append(f"{values['time/step_s']:.2f} s")
         line = [f"step {step}/{self.num_steps}", *words, self.describe_time_left()]

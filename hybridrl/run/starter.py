@@ -89,8 +89,8 @@ def ensure_starter(config: ExperimentConfig, *, cache: Path, record: RunFolder) 
     with FileLock(cache / f"{folder.name}.lock"):  # two runs that start together make it once
         if not folder.is_dir():
             log.info(
-                "making the starter model of seed=%d, once: each seed starts from a model of its "
-                "own, model.path=FOLDER/hf from the same; steps=%d folder=%s",
+                "making the starter model of seed=%d, once; another seed gets another model, and "
+                "model.path=FOLDER/hf gives all seeds one: steps=%d folder=%s",
                 *(config.seed, config.num_steps, folder),
             )
             raw = Path(tempfile.mkdtemp(prefix=f"{folder.name}-raw-", dir=cache))

@@ -35,7 +35,7 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     first, second = stream.getvalue().splitlines()
     # What comes before the end of the first step is start-up, and tells nothing of the pace.
     assert first == "step 1/3  reward/mean 0.25  eval/reward/mean 0.5  time/step_s 1.5"
-    assert second.startswith("step 2/3  reward/mean 0.5 (mean of 10: 0.375)")
+    assert second.startswith("step 2/3  reward/mean 0.5 (mean of 2: 0.375)")
     assert "\x1b" not in stream.getvalue()
 
 
