@@ -15,19 +15,19 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2504, 18),
+    ".": (2506, 18),
     "agents": (3794, 25),
     "algorithms": (2820, 39),
     "checkpoint": (697, 5),
-    "config": (9772, 75),
+    "config": (9773, 75),
     "data": (3439, 31),
     "diagnostics": (1130, 7),
     "models": (2044, 16),
     "planning": (906, 10),
     "rehearsal": (2169, 10),
-    "report": (1650, 13),
+    "report": (1640, 13),
     "rewards": (2710, 17),
-    "run": (4988, 34),
+    "run": (4989, 34),
     "serving": (5379, 37),
     "single_controller": (2400, 14),
     "trainer": (3303, 26),
