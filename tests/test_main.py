@@ -239,7 +239,7 @@ def test_a_mistyped_key_beside_a_flag_is_explained_too(tmp_path: Path) -> None:
         ("rollout: {topk: 1}\n", ["rollout.topk=1", "use rollout.top_k=1"]),
         ("defaults: [override /actor: fsdp3]\n", ["actor='fsdp3'", "'fsdp2'"]),
         pytest.param(
-            "defaults: [override /actr: fsdp2]\n", ["actr", "'actor'"], marks=pytest.mark.nightly
+            "defaults: [override /actr: fsdp2]\n", ["actr", "mean actor"], marks=pytest.mark.nightly
         ),
     ],
 )
