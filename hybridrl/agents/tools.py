@@ -170,8 +170,8 @@ def _has_json_form(hint: object) -> bool:
 class Toolbox:
     """Calls the tools of a rank; close it at the end.
 
-    Asynchronous tools run in the event loop of a thread: one that does not let itself be cancelled
-    continues there. Others run in processes, which are killed at their deadline.
+    Built-in tools run in the caller's event loop. Asynchronous ones of users run in a thread, where
+    one that cannot be cancelled continues; others in processes, which are killed at their deadline.
     """
 
     def __init__(self, tools: Sequence[Tool], *, limits: ToolLimits, num_processes: int) -> None:

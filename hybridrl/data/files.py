@@ -12,13 +12,7 @@ from typing import NamedTuple
 
 from hybridrl.data.chats import split_answer, split_pair
 from hybridrl.data.columns import Columns
-from hybridrl.data.records import (
-    Malformed,
-    Record,
-    name_column,
-    read_records,
-    require_columns,
-)
+from hybridrl.data.records import Malformed, Record, name_column, read_records, require_columns
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import DataError, shown
 from hybridrl.json_text import to_json_text

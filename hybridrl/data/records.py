@@ -192,8 +192,9 @@ def column_of(name: str, known: Collection[str]) -> str:
 
 def name_column(name: str, known: Collection[str], *, key: str) -> str:
     """Suggest the keys to set where there is no such column."""
-    if {"reward_model", "data_source"} <= {*known}:  # verl's
-        return "set data.answer_key=reward_model.ground_truth data.source_key=data_source"
+    section, _, field = key.rpartition(".")
+    if field == "answer_key" and {"reward_model", "data_source"} <= {*known}:  # verl's
+        return f"set {key}=reward_model.ground_truth {section}.source_key=data_source"
     return f"set {key}: {suggest_name(name, list(known))}"
 
 

@@ -13,6 +13,9 @@ from plotly.offline import get_plotlyjs
 
 from hybridrl import __version__
 
+_CHART = 'class="plotly-graph-div"'
+"""Part of each figure of plotly."""
+
 
 class Html(str):
     """Text that is HTML already."""
@@ -31,10 +34,6 @@ def tag(name: str, *children: object, **attributes: str) -> Html:
         f' {key.replace("cls", "class")}="{escape(v)}"' for key, v in attributes.items()
     )
     return Html(f"<{name}{stated}>{''.join(map(html_of, children))}</{name}>")
-
-
-_CHART = 'class="plotly-graph-div"'
-"""Part of each figure of plotly."""
 
 
 def table(headers: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:

@@ -58,7 +58,7 @@ def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
     if scores.is_left_out_B is not None:
         metrics["reward/left_out_fraction"] = mean_of(scores.is_left_out_B)
     if num_responses > 1:
-        metrics["reward/zero_variance_group_fraction"] = _flat(rewards_B, num_responses)
+        metrics["reward/zero_variance_group_fraction"] = flat_fraction(rewards_B, num_responses)
         metrics |= _flat_groups(rewards_B, num_responses)
     for at, name in enumerate(scores.names if len(scores.names) > 1 else ()):
         parts_B = scores.reward_parts_BK[:, at]
@@ -66,7 +66,7 @@ def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
         metrics[f"reward/{name}/std"] = _std(parts_B)
         metrics[f"reward/{name}/failed_fraction"] = mean_of(scores.is_failed_BK[:, at])
         if num_responses > 1:
-            flat = _flat(parts_B, num_responses)
+            flat = flat_fraction(parts_B, num_responses)
             metrics[f"reward/{name}/zero_variance_group_fraction"] = flat
     return metrics
 
@@ -93,6 +93,6 @@ def _std(rewards_B: Tensor) -> Mean:
     return Mean(rewards_B.std(correction=0).item())
 
 
-def _flat(rewards_B: Tensor, num_responses: int) -> Mean:
-    groups = Groups.of(torch.arange(len(rewards_B)) // num_responses)
-    return mean_of(groups.is_flat(rewards_B))
+def flat_fraction(rewards_B: Tensor, num_responses: int) -> Mean:
+    """Return how many of the groups have one reward for all their responses, as a fraction."""
+    return mean_of(Groups.of(torch.arange(len(rewards_B)) // num_responses).is_flat(rewards_B))

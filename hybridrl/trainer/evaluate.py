@@ -13,7 +13,7 @@ from hybridrl.batch import RolloutBatch, response_lengths
 from hybridrl.config.eval import EvalSet
 from hybridrl.data.prompt_step import PromptStep
 from hybridrl.metrics import Mean, Metrics
-from hybridrl.rewards.report import reward_metrics
+from hybridrl.rewards.report import flat_fraction
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.clock import Clock
@@ -90,7 +90,6 @@ class Evaluator:
         scores = self.reward(rollouts, task.task)
         lengths_B = response_lengths(rollouts.response_mask_BL)
         lengths, size = describe_lengths(rollouts), task.settings.num_responses_per_prompt
-        rewards = reward_metrics(scores, num_responses=size)
         metrics: Metrics = {
             "eval/length/response_tokens/mean": lengths["length/response_tokens/mean"],
             "eval/length/response_tokens/median": Mean(float(lengths_B.median())),
@@ -106,8 +105,7 @@ class Evaluator:
             **{f"eval/{name}": metric for name, metric in agent.items()},
         }
         if size > 1:
-            flat = rewards["reward/zero_variance_group_fraction"]
-            metrics["eval/zero_variance_group_fraction"] = flat
+            metrics["eval/zero_variance_group_fraction"] = flat_fraction(scores.rewards_B, size)
         return EvalReport(task, rollouts, scores, metrics)
 
     def _quality(self, settings: EvalSet, rollouts: RolloutBatch, scores: Scores) -> Metrics:

@@ -159,6 +159,12 @@ def test_fields_of_records_and_columns_of_rewards_are_read_as_they_are(
     keys = r"set data\.answer_key=reward_model\.ground_truth data\.source_key=data_source"
     with pytest.raises(DataError, match=f"no (column )?'answer'; {keys}"):
         read(path)
+    keys = r"set data\.sources\.a\.answer_key=reward_model\.ground_truth data\.sources\.a\.source"
+    with pytest.raises(DataError, match=f"no (column )?'answer'; {keys}"):
+        read(path, columns=Columns(section="data.sources.a"))
+    asked = Columns(answer="reward_model.ground_truth", own=("hint",))
+    with pytest.raises(DataError, match=r"no (column )?'hint'; set the parameter of reward"):
+        read(path, columns=asked)
     with pytest.raises(DataError, match=r"no (column )?'hint'; .*the parameter of reward.function"):
         read(
             write_lines(tmp_path, '{"prompt": "a", "answer": "b"}'), columns=Columns(own=("hint",))
