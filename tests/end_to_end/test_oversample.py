@@ -22,7 +22,10 @@ OVERRIDES = (
     *("rollout.oversample=2", "algorithm.rollout_correction=importance"),
     *("rollout.canary_every_steps=1", "rollout.num_slots=6", "rollout.max_response_tokens=12"),
     *("checkpoint.every_num_steps=1", "checkpoint.keep_last=10", VARIED),
-    *("tracking.num_samples_per_step=1000", "actor.optimizer.lr=1e-2"),
+    *("tracking.num_samples_per_step=1000", "actor.optimizer.lr=1e-3"),
+    # Without these steps hardly a response ends before its limit, and where all end at once none is
+    # interrupted.
+    "model.starter.num_warmup_steps=40",
 )
 
 
