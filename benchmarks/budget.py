@@ -15,7 +15,7 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2506, 18),
+    ".": (2532, 18),
     "agents": (3794, 25),
     "algorithms": (2820, 39),
     "checkpoint": (697, 5),
@@ -24,14 +24,14 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "diagnostics": (1130, 7),
     "models": (2044, 16),
     "planning": (906, 10),
-    "rehearsal": (2169, 10),
+    "rehearsal": (2176, 10),
     "report": (1639, 13),
     "rewards": (2710, 17),
     "run": (4989, 34),
     "serving": (5379, 37),
     "single_controller": (2400, 14),
-    "trainer": (3301, 26),
-    "workers": (20904, 133),
+    "trainer": (3304, 26),
+    "workers": (20908, 133),
 }
 """By folder; ``.`` has the files of the top level."""
 

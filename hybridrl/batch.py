@@ -16,10 +16,12 @@ writing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import ray
 import torch
-from tensordict import TensorClass
+from tensordict import NonTensorData, NonTensorStack, TensorClass
 from torch import Tensor
 
 import hybridrl.payload  # noqa: F401  # registers how tensors travel through Ray
@@ -54,6 +56,7 @@ class RolloutBatch(TensorClass):
     # int16, jagged, the experts of each token in the rollout engine; -1 for the last token.
     # None if the engine does not return them.
     routed_experts_BLJK: Tensor | None = None
+    routed_experts_at_B: Any = None  # the same, left where it was sampled: see `leave_experts`
     # int64, jagged, tokens of each of a row's Q sequences. None: every row is one sequence.
     sequence_lengths_BQ: Tensor | None = None
     # uint8, jagged, the turns as JSON (agents/turn_records.py), with lengths of its own. None
@@ -92,6 +95,7 @@ class TrainBatch(TensorClass):
     old_logprobs_BL: Tensor | None = None  # float32 nats, jagged; None: the detached current ones
     reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged
     routed_experts_BLJK: Tensor | None = None  # int16, jagged, see RolloutBatch
+    routed_experts_at_B: Any = None  # see RolloutBatch
     sequence_lengths_BQ: Tensor | None = None  # int64, jagged, see RolloutBatch
     sampler_weights_BL: Tensor | None = None  # float32, jagged, of a rollout correction
     group_tokens_B: Tensor | None = None  # int64, response tokens of the row's group
@@ -218,3 +222,25 @@ def place_on_last_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:
     column_T = torch.zeros(mask_BL.values().shape)
     column_T[true_T[lengths_B.cumsum(0)[has_any_B] - 1]] = values_B.float()[has_any_B]
     return jagged_from(column_T, row_lengths(mask_BL))
+
+
+def leave_experts(rollouts: RolloutBatch) -> RolloutBatch:
+    """Leave the experts of each row in Ray's memory on this machine; the batch gets references.
+
+    So they never pass the driver: a row's have 40 times the bytes of its other columns. A rank
+    that needs a row's takes them from the machine that sampled it (`routed_experts_of`).
+    """
+    if rollouts.routed_experts_BLJK is None:
+        return rollouts
+    rows = rollouts.routed_experts_BLJK.unbind()
+    rollouts = rollouts.clone(recurse=False)
+    rollouts.routed_experts_BLJK = None
+    rollouts.routed_experts_at_B = NonTensorStack(*(NonTensorData(ray.put(row)) for row in rows))
+    return rollouts
+
+
+def routed_experts_of(rows: RolloutBatch | TrainBatch) -> Tensor | None:
+    """Return the experts of the rows' tokens, from where they were left; None without any."""
+    if rows.routed_experts_at_B is None:
+        return rows.routed_experts_BLJK
+    return jagged(ray.get(list(rows.routed_experts_at_B)))

@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed._tools import fake_collectives  # noqa: F401 - shapes of their results
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hybridrl import env
+from hybridrl import batch, env
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, jagged
 from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
@@ -302,12 +304,17 @@ class Cycle:
             (sglang_weights, "encode", self.handles.make),
             (sglang_weights, "_name_gpus_by_serial_number", lambda: None),
             (actor_rollout, "PeakMeter", partial(Meter, self._gpu, self.executed)),
+            (batch, "ray", SimpleNamespace(put=lambda row: (row,), get=_rows_left)),
             (Ranks, "share_text", lambda _, text: text),
             (Ranks, "gather", lambda ranks, numbers: torch.tensor([numbers] * ranks.size)),
         ):
             setattr(module, name, stand_in)
         if self.config.megatron_worlds:
             import_module(_MEGATRON).install(self._gpu, self.config.megatron, model)
+
+
+def _rows_left(rows: list[tuple[Tensor]]) -> list[Tensor]:
+    return [row for (row,) in rows]
 
 
 def join(num_ranks: int, rank: int) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hybridrl.atomic_io import atomic_write_bytes, atomic_write_text
-from hybridrl.batch import PromptBatch, RolloutBatch, row_lengths
+from hybridrl.batch import PromptBatch, RolloutBatch, routed_experts_of, row_lengths
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.errors import ReplayError
@@ -106,6 +106,8 @@ class RolloutFiles:
         """Write all columns, then the facts about them."""
         self.folder.mkdir(exist_ok=True)
         file = self.folder / f"{name}.safetensors"
+        rollouts = rollouts.clone(recurse=False)
+        rollouts.routed_experts_BLJK = routed_experts_of(rollouts)
         data = save(_plain(prompts, _PROMPTS) | _plain(rollouts, _ROLLOUTS))
         atomic_write_bytes(file, data)
         facts = CallFacts(

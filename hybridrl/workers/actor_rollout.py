@@ -20,6 +20,7 @@ from hybridrl.batch import (
     RolloutBatch,
     SupervisedBatch,
     TrainBatch,
+    leave_experts,
 )
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
@@ -272,7 +273,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             has_versions=has_versions,
         )
         require_known_tokens(rollouts, vocab_size=self._vocab_size)
-        return rollouts
+        return leave_experts(rollouts)
 
     def _require_recent(self, responses: Sequence[Sample]) -> None:
         first = min(response.weight_version for response in responses)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from pybase64 import b64decode_as_bytearray
 from torch import Tensor
 
 from hybridrl.errors import EngineError
@@ -81,5 +81,8 @@ def _read_experts(meta: Mapping[str, Any], shape: ExpertShape) -> Tensor:
             "rollout.routed_experts=true, and the server returned none: is the model a mixture of "
             "experts? Set rollout.routed_experts=false if it is not"
         )
-    flat = torch.frombuffer(bytearray(b64decode(text)), dtype=torch.int32).to(torch.int16)
+    # A response of 8,192 tokens of Qwen3-30B-A3B has 16 MiB: 34 ms by Python's own base64, on the
+    # loop that samples. A thread would not help, since either keeps the interpreter's lock.
+    data = b64decode_as_bytearray(text, validate=True)
+    flat = torch.frombuffer(data, dtype=torch.int32).to(torch.int16)
     return flat.view(-1, shape.num_layers, shape.num_experts_per_token)

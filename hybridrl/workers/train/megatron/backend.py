@@ -20,7 +20,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from hybridrl.batch import RolloutBatch, TrainBatch
+from hybridrl.batch import RolloutBatch, TrainBatch, routed_experts_of
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.diagnostics import activity
@@ -314,7 +314,7 @@ class MegatronBackend:
         is_policy = isinstance(self._config, ActorConfig) and not self._is_reward_model
         if not (is_policy and self._optimizer is not None and self.parallel.config.replay_routing):
             return None
-        experts = rows.routed_experts_BLJK if isinstance(rows, RolloutBatch | TrainBatch) else None
+        experts = routed_experts_of(rows) if isinstance(rows, RolloutBatch | TrainBatch) else None
         return require_routes(experts, self.stages.shard_map.architecture)
 
     def _measure_balance(self, microbatches: MicroBatches) -> LoadBalance | None:
