@@ -44,6 +44,7 @@ setup(
         "numpy>=2",
         "packaging",
         "plotly>=6,<8",
+        "pybase64>=1.4,<2",  # reads the experts of tokens that SGLang returns
         "pyarrow>=20",
         "pyyaml",
         "rich>=14",
