@@ -195,6 +195,10 @@ class ExternalEngineError(EngineError):
     """Servers that run elsewhere cannot be used; names each with all its differences."""
 
 
+class RouterError(HybridRLError, RuntimeError):
+    """Requests fail behind sglang-router again and again, or it does not stay alive."""
+
+
 class TransferError(EngineError):
     """Not all weights arrived, by no fault of the engine: it is well and needs them again."""
 

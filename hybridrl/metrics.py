@@ -224,7 +224,6 @@ rollout/router_restarts | restarts | routers that died and were started again
 rollout/routed_requests | requests | requests that the router passed to SGLang; one a response
 rollout/unanswered_routed_requests | requests | of those, without an answer of status 200
 rollout/prefix_cache_hit_fraction | 1 | prompt tokens that an engine had in its cache, of all sent
-rollout/foreign_response_fraction | 1 | responses that another rank's engine sampled (SGLang)
 rollout/slot_occupancy | 1 | busy share of the engine's decoding slots
 rollout/decode_steps | steps | forward passes of the engine that sampled a token for each busy slot
 length/prompt_tokens/mean | tokens | prompt length

@@ -8,8 +8,21 @@ import socket
 import struct
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where a server listens, and who gets in."""
+
+    host: str = LOOPBACK
+    """Address of this machine: loopback, or that in the cluster."""
+
+    key: str = field(default="", repr=False)
+    """That callers must send; empty: the server makes its own."""
+
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IFREQ = struct.Struct("16s2s2x4s16x")

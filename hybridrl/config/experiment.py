@@ -164,16 +164,8 @@ class ExperimentConfig:
 
     @property
     def has_router(self) -> bool:
-        """Whether requests to servers go through sglang-router: to those of SGLang that the run
-        starts, unless their answers must have experts, which the router drops."""
-        rollout = self.rollout
-        is_paired = any(
-            group.config.worker_type in ("prefill", "decode")
-            for group in self.serving.placed_groups
-        )
-        is_routed = rollout.engine == "sglang" and not rollout.routed_experts
-        is_own = not self.serving.has_external_policy
-        return self.has_servers and is_routed and is_own and not is_paired
+        """Whether sglang-router chooses the engine of each request to the policy's servers."""
+        return self.has_servers and self.serving.router == "sglang"
 
     @property
     def num_server_devices(self) -> int:

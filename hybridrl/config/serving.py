@@ -124,6 +124,11 @@ class ServingConfig:
     the engines of the ranks, which sleep while the trainer computes. False: servers have devices of
     their own."""
 
+    router: Literal["none", "sglang"] = "none"
+    """Who chooses the engine of a request to the policy. ``none``: the manager takes the least
+    loaded, or the one with the conversation's beginning in its cache. ``sglang``: sglang-router,
+    by its cache-aware policy."""
+
     weights: WeightRoute = "files"
     """Way of the weights to the servers. ``files``: a folder in ``$TMPDIR``, which all nodes must
     share. ``broadcast``: memory of rank 0's node, and a gloo group over the network."""

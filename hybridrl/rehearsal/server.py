@@ -31,7 +31,6 @@ from hybridrl.rehearsal.torch_cuda import GPU
 from hybridrl.sampler import NO_VERSION, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import TensorSpan
-from hybridrl.workers.rollout.directory import Door
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec, build_arguments
 from hybridrl.workers.rollout.sglang.capabilities import (
@@ -143,7 +142,6 @@ class RehearsedServer(ServerCalls):
 
     Args:
         variables: environment of a real one.
-        door: where a real one listens.
         handles: of the buckets that it gets.
         sizes: bytes of each memory tag on this rank's device.
     """
@@ -156,7 +154,6 @@ class RehearsedServer(ServerCalls):
         sizes: Mapping[MemoryTag, int],
         gpu: FakeGpu,
         variables: Mapping[str, str],
-        door: Door | None = None,
     ) -> None:
         arguments = build_arguments(spec, name="rehearsal", port=1, key="rehearsal")
         self.key, self.start_s = "rehearsal", 0.0

@@ -20,8 +20,8 @@ from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
 from hybridrl.serving.engine_pool import AskGroup, EnginePool
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.open_groups import OpenGroups
-from hybridrl.serving.policy_requests import PolicyRequests
 from hybridrl.serving.recovery import Recovery
+from hybridrl.serving.requests import PolicyRequests
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
@@ -140,7 +140,7 @@ class BackgroundSampling:
     @asynccontextmanager
     async def _sending(self, version: int) -> AsyncIterator[None]:
         engines = self._server.serving_engines()
-        async with self._requests.open(engines.values(), version=version) as ask:
+        async with self._requests.open(self._pool, engines.values(), version=version) as ask:
             self._pool.ask = self._clock.counting(ask)
             if self._pool.prefixes is not None:
                 self._pool.prefixes = KnownPrefixes()  # new weights empty the caches

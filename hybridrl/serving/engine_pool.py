@@ -49,6 +49,10 @@ async def ask_process(
     return await asyncio.wrap_future(engine.sample_group(token_ids, params, keys=keys))
 
 
+def _ignore(_: SamplingEngine) -> None:
+    pass
+
+
 def _never_replaced(index: int, handle: SamplingEngine, reason: str) -> bool:
     return False
 
@@ -85,6 +89,8 @@ class EnginePool(Sampler):
         self.drops_interrupted = False
         """Whether interrupted responses lose their tokens, and begin again."""
         self.max_context_tokens = max_context_tokens
+        self.on_left: Callable[[SamplingEngine], None] = _ignore
+        """Called with an engine that is lost, in the program's loop, before ``on_lost``."""
         self.on_lost: Callable[[int, SamplingEngine, str], bool] = _never_replaced
         """Called with an engine that did not answer, and the reason; returns at once whether a
         replacement comes: then ``join`` or ``give_up`` follows."""
@@ -339,6 +345,7 @@ class EnginePool(Sampler):
         self._suspended.discard(member.index)
         self._queue.remove(member)
         self._lost[member.index] = reason
+        self.on_left(member.handle)
         if self.on_lost(member.index, member.handle, reason):
             self._coming.add(member.index)
         self._refuse_if_none_is_left()

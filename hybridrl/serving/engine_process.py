@@ -21,14 +21,14 @@ from hybridrl.errors import ResourceError, ServerDiedError
 from hybridrl.guard import descendants
 from hybridrl.log import configure_server
 from hybridrl.metrics import Metrics
+from hybridrl.network import LOOPBACK, Door
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.reserved_nodes import ReservedNode
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_rollout_engine
-from hybridrl.workers.rollout.directory import Door, EngineDirectory
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_server import RequestServer
-from hybridrl.workers.rollout.sglang.arguments import ServerPlace
+from hybridrl.workers.rollout.sglang.arguments import ServerPlace, device_name
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
@@ -60,12 +60,11 @@ class EngineProcess:
             config: of the run, as ``engine_config`` returns it for the group.
             model_folder: whose configuration and tokenizer the engine reads.
             place: devices and addresses of the engine; None if it has this process's device alone.
-            key: of the router, which the engine's server requires; empty: it has no router.
+            key: that the engine's server requires, for the router; empty: it makes its own.
             process: name of this process in the run folder.
         """
         configure_server(Path(config.trainer.run_dir), process)
         self._key = key
-        self._directory: EngineDirectory | None = None
         self._config = config
         self._model_folder = model_folder
         self._place = place
@@ -90,25 +89,24 @@ class EngineProcess:
                 "engine; set cluster.device=cpu, or install a CUDA build of torch"
             )
         device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+        place = self._place
         if self._key:
-            door = Door(key=self._key)
-            if self._config.cluster.num_nodes > 1:
-                door = replace(door, host=ray.util.get_node_ip_address())
-            self._directory = EngineDirectory(1, door=door)
+            is_alone = self._config.cluster.num_nodes == 1
+            host = LOOPBACK if is_alone else ray.util.get_node_ip_address()
+            place = place or ServerPlace(gpus=(device_name(device),))
+            place = replace(place, door=Door(host, self._key))
         self._engine = build_rollout_engine(
             self._config,
             self._model_folder,
             device,
-            place=self._place,
-            directory=self._directory,
+            place=place,
         )
         self._managed = ManagedEngine(self._engine, config=self._config.rollout, device=device)
         self._requests = RequestServer(self._engine)
 
     async def address(self) -> str | None:
-        """Return the address of the engine's server; None if requests are calls."""
-        own = None if self._directory is None else self._directory.own
-        return None if own is None else own.url
+        """Return the address of the engine's server at present; None if it has none."""
+        return None if self._engine is None else self._engine.url
 
     async def act(self, action: Action) -> None:
         """Run one edge of the life cycle; requests are admitted from ``continue`` to ``pause``."""

@@ -27,9 +27,9 @@ from hybridrl.workers.rollout.sglang.comparison import (
     differences,
     names_vocabulary,
 )
-from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.sglang.server_questions import BROKEN, ServerQuestions, other_form
+from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.weight_files import WeightSource
 
@@ -209,7 +209,7 @@ class ExternalEngine:
             weight_version=self._weight_version,
         )
         return ServerSampler(
-            EngineChoice(self._client),
+            ServingEngine(self._client),
             model,
             ProgramCall(),
             timeout_s=self._config.request_timeout_s,

@@ -24,7 +24,6 @@ from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
 from hybridrl.serving.answers import Answer
 from hybridrl.serving.background import BackgroundSampling
-from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.external import ExternalModel
 from hybridrl.serving.faults import FaultPlan
@@ -33,11 +32,11 @@ from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.launching import ActorLaunch, ServerDevices
 from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.plan import plan_own_engines
-from hybridrl.serving.policy_requests import PolicyRequests
-from hybridrl.serving.policy_router import PolicyRouter
 from hybridrl.serving.rank_engines import RankEngines
 from hybridrl.serving.recovery import Recovery, watch_engines
+from hybridrl.serving.requests import PolicyRequests
 from hybridrl.serving.reserved_nodes import find_reserved_nodes
+from hybridrl.serving.router import Router
 from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer
 from hybridrl.serving.server_keys import ServerKeys
@@ -73,8 +72,10 @@ class RolloutManager:
             trace.process.write_to(run_folder, "rollout manager", num_processes=4)
         self._config = config
         self._agent = build_agent_rollout(config, model_folder)
-        self._router = PolicyRouter(config, model_folder, keys.own) if config.has_router else None
-
+        self._vocab_size = read_architecture(model_folder).vocab_size
+        self._router: Router | None = None
+        if config.has_router:
+            self._router = Router(config, vocab_size=self._vocab_size, key=keys.own)
         nodes = find_reserved_nodes(devices.placements, wait_s=config.cluster.start_timeout_s)
         launches = {
             plan.model: ActorLaunch(
@@ -92,7 +93,6 @@ class RolloutManager:
             launch.plan, launch, config=config.rollout, kept=KeptWeights(folder)
         )
         self._recovery = Recovery(self._policy, start_timeout_s=config.rollout.start_timeout_s)
-        self._vocab_size = read_architecture(model_folder).vocab_size
         self._requests = PolicyRequests(
             self._router, FaultPlan(config.serving.faults, seed=config.seed)
         )
@@ -198,28 +198,20 @@ class RolloutManager:
             vocab_size=self._vocab_size,
             version=version,
         )
-        if self._agent is not None and self._router is not None:
+        if self._agent is not None and self._router is None:
             pool.prefixes = KnownPrefixes()
         return pool
 
     def _run(self, program: Program[T], pool: EnginePool, *, version: int) -> T:
         """Run a program on the engines of a pool, through the router if there is one."""
-        lent = self._rank_engines.serving()
-        engines: list[SamplingEngine] = [
-            *self._policy.serving_engines().values(),
-            *lent.values(),
-        ]
+        engines = self._policy.serving_engines().values()
 
         # No method: Ray would run all methods of the actor in its own event loop.
         async def run() -> T:
-            async with self._requests.open(engines, version=version) as pool.ask:
+            async with self._requests.open(pool, engines, version=version) as pool.ask:
                 return await program(pool)
 
-        try:
-            return asyncio.run(run())
-        finally:
-            if lent and self._router is not None:  # they pause soon
-                self._router.hide()
+        return asyncio.run(run())
 
     def _take_metrics(self) -> Metrics:
         of_others = [each.take_metrics() for each in (self._agent, self._router) if each]

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from hybridrl.errors import PhaseError, RequestError
+from hybridrl.errors import DriftError, PhaseError, RequestError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import SamplingEngine, answered
@@ -18,6 +18,7 @@ from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.losses import Losses
 from hybridrl.workers.rollout.sample_messages import (
+    DRIFTED,
     SAMPLE_ROUTE,
     read_answer,
     request_body,
@@ -57,6 +58,8 @@ class RankEngine:
         try:
             answer = await self._client.request(SAMPLE_ROUTE, body, timeout_s=None)
         except ServerError as error:
+            if error.status == DRIFTED:
+                raise DriftError(error.text) from error
             if error.status < _LEAST_SERVER_FAULT:
                 raise RequestError(error.text) from error
             raise

@@ -1,222 +1,353 @@
-"""sglang-router as a child process: requests go through it, control calls go to the engines.
+"""Requests through sglang-router, which chooses the server of each (``serving.router=sglang``).
 
-What it does was tried with 0.3.2. It knows no pause, takes a restarted server for the one before,
-and repeats a request without a word. So its repeats, circuits and health checks are off, and a
-server is added when its weights are verified. Which server gets a request is the caller's choice:
-the router does not know how many responses a server has room for.
+Admission, versions and repeats stay with the ``EnginePool``: it counts a request on an engine with
+room, whichever server answers, so the router gets as many requests as its servers have slots.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import secrets
-import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
-from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import aiohttp
+from torch import Tensor
 
-from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.network import host_and_port
-from hybridrl.workers.rollout.sglang.client import Body, ServerClient, ServerError
-from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import (
+    DeadlineError,
+    DriftError,
+    EngineError,
+    PhaseError,
+    RequestError,
+    RouterError,
+    ServerDiedError,
+)
+from hybridrl.metrics import Mean, Metrics, Sum, merge
+from hybridrl.sampler import RequestParams, Sample, T
+from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_pool import AskGroup
+from hybridrl.serving.health import HealthMonitor
+from hybridrl.serving.router_process import RouterProcess
+from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.sglang.answers import ServedModel
+from hybridrl.workers.rollout.sglang.client import (
+    Body,
+    ConnectionLostError,
+    Endpoint,
+    ServerError,
+)
+from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine, without_time
 
 log = logging.getLogger(__name__)
 
-_CHILD = "hybridrl.serving.router_child"
-_PACKAGE = "sglang_router"
-_TARGET = "X-SMG-Target-Worker"
-_CALL_S = 10.0
-_POLL_S = 0.02
+_GENERATE = "/generate"
+_SERVERS_FAULT = 500
+_SEES_DEATH_S = 3.0
+"""Seconds until a process whose connections broke is known to be gone."""
 
-NO_SERVER = "No available workers"
-"""In the router's answer if it has no server of the index in a request."""
+_POLL_S = 0.05
 
 
-class RouterProcess:
-    """One router in front of the servers of one model. Its key is that of its servers, too."""
+class Router:
+    """The router of the policy's servers. Servers come and go, and the router itself may die.
 
-    def __init__(
+    A router that died is started again, gets its servers back, and the open requests are repeated.
+    """
+
+    most_restarts = 3
+    """Within one rollout phase."""
+
+    def __init__(self, config: ExperimentConfig, *, vocab_size: int, key: str) -> None:
+        """Start nothing yet.
+
+        Args:
+            key: of the router and all its servers; made for this run.
+        """
+        self.key = key
+        self._config = config
+        self._vocab_size = vocab_size
+        self._process: RouterProcess | None = None
+        self._servers: dict[SamplingEngine, Endpoint] = {}
+        """Engines that serve in this phase."""
+        self._shown: list[str] = []
+        """Addresses that the router has."""
+        self._lost: asyncio.Future[None]
+        """Done when the next engine is lost."""
+        self._sampler: ServerSampler | None = None
+        self._changing = threading.Lock()
+        self._num_restarts = self._num_answered = self._num_unanswered = 0
+        self._seconds = Mean(0.0, 0.0)
+        self._metrics: Metrics = {}
+        self._monitor = HealthMonitor(
+            lambda: {} if self._process is None else {0: self._process},
+            _kill_hung,
+            timeout_s=config.serving.health_timeout_s,
+        )
+
+    def start(self) -> None:
+        """Start the router and wait until it answers; see ``RouterProcess``."""
+        # The router limits a request's total time; no request must reach that.
+        longest_s = int(self._config.cluster.call_timeout_s) + 60
+        self._process = RouterProcess(
+            host="127.0.0.1",
+            timeout_s=self._config.rollout.start_timeout_s,
+            key=self.key,
+            arguments={"request_timeout_secs": longest_s},
+        )
+        self._shown = []
+        log.info("the router answers: url=%s", self._process.url)
+
+    @property
+    def process(self) -> RouterProcess:
+        """The router at present."""
+        if self._process is None:
+            raise PhaseError("the router was not started; call start")
+        return self._process
+
+    # -- a program -------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def open(
+        self, engines: Collection[EngineHandle], *, version: int
+    ) -> AsyncIterator[AskGroup]:
+        """Open the way to engines for one program; engines that it asks later are added.
+
+        Args:
+            engines: that admit requests.
+            version: of the weights that must sample.
+
+        Raises:
+            RouterError: the router ends again and again.
+            EngineError: it does not start again.
+        """
+        self._servers = {}
+        self._lost = asyncio.get_running_loop().create_future()
+        await asyncio.gather(*map(self._know, engines), return_exceptions=True)  # or it is gone
+        await asyncio.to_thread(self._show)
+        model = ServedModel(
+            max_context_tokens=self._config.max_row_tokens,
+            vocab_size=self._vocab_size,
+            version=version,
+        )
+        timeout_s = self._config.rollout.request_timeout_s
+        sampler = ServerSampler(RoutedServers(self), model, ProgramCall(), timeout_s=timeout_s)
+        with self._monitor.watching():
+            async with sampler:
+                self._sampler = sampler
+                yield self._ask
+        self._sampler = None
+        self._metrics = merge([self._metrics, sampler.metrics()])
+
+    async def _ask(
         self,
-        *,
-        host: str,
-        timeout_s: float,
-        key: str | None = None,
-        arguments: Mapping[str, object] | None = None,
-    ) -> None:
-        """Start it and wait until it answers.
+        engine: SamplingEngine,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        keys: Sequence[int],
+    ) -> list[Sample]:
+        """Send a request to the router; an ``AskGroup``. ``engine`` is the one that it counts on.
 
-        Args:
-            host: address to listen at: loopback, or this node's address in the cluster.
-            timeout_s: seconds until it must answer.
-            key: that clients must send, and servers get from it; None makes one.
-            arguments: of the router that differ, by their Python names.
-
-        Raises:
-            EngineError: sglang-router is not installed, or it ended; with the end of its log.
-            DeadlineError: it did not answer in time.
+        Its failure is no reason to lose that engine: another one may have had the request.
         """
-        if find_spec(_PACKAGE) is None:
-            raise EngineError("sglang-router is not installed; pip install 'hybridrl[sglang]'")
-        self.key = key or secrets.token_urlsafe()
-        port, metrics_port = free_port(), free_port()
-        self.url = f"http://{host_and_port(host, port)}"
-        self.metrics_url = f"http://{host_and_port(host, metrics_port)}/metrics"
-        self._timeout_s = timeout_s
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="hybridrl-router-", suffix=".json", delete=False
-        ) as file:  # for its owner alone; a command line would show the key to everybody
-            given = _arguments(host, port, metrics_port, self.key) | dict(arguments or {})
-            json.dump(given, file, allow_nan=False)
-        self.process = ServerProcess([sys.executable, "-m", _CHILD, file.name], name="the router")
-        self._client = ServerClient(
-            self.url, name="the router", require_alive=self.process.require_alive, key=self.key
-        )
+        if self._sampler is None:
+            raise PhaseError("no program is open: requests go through the router in a phase")
+        if engine not in self._servers:
+            await self._know(engine)
+            await asyncio.to_thread(self._show)
         try:
-            self.start_s = self.process.wait_until_ready(self._answers, timeout_s=timeout_s)
-        except BaseException:
-            self.end()
+            return await self._sampler.sample_group(token_ids, params, keys=keys)
+        except (RequestError, DriftError):
             raise
-        finally:
-            Path(file.name).unlink(missing_ok=True)
+        except (EngineError, DeadlineError) as error:
+            raise RouterError(f"a request through sglang-router failed: {error}") from error
 
-    def show(self, urls: Collection[str]) -> list[str]:
-        """Send requests to exactly these servers, and wait until it does so. Idempotent.
+    async def _know(self, engine: SamplingEngine) -> None:
+        url = await asyncio.wrap_future(engine.address())
+        if url is None:
+            raise EngineError("a rollout engine behind the router has no server")
+        self._servers[engine] = Endpoint(url, name=f"SGLang at {url}", key=self.key)
 
-        Running requests are not cut off.
+    def interrupt(self) -> None:
+        """Let open requests return with the tokens that they have. In the program's loop."""
+        if self._sampler is not None:
+            self._sampler.interrupt()
 
-        Args:
-            urls: of servers that answer, with verified weights.
+    # -- its servers -----------------------------------------------------------------------------
 
-        Returns:
-            The same servers, in the order in which the router counts them until the next call.
+    def living(self) -> list[Endpoint]:
+        """Return the servers of this phase whose processes are there."""
+        return [endpoint for engine, endpoint in self._servers.items() if engine.is_alive()]
 
-        Raises:
-            EngineError: the router is gone, or refuses an address.
-            DeadlineError: it does not take a server, or does not let it go.
+    def leave_out(self, engine: SamplingEngine) -> None:
+        """Send no more requests to the server of an engine that is lost. In the program's loop.
+
+        Nobody knows which requests it has, and it may never answer: all are sent again.
         """
-        known = {worker["url"]: worker["id"] for worker in self._list()}
-        gone = [f"/workers/{known[url]}" for url in known.keys() - set(urls)]
-        new = [{"url": url, "api_key": self.key} for url in urls if url not in known]
+        if self._servers.pop(engine, None) is not None:
+            lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
+            lost.set_result(None)
 
-        async def change() -> None:
-            request = partial(self._client.request, timeout_s=_CALL_S)
-            await asyncio.gather(
-                *(request(path, method="DELETE") for path in gone),
-                *(request("/workers", body) for body in new),
-            )
+    def hide(self) -> None:
+        """Send no request to any server, because they pause. Idempotent."""
+        self._servers = {}
+        self._show()
 
-        self._client.run(change())
-        wanted = dict.fromkeys(urls, True)
-        self._wait(lambda: self.workers() == wanted, f"does not have the servers {sorted(urls)}")
-        return list(self.workers())
+    def _show(self) -> None:
+        """Let the router have exactly the living servers; one that dies meanwhile is replaced."""
+        with self._changing:
+            reason = "it ended between two calls"
+            while True:
+                urls = [endpoint.base_url for endpoint in self.living()]
+                try:
+                    if self.process.is_alive():
+                        if urls != self._shown:
+                            self.process.show(urls)
+                            self._shown = urls
+                        return
+                except (DeadlineError, ServerDiedError, ConnectionLostError) as error:  # or hangs
+                    reason = str(error)
+                self._restart(reason)
 
-    async def generate(
-        self, body: Body, *, index: int, session: aiohttp.ClientSession | None
-    ) -> Any:  # noqa: ANN401 - JSON
-        """Send one request to the server with this index in the order of ``show``.
-
-        The caller limits the wait: see ``while_it_works``.
-
-        Raises:
-            ServerError: the server refuses it, or is gone; with ``NO_SERVER`` there is none.
-            ServerDiedError: the router is gone.
-            ConnectionLostError: no answer, and the router lives.
-        """
-        return await self._client.request(
-            "/generate",
-            body,
-            timeout_s=None,
-            session=session,
-            headers={_TARGET: str(index)},
-        )
-
-    def workers(self) -> dict[str, bool]:
-        """Return the addresses of its servers, and whether it takes each for healthy.
-
-        Raises:
-            EngineError: the router is gone.
-        """
-        return {worker["url"]: bool(worker["is_healthy"]) for worker in self._list()}
-
-    def require_alive(self, what: str) -> None:
-        """Raise ServerDiedError if the process is gone; ``what`` was to be done."""
-        self.process.require_alive(what)
-
-    def is_alive(self) -> bool:
-        """Whether its process is there."""
-        return self.process.exit_status() is None
-
-    def probe(self) -> Future[object]:
-        """Return when it answered, by a monotonic clock. The future may hold an error."""
-
-        async def ask() -> object:
-            await self._client.request("/liveness", timeout_s=_CALL_S, method="GET")
-            return time.monotonic()
-
-        try:
-            return self._client.start(ask())
-        except EngineError as error:  # it was ended just now
-            failed: Future[object] = Future()
-            failed.set_exception(error)
-            return failed
-
-    def kill(self) -> None:
-        """Kill its processes: requests that it has fail at once. Idempotent."""
+    def _restart(self, reason: str) -> None:
         self.process.end()
+        if self._num_restarts == self.most_restarts:
+            raise RouterError(
+                f"sglang-router ended {1 + self.most_restarts} times in one rollout phase, the "
+                f"last time: {reason}; set serving.router=none, which needs none"
+            )
+        log.warning("the router is started again: reason=%s", reason)
+        self._num_restarts += 1
+        self.start()
+
+    # -- one request -----------------------------------------------------------------------------
+
+    async def generate(self, body: Body, *, session: Any) -> Any:  # noqa: ANN401 - aiohttp's; JSON
+        """Send one request to the server that the router chooses.
+
+        A server that is gone leaves the router, and the request goes to another one. The caller
+        limits the wait: see ``while_it_works``.
+
+        Raises:
+            ServerError: a server refused it; or servers that live failed it for some seconds.
+            RouterError: the router ended again and again.
+        """
+        begin, give_up_s = time.monotonic(), None
+        while True:
+            process = self.process
+            try:
+                answer = await self._unless_lost(process.generate(body, session=session))
+            except (ServerDiedError, ConnectionLostError) as error:
+                await self._replace(process, error)
+            except ServerLostError:  # it may still compute: the next try needs another name
+                raise
+            except ServerError as error:
+                now_s = time.monotonic()
+                give_up_s = give_up_s or now_s + _SEES_DEATH_S
+                if error.status < _SERVERS_FAULT or now_s > give_up_s:
+                    self._num_unanswered += 1
+                    raise
+                await asyncio.to_thread(self._show)
+                await asyncio.sleep(_POLL_S)
+            else:
+                self._num_answered += 1
+                self._seconds += Mean(time.monotonic() - begin, 1.0)
+                return answer
+
+    async def _unless_lost(self, asking: Coroutine[Any, Any, T]) -> T:
+        """Wait for an answer, or for the loss of a server that may have had to give it."""
+        lost, answer = self._lost, asyncio.ensure_future(asking)
+        try:
+            await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+        finally:
+            answer.cancel()
+        raise ServerLostError(_GENERATE, _SERVERS_FAULT, "a server behind the router is lost")
+
+    async def _replace(self, process: RouterProcess, error: Exception) -> None:
+        """Start another router, unless another request did."""
+        deadline_s = time.monotonic() + _SEES_DEATH_S
+        while process.is_alive() and time.monotonic() < deadline_s:
+            await asyncio.sleep(_POLL_S)
+        if process.is_alive():
+            raise error
+        await asyncio.to_thread(self._show)
+
+    def take_metrics(self) -> Metrics:
+        """Describe the time since the last call under declared names. Call it in each phase."""
+        metrics: Metrics = {
+            "rollout/router_restarts": Sum(self._num_restarts),
+            "rollout/routed_requests": Sum(self._num_answered + self._num_unanswered),
+            "rollout/unanswered_routed_requests": Sum(self._num_unanswered),
+            "time/routed_request_s": self._seconds,
+        }
+        metrics = merge([self._metrics, metrics])
+        self._num_restarts = self._num_answered = self._num_unanswered = 0
+        self._seconds, self._metrics = Mean(0.0, 0.0), {}
+        return metrics
 
     def end(self) -> None:
-        """Kill it. Idempotent."""
-        self._client.close()
-        self.process.end()
-
-    def _answers(self) -> bool:
-        """Whether it answers; the port may be another process's, which does not know the key."""
-        try:
-            self._list()
-        except ServerError as error:
-            raise EngineError(
-                f"another process answers on the port of the router: {error}"
-            ) from error
-        except (EngineError, DeadlineError):
-            return False
-        return True
-
-    def _list(self) -> list[dict[str, Any]]:
-        workers: list[dict[str, Any]] = self._call("/workers", method="GET")["workers"]
-        return workers
-
-    def _call(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> Any:  # noqa: ANN401 - JSON
-        return self._client.call(path, body, timeout_s=_CALL_S, method=method)
-
-    def _wait(self, is_done: Callable[[], bool], otherwise: str) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
-        while not is_done():
-            if time.monotonic() > deadline_s:
-                raise DeadlineError(
-                    f"the router {otherwise} after {self._timeout_s:g} s\n{self.process.tail()}"
-                )
-            time.sleep(_POLL_S)
+        """Kill the router. Idempotent."""
+        self._monitor.end()
+        if self._process is not None:
+            self._process.end()
 
 
-def _arguments(host: str, port: int, metrics_port: int, key: str) -> dict[str, object]:
-    return {
-        "host": host,
-        "port": port,
-        "prometheus_host": host,
-        "prometheus_port": metrics_port,
-        "api_key": key,
-        "log_level": "warn",
-        "policy": "consistent_hashing",  # the one that obeys the header of a request
-        "disable_retries": True,  # a repeat would be a second sampling that nobody counts
-        "disable_circuit_breaker": True,
-        "disable_health_check": True,  # a busy server would get no requests for a while
-    }
+class ServerLostError(ServerError):
+    """A server left while it may have had the request."""
+
+
+class RoutedServers(ServingEngine):
+    """The servers behind the router, as one that answers a program."""
+
+    def __init__(self, router: Router) -> None:
+        """Connect when it is entered."""
+        super().__init__(Endpoint("the router", name="the router", key=router.key))
+        self._router = router
+
+    async def ask(self, path: str, body: Body, *, timeout_s: float | None) -> Any:  # noqa: ANN401 - JSON
+        """Send requests for tokens to the router, one a response, and others to all servers."""
+        async with AsyncExitStack() as cancelled:
+            if path == _GENERATE:
+                calls = [
+                    self._router.generate(each, session=self._session)
+                    for each in single_bodies(body)
+                ]
+            else:
+                calls = [
+                    server.request(path, body, timeout_s=timeout_s, session=self._session)
+                    for server in self._router.living()
+                ]
+            tasks = [asyncio.ensure_future(call) for call in calls]
+            for task in tasks:
+                cancelled.callback(task.cancel)
+            return await asyncio.gather(*tasks)
+
+    async def progress(self) -> object:
+        """Return the loads of all servers; each has a monitor besides."""
+        loads = [server.loads(self._session) for server in self._router.living()]
+        return [without_time(each) for each in await asyncio.gather(*loads)]
+
+
+def single_bodies(body: Body) -> list[Body]:
+    """Take a request for several responses apart: the router passes one set of parameters."""
+    if "rid" not in body:
+        return [body]
+    return [
+        {**body, "input_ids": tokens, "sampling_params": params, "rid": name}
+        for tokens, params, name in zip(
+            body["input_ids"], body["sampling_params"], body["rid"], strict=True
+        )
+    ]
+
+
+def _kill_hung(_: int, process: RouterProcess, reason: str) -> None:
+    """Kill a router that does not answer: its requests fail, and another one is started."""
+    if process.is_alive():
+        log.warning("the router is killed: reason=%s", reason)
+        process.kill()

@@ -28,13 +28,12 @@ from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
 from hybridrl.errors import DriftError, PhaseError
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
+from hybridrl.network import Door
 from hybridrl.planning.frozen_base import BasePlan
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
-    build_access,
     build_agent_rollout,
-    build_directory,
     build_follower,
     build_policy_loss,
     build_reference_engine,
@@ -46,15 +45,15 @@ from hybridrl.workers.build import (
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.rollout.assemble import Answered, assemble_rollouts, require_known_tokens
-from hybridrl.workers.rollout.directory import Door
 from hybridrl.workers.rollout.oversampling import OpenResponses
 from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.rollout.sglang.arguments import ServerPlace, device_name
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.rollout.staleness import describe_staleness
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
-from hybridrl.workers.sharding.fused_engines import share_addresses, start_engine
+from hybridrl.workers.sharding.fused_engines import start_engine
 from hybridrl.workers.sharding.lent_engines import LentEngines
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
@@ -145,12 +144,6 @@ class ActorRolloutWorker(CheckpointedWorker):
         servers = self._servers
         size = config.rollout.tensor_parallel_size
         self._has_engine = config.has_fused_engines and self.rank % size == 0
-        door = None if servers is None else Door(host=servers.host, key=servers.key)
-        self._directory = (
-            build_directory(config.rollout, num_engines=self.world_size // size, door=door)
-            if config.has_fused_engines
-            else None
-        )
         gpus = control.gather("devices", device_name(device))
         build = partial(
             build_rollout_engine,
@@ -159,7 +152,6 @@ class ActorRolloutWorker(CheckpointedWorker):
             model_folder,
             device,
             place=ServerPlace(gpus=tuple(gpus[self.rank : self.rank + size])),
-            directory=self._directory,
         )
         engine = start_engine(
             build if self._has_engine else None, config=config.rollout, control=control
@@ -183,10 +175,11 @@ class ActorRolloutWorker(CheckpointedWorker):
             lora=config.lora if config.lora.sends_adapters else None,
         )
         self._lent = None
-        if config.has_fused_engines and servers is not None and door is not None:
+        if config.has_fused_engines and servers is not None:
+            door = Door(host=servers.host, key=servers.key)
             self._lent = LentEngines(
                 servers,
-                access=None if engine is None else build_access(engine, self._directory, door=door),
+                listener=None if engine is None else RequestListener(engine, door=door),
                 engine=engine,
                 control=control,
                 mark_lost=sharding.mark_lost,
@@ -225,11 +218,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         Raises:
             DriftError: the engine returned token ids that the model does not have.
         """
-        with self.sharding.rollout_phase() as engine:
-            if self._directory is not None and self._lent is None:
-                share_addresses(self._directory, self._control)
-            with self._sampling(prompts):
-                answered = self._sample(engine, prompts, sampling)
+        with self.sharding.rollout_phase() as engine, self._sampling(prompts):
+            answered = self._sample(engine, prompts, sampling)
         if answered is None:
             return None
         if self._agent is not None:

@@ -20,14 +20,8 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.data.conversations import pad_token_of
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
-from hybridrl.workers.rollout.directory import Door, EngineDirectory
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
-from hybridrl.workers.rollout.request_listener import (
-    EngineAccess,
-    RequestListener,
-    ServerAccess,
-)
 from hybridrl.workers.rollout.sglang.arguments import (
     ServerPlace,
     device_name,
@@ -153,27 +147,12 @@ def build_agent_rollout(config: ExperimentConfig, model_folder: Path) -> AgentRo
     )
 
 
-def build_directory(
-    rollout: RolloutConfig, *, num_engines: int, door: Door | None = None
-) -> EngineDirectory | None:
-    """Make the directory of engines; None if nobody but a rank uses its engine, or it is no server.
-
-    Args:
-        num_engines: that ranks share.
-        door: of engines that the rollout manager uses; their ranks use none.
-    """
-    if rollout.engine != "sglang" or (num_engines == 1 and door is None):
-        return None
-    return EngineDirectory(1 if door is not None else num_engines, door=door)
-
-
 def build_rollout_engine(
     config: ExperimentConfig,
     model_folder: Path,
     device: torch.device,
     *,
     place: ServerPlace | None = None,
-    directory: EngineDirectory | None = None,
 ) -> RolloutEngine:
     """Start the rollout engine that this rank owns.
 
@@ -194,21 +173,8 @@ def build_rollout_engine(
         server_spec(config, model_folder, place),
         variables=show_devices(place.gpus),
         device=device,
-        directory=directory,
     )
     return engine
-
-
-def build_access(
-    engine: RolloutEngine, directory: EngineDirectory | None, *, door: Door
-) -> EngineAccess:
-    """Make the way on which the rollout manager asks the engine of this rank.
-
-    Args:
-        directory: in which an engine with a server announces it; None: the engine has none.
-        door: where to listen, and who gets in.
-    """
-    return RequestListener(engine, door=door) if directory is None else ServerAccess(directory)
 
 
 def build_follower(rollout: RolloutConfig, device: torch.device) -> WeightSender | None:

@@ -29,8 +29,8 @@ from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.plan import EnginePlan, GroupPlan
-from hybridrl.serving.policy_requests import PolicyRequests
 from hybridrl.serving.recovery import Recovery
+from hybridrl.serving.requests import PolicyRequests
 from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.assemble import Answered

@@ -9,21 +9,21 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import cast
 
 import httpx
 import pytest
 
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.health import HealthMonitor
-from hybridrl.serving.policy_router import PolicyRouter
+from hybridrl.serving.requests import PolicyRequests
+from hybridrl.serving.router import Router
 from tests.config.values import config_of
 from tests.end_to_end.two_machines import can_be_made
 from tests.serving.echo import echo_server
-from tests.tiny_models import make_tiny_model
 
 pytestmark = [
     pytest.mark.nightly,
@@ -35,7 +35,9 @@ pytestmark = [
 _NUMBER = os.getpid() % 2**14  # a network of each process, since tests run side by side
 HERE, THERE = (f"10.98.{_NUMBER // 64}.{_NUMBER % 64 * 4 + host}" for host in (1, 2))
 PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
-CONFIG = config_of("serving=own", "rollout=sglang", "rollout.num_slots=2")
+CONFIG = config_of(
+    *("serving=own", "serving.router=sglang", "rollout=sglang", "rollout.num_slots=2")
+)
 LIMIT_S = 3600.0
 """Of a request: without a monitor, so long would one to the lost engine last."""
 
@@ -85,16 +87,17 @@ def ip(*words: str) -> None:
 
 
 @pytest.mark.shows("4.14")
-def test_requests_leave_an_engine_whose_network_is_cut(tmp_path: Path) -> None:
+def test_requests_leave_an_engine_whose_network_is_cut() -> None:
     pytest.importorskip("sglang_router")
-    routed = PolicyRouter(CONFIG, make_tiny_model(tmp_path / "model"), "a-key")
+    routed = Router(CONFIG, vocab_size=1000, key="a-key")
+    requests = PolicyRequests(routed, FaultPlan({}, seed=0))
     with (
         cable() as name,
         echo_server(seconds=0.3) as (near, _),
         echo_server(seconds=0.3, host=THERE, within=("ip", "netns", "exec", name)) as (far, _),
     ):
         engines = {index: Reached(url) for index, url in enumerate((far, near))}
-        handles = {index: cast(SamplingEngine, each) for index, each in engines.items()}
+        handles = {index: cast(EngineHandle, each) for index, each in engines.items()}
 
         async def program() -> list[list[Sample]]:
             pool = EnginePool(
@@ -110,7 +113,7 @@ def test_requests_leave_an_engine_whose_network_is_cut(tmp_path: Path) -> None:
                 timeout_s=2.0,
             )
             try:
-                async with routed.open(handles.values(), version=0) as pool.ask:
+                async with requests.open(pool, handles.values(), version=0) as pool.ask:
                     with monitor.watching():
                         asks = [pool.sample_group([1, n], PARAMS, keys=[n]) for n in range(8)]
                         tasks = [asyncio.ensure_future(each) for each in asks]

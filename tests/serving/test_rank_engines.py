@@ -17,11 +17,11 @@ import pytest
 
 from hybridrl.errors import EngineError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Sum
+from hybridrl.network import Door
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.rank_engines import RankEngine, RankEngines
-from hybridrl.workers.rollout.directory import Door
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.rollout.single_turn import single_turn

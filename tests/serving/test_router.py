@@ -1,105 +1,315 @@
-"""The real router before servers that echo."""
+"""The real router between a program and servers that echo; both may die."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import cast
 
 import httpx
+import psutil
 import pytest
 
-from hybridrl.diagnostics.processes import members_of
-from hybridrl.errors import EngineError, ServerDiedError
-from hybridrl.serving.router import NO_SERVER, RouterProcess
+from hybridrl.errors import DriftError, RouterError
+from hybridrl.metrics import Metrics, Sum
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving import router_process
+from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.faults import FaultPlan
+from hybridrl.serving.requests import PolicyRequests
+from hybridrl.serving.router import Router
+from hybridrl.serving.router_process import RouterProcess
+from hybridrl.workers.rollout.sglang.process import ServerProcess
+from tests.config.values import config_of
 from tests.serving.echo import echo_server
-from tests.waiting import wait_until
+
+PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
+CONFIG = config_of(
+    *("serving=own", "serving.router=sglang", "rollout=sglang", "rollout.num_slots=2"),
+    "serving.health_timeout_s=4",
+)
+
+
+class Addressed:
+    """An engine of which the address is asked, and whether its process is there."""
+
+    def __init__(self, url: str, process: ServerProcess) -> None:
+        self.url = url
+        self.process = process
+
+    def is_alive(self) -> bool:
+        return self.process.exit_status() is None
+
+    def address(self) -> Future[str | None]:
+        answer: Future[str | None] = Future()
+        answer.set_result(self.url)
+        return answer
+
+
+def engine_of(url: str, process: ServerProcess) -> EngineHandle:
+    return cast(EngineHandle, Addressed(url, process))
 
 
 @pytest.fixture(scope="module")
-def router() -> Iterator[RouterProcess]:
+def routed() -> Iterator[Router]:
     pytest.importorskip("sglang_router")
-    router = RouterProcess(host="127.0.0.1", timeout_s=120.0)
-    yield router
-    router.end()
+    routed = Router(CONFIG, vocab_size=1000, key="a-key")
+    routed.start()
+    yield routed
+    routed.end()
 
 
-def ask(
-    router: RouterProcess, key: str, path: str = "/generate", *, index: int = 0
-) -> httpx.Response:
-    headers = {"X-SMG-Target-Worker": str(index)}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    return httpx.post(router.url + path, json={"input_ids": [1, 2]}, headers=headers, timeout=30)
+@contextmanager
+def echo_servers(count: int, *, seconds: float = 0.0) -> Iterator[dict[str, ServerProcess]]:
+    with ExitStack() as stack:
+        yield dict(stack.enter_context(echo_server(seconds=seconds)) for _ in range(count))
 
 
-def url_of(answer: httpx.Response) -> str:
-    return f"http://127.0.0.1:{answer.json()['meta_info']['port']}"
+Ask = Callable[[EnginePool], Coroutine[None, None, list[Sample]]]
 
 
-def test_each_request_goes_to_the_server_that_it_names(router: RouterProcess) -> None:
-    with echo_server() as (one, _), echo_server() as (other, _), echo_server() as (third, _):
-        assert router.show([one]) == [one]
-        order = router.show([one, other, third])
-        assert sorted(order) == sorted([one, other, third])
-        assert router.show([one, other, third]) == order
-        assert [url_of(ask(router, router.key, index=i % 3)) for i in range(6)] == order * 2
-        order = router.show([other, third])
-        assert [url_of(ask(router, router.key, index=i % 2)) for i in range(4)] == order * 2
-        assert ask(router, router.key, index=2).status_code == 503
-        assert router.show([]) == []
-    assert router.workers() == {}
-    assert NO_SERVER in ask(router, router.key).text
+def run(
+    routed: Router, servers: Mapping[str, ServerProcess], ask: Ask, *, version: int = 0
+) -> tuple[list[Sample], dict[int, str], Metrics]:
+    engines = {i: engine_of(*server) for i, server in enumerate(servers.items())}
+
+    losses: dict[int, str] = {}
+
+    def note(index: int, _: SamplingEngine, reason: str) -> bool:
+        losses[index] = reason
+        return False
+
+    async def program() -> tuple[list[Sample], EnginePool]:
+        pool = EnginePool(
+            engines,
+            num_slots=2,
+            max_context_tokens=32,
+            vocab_size=1000,
+            version=version,
+        )
+        pool.on_lost = note
+        requests = PolicyRequests(routed, FaultPlan({}, seed=0))
+        async with requests.open(pool, engines.values(), version=version) as pool.ask:
+            return await ask(pool), pool
+
+    samples, pool = asyncio.run(program())
+    return samples, losses, pool.metrics() | routed.take_metrics()
 
 
-def test_nobody_is_served_without_the_key(router: RouterProcess) -> None:
-    with echo_server() as (url, _):
-        router.show([url])
-        assert ask(router, "").status_code == ask(router, "wrong").status_code == 401
-        assert ask(router, "wrong", "/workers").status_code == 401
-        echo = ask(router, router.key).json()["meta_info"]["echo"]
-        assert echo["key"] == f"Bearer {router.key}"  # which the server is to check
-        router.show([])
-    line = Path(f"/proc/{router.process.pid}/cmdline").read_text(encoding="utf-8")
-    assert router.key not in line
-    assert httpx.get(router.metrics_url).text.startswith("# ")
+async def twelve(pool: EnginePool) -> list[Sample]:
+    """Six groups of two responses, each with a seed of its own."""
+    groups = await asyncio.gather(
+        *(pool.sample_group([1, 2, key], PARAMS, keys=[key, 100 + key]) for key in range(6))
+    )
+    return [sample for group in groups for sample in group]
 
 
-def test_a_request_to_a_dead_server_is_not_repeated_elsewhere(router: RouterProcess) -> None:
-    with echo_server() as (one, server), echo_server() as (other, _):
-        order = router.show([one, other])
-        server.end()
-        assert ask(router, router.key, index=order.index(one)).status_code == 500
-        assert url_of(ask(router, router.key, index=order.index(other))) == other
-        assert router.show([other]) == [other]
-        router.show([])
+SEEDS = [seed for key in range(6) for seed in (key, 100 + key)]
+
+
+def seeds_of(samples: list[Sample]) -> list[int]:
+    assert {len(sample.token_ids) for sample in samples} == {8}
+    return [int(sample.token_ids[0]) for sample in samples]
+
+
+def kill(process: ServerProcess) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def router_of(routed: Router) -> ServerProcess:
+    return routed.process.process
+
+
+@pytest.mark.shows("2.11")
+def test_servers_get_requests_only_while_they_are_shown(routed: Router) -> None:
+    with echo_servers(2) as servers:
+        samples, _, _ = run(routed, servers, twelve)
+        assert seeds_of(samples) == SEEDS
+        assert routed.process.workers().keys() == servers.keys()
+        routed.hide()
+        routed.hide()
+        assert routed.process.workers() == {}
 
 
 @pytest.mark.shows("4.22")
-def test_a_router_that_died_is_reported_and_leaves_nothing() -> None:
-    pytest.importorskip("sglang_router")
-    router = RouterProcess(host="127.0.0.1", timeout_s=120.0)
-    router.require_alive("sample")
-    os.killpg(router.process.pid, signal.SIGKILL)
-    wait_until(lambda: not members_of(router.process.pid))
-    with pytest.raises(ServerDiedError, match=r"sample: the router .* was killed by SIGKILL"):
-        router.require_alive("sample")
-    with pytest.raises(ServerDiedError, match="/workers: the router"):
-        router.workers()
-    router.end()
-    router.end()
+def test_a_router_killed_while_it_takes_servers_is_replaced(
+    routed: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[RouterProcess] = []
+    workers = RouterProcess.workers
+
+    def killed_twice(router: RouterProcess) -> dict[str, bool]:
+        if len(killed) < 2:
+            killed.append(router)
+            kill(router.process)
+        return workers(router)
+
+    monkeypatch.setattr(RouterProcess, "workers", killed_twice)
+    with echo_servers(2) as servers:
+        samples, lost, metrics = run(routed, servers, twelve)
+    assert seeds_of(samples) == SEEDS
+    assert lost == {}
+    assert len({id(router) for router in killed}) == 2
+    assert metrics["rollout/router_restarts"] == Sum(2)
+
+
+def test_a_killed_server_costs_no_response_and_doubles_none(routed: Router) -> None:
+    with echo_servers(2, seconds=0.3) as servers:
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            task = asyncio.ensure_future(twelve(pool))
+            await asyncio.sleep(0.5)
+            kill(next(iter(servers.values())))
+            return await task
+
+        samples, lost, metrics = run(routed, servers, ask)
+        assert seeds_of(samples) == SEEDS
+        assert not lost  # of the pool: another one may have had the request; the monitor knows
+        assert metrics["rollout/unanswered_routed_requests"] == Sum(0)
+        # Responses, and a prefill of each group.
+        assert metrics["rollout/routed_requests"] == Sum(12 + 6)
+        run(routed, servers, twelve)  # the dead one is left out
+        routed.hide()
+
+
+def test_a_replacement_gets_requests_in_the_same_phase(routed: Router) -> None:
+    with echo_servers(2, seconds=0.1) as servers:
+        dying, coming = servers.items()
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            pool.on_lost = lambda *_: True
+            task = asyncio.ensure_future(twelve(pool))
+            await asyncio.sleep(0.1)
+            kill(dying[1])
+            pool.drop(0, next(iter(routed._servers)), "its process is gone")
+            await asyncio.sleep(0.3)
+            pool.join(0, engine_of(*coming))
+            return await task
+
+        samples, _, _ = run(routed, dict([dying]), ask)
+        assert seeds_of(samples) == SEEDS
+        routed.hide()
+
+
+def test_a_server_with_other_weights_is_refused_by_name(routed: Router) -> None:
+    with echo_servers(2) as servers:
+        with pytest.raises(DriftError, match=r"sampled by weights of version 0, .* is at 4"):
+            run(routed, servers, twelve, version=4)
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            for url in servers:
+                httpx.post(f"{url}/update_weight_version", json={"new_version": "7"})
+            return await twelve(pool)
+
+        with pytest.raises(DriftError, match="sampled by weights of version 7"):
+            run(routed, servers, ask)
+        routed.hide()
 
 
 @pytest.mark.shows("4.22")
-def test_a_router_that_does_not_start_shows_the_end_of_its_log() -> None:
-    pytest.importorskip("sglang_router")
-    with pytest.raises(EngineError, match=r"(?s)it did not start: the router .*policy_"):
-        RouterProcess(host="127.0.0.1", timeout_s=120.0, arguments={"policy_": "random"})
+def test_a_router_that_dies_is_started_again_in_the_phase(routed: Router) -> None:
+    with echo_servers(2, seconds=0.3) as servers:
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            task = asyncio.ensure_future(twelve(pool))
+            await asyncio.sleep(0.5)
+            kill(router_of(routed))
+            return await task
+
+        samples, lost, metrics = run(routed, servers, ask)
+        assert seeds_of(samples) == SEEDS
+        assert metrics["rollout/router_restarts"] == Sum(1)
+        assert not lost
+        routed.hide()
 
 
-def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sglang_router", None)
-    with pytest.raises(EngineError, match=r"pip install 'hybridrl\[sglang\]'"):
-        RouterProcess(host="127.0.0.1", timeout_s=1.0)
+@pytest.mark.shows("4.22")
+def test_a_new_router_gets_no_server_that_died_with_the_old_one(routed: Router) -> None:
+    with echo_servers(2) as servers:
+        dying, living = servers
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            await twelve(pool)
+            kill(servers[dying])
+            kill(router_of(routed))
+            return await twelve(pool)
+
+        samples, lost, metrics = run(routed, servers, ask)
+        assert seeds_of(samples) == SEEDS
+        assert not lost
+        assert metrics["rollout/router_restarts"] == Sum(1)
+        assert routed.process.workers().keys() == {living}
+        routed.hide()
+
+
+@pytest.mark.shows("4.22")
+def test_requests_of_a_router_that_died_stay_counted(routed: Router) -> None:
+    with echo_servers(1) as servers:
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            before = await twelve(pool)
+            kill(router_of(routed))
+            return before + await pool.sample_group([1, 2, 50], PARAMS, keys=[50])
+
+        _, _, metrics = run(routed, servers, ask)
+        assert metrics["rollout/router_restarts"] == Sum(1)
+        assert metrics["rollout/unanswered_routed_requests"] == Sum(0)
+        # Responses, and a prefill of each group of two.
+        assert metrics["rollout/routed_requests"] == Sum(12 + 6 + 1)
+        routed.hide()
+
+
+def stop(process: ServerProcess) -> None:
+    for each in psutil.Process(process.pid).children(recursive=True):
+        each.suspend()
+
+
+@pytest.mark.shows("4.22")
+def test_a_router_that_hangs_is_replaced_as_one_that_died(routed: Router) -> None:
+    with echo_servers(2, seconds=0.3) as servers:
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            stop(router_of(routed))
+            return await twelve(pool)
+
+        samples, lost, metrics = run(routed, servers, ask)
+        assert seeds_of(samples) == SEEDS
+        assert metrics["rollout/router_restarts"] == Sum(1)
+        assert not lost
+        routed.hide()
+
+
+@pytest.mark.nightly
+@pytest.mark.shows("4.22")
+def test_a_router_that_hangs_between_phases_is_replaced(
+    routed: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_process, "_CALL_S", 0.5)
+    with echo_servers(2) as servers:
+        run(routed, servers, twelve)
+        hung = router_of(routed)
+        stop(hung)
+        routed.hide()  # when nobody watches
+        assert hung.exit_status() is not None
+        assert seeds_of(run(routed, servers, twelve)[0]) == SEEDS
+        routed.hide()
+
+
+@pytest.mark.shows("4.22")
+def test_a_router_that_dies_again_and_again_ends_the_phase(routed: Router) -> None:
+    with echo_servers(2, seconds=0.3) as servers:
+
+        async def ask(pool: EnginePool) -> list[Sample]:
+            routed.most_restarts = 0
+            task = asyncio.ensure_future(twelve(pool))
+            await asyncio.sleep(0.1)
+            kill(router_of(routed))
+            return await task
+
+        with pytest.raises(RouterError, match=r"ended 1 times in one rollout phase"):
+            run(routed, servers, ask)

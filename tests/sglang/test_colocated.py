@@ -1,4 +1,4 @@
-"""Runs whose ranks lend servers of SGLang to the manager, which asks them through the router."""
+"""Runs whose ranks lend servers of SGLang to the manager, which asks them through the ranks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ def test_servers_of_ranks_agree_with_the_trainer(tmp_path: Path, recipe: str) ->
     lines = require_agreement(
         tmp_path, f"recipes={recipe}", *SMALL_RUN, num_steps=3, timeout_s=2 * TIMEOUT_S
     )
-    assert [line["rollout/router_restarts"] for line in lines] == [0, 0, 0]
     assert [line["rollout/repeated_requests"] for line in lines] == [0, 0, 0]
-    for line in lines:
-        assert line["rollout/routed_requests"] > 0
-        assert line["rollout/unanswered_routed_requests"] == 0
 
 
 @pytest.mark.shows("4.12", "4.15")

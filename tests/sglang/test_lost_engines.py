@@ -44,7 +44,7 @@ def test_a_run_loses_no_sample_to_killed_routers(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as thread:
         killing = thread.submit(kill_routers, tmp_path, has_ended)
         try:
-            lines = trained(tmp_path)
+            lines = trained(tmp_path, "serving.router=sglang")
         finally:
             has_ended.set()
     assert killing.result() == NUM_KILLS

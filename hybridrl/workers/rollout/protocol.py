@@ -88,6 +88,11 @@ class RolloutEngine(WeightSender, Protocol):
     frees_memory: bool
     """False if release and resume are answered but free no memory (SGLang on a CPU)."""
 
+    @property
+    def url(self) -> str | None:
+        """Of its server at present; None if it computes in this process."""
+        ...
+
     def run(self, program: Program[T]) -> T:
         """Run a program over this engine's sampler, in an event loop of this thread.
 

@@ -1,4 +1,4 @@
-"""HTTP for an engine in this process: the rollout manager asks it as it asks a server."""
+"""HTTP for the engine of a rank: the rollout manager asks it, wherever it computes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol
 
 from aiohttp import web
 
-from hybridrl.errors import EngineError, PhaseError, RequestError
+from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread
-from hybridrl.network import host_and_port
-from hybridrl.workers.rollout.directory import Door, EngineDirectory
+from hybridrl.network import Door, host_and_port
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.sample_messages import (
+    DRIFTED,
     PROGRESS_ROUTE,
     SAMPLE_ROUTE,
     answer_body,
@@ -31,46 +30,6 @@ _json = partial(web.json_response, dumps=to_json_text)
 
 _MAX_BODY_BYTES = 1 << 26
 _END_S = 1.0
-
-
-class EngineAccess(Protocol):
-    """How other processes ask the engine of a rank, while it serves."""
-
-    def open(self) -> str:
-        """Admit requests; the engine must do so, too. Returns the URL. Idempotent.
-
-        Raises:
-            EngineError: the engine cannot answer any.
-        """
-        ...
-
-    def close(self) -> None:
-        """Admit no further request. Idempotent."""
-        ...
-
-    def end(self) -> None:
-        """Listen no more. Idempotent."""
-        ...
-
-
-class ServerAccess:
-    """The engine is a server itself: clients with its key may ask it while it is not paused."""
-
-    def __init__(self, directory: EngineDirectory) -> None:
-        """Look the server up in ``directory``, whose door has a key that others know."""
-        self._directory = directory
-
-    def open(self) -> str:
-        """Return the address of the server at present: it changes with a restart."""
-        if self._directory.own is None:
-            raise EngineError("the server of this rank did not start")
-        return self._directory.own.url
-
-    def close(self) -> None:
-        """Do nothing: the life cycle pauses the server."""
-
-    def end(self) -> None:
-        """Do nothing: the server ends with the engine."""
 
 
 class RequestListener:
@@ -89,16 +48,20 @@ class RequestListener:
         self._url = self._loop.run(self._listen())
 
     def open(self) -> str:
-        """Admit requests. See ``EngineAccess``."""
+        """Admit requests; the engine must do so, too. Returns the URL. Idempotent.
+
+        Raises:
+            EngineError: the engine cannot answer any.
+        """
         self._requests.open()
         return self._url
 
     def close(self) -> None:
-        """Admit no further request."""
+        """Admit no further request. Idempotent."""
         self._requests.close()
 
     def end(self) -> None:
-        """Close all connections."""
+        """Listen no more, and close all connections. Idempotent."""
         if self._loop.has_ended:
             return
         self._requests.close()
@@ -132,6 +95,8 @@ class RequestListener:
             raise
         except RequestError as error:  # each engine would refuse it
             return _json({"error": str(error)}, status=400)
+        except DriftError as error:
+            return _json({"error": str(error)}, status=DRIFTED)
         except (EngineError, PhaseError) as error:
             return _json({"error": f"{type(error).__name__}: {error}"}, status=500)
 

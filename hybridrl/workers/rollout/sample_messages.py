@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from pybase64 import b64decode_as_bytearray, b64encode
 from torch import Tensor
 
 from hybridrl.errors import EngineError, RequestError, shorten
@@ -17,6 +18,9 @@ Body = dict[str, Any]
 
 SAMPLE_ROUTE = "/sample_group"
 """Of a request."""
+
+DRIFTED = 409
+"""Status of the answer if the engine has other weights than it should have."""
 
 PROGRESS_ROUTE = "/v1/loads"
 """Says how far an engine is, with the fields of SGLang's route of this name."""
@@ -63,6 +67,9 @@ def answer_body(samples: Sequence[Sample]) -> Body:
                 "weight_versions": None
                 if sample.weight_versions is None
                 else sample.weight_versions.tolist(),
+                "experts": None
+                if sample.routed_experts_LJK is None
+                else _spell_experts(sample.routed_experts_LJK),
             }
             for sample in samples
         ]
@@ -81,12 +88,23 @@ def read_answer(body: Body) -> list[Sample]:
         raise EngineError(f"not an answer with samples: {error!r}") from error
 
 
+def _spell_experts(experts_LJK: Tensor) -> Body:
+    data = b64encode(experts_LJK.contiguous().numpy().tobytes()).decode()
+    return {"shape": list(experts_LJK.shape), "int16": data}
+
+
+def _read_experts(fields: Body) -> Tensor:
+    data = b64decode_as_bytearray(fields["int16"], validate=True)
+    return torch.frombuffer(data, dtype=torch.int16).view(fields["shape"])
+
+
 def _read_sample(fields: Mapping[str, Any]) -> Sample:
-    versions = fields["weight_versions"]
+    versions, experts = fields["weight_versions"], fields["experts"]
     return Sample(
         token_ids=torch.tensor(fields["token_ids"], dtype=torch.int64),
         logprobs=torch.tensor(fields["logprobs"], dtype=torch.float32),
         finish_reason=fields["finish_reason"],
         weight_version=fields["weight_version"],
         weight_versions=None if versions is None else torch.tensor(versions, dtype=torch.int64),
+        routed_experts_LJK=None if experts is None else _read_experts(experts),
     )

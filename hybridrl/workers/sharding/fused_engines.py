@@ -15,7 +15,6 @@ from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.dtypes import DTYPES
-from hybridrl.workers.rollout.directory import EngineDirectory
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
 from hybridrl.workers.rollout.stage_time import stage_time
 from hybridrl.workers.sharding.control import ControlGroup, Failures, Limit, Neighbours, attempt
@@ -311,17 +310,6 @@ def start_engine(
     rank, known = failed[0]
     known.add_note(f"the rollout engine of rank {rank} did not start")
     raise known from error
-
-
-def share_addresses(directory: EngineDirectory, control: ControlGroup) -> None:
-    """Give all ranks the addresses of the engines, if one has started since. A collective call.
-
-    Call it within a rollout phase: it began when all engines served the newest weights, and ends
-    when no rank generates any more, so a foreign engine is ready all the time.
-    """
-    stage = "addresses of the engines"
-    if control.is_true_anywhere(stage, flag=directory.has_news):
-        directory.learn(control.gather(stage, directory.own))
 
 
 def _fit_to_travel(error: Exception | None) -> Exception | None:

@@ -12,7 +12,7 @@ from hybridrl.batch import PromptBatch
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.protocol import RolloutEngine
-from hybridrl.workers.rollout.request_listener import EngineAccess
+from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.sharding.control import ControlGroup, StageError, attempt
 from hybridrl.workers.sharding.served_engines import Servers
 
@@ -29,7 +29,7 @@ class LentEngines:
         self,
         servers: Servers,
         *,
-        access: EngineAccess | None,
+        listener: RequestListener | None,
         engine: RolloutEngine | None,
         control: ControlGroup,
         mark_lost: Callable[[Collection[int]], None],
@@ -38,12 +38,12 @@ class LentEngines:
 
         Args:
             servers: that get the requests.
-            access: to the engine of this rank; None on a rank without one.
+            listener: for requests to the engine of this rank; None on a rank without one.
             engine: of this rank; None likewise.
             mark_lost: takes the engines of the group that were lost; called on all ranks alike.
         """
         self._servers = servers
-        self._access = access
+        self._listener = listener
         self._engine = engine
         self._control = control
         self._mark_lost = mark_lost
@@ -64,8 +64,8 @@ class LentEngines:
             EngineError: on rank 0, as ``Servers.sample``.
             DeadlineError: a rank is gone, or late.
         """
-        access = self._access
-        url, error = (None, None) if access is None else attempt(access.open)
+        listener = self._listener
+        url, error = (None, None) if listener is None else attempt(listener.open)
         try:
             failures = self._control.exchange(_OPEN, error)
             if failures:
@@ -84,8 +84,8 @@ class LentEngines:
 
     def end(self) -> None:
         """Listen no more on this rank. Idempotent, and no collective call."""
-        if self._access is not None:
-            self._access.end()
+        if self._listener is not None:
+            self._listener.end()
 
     def _take_back(self) -> None:
         """Let all ranks know which engines the manager lost, and which are gone."""
@@ -110,9 +110,9 @@ class LentEngines:
 
         No error may leave this: the other ranks are about to exchange what they know.
         """
-        if self._access is None or self._engine is None:
+        if self._listener is None or self._engine is None:
             return None
-        for work in (self._access.close, self._engine.progress):
+        for work in (self._listener.close, self._engine.progress):
             _, error = attempt(work)
             if error is not None:
                 log.warning("the engine of this rank is gone: %s", error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import pytest
 from aiohttp import web
@@ -17,7 +16,6 @@ from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.arguments import ServerAddress
 from hybridrl.workers.rollout.sglang.client import ServerClient
-from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
 from hybridrl.workers.rollout.sglang.pairing import PairedEngine
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.single_turn import single_turn
@@ -65,15 +63,12 @@ def pairs(
         firsts = [opened.enter_context(answering(prefill)) for prefill in prefills]
         client = ServerClient(second.url, name="decode", require_alive=lambda _: None)
         opened.callback(client.close)
-        make_own = partial(
-            PairedEngine, prefills=[address_of(one, 9000 + n) for n, one in enumerate(firsts)]
-        )
+        addresses = [address_of(one, 9000 + n) for n, one in enumerate(firsts)]
 
         def run() -> list[Sample]:
             with RequestGate().admit() as call:
-                sampler = ServerSampler(
-                    EngineChoice(client, make_own=make_own), MODEL, call, timeout_s=30.0
-                )
+                pair = PairedEngine(client, prefills=addresses)
+                sampler = ServerSampler(pair, MODEL, call, timeout_s=30.0)
 
                 async def connected(_: Sampler) -> list[Sample]:
                     async with sampler:

@@ -178,6 +178,7 @@ class RecordingEngine:
     """A RolloutEngine whose responses' log-probs are its weights, so that garbage is seen."""
 
     frees_memory = True
+    url = None
     keeps_backup = True
     """Whether it was started so that it can copy weights to the host, as a server must be."""
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError, ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import Sample, SamplingParams
+from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.lent_engines import LentEngines
 from hybridrl.workers.sharding.manager import ShardingManager
@@ -43,7 +45,7 @@ SAMPLING = sampling_params(group=1, tokens=1)
 
 
 @dataclass
-class RecordingAccess:
+class RecordingListener:
     """The way to an engine, which notes when it is open, beside the calls of the engine."""
 
     rank: int
@@ -100,7 +102,7 @@ class Manager(RecordingServers):
 def lend(device: RecordingDevice, manager: Manager, *, rank: int) -> LentEngines:
     return LentEngines(
         manager,
-        access=RecordingAccess(rank, device.journal),
+        listener=cast(RequestListener, RecordingListener(rank, device.journal)),
         engine=device.engine,
         control=device.manager._control,
         mark_lost=device.manager.mark_lost,
@@ -178,7 +180,7 @@ def _fail_to_sample(rank: int) -> list[str]:
             endings.append(str(error))
         else:
             endings.append("well")
-        assert not lent._access.is_open  # type: ignore[union-attr]
+        assert not lent._listener.is_open  # type: ignore[union-attr]
         device.train()
     return endings
 
@@ -214,7 +216,7 @@ def _phases_under_fire(rank: int, chance: random.Random) -> list[str]:
         else:
             endings.append("well")
         device.journal.faults.clear()
-        assert not lent._access.is_open  # type: ignore[union-attr]
+        assert not lent._listener.is_open  # type: ignore[union-attr]
         manager.lost = ()
         assert device.serve(), endings
         device.train()

@@ -53,6 +53,7 @@ class HFRolloutEngine:
     """
 
     frees_memory = True
+    url = None
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import WeightRoute
-from hybridrl.network import LOOPBACK, host_and_port
+from hybridrl.network import LOOPBACK, Door, host_and_port
 
 if TYPE_CHECKING:  # mode=check builds arguments too, and imports no torch
     import torch
@@ -82,7 +82,9 @@ class ServerPlace:
     """Of all ranks that share it, by ``device_name``; empty names on a CPU."""
 
     address: ServerAddress | None = None
-    """Where it listens. None: at loopback, with a port and a key of its own."""
+    """Where it listens. None: at the door, with a port of its own."""
+
+    door: Door = field(default_factory=Door)
 
     prefills: tuple[ServerAddress, ...] = ()
     """Of a decode server: the prefill servers that it shares requests with."""
@@ -112,6 +114,8 @@ class ServerSpec:
 
     address: ServerAddress | None = None
     """See ``ServerPlace``."""
+
+    door: Door = field(default_factory=Door)
 
     prefills: tuple[ServerAddress, ...] = ()
     """See ``ServerPlace``."""
@@ -158,6 +162,7 @@ def server_spec(
         seed=config.seed,
         device=config.cluster.device,
         address=None if place is None else place.address,
+        door=Door() if place is None else place.door,
         prefills=() if place is None else place.prefills,
         elsewhere=None if place is None else place.elsewhere,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -79,7 +79,6 @@ class Endpoint:
         timeout_s: float | None,
         method: str = "POST",
         session: aiohttp.ClientSession | None = None,
-        headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401
         """Do one call, as ``call`` does; to be awaited on the loop of ``session``.
 
@@ -95,7 +94,6 @@ class Endpoint:
                 self.base_url + path,
                 json=body,
                 timeout=timeout,
-                headers=headers,
                 allow_redirects=False,  # the key is for this server
             ) as answer:
                 text = self._without_key(await answer.text())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 
 import torch
 
@@ -15,7 +14,6 @@ from hybridrl.diagnostics import activity
 from hybridrl.errors import DeadlineError, EngineError, ModelError, PhaseError
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.sampler import Program, Sampler, T
-from hybridrl.workers.rollout.directory import EngineDirectory
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import RequestGate
@@ -23,12 +21,12 @@ from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
 from hybridrl.workers.rollout.sglang.capabilities import Capability
-from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice, ServingEngine
 from hybridrl.workers.rollout.sglang.memory import held_bytes
 from hybridrl.workers.rollout.sglang.pairing import PairedEngine
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.sglang.server import Server
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
 
 _LEAVE_S = 2.0
@@ -48,15 +46,12 @@ class SGLangEngine(ServedWeights):
         *,
         variables: Mapping[str, str],
         device: torch.device | None = None,
-        directory: EngineDirectory | None = None,
     ) -> None:
         """Start the server.
 
         Args:
             variables: environment of the server, for example its visible devices.
             device: of this process; None is the first of its kind.
-            directory: the engines of other ranks, to which programs send requests, too; None if
-                there are none.
 
         Raises:
             EngineError: it did not start. Other errors are those of ``Server`` and of
@@ -64,7 +59,6 @@ class SGLangEngine(ServedWeights):
         """
         super().__init__(spec, device=device or torch.device(spec.device))
         self._variables = dict(variables)
-        self._directory = directory
         self._model = read_architecture(spec.model_folder)
         self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
         self._metrics: Metrics = {}
@@ -81,11 +75,12 @@ class SGLangEngine(ServedWeights):
     def _find_server(self) -> ServerCalls:
         if self._spec.elsewhere is not None:
             return AttachedServer(self._spec, self._spec.elsewhere)
-        door = None if self._directory is None else self._directory.door
-        server = Server(self._spec, variables=self._variables, door=door)
-        if self._directory is not None:
-            self._directory.announce(server.client.base_url, key=server.key, pid=server.process.pid)
-        return server
+        return Server(self._spec, variables=self._variables)
+
+    @property
+    def url(self) -> str:
+        """Of the server at present: it changes with a restart."""
+        return self._server.client.base_url
 
     # -- sampling --------------------------------------------------------------------------------
 
@@ -110,15 +105,10 @@ class SGLangEngine(ServedWeights):
                 adapter=None if self._spec.lora is None else ADAPTER,
                 experts=self._experts,
             )
+            client, prefills = self._server.client, self._spec.prefills
+            engine = PairedEngine(client, prefills=prefills) if prefills else ServingEngine(client)
             timeout_s = self._spec.rollout.request_timeout_s
-            prefills = self._spec.prefills
-            engines = EngineChoice(
-                self._server.client,
-                directory=self._directory,
-                num_slots=self._spec.rollout.num_slots,
-                make_own=partial(PairedEngine, prefills=prefills) if prefills else ServingEngine,
-            )
-            sampler = ServerSampler(engines, model, call, timeout_s=timeout_s)
+            sampler = ServerSampler(engine, model, call, timeout_s=timeout_s)
 
             async def connected(_: Sampler) -> T:
                 async with sampler:

@@ -18,7 +18,7 @@ import aiohttp
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.workers.rollout.sglang.arguments import ServerAddress
 from hybridrl.workers.rollout.sglang.client import Body, Endpoint
-from hybridrl.workers.rollout.sglang.engine_choice import ServingEngine, without_time
+from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine, without_time
 
 log = logging.getLogger(__name__)
 
@@ -33,23 +33,20 @@ class PairedEngine(ServingEngine):
 
     caches_contexts = False
 
-    def __init__(self, own: Endpoint, index: int, *, prefills: Sequence[ServerAddress]) -> None:
+    def __init__(self, own: Endpoint, *, prefills: Sequence[ServerAddress]) -> None:
         """Prepare.
 
         Args:
             own: the decode server.
             prefills: the other halves; at least one.
         """
-        super().__init__(own, index)
+        super().__init__(own)
         self._halves = [_PrefillHalf(address) for address in prefills]
 
-    async def open(self) -> AsyncExitStack:
-        """Connect with both kinds of servers in the current event loop."""
-        opened = AsyncExitStack()
-        await opened.enter_async_context(await super().open())
+    async def _connect(self, connections: AsyncExitStack) -> None:
+        await super()._connect(connections)
         for half in self._halves:
-            await opened.enter_async_context(half.open())
-        return opened
+            await connections.enter_async_context(half.open())
 
     async def ask(self, path: str, body: Body, *, timeout_s: float | None) -> Any:  # noqa: ANN401
         """Send requests for tokens, and their aborts, to both halves, others to the decode server.

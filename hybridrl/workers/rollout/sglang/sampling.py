@@ -30,7 +30,7 @@ from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sampling import check_request
 from hybridrl.workers.rollout.sglang.answers import ServedModel, accepted_drafts, read_sample
 from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ServerError
-from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice, ServingEngine
+from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ServerSampler(Sampler):
 
     def __init__(
         self,
-        engines: EngineChoice,
+        engine: ServingEngine,
         model: ServedModel,
         call: ProgramCall,
         *,
@@ -93,7 +93,7 @@ class ServerSampler(Sampler):
             timeout_s: seconds in which the server of a request must make progress.
         """
         self.max_context_tokens = model.max_context_tokens
-        self._engines = engines
+        self._engine = engine
         self._model = model
         self._call = call
         call.on_interrupt = self.interrupt
@@ -105,18 +105,18 @@ class ServerSampler(Sampler):
         self._drafts = Mean(0.0, 0.0)
         self._prefills: dict[tuple[int, ...], SharedPrefill] = {}
         self._aborts: set[asyncio.Task[Any]] = set()
-        self._open: dict[str, ServingEngine] = {}
-        """Engines of open responses, by the responses' names."""
+        self._open: set[str] = set()
+        """Names of open responses."""
         self._interrupting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> ServerSampler:
         """Connect in the current event loop."""
-        await self._engines.open()
+        await self._engine.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*self._aborts, return_exceptions=True)
-        await self._engines.close()
+        await self._engine.__aexit__()
 
     def describe(self) -> str:
         """Report the progress."""
@@ -130,7 +130,6 @@ class ServerSampler(Sampler):
                 float(self._num_cached_tokens), float(self._num_prompt_tokens)
             ),
             "rollout/retried_requests": Sum(float(self._num_retried)),
-            **self._engines.metrics(),
         }
         if self._drafts.count:
             metrics["rollout/draft_acceptance_fraction"] = self._drafts
@@ -169,10 +168,7 @@ class ServerSampler(Sampler):
     async def _abort_open(self) -> None:
         while self._open and self._call.is_interrupted:
             await asyncio.gather(
-                *(
-                    engine.ask("/abort_request", {"rid": name}, timeout_s=_ABORT_TIMEOUT_S)
-                    for name, engine in self._open.items()
-                ),
+                *(self._ask_abort(name) for name in self._open),
                 return_exceptions=True,  # of a server that is gone: its requests say so
             )
             await asyncio.sleep(_ABORT_EVERY_S)
@@ -201,11 +197,10 @@ class ServerSampler(Sampler):
         """Request the missing responses; return why one was cut off, or an empty text."""
         missing = group.missing
         try:
-            async with self._engines.lend(group.token_ids, len(missing)) as engine:
-                await self._prefill(group, engine)
-                if self._call.is_interrupted:
-                    return "an interruption"
-                items = await self._ask(self.group_body(group), engine)
+            await self._prefill(group)
+            if self._call.is_interrupted:
+                return "an interruption"
+            items = await self._ask(self.group_body(group))
         except ConnectionLostError as error:
             return str(error)
         except ServerError as error:
@@ -213,12 +208,11 @@ class ServerSampler(Sampler):
                 raise
             return str(error)
         reasons = [
-            self._take(group, index, item, engine)
-            for index, item in zip(missing, items, strict=True)
+            self._take(group, index, item) for index, item in zip(missing, items, strict=True)
         ]
         return next(filter(None, reasons), "")
 
-    def _take(self, group: Group, index: int, item: Body, engine: ServingEngine) -> str:
+    def _take(self, group: Group, index: int, item: Body) -> str:
         """Keep a response that ended, or was interrupted; return why another one was cut off."""
         meta = item["meta_info"]
         finish = meta["finish_reason"] or {"type": "unfinished"}
@@ -228,15 +222,13 @@ class ServerSampler(Sampler):
             return ""
         if finish["type"] not in ("stop", "length") and not is_interrupted:
             return f"{finish['type']}: {finish.get('message', '')}"
-        self._require_version(str(meta.get("weight_version")), engine)
+        self._require_version(str(meta.get("weight_version")))
         sample = read_sample(item, self._model)
         if is_interrupted:
             sample = replace(sample, finish_reason=self._ended_by(group, sample))
         group.samples[index] = sample
         self._num_cached_tokens += int(meta.get("cached_tokens") or 0)
         self._drafts += accepted_drafts(meta)
-        if len(group.seeds) == 1:  # a later turn may continue it
-            self._engines.remember(group.token_ids + item["output_ids"], engine)
         return ""
 
     def _ended_by(self, group: Group, sample: Sample) -> FinishReason:
@@ -249,14 +241,14 @@ class ServerSampler(Sampler):
         room = self.max_context_tokens - len(group.token_ids)
         return min(group.params.max_new_tokens, room)
 
-    async def _prefill(self, group: Group, engine: ServingEngine) -> None:
+    async def _prefill(self, group: Group) -> None:
         """Cache the context once, if several responses to it are missing: SGLang would not.
 
         Tasks that ask for the same context in the same turn of the event loop share the request.
         """
-        if not engine.caches_contexts:
+        if not self._engine.caches_contexts:
             return
-        context = (engine.index, *group.token_ids)
+        context = tuple(group.token_ids)
         prefill = self._prefills.setdefault(context, SharedPrefill())
         prefill.num_tasks += 1
         prefill.num_responses += len(group.missing)
@@ -264,7 +256,7 @@ class ServerSampler(Sampler):
             await asyncio.sleep(0)
             if prefill.num_responses > 1:
                 prefill.task = prefill.task or asyncio.ensure_future(
-                    self._ask(self.prefill_body(group), engine)
+                    self._ask(self.prefill_body(group))
                 )
                 await asyncio.shield(prefill.task)  # another task may wait for it, too
         finally:
@@ -272,34 +264,36 @@ class ServerSampler(Sampler):
             if not prefill.num_tasks:
                 del self._prefills[context]
 
-    async def _ask(self, body: Body, engine: ServingEngine) -> list[Body]:
+    async def _ask(self, body: Body) -> list[Body]:
+        engine = self._engine
         names: Sequence[str] = body.get("rid", [])
-        self._open.update(dict.fromkeys(names, engine))
+        self._open.update(names)
         try:
             async with while_it_works(
                 engine.progress, timeout_s=self._timeout_s, name=f"SGLang at {engine.url}"
             ):
                 answer: list[Body] = await engine.ask("/generate", body, timeout_s=None)
         except asyncio.CancelledError:
-            self._abort(names, engine)
+            self._abort(names)
             raise
         finally:
-            for name in names:
-                del self._open[name]
+            self._open.difference_update(names)
         return answer
 
-    def _abort(self, names: Sequence[str], engine: ServingEngine) -> None:
+    def _abort(self, names: Sequence[str]) -> None:
         """Free the slots of cancelled responses now: SGLang looks for lost clients every 4 s.
 
         Not if the program was aborted: then the drain aborts all requests at once.
         """
-        if not self._engines.is_open or self._call.is_aborted:
+        if not self._engine.is_open or self._call.is_aborted:
             return
         for name in names:
-            request = engine.ask("/abort_request", {"rid": name}, timeout_s=_ABORT_TIMEOUT_S)
-            task = asyncio.ensure_future(request)
+            task = asyncio.ensure_future(self._ask_abort(name))
             self._aborts.add(task)
             task.add_done_callback(self._end_abort)
+
+    async def _ask_abort(self, name: str) -> None:
+        await self._engine.ask("/abort_request", {"rid": name}, timeout_s=_ABORT_TIMEOUT_S)
 
     def _end_abort(self, task: asyncio.Task[Any]) -> None:
         self._aborts.discard(task)
@@ -325,7 +319,7 @@ class ServerSampler(Sampler):
             **self._fields,
         }
 
-    def _require_version(self, version: str, engine: ServingEngine) -> None:
+    def _require_version(self, version: str) -> None:
         number = str(self._model.version)
         expected = self._model.weight_version or number
         if version != expected:
@@ -334,7 +328,7 @@ class ServerSampler(Sampler):
                 known = f"this run expects {expected}"
             raise DriftError(
                 f"a response was sampled by weights of version {version}, and {known}; "
-                f"somebody else updates this server ({engine.url})"
+                f"somebody else updates this server ({self._engine.url})"
             )
 
 

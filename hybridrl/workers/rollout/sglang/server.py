@@ -15,7 +15,6 @@ from pathlib import Path
 from hybridrl import env
 from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError
 from hybridrl.json_text import to_json_text
-from hybridrl.workers.rollout.directory import Door
 from hybridrl.workers.rollout.sglang.arguments import (
     Arguments,
     ServerAddress,
@@ -41,14 +40,11 @@ _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 class Server(ServerCalls):
     """A running server, which ends with this process."""
 
-    def __init__(
-        self, spec: ServerSpec, *, variables: Mapping[str, str], door: Door | None = None
-    ) -> None:
+    def __init__(self, spec: ServerSpec, *, variables: Mapping[str, str]) -> None:
         """Start it and wait until it answers.
 
         Args:
             variables: environment besides that of every server, for example its visible devices.
-            door: where it listens, and its key; None: loopback, with a key of its own.
 
         Raises:
             EngineError: it did not start, with the last lines of its log; or it lacks a capability,
@@ -60,7 +56,6 @@ class Server(ServerCalls):
         self._timeout_s = spec.rollout.stage_timeout_s
         self._start_timeout_s = spec.rollout.start_timeout_s
         self.num_ranks = spec.rollout.tensor_parallel_size
-        self._door = door or Door()
         for attempt in range(1, _NUM_STARTS + 1):
             try:
                 self._start(spec, dict(variables))
@@ -73,9 +68,9 @@ class Server(ServerCalls):
 
     def _start(self, spec: ServerSpec, variables: Mapping[str, str]) -> None:
         address = spec.address or ServerAddress(
-            host=self._door.host,
+            host=spec.door.host,
             port=free_port(),
-            key=self._door.key or secrets.token_urlsafe(),
+            key=spec.door.key or secrets.token_urlsafe(),
         )
         self.key = address.key
         arguments = build_arguments(spec, name=self.name, port=address.port, key=self.key)

@@ -12,8 +12,8 @@ from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
 from hybridrl.workers.rollout.sglang.comparison import ExpectedServer
-from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
 
 CALL_S = 10.0
 """Seconds that the answer to a question may take that the server computes nothing for."""
@@ -116,7 +116,7 @@ class ServerQuestions:
             weight_version=str(version),
         )
         sampler = ServerSampler(
-            EngineChoice(self._client), model, ProgramCall(), timeout_s=self._timeout_s
+            ServingEngine(self._client), model, ProgramCall(), timeout_s=self._timeout_s
         )
         reason = ""
         try:
