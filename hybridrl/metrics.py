@@ -237,7 +237,7 @@ time/sample_s | s | sampling alone, slowest rank
 time/wait_for_groups_s | s | the trainer waits for a batch of responses (trainer.max_staleness)
 time/engines_idle_s | s | since the last batch: no engine had a request (trainer.max_staleness)
 time/update_engines_s | s | engines get no new request: they end or stop, and load new weights
-time/routed_request_s | s | mean time of a request, as the router measures it
+time/routed_request_s | s | mean time of a request to the router, repeats included
 time/replace_engine_s | s | from the loss of an engine to its replacement serving; the longest
 time/reward_s | s | scoring the responses, beyond the time in which others were sampled
 time/advantage_s | s | rewards to advantages, on the driver

@@ -23,7 +23,7 @@ from hybridrl.config.model import ModelConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.reward_model import RewardModelConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.config.serving import PlacedGroup, ServingConfig
+from hybridrl.config.serving import HALVES, PlacedGroup, ServingConfig
 from hybridrl.config.sft import SftConfig
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.config.trainer import TrainerConfig
@@ -166,6 +166,17 @@ class ExperimentConfig:
     def has_router(self) -> bool:
         """Whether sglang-router chooses the engine of each request to the policy's servers."""
         return self.has_servers and self.serving.router == "sglang"
+
+    @property
+    def asks_servers(self) -> bool:
+        """Whether the manager asks the policy's servers by HTTP: whole ones, which the run starts.
+
+        Answers with experts are too large for one process to read.
+        """
+        groups = self.serving.placed_groups
+        is_whole = not any(group.config.worker_type in HALVES for group in groups)
+        is_own = is_whole and not self.serving.has_external_policy
+        return is_own and self.rollout.engine == "sglang" and not self.rollout.routed_experts
 
     @property
     def num_server_devices(self) -> int:

@@ -22,7 +22,7 @@ class SamplingEngine(Protocol):
     """
 
     def address(self) -> Future[str | None]:
-        """Return the address of the engine's server; None if it has none."""
+        """Return the address of the engine's server; None if requests are calls of this handle."""
         ...
 
     def sample_group(

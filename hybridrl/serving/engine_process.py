@@ -60,7 +60,7 @@ class EngineProcess:
             config: of the run, as ``engine_config`` returns it for the group.
             model_folder: whose configuration and tokenizer the engine reads.
             place: devices and addresses of the engine; None if it has this process's device alone.
-            key: that the engine's server requires, for the router; empty: it makes its own.
+            key: that the engine's server requires of the manager; empty: requests are calls.
             process: name of this process in the run folder.
         """
         configure_server(Path(config.trainer.run_dir), process)
@@ -105,8 +105,8 @@ class EngineProcess:
         self._requests = RequestServer(self._engine)
 
     async def address(self) -> str | None:
-        """Return the address of the engine's server at present; None if it has none."""
-        return None if self._engine is None else self._engine.url
+        """Return the address of the engine's server at present; None if requests are calls."""
+        return self._engine.url if self._engine is not None and self._key else None
 
     async def act(self, action: Action) -> None:
         """Run one edge of the life cycle; requests are admitted from ``continue`` to ``pause``."""

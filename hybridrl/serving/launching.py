@@ -127,12 +127,12 @@ class ActorLaunch:
         if not rank:
             options["max_concurrency"] = config.rollout.num_slots + _OTHER_CALLS
         folder = self.policy_folder if self._is_policy else Path(str(self._served.path))
-        has_router = self._is_policy and self.config.has_router
+        is_asked = self._is_policy and self.config.asks_servers
         return actor_class.options(**options).remote(
             config,
             folder,
             self._place(group, engine, rank),
-            *([] if rank else [self.keys.own if has_router else "", self._process(engine)]),
+            *([] if rank else [self.keys.own if is_asked else "", self._process(engine)]),
         )
 
     def _process(self, engine: EnginePlan) -> str:

@@ -26,7 +26,6 @@ from hybridrl.serving.answers import Answer
 from hybridrl.serving.background import BackgroundSampling
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.external import ExternalModel
-from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.frozen import FrozenModel
 from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.launching import ActorLaunch, ServerDevices
@@ -36,7 +35,6 @@ from hybridrl.serving.rank_engines import RankEngines
 from hybridrl.serving.recovery import Recovery, watch_engines
 from hybridrl.serving.requests import PolicyRequests
 from hybridrl.serving.reserved_nodes import find_reserved_nodes
-from hybridrl.serving.router import Router
 from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer
 from hybridrl.serving.server_keys import ServerKeys
@@ -73,9 +71,8 @@ class RolloutManager:
         self._config = config
         self._agent = build_agent_rollout(config, model_folder)
         self._vocab_size = read_architecture(model_folder).vocab_size
-        self._router: Router | None = None
-        if config.has_router:
-            self._router = Router(config, vocab_size=self._vocab_size, key=keys.own)
+        self._requests = PolicyRequests(config, vocab_size=self._vocab_size, key=keys.own)
+        self._router = self._requests.router
         nodes = find_reserved_nodes(devices.placements, wait_s=config.cluster.start_timeout_s)
         launches = {
             plan.model: ActorLaunch(
@@ -93,9 +90,6 @@ class RolloutManager:
             launch.plan, launch, config=config.rollout, kept=KeptWeights(folder)
         )
         self._recovery = Recovery(self._policy, start_timeout_s=config.rollout.start_timeout_s)
-        self._requests = PolicyRequests(
-            self._router, FaultPlan(config.serving.faults, seed=config.seed)
-        )
         self._monitor = watch_engines(self._policy, self._recovery, config.serving)
         self._rank_engines = RankEngines(
             key=keys.own,
@@ -214,8 +208,9 @@ class RolloutManager:
         return asyncio.run(run())
 
     def _take_metrics(self) -> Metrics:
-        of_others = [each.take_metrics() for each in (self._agent, self._router) if each]
-        return merge([self._policy.take_metrics(), self._engine_metrics(), *of_others])
+        of_agent = {} if self._agent is None else self._agent.take_metrics()
+        of_requests = self._requests.take_metrics()
+        return merge([self._policy.take_metrics(), self._engine_metrics(), of_requests, of_agent])
 
     def lost_engines(self) -> tuple[int, ...]:
         """Return the lost ones of those that were lent to the last call, by their order."""

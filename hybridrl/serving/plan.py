@@ -70,7 +70,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """One model behind one router."""
+    """The engines of one model."""
 
     model: str
     groups: tuple[GroupPlan, ...]

@@ -45,8 +45,8 @@ class RankEngine:
         self._is_lost = False
 
     def address(self) -> Future[str | None]:
-        """Return its address."""
-        return answered(self.url)
+        """Return None: its rank answers requests."""
+        return answered(None)
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]

@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
-from hybridrl.serving.engine_handle import EngineHandle
+from torch import Tensor
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.metrics import Metrics, merge
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
 from hybridrl.serving.engine_pool import AskGroup, EnginePool, ask_process
 from hybridrl.serving.faults import FaultPlan
-from hybridrl.serving.router import Router
+from hybridrl.serving.router import Router, connect
+from hybridrl.workers.rollout.sglang.client import Endpoint
+from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
+
+OpenServer = Callable[[str], Awaitable[ServerSampler]]
+"""Connects the sampler of the server at an address."""
 
 
-@dataclass(frozen=True, slots=True)
 class PolicyRequests:
     """Opens the way between two updates: straight to the engines, or through the router."""
 
-    router: Router | None
-    faults: FaultPlan
+    def __init__(self, config: ExperimentConfig, *, vocab_size: int, key: str) -> None:
+        """Start nothing yet.
+
+        Args:
+            key: of the engines' servers, and of the router; made for this run.
+        """
+        self.router = Router(config, vocab_size=vocab_size, key=key) if config.has_router else None
+        self._faults = FaultPlan(config.serving.faults, seed=config.seed)
+        self._config, self._vocab_size, self._key = config, vocab_size, key
+        self._straight: StraightRequests | None = None
+        self._metrics: Metrics = {}
 
     @asynccontextmanager
     async def open(
         self, pool: EnginePool, engines: Collection[EngineHandle], *, version: int
     ) -> AsyncIterator[AskGroup]:
         """Open the way of a pool to these engines; see ``Router.open``."""
-        if self.router is None:
-            yield self.faults.spoil(ask_process)
+        if self.router is not None:
+            pool.on_left = self.router.leave_out
+            async with self.router.open(engines, version=version) as ask:
+                yield self._faults.spoil(ask)
             return
-        pool.on_left = self.router.leave_out
-        async with self.router.open(engines, version=version) as ask:
-            yield self.faults.spoil(ask)
+        async with AsyncExitStack() as opened:
+
+            async def open_server(url: str) -> ServerSampler:
+                server = ServingEngine(Endpoint(url, name=f"SGLang at {url}", key=self._key))
+                sampler = connect(self._config, server, self._vocab_size, version=version)
+                return await opened.enter_async_context(sampler)
+
+            self._straight = straight = StraightRequests(open_server)
+            yield self._faults.spoil(straight.ask)
+        self._metrics = merge([self._metrics, *(each.metrics() for each in straight.samplers)])
 
     async def interrupt(self, engines: Collection[EngineHandle]) -> None:
         """Let open requests return with the tokens that they have.
@@ -40,5 +67,57 @@ class PolicyRequests:
         if self.router is not None:
             self.router.interrupt()
             return
+        if self._straight is not None:
+            self._straight.interrupt()
         calls = [asyncio.wrap_future(engine.interrupt()) for engine in engines]
         await asyncio.gather(*calls, return_exceptions=True)
+
+    def take_metrics(self) -> Metrics:
+        """Describe the programs since the last call under declared names."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics if self.router is None else merge([metrics, self.router.take_metrics()])
+
+
+class StraightRequests:
+    """Requests of one program to engines: to a server by HTTP, to others by their handles.
+
+    All requests to a server leave this process, so those with the same context share its prefill.
+    """
+
+    def __init__(self, open_server: OpenServer) -> None:
+        """Open none yet."""
+        self.samplers: list[ServerSampler] = []
+        self._open_server = open_server
+        self._ways: dict[SamplingEngine, asyncio.Task[ServerSampler | None]] = {}
+        self._is_interrupted = False
+
+    async def ask(
+        self,
+        engine: SamplingEngine,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        keys: Sequence[int],
+    ) -> list[Sample]:
+        """Send a request to an engine; an ``AskGroup``."""
+        if engine not in self._ways:
+            self._ways[engine] = asyncio.ensure_future(self._open(engine))
+        sampler = await asyncio.shield(self._ways[engine])  # others wait for it, too
+        if sampler is None:
+            return await ask_process(engine, token_ids, params, keys)
+        return await sampler.sample_group(token_ids, params, keys=keys)
+
+    async def _open(self, engine: SamplingEngine) -> ServerSampler | None:
+        url = await asyncio.wrap_future(engine.address())
+        if url is None:
+            return None
+        sampler = await self._open_server(url)
+        self.samplers.append(sampler)
+        if self._is_interrupted:  # meanwhile: no request was sent
+            sampler.interrupt()
+        return sampler
+
+    def interrupt(self) -> None:
+        """Let open requests to servers return with the tokens that they have."""
+        self._is_interrupted = True
+        for sampler in self.samplers:
+            sampler.interrupt()

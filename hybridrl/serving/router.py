@@ -129,13 +129,7 @@ class Router:
         self._lost = asyncio.get_running_loop().create_future()
         await asyncio.gather(*map(self._know, engines), return_exceptions=True)  # or it is gone
         await asyncio.to_thread(self._show)
-        model = ServedModel(
-            max_context_tokens=self._config.max_row_tokens,
-            vocab_size=self._vocab_size,
-            version=version,
-        )
-        timeout_s = self._config.rollout.request_timeout_s
-        sampler = ServerSampler(RoutedServers(self), model, ProgramCall(), timeout_s=timeout_s)
+        sampler = connect(self._config, RoutedServers(self), self._vocab_size, version=version)
         with self._monitor.watching():
             async with sampler:
                 self._sampler = sampler
@@ -243,8 +237,9 @@ class Router:
                 answer = await self._unless_lost(process.generate(body, session=session))
             except (ServerDiedError, ConnectionLostError) as error:
                 await self._replace(process, error)
-            except ServerLostError:  # it may still compute: the next try needs another name
-                raise
+            except ServerLostError:
+                await asyncio.to_thread(self._show)
+                raise  # it may still compute: the next try needs another name
             except ServerError as error:
                 now_s = time.monotonic()
                 give_up_s = give_up_s or now_s + _SEES_DEATH_S
@@ -332,6 +327,17 @@ class RoutedServers(ServingEngine):
         """Return the loads of all servers; each has a monitor besides."""
         loads = [server.loads(self._session) for server in self._router.living()]
         return [without_time(each) for each in await asyncio.gather(*loads)]
+
+
+def connect(
+    config: ExperimentConfig, server: ServingEngine, vocab_size: int, *, version: int
+) -> ServerSampler:
+    """Return the sampler of a server of the policy, to be entered in a program's loop."""
+    model = ServedModel(
+        max_context_tokens=config.max_row_tokens, vocab_size=vocab_size, version=version
+    )
+    timeout_s = config.rollout.request_timeout_s
+    return ServerSampler(server, model, ProgramCall(), timeout_s=timeout_s)
 
 
 def single_bodies(body: Body) -> list[Body]:

@@ -252,10 +252,12 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "serving.colocated",
         "halves of a request are not built beside engines of the ranks",
     ),
+    (("serving.router=sglang",), "serving.router", "would be ignored: the ranks have the rollout"),
+    ((*SERVERS, "serving.router=sglang"), "serving.router", "it passes requests to SGLang alone"),
     (
-        (*MOE, *COLOCATED, "cluster.num_ranks_per_node=2", "rollout.routed_experts=true"),
-        "rollout.routed_experts",
-        "requests go through the router, which drops experts",
+        (*SGLANG, *COLOCATED, "cluster.num_ranks_per_node=2", "serving.router=sglang"),
+        "serving.router",
+        "engines of ranks are asked through their ranks",
     ),
     (
         (*COLOCATED, "cluster.num_ranks_per_node=2", "serving.faults={it: {kind: stop}}"),

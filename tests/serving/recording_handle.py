@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridrl.errors import ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
 from tests.workers.sharding.recording import Journal, RecordingEngine, managed_engine
@@ -42,7 +43,7 @@ class RecordingHandle:
         return self._submit(build)
 
     def address(self) -> Future[str | None]:
-        raise NotImplementedError
+        return answered(None)
 
     def act(self, action: Action) -> Future[None]:
         return self._submit(lambda: action(self._managed))

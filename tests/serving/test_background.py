@@ -24,7 +24,6 @@ from hybridrl.metrics import Metrics, Sum
 from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams
 from hybridrl.serving.background import BackgroundSampling
-from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.open_groups import OpenGroups
@@ -37,6 +36,7 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.served_engines import update_with_tries
+from tests.config.values import config_of
 from tests.serving.decoding_handle import MOST_TOKENS, DecodingHandle, length_of, token_of
 from tests.serving.test_server import plan_of
 from tests.waiting import wait_until
@@ -103,7 +103,7 @@ class Rig:
             self.server,
             pool,
             OpenGroups(pool, single_turn, self.buffer),
-            requests=PolicyRequests(None, FaultPlan({}, seed=0)),
+            requests=PolicyRequests(config_of("serving=own"), vocab_size=100, key=""),
             recovery=self.recovery,
             monitor=self.monitor,
             on_update=on_update,

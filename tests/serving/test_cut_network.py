@@ -17,9 +17,7 @@ import pytest
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.health import HealthMonitor
-from hybridrl.serving.requests import PolicyRequests
 from hybridrl.serving.router import Router
 from tests.config.values import config_of
 from tests.end_to_end.two_machines import can_be_made
@@ -90,7 +88,6 @@ def ip(*words: str) -> None:
 def test_requests_leave_an_engine_whose_network_is_cut() -> None:
     pytest.importorskip("sglang_router")
     routed = Router(CONFIG, vocab_size=1000, key="a-key")
-    requests = PolicyRequests(routed, FaultPlan({}, seed=0))
     with (
         cable() as name,
         echo_server(seconds=0.3) as (near, _),
@@ -107,18 +104,20 @@ def test_requests_leave_an_engine_whose_network_is_cut() -> None:
                 vocab_size=1000,
                 version=0,
             )
+            pool.on_left = routed.leave_out
             monitor = HealthMonitor(
                 lambda: dict(engines),
                 lambda index, engine, why: pool.drop(index, cast(SamplingEngine, engine), why),
                 timeout_s=2.0,
             )
             try:
-                async with requests.open(pool, handles.values(), version=0) as pool.ask:
+                async with routed.open(handles.values(), version=0) as pool.ask:
                     with monitor.watching():
                         asks = [pool.sample_group([1, n], PARAMS, keys=[n]) for n in range(8)]
                         tasks = [asyncio.ensure_future(each) for each in asks]
                         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                        ip("link", "set", name, "down")
+                        # At its end: at ours the route would go, and a gateway might answer.
+                        ip("-n", name, "link", "set", "eth", "down")
                         return await asyncio.gather(*tasks)
             finally:
                 monitor.end()

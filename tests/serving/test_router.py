@@ -20,8 +20,6 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import router_process
 from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.faults import FaultPlan
-from hybridrl.serving.requests import PolicyRequests
 from hybridrl.serving.router import Router
 from hybridrl.serving.router_process import RouterProcess
 from hybridrl.workers.rollout.sglang.process import ServerProcess
@@ -93,8 +91,8 @@ def run(
             version=version,
         )
         pool.on_lost = note
-        requests = PolicyRequests(routed, FaultPlan({}, seed=0))
-        async with requests.open(pool, engines.values(), version=version) as pool.ask:
+        pool.on_left = routed.leave_out
+        async with routed.open(engines.values(), version=version) as pool.ask:
             return await ask(pool), pool
 
     samples, pool = asyncio.run(program())

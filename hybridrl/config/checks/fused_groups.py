@@ -112,16 +112,9 @@ def check_fused_engines_have_one_size(config: ExperimentConfig) -> Iterator[Conf
 
 
 def check_fused_engines_are_reached(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """SGLang's servers of ranks get their requests through the router alone."""
+    """Halves of a request find each other only among engines of one kind."""
     if not config.serving.models or not config.serving.colocated:
         return
-    if config.rollout.engine == "sglang" and config.rollout.routed_experts:
-        yield ConfigError(
-            "rollout.routed_experts",
-            got=True,
-            rule="with serving.colocated=true requests go through the router, which drops experts",
-            remedies=[("rollout.routed_experts=false",), ("serving=none",)],
-        )
     groups = [g for g in config.serving.placed_groups if not config.is_fused(g)]
     if halves := [g.name for g in groups if g.config.worker_type in HALVES]:
         yield ConfigError(

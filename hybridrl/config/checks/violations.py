@@ -32,6 +32,7 @@ from hybridrl.config.checks import (
     reward,
     reward_models,
     rollout,
+    router,
     serving,
     trackers,
 )
@@ -103,6 +104,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "serving": (
         *serving.RULES,
         *fused_groups.RULES,
+        *router.RULES,
         *frozen_models.RULES,
         *external_models.RULES,
     ),
@@ -118,6 +120,7 @@ _EVAL_RULES: Mapping[str, tuple[Rule, ...]] = {
     "serving": (
         *serving.RULES,
         *fused_groups.RULES,
+        *router.RULES,
         *frozen_models.RULES,
         *external_models.RULES,
     ),

@@ -1,0 +1,101 @@
+"""Requests to servers without a router: each server's sampler opens when it is first asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import cast
+
+import pytest
+import torch
+
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.requests import PolicyRequests, StraightRequests
+from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from tests.config.values import config_of
+from tests.serving.echo import echo_server
+
+PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
+
+
+class Addressed:
+    """An engine of which the address is asked, and that answers by itself without one."""
+
+    def __init__(self, url: str | None) -> None:
+        self._url = url
+
+    def address(self) -> Future[str | None]:
+        answer: Future[str | None] = Future()
+        answer.set_result(self._url)
+        return answer
+
+    def sample_group(
+        self, token_ids: Sequence[int], params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        answer: Future[list[Sample]] = Future()
+        answer.set_result([_sample(params.max_new_tokens, seed=key) for key in keys])
+        return answer
+
+
+def _sample(num_tokens: int, *, seed: int = 0) -> Sample:
+    tokens = torch.full((num_tokens,), seed)
+    return Sample(tokens, torch.zeros(num_tokens), "length", 0)
+
+
+class SlowToOpen:
+    """A sampler of one server that opens when a test says so; interrupted, it returns no tokens."""
+
+    def __init__(self) -> None:
+        self.may_open = asyncio.Event()
+        self.is_interrupted = False
+
+    async def open(self, _: str) -> ServerSampler:
+        await self.may_open.wait()
+        return cast(ServerSampler, self)
+
+    def interrupt(self) -> None:
+        self.is_interrupted = True
+
+    async def sample_group(
+        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int]
+    ) -> list[Sample]:
+        return [_sample(0 if self.is_interrupted else params.max_new_tokens) for _ in keys]
+
+
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_a_request_whose_server_is_being_opened_is_interrupted_as_well(*, interrupts: bool) -> None:
+    async def program() -> list[int]:
+        server = SlowToOpen()
+        requests = StraightRequests(server.open)
+        engine = cast(SamplingEngine, Addressed("http://server"))
+        asking = asyncio.ensure_future(requests.ask(engine, [1], PARAMS, [7]))
+        await asyncio.sleep(0)
+        if interrupts:
+            requests.interrupt()
+        server.may_open.set()
+        return [len(sample.token_ids) for sample in await asking]
+
+    assert asyncio.run(program()) == [0 if interrupts else 8]
+
+
+def test_servers_are_asked_by_http_and_other_engines_by_calls() -> None:
+    config = config_of("serving=own", "rollout=sglang")
+    requests = PolicyRequests(config, vocab_size=1000, key="a-key")
+
+    async def program(url: str) -> list[Sample]:
+        engines = {n: cast(EngineHandle, Addressed(each)) for n, each in enumerate((url, None))}
+        pool = EnginePool(engines, num_slots=2, max_context_tokens=32, vocab_size=1000, version=0)
+        async with requests.open(pool, engines.values(), version=0) as pool.ask:
+            asks = [pool.sample_group([1, n], PARAMS, keys=[n, 100 + n]) for n in range(6)]
+            return [sample for group in await asyncio.gather(*asks) for sample in group]
+
+    for _ in range(2):
+        with echo_server() as (url, _):
+            samples = asyncio.run(program(url))
+        assert [int(s.token_ids[0]) for s in samples] == [k for n in range(6) for k in (n, 100 + n)]
+        metrics = requests.take_metrics()
+        assert "rollout/prefix_cache_hit_fraction" in metrics  # of the server's sampler
+        assert requests.take_metrics() == {}
