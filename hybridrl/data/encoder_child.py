@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from hybridrl.data.row_encoder import RowEncoder
+from hybridrl.data.encoding import RowEncoder
 from hybridrl.errors import HybridRLError
 
 

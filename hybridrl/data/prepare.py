@@ -21,9 +21,9 @@ from importlib import import_module
 from pathlib import Path
 
 from hybridrl.atomic_io import atomic_write_text
-from hybridrl.data.countdown import make_countdown
 from hybridrl.data.published import CONVERTERS, HUB, Unusable
 from hybridrl.data.records import Malformed, read_records
+from hybridrl.data.tasks import make_countdown
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.json_text import to_json_text
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.rows import Message, Row
+from hybridrl.data.rows import Message, Row, read_record, write_record
 from hybridrl.data.special_tokens import special_tokens_of
 from hybridrl.errors import DataError
 
@@ -115,3 +116,15 @@ def render_chat(
     except Exception as error:  # a template is a program, which may raise any error
         raise DataError(f"{origin}: the chat template rejects the prompt: {error}") from error
     return text
+
+
+def encode_row(row: Row) -> Tensor:
+    """Write a row as a tensor: uint8 [n]."""
+    data = row.origin.encode() + b"\0" + write_record(row)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def decode_row(data: Tensor) -> Row:
+    """Read a row from ``encode_row``."""
+    origin, _, record = data.numpy().tobytes().partition(b"\0")
+    return read_record(record, origin=origin.decode())

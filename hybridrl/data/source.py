@@ -5,18 +5,34 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from hybridrl.batch import PromptBatch, jagged
-from hybridrl.data.prompt_step import PromptStep
-from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.row_tensor import encode_row
+from hybridrl.data.prompts import TokenizedRow, encode_row
 from hybridrl.data.rows import fingerprint
-from hybridrl.data.sampler import RowOrder, RowSampler
-from hybridrl.data.sampler_state import SamplerState
+from hybridrl.data.sampler import RowOrder, RowSampler, SamplerState
 from hybridrl.errors import PhaseError
+from hybridrl.single_controller.payload import concat_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStep:
+    """The prompts of one step, twice: for the workers, and with their answers for the driver."""
+
+    prompts: PromptBatch
+    rows: tuple[TokenizedRow, ...]
+
+    @staticmethod
+    def join(steps: Sequence[PromptStep]) -> PromptStep:
+        """Put the prompts of several, at least one, into one."""
+        if len(steps) == 1:
+            return steps[0]
+        return PromptStep(
+            concat_rows([step.prompts for step in steps]),
+            tuple(row for step in steps for row in step.rows),
+        )
 
 
 class PromptSource:

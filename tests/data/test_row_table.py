@@ -12,8 +12,8 @@ import pytest
 
 from hybridrl.data import row_table
 from hybridrl.data.columns import Columns
+from hybridrl.data.encoding import RowEncoder
 from hybridrl.data.files import RowFiles
-from hybridrl.data.row_encoder import RowEncoder
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.data.sampler import MixSampler, RowSampler
-from hybridrl.data.sampler_state import SamplerState
+from hybridrl.data.sampler import MixSampler, RowSampler, SamplerState
 from hybridrl.errors import DataError
 
 

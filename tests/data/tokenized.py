@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.row_encoder import RowEncoder
+from hybridrl.data.encoding import RowEncoder
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row
 from hybridrl.data.tokenizing import encode_rows

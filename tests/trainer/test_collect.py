@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged
-from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
-from hybridrl.data.source import PromptSource
+from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.batches import DrawnBatches

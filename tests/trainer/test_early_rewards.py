@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from hybridrl.batch import RolloutBatch
 from hybridrl.config.reward import RewardConfig
-from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
-from hybridrl.data.source import build_prompt_step
+from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import RewardError
 from hybridrl.rewards.scorer import RewardScorer, Scores

@@ -11,10 +11,9 @@ import torch
 from hybridrl.batch import PromptBatch, RolloutBatch
 from hybridrl.config.eval import EvalSet
 from hybridrl.data.answers import response_answers
-from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
-from hybridrl.data.source import build_prompt_step
+from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.metrics import Mean, Metrics, check_declared
 from hybridrl.rewards.scorer import Scores

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged, row_lengths
-from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
-from hybridrl.data.source import build_prompt_step
+from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.errors import ReplayError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
