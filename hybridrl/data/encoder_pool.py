@@ -15,7 +15,7 @@ from typing import Self
 
 from hybridrl import env
 from hybridrl.data.encoding import EncodedRows, RowEncoder
-from hybridrl.data.files import RawRow
+from hybridrl.data.parsing import RawRow
 from hybridrl.data.rows import Row
 from hybridrl.diagnostics.processes import end_guarded, guarded
 from hybridrl.errors import DataError, HybridRLError

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data.columns import Columns
-from hybridrl.data.files import RawRow, parse
+from hybridrl.data.parsing import RawRow, parse
 from hybridrl.data.prompts import Rendered, render
 from hybridrl.data.records import Malformed
 from hybridrl.data.row_table import encode_block

@@ -15,7 +15,8 @@ from pathlib import Path
 from hybridrl.config.paths import split_function
 from hybridrl.data.encoder_pool import EncoderPool
 from hybridrl.data.encoding import EncodedRows, RowEncoder
-from hybridrl.data.files import Problems, RawRow, RowFiles
+from hybridrl.data.files import Problems, RowFiles
+from hybridrl.data.parsing import RawRow
 from hybridrl.data.row_table import RowTable, open_table, table_writer
 from hybridrl.data.rows import Row
 from hybridrl.errors import DataError

@@ -17,7 +17,7 @@ import pytest
 from hybridrl.data.columns import Columns
 from hybridrl.data.encoder_pool import EncoderPool
 from hybridrl.data.encoding import RowEncoder
-from hybridrl.data.files import RawRow
+from hybridrl.data.parsing import RawRow
 from hybridrl.data.rows import Row
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import DataError
