@@ -71,13 +71,6 @@ class RowFiles:
         problems.raise_if_any()
 
 
-def read_rows(
-    files: Sequence[Path], *, columns: Columns, key: str, source: str | None = None
-) -> list[Row]:
-    """Read all rows of all files into memory; see `RowFiles`."""
-    return list(RowFiles(files=files, columns=columns, key=key, source=source).parsed())
-
-
 @dataclass(slots=True)
 class Problems:
     """Malformed rows: the first 20, and the number of all."""

@@ -11,12 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import PreferenceBatch, jagged
-from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.prompts import Overlong, TokenizedRow
 from hybridrl.errors import DataError
 
 log = logging.getLogger(__name__)
-
-_MAX_ROWS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +64,21 @@ def tokenize_pairs(
                 f"{pair.row.origin}: chosen and rejected answer have the same tokens; remove the "
                 "row"
             )
-    long = [pair for pair in pairs if _longest(pair) > max_answer_tokens]
-    if long and (not drops_overlong or len(long) == len(pairs)):
-        raise DataError(_describe_overlong(long, max_answer_tokens=max_answer_tokens))
-    if long:
-        log.warning("dropped pairs with overlong answers: count=%d of=%d", len(long), len(pairs))
-    return [pair for pair in pairs if _longest(pair) <= max_answer_tokens]
+    kept, overlong = [], Overlong()
+    for pair in pairs:
+        longest = max(len(pair.chosen_ids), len(pair.rejected_ids))
+        if longest > max_answer_tokens:
+            overlong.add(pair.row.origin, longest)
+        else:
+            kept.append(pair)
+    if overlong.count and not (drops_overlong and kept):
+        text = overlong.name("answers", "rollout.max_response_tokens", max_answer_tokens)
+        raise DataError(f"{text} to leave such pairs out")
+    if overlong.count:
+        log.warning(
+            "dropped pairs with overlong answers: count=%d of=%d", overlong.count, len(pairs)
+        )
+    return kept
 
 
 def build_preference_batch(
@@ -102,18 +109,3 @@ def build_preference_batch(
 def _tokenize(answers: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
     encoded = tokenizer(answers, add_special_tokens=False, return_attention_mask=False)
     return [torch.tensor([*tokens, tokenizer.eos_token_id]) for tokens in encoded["input_ids"]]
-
-
-def _longest(pair: PreferencePair) -> int:
-    return max(len(pair.chosen_ids), len(pair.rejected_ids))
-
-
-def _describe_overlong(long: Sequence[PreferencePair], *, max_answer_tokens: int) -> str:
-    named = [f"{pair.row.origin} ({_longest(pair)} tokens)" for pair in long[:_MAX_ROWS_SHOWN]]
-    more = f" and {len(long) - _MAX_ROWS_SHOWN} more" if len(long) > _MAX_ROWS_SHOWN else ""
-    longest = max(_longest(pair) for pair in long)
-    return (
-        f"answers longer than rollout.max_response_tokens={max_answer_tokens}: {', '.join(named)}"
-        f"{more}; set rollout.max_response_tokens={longest}, or data.overlong_prompts=drop to "
-        "leave such pairs out"
-    )

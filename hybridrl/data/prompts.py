@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.data.rows import Message, Row, read_record, write_record
 from hybridrl.data.special_tokens import special_tokens_of
 from hybridrl.errors import DataError
+
+_MAX_ROWS_SHOWN = 5
 
 Rendered = tuple[str, Sequence[int]]
 """The text of a prompt, and its token ids."""
@@ -31,6 +33,33 @@ class TokenizedRow:
     """int64 [L], L >= 1."""
 
 
+@dataclass(slots=True)
+class Overlong:
+    """Prompts or answers beyond their limit: the first ones, and statistics of all."""
+
+    first: list[str] = field(default_factory=list)
+    count: int = 0
+    shortest: int = 0
+    longest: int = 0
+
+    def add(self, origin: str, num_tokens: int) -> None:
+        """Note one."""
+        if len(self.first) < _MAX_ROWS_SHOWN:
+            self.first.append(f"{origin} ({num_tokens} tokens)")
+        self.shortest = min(self.shortest, num_tokens) if self.count else num_tokens
+        self.longest = max(self.longest, num_tokens)
+        self.count += 1
+
+    def name(self, kind: str, key: str, limit: int) -> str:
+        """Say which, and the limit that holds all of them."""
+        num_unnamed = self.count - len(self.first)
+        more = f" and {num_unnamed} more" if num_unnamed else ""
+        return (
+            f"{kind} longer than {key}={limit}: {', '.join(self.first)}{more}; set "
+            f"{key}={self.longest}, or data.overlong_prompts=drop"
+        )
+
+
 def render(
     rows: Sequence[Row],
     tokenizer: PreTrainedTokenizerBase,
@@ -41,7 +70,6 @@ def render(
     """Return text and tokens of each prompt.
 
     Args:
-        rows: at least one.
         tokenizer: adds its own special tokens to a text prompt; with a chat template that does.
         use_chat_template: wrap prompts; a text becomes one user message.
 
@@ -52,6 +80,8 @@ def render(
     texts = [
         _to_text(row, tokenizer, use_chat_template=use_chat_template, tools=tools) for row in rows
     ]
+    if not texts:
+        return []
     # With a template the text already holds the special tokens.
     token_lists = tokenizer(
         texts, add_special_tokens=not use_chat_template, return_attention_mask=False

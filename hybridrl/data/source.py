@@ -11,8 +11,7 @@ import torch
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.data.prompts import TokenizedRow, encode_row
-from hybridrl.data.rows import fingerprint
-from hybridrl.data.sampler import RowOrder, RowSampler, SamplerState
+from hybridrl.data.sampler import RowOrder, SamplerState
 from hybridrl.errors import PhaseError
 from hybridrl.single_controller.payload import concat_rows
 
@@ -47,8 +46,7 @@ class PromptSource:
         *,
         num_prompts: int,
         seed: int,
-        shuffle: bool = True,
-        sampler: RowOrder | None = None,
+        sampler: RowOrder,
         sends_rows: bool = False,
     ) -> None:
         """Start at the beginning of the stream.
@@ -56,13 +54,8 @@ class PromptSource:
         Args:
             rows: at least one; may be fewer than ``num_prompts``.
             num_prompts: P, prompts per step.
-            seed: of the run; gives both the order and the seed of each prompt.
-            shuffle: new order each epoch.
-            sampler: of a mix or a curriculum; None draws as ``shuffle`` says.
+            seed: of the run; gives the seed of each prompt.
             sends_rows: put rows into the batches, for agents.
-
-        Raises:
-            DataError: no rows.
         """
         self._rows = rows
         self._num_prompts = num_prompts
@@ -72,12 +65,7 @@ class PromptSource:
         """Prompts that were drawn, and are open; none between the steps of a synchronous run."""
         self._returned: deque[tuple[int, TokenizedRow]] = deque()
         """Prompts that a checkpoint gave back, with their indices."""
-        self._sampler: RowOrder = sampler or RowSampler(
-            len(rows),
-            seed=seed,
-            shuffle=shuffle,
-            fingerprint=fingerprint(row.row for row in rows),
-        )
+        self._sampler = sampler
 
     @property
     def epoch(self) -> float:
@@ -94,7 +82,7 @@ class PromptSource:
         wanted = num_prompts or self._num_prompts
         drawn = [self._returned.popleft() for _ in range(min(wanted, len(self._returned)))]
         drawn += self._draw(wanted - len(drawn))
-        return _build_step(
+        return build_prompt_step(
             [row for _, row in drawn],
             [index for index, _ in drawn],
             seed=self._seed,
@@ -129,8 +117,8 @@ class PromptSource:
 
 def build_prompt_step(
     rows: Sequence[TokenizedRow],
+    indices: Sequence[int],
     *,
-    first_index: int,
     seed: int,
     stream: str = "train",
     sends_rows: bool = False,
@@ -139,22 +127,10 @@ def build_prompt_step(
 
     Args:
         rows: P >= 1 rows.
-        first_index: of the first row in its stream; the others follow.
+        indices: of the rows in their stream.
         stream: keeps the random numbers of training and evaluation apart.
         sends_rows: put rows into the batch, for agents.
     """
-    indices = range(first_index, first_index + len(rows))
-    return _build_step(rows, indices, seed=seed, stream=stream, sends_rows=sends_rows)
-
-
-def _build_step(
-    rows: Sequence[TokenizedRow],
-    indices: Sequence[int],
-    *,
-    seed: int,
-    stream: str = "train",
-    sends_rows: bool,
-) -> PromptStep:
     prompts = PromptBatch(
         token_ids_PL=jagged([row.token_ids for row in rows]),
         prompt_index_P=torch.tensor(list(indices)),

@@ -91,7 +91,7 @@ def _task(first_index: int = 5) -> PromptStep:
         TokenizedRow(Row(f"{n}=", str(n), "s", f"f:{n}"), f"{n}=", torch.tensor([n + 1]))
         for n in range(NUM_PROMPTS)
     ]
-    return build_prompt_step(rows, first_index=first_index, seed=0)
+    return build_prompt_step(rows, range(first_index, first_index + len(rows)), seed=0)
 
 
 def _sample(text: str) -> Sample:

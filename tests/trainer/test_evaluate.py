@@ -73,7 +73,7 @@ def task_of(name: str, sources: Sequence[str], **given: object) -> EvalTask:
         for source in sources
     ]
     sampling = SamplingParams(settings.num_responses_per_prompt, 4, settings.temperature)
-    return EvalTask(settings, build_prompt_step(rows, first_index=0, seed=0), sampling)
+    return EvalTask(settings, build_prompt_step(rows, range(len(rows)), seed=0), sampling)
 
 
 def evaluate(

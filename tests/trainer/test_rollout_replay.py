@@ -76,7 +76,7 @@ def _task(first_index: int = 0, *, answer: str = "a", token: int = 7, seed: int 
         )
         for n in range(5)
     ]
-    return build_prompt_step(rows, first_index=first_index, seed=seed)
+    return build_prompt_step(rows, range(first_index, first_index + len(rows)), seed=seed)
 
 
 @pytest.fixture
