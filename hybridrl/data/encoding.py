@@ -103,6 +103,8 @@ def encode_by_processes(
     """Encode chunks by processes, in order; they end with the generator.
 
     They take seconds to begin. Nobody waits for that: this process encodes until one has begun.
+    No pool of the standard library does: its children get Ctrl-C, outlive a driver that is killed,
+    and import the user's main module.
 
     Args:
         encoder: its tokenizer is a fast one, which can be sent to a process.

@@ -34,8 +34,7 @@ class RowFiles:
         """Yield the rows of all files, in order. Blank lines of a jsonl file are skipped.
 
         Raises:
-            DataError: a file that is missing, unreadable or of another kind; a table without a
-                column; or no row at all.
+            DataError: as `read_records`; or there is no row at all.
         """
         is_empty = True
         for path in self.files:
@@ -86,11 +85,7 @@ class Problems:
             self.first.append(problem)
 
     def raise_if_any(self) -> None:
-        """Name them.
-
-        Raises:
-            DataError: there are some.
-        """
+        """Name them in a DataError."""
         if not self.num_malformed:
             return
         lines = "\n  ".join(self.first)

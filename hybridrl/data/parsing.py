@@ -29,11 +29,7 @@ class RawRow(NamedTuple):
 
 
 def parse(raw: RawRow, columns: Columns) -> Row:
-    """Parse a row.
-
-    Raises:
-        Malformed: it is not one; says why.
-    """
+    """Parse a row; raises Malformed, which says why it is none."""
     record = raw.record
     if isinstance(record, Malformed):
         raise record
@@ -54,19 +50,13 @@ def parse(raw: RawRow, columns: Columns) -> Row:
             prompt, (answer, rejected) = _split_pair(prompt, {n: needed[n] for n in names})
     source = record.get(columns.source) or raw.source
     return Row(
-        prompt=_parse_messages(prompt, name)
-        if isinstance(prompt, list)
-        else _parse_text(prompt, name),
+        prompt=_parse_prompt(prompt, name),
         answer=_parse_answer(answer, answer_name),
         source=_parse_text(source, columns.source),
         origin=raw.origin,
-        difficulty=0.0
-        if columns.difficulty is None
-        else _parse_number(needed[columns.difficulty], columns.difficulty),
+        difficulty=_parse_number(needed, columns.difficulty),
         rejected=None if columns.rejected is None else _parse_text(rejected, columns.rejected),
-        margin=0.0
-        if columns.margin is None
-        else _parse_number(needed[columns.margin], columns.margin),
+        margin=_parse_number(needed, columns.margin),
         own=_write_own({name: needed[name] for name in columns.own}),
     )
 
@@ -111,7 +101,11 @@ def _require(record: Mapping[str, object], name: str, *, key: str) -> object:
     return value
 
 
-def _parse_number(value: object, name: str) -> float:
+def _parse_number(needed: Mapping[str, object], name: str | None) -> float:
+    """Return the number of a column; 0 without one."""
+    if name is None:
+        return 0.0
+    value = needed[name]
     try:  # csv has text alone
         number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -147,7 +141,9 @@ def _parse_text(value: object, name: str) -> str:
     return value
 
 
-def _parse_messages(messages: Sequence[object], name: str) -> tuple[Message, ...]:
+def _parse_prompt(messages: object, name: str) -> str | tuple[Message, ...]:
+    if not isinstance(messages, list):
+        return _parse_text(messages, name)
     if not messages:
         raise Malformed(f"{name!r} has no messages")
     parsed = []
@@ -169,13 +165,7 @@ def _split_answer(
 ) -> tuple[list[object], object]:
     """Return the messages before the last one, and the content of the last one.
 
-    Args:
-        chat: as its column has it.
-        why: the column must be a chat.
-        needs_prompt: whether there must be messages before the last one.
-
-    Raises:
-        Malformed: it is none, or the assistant does not have the last word.
+    ``why`` the column must be a chat; ``needs_prompt``: there must be messages before the last one.
     """
     last = chat[-1] if isinstance(chat, list) and chat else None
     if not isinstance(chat, list) or not isinstance(last, dict) or len(chat) < 1 + needs_prompt:
@@ -195,16 +185,10 @@ def _split_pair(
     """Return the prompt of a preference pair, and its answers without the chats around them.
 
     Args:
-        prompt: as its column has it; None without one: then both answers are chats, and the
-            messages before their last one are the prompt.
+        prompt: None without a column: then both answers are chats, and the messages before their
+            last one are the prompt.
         answers: the chosen and the rejected one by name of their columns. Texts; or chats that end
             with the answer, by itself or after the prompt.
-
-    Returns:
-        Prompt, and chosen and rejected answer, whose texts are not checked yet.
-
-    Raises:
-        Malformed: the answers are equal, or not of one kind; or the chats begin differently.
     """
     (name, chosen), (other, rejected) = answers.items()
     has_none = prompt is None

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import PreferenceBatch, jagged
-from hybridrl.data.prompts import Overlong, TokenizedRow
+from hybridrl.data.prompts import Overlong, TokenizedRow, tokenize_answers
 from hybridrl.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def tokenize_pairs(
 
     Args:
         rows: with a rejected answer, their prompts tokenized.
-        tokenizer: the one that tokenized the prompts; it adds no special token to an answer.
+        tokenizer: the one that tokenized the prompts.
         max_answer_tokens: the longest answer, with its end-of-sequence token.
         drops_overlong: leave pairs with a longer answer out, instead of raising.
 
@@ -52,10 +52,10 @@ def tokenize_pairs(
     """
     if missing := [row.row.origin for row in rows if row.row.rejected is None]:
         raise DataError(f"{missing[0]} has no rejected answer; set data.rejected_key=COLUMN")
-    chosen = _tokenize([row.row.answer for row in rows], tokenizer)
-    rejected = _tokenize([str(row.row.rejected) for row in rows], tokenizer)
+    chosen = tokenize_answers([row.row.answer for row in rows], tokenizer)
+    rejected = tokenize_answers([str(row.row.rejected) for row in rows], tokenizer)
     pairs = [
-        PreferencePair(row.row, row.prompt_text, row.token_ids, *answers)
+        PreferencePair(row.row, row.prompt_text, row.token_ids, *map(torch.tensor, answers))
         for row, *answers in zip(rows, chosen, rejected, strict=True)
     ]
     for pair in pairs:
@@ -87,7 +87,6 @@ def build_preference_batch(
     """Lay prompt and answer of each row end to end, with the chosen before the rejected answer.
 
     Args:
-        pairs: P >= 1 pairs.
         is_counted: of each pair; False masks it out. None counts all.
 
     Returns:
@@ -104,8 +103,3 @@ def build_preference_batch(
         response_mask_BL=jagged(masks),
         batch_size=[len(rows)],
     )
-
-
-def _tokenize(answers: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-    encoded = tokenizer(answers, add_special_tokens=False, return_attention_mask=False)
-    return [torch.tensor([*tokens, tokenizer.eos_token_id]) for tokens in encoded["input_ids"]]

@@ -115,6 +115,12 @@ def _to_text(
     return render_chat(messages, tokenizer, origin=row.origin, tools=tools)
 
 
+def tokenize_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of each answer, with the end-of-sequence token."""
+    encoded = tokenizer(list(answers), add_special_tokens=False, return_attention_mask=False)
+    return [[*tokens, tokenizer.eos_token_id] for tokens in encoded["input_ids"]]
+
+
 def render_chat(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,

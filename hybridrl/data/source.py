@@ -52,8 +52,7 @@ class PromptSource:
         """Start at the beginning of the stream.
 
         Args:
-            rows: at least one; may be fewer than ``num_prompts``.
-            num_prompts: P, prompts per step.
+            rows: at least one; may be fewer than ``num_prompts``, P of a step.
             seed: of the run; gives the seed of each prompt.
             sends_rows: put rows into the batches, for agents.
         """

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import SupervisedBatch, jagged
-from hybridrl.data.prompts import TokenizedRow, render_chat
+from hybridrl.data.prompts import TokenizedRow, render_chat, tokenize_answers
 from hybridrl.errors import DataError
 
 
@@ -32,12 +32,10 @@ def build_supervised_batch(
     Raises:
         DataError: the turns of a prompt are not known.
     """
-    answers = tokenizer(
-        [row.row.answer for row in rows], add_special_tokens=False, return_attention_mask=False
-    )["input_ids"]
+    answers = tokenize_answers([row.row.answer for row in rows], tokenizer)
     tokens, masks = [], []
     for row, answer in zip(rows, answers, strict=True):
-        target = torch.tensor([*answer, tokenizer.eos_token_id])
+        target = torch.tensor(answer)
         tokens.append(torch.cat([row.token_ids, target]))
         in_prompt = torch.zeros(len(row.token_ids), dtype=torch.bool)
         if learns_all_turns:

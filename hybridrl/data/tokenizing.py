@@ -61,9 +61,6 @@ def tokenize_files(files: RowFiles, encoder: RowEncoder, resources: Resources) -
     Args:
         encoder: without columns; those of ``files`` are taken.
 
-    Returns:
-        The rows in order; fewer if some were left out.
-
     Raises:
         DataError: as `RowFiles.parsed` and `render`; or a prompt is overlong with
             ``overlong="error"``, or all prompts were dropped.
