@@ -36,7 +36,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hybridrl import env
-from hybridrl.data.sort_digits import build_sort_digits_rows
+from hybridrl.data.tasks import build_sort_digits_rows
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CACHE = _ROOT / ".cache" / "benchmarks"

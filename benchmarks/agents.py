@@ -34,7 +34,7 @@ from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.model import StarterConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.data.row_tensor import encode_row
+from hybridrl.data.prompts import encode_row
 from hybridrl.data.rows import Message, Row
 from hybridrl.run.starter import write_random_model
 from hybridrl.sampler import RequestParams, Sample, Sampler, SamplingParams

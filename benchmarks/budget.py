@@ -20,7 +20,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "algorithms": (2820, 39),
     "checkpoint": (697, 5),
     "config": (9773, 75),
-    "data": (3434, 31),
+    "data": (3185, 23),
     "diagnostics": (1130, 7),
     "models": (2044, 16),
     "planning": (906, 10),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.algorithms import train
 from benchmarks.sides.simulated_training import HeavyTail
-from hybridrl.data.sort_digits import Split, build_sort_digits_rows
+from hybridrl.data.tasks import Split, build_sort_digits_rows
 
 NUM_PROMPTS, NUM_RESPONSES = 16, 8
 _MIN_DIGITS, _MAX_DIGITS = 2, 100

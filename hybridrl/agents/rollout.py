@@ -22,7 +22,7 @@ from hybridrl.agents.tools import Schema, Toolbox, load_tools, with_index
 from hybridrl.agents.trajectory import Ended, Trajectory
 from hybridrl.batch import PromptBatch
 from hybridrl.config.agent import ENVIRONMENT, PROXY, AgentConfig
-from hybridrl.data.row_tensor import decode_row
+from hybridrl.data.prompts import decode_row
 from hybridrl.data.rows import Message
 from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import AgentError

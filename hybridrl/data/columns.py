@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybridrl.config.experiment import ExperimentConfig
 
@@ -71,13 +71,12 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
     )
     if source is None:
         return usual
-    return Columns(
+    return replace(
+        usual,
         prompt=source.prompt_key or usual.prompt,
         answer=source.answer_key or usual.answer,
         rejected=source.rejected_key or usual.rejected,
         source=source.source_key or usual.source,
         difficulty=source.difficulty_key or usual.difficulty,
-        margin=usual.margin,
-        own=usual.own,
         section=section,
     )

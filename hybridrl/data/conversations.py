@@ -69,9 +69,6 @@ def lay_out_conversations(token_lists: Sequence[Sequence[int]]) -> SupervisedBat
 
     Engines compute the state before a marked token. So one more token, which nobody reads, is
     marked behind each conversation.
-
-    Args:
-        token_lists: B >= 1 conversations of at least one token.
     """
     token_ids_BL, mask_BL = _with_marked_ends(token_lists, [True] * len(token_lists))
     return SupervisedBatch(
@@ -124,13 +121,7 @@ def tokenize_conversation_pairs(
 def build_conversation_batch(
     pairs: Sequence[ConversationPair], *, is_counted: Sequence[bool] | None = None
 ) -> PreferenceBatch:
-    """Lay pairs out as ``lay_out_conversations`` does, with the chosen before the rejected answer.
-
-    For arguments see ``build_preference_batch``.
-
-    Returns:
-        2 P rows.
-    """
+    """Lay pairs out as ``lay_out_conversations`` does, else as ``build_preference_batch``."""
     counted = is_counted or [True] * len(pairs)
     token_ids_BL, mask_BL = _with_marked_ends(
         [tokens for pair in pairs for tokens in (pair.chosen, pair.rejected)],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.prompts import TokenizedRow, tokenize_answers
 
 _BARS = 8
 _BAR_WIDTH = 40
@@ -50,7 +50,7 @@ def find_duplicates(rows: Sequence[TokenizedRow]) -> Iterator[Examination]:
     different: list[str] = []
     for group in repeated:
         answers = {row.row.answer.strip() for row in group}
-        line = f"{_place(group[0])} and {_place(group[1])}: {_short(group[0].prompt_text)}"
+        line = f"{group[0].row.origin} and {group[1].row.origin}: {_short(group[0].prompt_text)}"
         (alike if len(answers) == 1 else different).append(line)
     yield Examination("prompts that stand twice", len(rows), alike, is_problem=False)
     yield Examination("prompts with two different answers", len(rows), different)
@@ -73,7 +73,7 @@ def find_contradictions(rows: Sequence[TokenizedRow]) -> Examination:
     for row in rows:
         other = preferred.get((_key(row), row.row.rejected or "", row.row.answer))
         if other is not None and other.row.origin < row.row.origin:
-            lines.append(f"{_place(other)} and {_place(row)}: {_short(row.prompt_text)}")
+            lines.append(f"{other.row.origin} and {row.row.origin}: {_short(row.prompt_text)}")
     return Examination("pairs that stand twice, the other way round", len(rows), lines)
 
 
@@ -84,7 +84,7 @@ def find_overlap(
     learned = {_key(row): row for row in train}
     for name, rows in held_out.items():
         both = [
-            f"{_place(row)} is {_place(learned[_key(row)])}: {_short(row.prompt_text)}"
+            f"{row.row.origin} is {learned[_key(row)].row.origin}: {_short(row.prompt_text)}"
             for row in rows
             if _key(row) in learned
         ]
@@ -97,14 +97,16 @@ def find_unlike_decoded(
 ) -> Examination:
     """Find rows whose tokens, prompt and answer, decode to another text."""
     unlike = []
-    answers = _answer_tokens(rows, tokenizer)
+    answers = tokenize_answers([row.row.answer for row in rows], tokenizer)
     for row, answer in zip(rows, answers, strict=True):
         text = row.prompt_text + row.row.answer
-        decoded = tokenizer.decode([*row.token_ids.tolist(), *answer])
+        decoded = tokenizer.decode([*row.token_ids.tolist(), *answer[:-1]])
         # A tokenizer that adds a token of its own in front (as <s>) changes no text.
         if not str(decoded).endswith(text):
             at = _first_difference(text, str(decoded))
-            unlike.append(f"{_place(row)}: {_short(text[at:])} becomes {_short(str(decoded)[at:])}")
+            unlike.append(
+                f"{row.row.origin}: {_short(text[at:])} becomes {_short(str(decoded)[at:])}"
+            )
     return Examination("rows whose tokens decode to another text", len(rows), unlike)
 
 
@@ -121,15 +123,15 @@ def find_overlong(
     An answer that does not fit, with its end-of-sequence token, cannot be given by the model.
     """
     prompts = [
-        f"{_place(row)}: {len(row.token_ids)} tokens"
+        f"{row.row.origin}: {len(row.token_ids)} tokens"
         for row in rows
         if len(row.token_ids) > max_prompt_tokens
     ]
     fault = f"prompts longer than data.max_prompt_tokens={max_prompt_tokens}"
     yield Examination(fault, len(rows), prompts, is_problem=not drops_prompts)
-    lengths = [len(tokens) + 1 for tokens in _answer_tokens(rows, tokenizer)]
+    lengths = answer_lengths(rows, tokenizer)
     answers = [
-        f"{_place(row)}: {length} tokens"
+        f"{row.row.origin}: {length} tokens"
         for row, length in zip(rows, lengths, strict=True)
         if length > max_response_tokens
     ]
@@ -158,25 +160,11 @@ def describe_lengths(name: str, lengths: Sequence[int], *, limit: int) -> list[s
 
 def answer_lengths(rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens of each reference answer, with its end-of-sequence token."""
-    return [len(tokens) + 1 for tokens in _answer_tokens(rows, tokenizer)]
-
-
-def _answer_tokens(
-    rows: Iterable[TokenizedRow], tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]]:
-    answers = [row.row.answer for row in rows]
-    tokens: list[list[int]] = tokenizer(
-        answers, add_special_tokens=False, return_attention_mask=False
-    )["input_ids"]
-    return tokens
+    return [len(answer) for answer in tokenize_answers([row.row.answer for row in rows], tokenizer)]
 
 
 def _key(row: TokenizedRow) -> str:
     return " ".join(row.prompt_text.split()).lower()
-
-
-def _place(row: TokenizedRow) -> str:
-    return row.row.origin
 
 
 def _first_difference(text: str, other: str) -> int:

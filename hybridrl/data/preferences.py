@@ -11,12 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import PreferenceBatch, jagged
-from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.prompts import Overlong, TokenizedRow, tokenize_answers
 from hybridrl.errors import DataError
 
 log = logging.getLogger(__name__)
-
-_MAX_ROWS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ def tokenize_pairs(
 
     Args:
         rows: with a rejected answer, their prompts tokenized.
-        tokenizer: the one that tokenized the prompts; it adds no special token to an answer.
+        tokenizer: the one that tokenized the prompts.
         max_answer_tokens: the longest answer, with its end-of-sequence token.
         drops_overlong: leave pairs with a longer answer out, instead of raising.
 
@@ -54,10 +52,10 @@ def tokenize_pairs(
     """
     if missing := [row.row.origin for row in rows if row.row.rejected is None]:
         raise DataError(f"{missing[0]} has no rejected answer; set data.rejected_key=COLUMN")
-    chosen = _tokenize([row.row.answer for row in rows], tokenizer)
-    rejected = _tokenize([str(row.row.rejected) for row in rows], tokenizer)
+    chosen = tokenize_answers([row.row.answer for row in rows], tokenizer)
+    rejected = tokenize_answers([str(row.row.rejected) for row in rows], tokenizer)
     pairs = [
-        PreferencePair(row.row, row.prompt_text, row.token_ids, *answers)
+        PreferencePair(row.row, row.prompt_text, row.token_ids, *map(torch.tensor, answers))
         for row, *answers in zip(rows, chosen, rejected, strict=True)
     ]
     for pair in pairs:
@@ -66,12 +64,21 @@ def tokenize_pairs(
                 f"{pair.row.origin}: chosen and rejected answer have the same tokens; remove the "
                 "row"
             )
-    long = [pair for pair in pairs if _longest(pair) > max_answer_tokens]
-    if long and (not drops_overlong or len(long) == len(pairs)):
-        raise DataError(_describe_overlong(long, max_answer_tokens=max_answer_tokens))
-    if long:
-        log.warning("dropped pairs with overlong answers: count=%d of=%d", len(long), len(pairs))
-    return [pair for pair in pairs if _longest(pair) <= max_answer_tokens]
+    kept, overlong = [], Overlong()
+    for pair in pairs:
+        longest = max(len(pair.chosen_ids), len(pair.rejected_ids))
+        if longest > max_answer_tokens:
+            overlong.add(pair.row.origin, longest)
+        else:
+            kept.append(pair)
+    if overlong.count and not (drops_overlong and kept):
+        text = overlong.name("answers", "rollout.max_response_tokens", max_answer_tokens)
+        raise DataError(f"{text} to leave such pairs out")
+    if overlong.count:
+        log.warning(
+            "dropped pairs with overlong answers: count=%d of=%d", overlong.count, len(pairs)
+        )
+    return kept
 
 
 def build_preference_batch(
@@ -80,7 +87,6 @@ def build_preference_batch(
     """Lay prompt and answer of each row end to end, with the chosen before the rejected answer.
 
     Args:
-        pairs: P >= 1 pairs.
         is_counted: of each pair; False masks it out. None counts all.
 
     Returns:
@@ -96,24 +102,4 @@ def build_preference_batch(
         token_ids_BL=jagged([torch.cat([prompt, answer]) for prompt, answer, _ in rows]),
         response_mask_BL=jagged(masks),
         batch_size=[len(rows)],
-    )
-
-
-def _tokenize(answers: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-    encoded = tokenizer(answers, add_special_tokens=False, return_attention_mask=False)
-    return [torch.tensor([*tokens, tokenizer.eos_token_id]) for tokens in encoded["input_ids"]]
-
-
-def _longest(pair: PreferencePair) -> int:
-    return max(len(pair.chosen_ids), len(pair.rejected_ids))
-
-
-def _describe_overlong(long: Sequence[PreferencePair], *, max_answer_tokens: int) -> str:
-    named = [f"{pair.row.origin} ({_longest(pair)} tokens)" for pair in long[:_MAX_ROWS_SHOWN]]
-    more = f" and {len(long) - _MAX_ROWS_SHOWN} more" if len(long) > _MAX_ROWS_SHOWN else ""
-    longest = max(_longest(pair) for pair in long)
-    return (
-        f"answers longer than rollout.max_response_tokens={max_answer_tokens}: {', '.join(named)}"
-        f"{more}; set rollout.max_response_tokens={longest}, or data.overlong_prompts=drop to "
-        "leave such pairs out"
     )

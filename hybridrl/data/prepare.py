@@ -21,9 +21,9 @@ from importlib import import_module
 from pathlib import Path
 
 from hybridrl.atomic_io import atomic_write_text
-from hybridrl.data.countdown import make_countdown
 from hybridrl.data.published import CONVERTERS, HUB, Unusable
 from hybridrl.data.records import Malformed, read_records
+from hybridrl.data.tasks import make_countdown
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.json_text import to_json_text
 
@@ -132,9 +132,9 @@ def _files_of(source: Path, split: str) -> Sequence[Path]:
 
 def _download(name: str, split: str) -> Path:
     """Download the files of a split, or find them in the cache of the hub's client."""
-    if name not in HUB:
+    repository = HUB.get(name)
+    if repository is None:
         raise DataError(f"{name} is a format, not one data set; name a file with --from")
-    repository = HUB[name]
     patterns = [f"**/*{split}*.parquet", f"{split}*.parquet", "data/*.parquet"]
     try:
         hub = import_module("huggingface_hub")  # on request: it takes a second
@@ -161,26 +161,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("name", choices=[*CONVERTERS, "countdown"])
     parser.add_argument("--from", dest="source", type=Path, metavar="PATH", help="file or folder")
-    parser.add_argument("--to", type=Path, required=True, metavar="FILE.jsonl", help="to write")
+    parser.add_argument(
+        "--to", dest="target", type=Path, required=True, metavar="FILE.jsonl", help="to write"
+    )
     parser.add_argument("--split", default="train", help="default: train")
     parser.add_argument("--instruction", default=_INSTRUCTION, help="appended to each question")
     parser.add_argument("--num-rows", type=int, help="the first ones; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of countdown")
     options = parser.parse_args(arguments)
     try:
-        rows = prepare(
-            options.name,
-            options.to,
-            source=options.source,
-            split=options.split,
-            instruction=options.instruction,
-            num_rows=options.num_rows,
-            seed=options.seed,
-        )
+        rows = prepare(**vars(options))
     except HybridRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
-    sys.stdout.write(f"{len(rows)} rows in {options.to}\n")
+    sys.stdout.write(f"{len(rows)} rows in {options.target}\n")
     for row in rows[:_NUM_PRINTED]:
         sys.stdout.write(f"{_line(row)}\n")
     return 0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.rows import Message, Row
+from hybridrl.data.rows import Message, Row, read_record, write_record
 from hybridrl.data.special_tokens import special_tokens_of
 from hybridrl.errors import DataError
+
+_MAX_ROWS_SHOWN = 5
 
 Rendered = tuple[str, Sequence[int]]
 """The text of a prompt, and its token ids."""
@@ -30,6 +33,33 @@ class TokenizedRow:
     """int64 [L], L >= 1."""
 
 
+@dataclass(slots=True)
+class Overlong:
+    """Prompts or answers beyond their limit: the first ones, and statistics of all."""
+
+    first: list[str] = field(default_factory=list)
+    count: int = 0
+    shortest: int = 0
+    longest: int = 0
+
+    def add(self, origin: str, num_tokens: int) -> None:
+        """Note one."""
+        if len(self.first) < _MAX_ROWS_SHOWN:
+            self.first.append(f"{origin} ({num_tokens} tokens)")
+        self.shortest = min(self.shortest, num_tokens) if self.count else num_tokens
+        self.longest = max(self.longest, num_tokens)
+        self.count += 1
+
+    def name(self, kind: str, key: str, limit: int) -> str:
+        """Say which, and the limit that holds all of them."""
+        num_unnamed = self.count - len(self.first)
+        more = f" and {num_unnamed} more" if num_unnamed else ""
+        return (
+            f"{kind} longer than {key}={limit}: {', '.join(self.first)}{more}; set "
+            f"{key}={self.longest}, or data.overlong_prompts=drop"
+        )
+
+
 def render(
     rows: Sequence[Row],
     tokenizer: PreTrainedTokenizerBase,
@@ -40,7 +70,6 @@ def render(
     """Return text and tokens of each prompt.
 
     Args:
-        rows: at least one.
         tokenizer: adds its own special tokens to a text prompt; with a chat template that does.
         use_chat_template: wrap prompts; a text becomes one user message.
 
@@ -51,6 +80,8 @@ def render(
     texts = [
         _to_text(row, tokenizer, use_chat_template=use_chat_template, tools=tools) for row in rows
     ]
+    if not texts:
+        return []
     # With a template the text already holds the special tokens.
     token_lists = tokenizer(
         texts, add_special_tokens=not use_chat_template, return_attention_mask=False
@@ -84,6 +115,12 @@ def _to_text(
     return render_chat(messages, tokenizer, origin=row.origin, tools=tools)
 
 
+def tokenize_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of each answer, with the end-of-sequence token."""
+    encoded = tokenizer(list(answers), add_special_tokens=False, return_attention_mask=False)
+    return [[*tokens, tokenizer.eos_token_id] for tokens in encoded["input_ids"]]
+
+
 def render_chat(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
@@ -115,3 +152,15 @@ def render_chat(
     except Exception as error:  # a template is a program, which may raise any error
         raise DataError(f"{origin}: the chat template rejects the prompt: {error}") from error
     return text
+
+
+def encode_row(row: Row) -> Tensor:
+    """Write a row as a tensor: uint8 [n]."""
+    data = row.origin.encode() + b"\0" + write_record(row)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def decode_row(data: Tensor) -> Row:
+    """Read a row from ``encode_row``."""
+    origin, _, record = data.numpy().tobytes().partition(b"\0")
+    return read_record(record, origin=origin.decode())

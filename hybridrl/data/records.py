@@ -1,6 +1,6 @@
 """Records of data files of each format, as they stand: jsonl, json, csv, parquet, datasets folder.
 
-A Python file with a function is one, too: see ``call_function``. A folder that
+A Python file with a function is one, too: see ``_call_function``. A folder that
 ``save_to_disk`` of Hugging Face datasets wrote needs no package of theirs: it is Arrow streams,
 and a ``state.json`` that names them.
 """
@@ -21,8 +21,7 @@ from hybridrl.config.paths import split_function
 from hybridrl.errors import DataError, shown, suggest_name
 from hybridrl.import_file import import_file
 
-STATE = "state.json"
-"""The file by which a folder is known as a data set on disk."""
+_STATE = "state.json"  # the file by which a folder is known as a data set on disk
 
 
 class Malformed(Exception):
@@ -42,14 +41,13 @@ def read_records(path: Path, require: RequireColumns, *, key: str) -> Iterator[t
     Args:
         path: a file by its suffix, a folder, or ``file.py:function``.
         require: asked once for the columns of a table.
-        key: the configuration key that lists the file, for messages.
+        key: the configuration key that lists the file.
 
     Raises:
         DataError: it is missing, unreadable, of another kind, or lacks a column.
     """
     if function := split_function(path):
-        for number, row in enumerate(call_function(*function, key=key), 1):
-            yield number, Malformed(row) if isinstance(row, str) else row
+        yield from enumerate(_call_function(*function, key=key), 1)
         return
     reader = _read_folder if path.is_dir() else _READERS.get(path.suffix)
     if reader is None:
@@ -117,11 +115,11 @@ def _read_parquet(path: Path, require: RequireColumns) -> Iterator[tuple[int, Re
 def _read_folder(path: Path, require: RequireColumns) -> Iterator[tuple[int, Record]]:
     """Read the Arrow streams of a data set, mapped into memory."""
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         files = [path / str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} is no data set on disk: its {STATE} cannot be read ({error}); list a folder "
+            f"{path} is no data set on disk: its {_STATE} cannot be read ({error}); list a folder "
             "that save_to_disk wrote, one split of it"
         ) from error
     if state.get("_indices_data_files"):
@@ -206,19 +204,10 @@ _READERS: Mapping[str, Callable[[Path, RequireColumns], Iterator[tuple[int, Reco
 }
 
 
-def call_function(path: Path, name: str, *, key: str) -> Iterator[Mapping[str, object] | str]:
+def _call_function(path: Path, name: str, *, key: str) -> Iterator[Record]:
     """Import a user's file, call its function (``path/to/file.py:function``), and yield its rows.
 
     It takes no argument and yields dictionaries, always the same in the same order.
-
-    Args:
-        key: the configuration key that lists it, for messages.
-
-    Yields:
-        A dictionary; or of another value the reason why it is not a row.
-
-    Raises:
-        DataError: the file cannot be imported, or the function raises or yields nothing.
     """
     spelled = f"{key}: {path}:{name}"
     try:
@@ -226,8 +215,8 @@ def call_function(path: Path, name: str, *, key: str) -> Iterator[Mapping[str, o
         if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
             raise TypeError(f"it returned {shown(rows)}, must yield dictionaries")
         for row in rows:
-            kind = type(row).__name__
-            yield row if isinstance(row, dict) else f"is of type {kind}, must be a dictionary"
+            reason = f"is of type {type(row).__name__}, must be a dictionary"
+            yield row if isinstance(row, dict) else Malformed(reason)
     except Exception as error:  # of a user's code, which may raise any
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]

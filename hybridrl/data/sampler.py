@@ -5,14 +5,33 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridrl.config.data import MOST_SOURCES
-from hybridrl.data.sampler_state import SamplerState
 from hybridrl.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """The state of a sampler; save it as JSON with ``dataclasses.asdict``."""
+
+    num_drawn: int
+    """Rows drawn since the run began."""
+
+    fingerprint: str
+    """Of the rows it was drawn from; see ``data/rows.py``. Of a mix ``NAME=...`` for each source,
+    with commas between."""
+
+    open_prompts: tuple[int, ...] = ()
+    """Indices of drawn rows that no step has learned from, in rising order, each below
+    ``num_drawn``; the run that resumes draws them first."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "open_prompts", tuple(self.open_prompts))  # JSON has lists
 
 
 class RowOrder(Protocol):
@@ -21,24 +40,19 @@ class RowOrder(Protocol):
     @property
     def num_drawn(self) -> int:
         """Rows drawn since the run began."""
-        ...
 
     @property
     def epoch(self) -> float:
         """Passes over the rows, with fraction."""
-        ...
 
     def draw(self, num_rows: int) -> list[int]:
         """Return the next row numbers."""
-        ...
 
     def state(self) -> SamplerState:
         """Return the position in the stream."""
-        ...
 
     def restore(self, state: SamplerState) -> None:
         """Continue from ``state``; raises DataError if it belongs to other rows."""
-        ...
 
 
 class RowSampler:
@@ -60,7 +74,6 @@ class RowSampler:
         """Start at the first row of epoch 0.
 
         Args:
-            num_rows: rows of the data set, >= 1.
             shuffle: False draws the rows as they stand.
             fingerprint: of the rows; a state of other rows is rejected.
             difficulties: of the rows; each epoch draws them in rising order, equal ones shuffled
@@ -71,55 +84,46 @@ class RowSampler:
         """
         if num_rows < 1:
             raise DataError("there are no rows to draw from; see data.train_files, data.task")
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = fingerprint
         self._difficulties = None if difficulties is None else np.asarray(difficulties)
-        self._num_drawn = 0
-        self._order = self._order_of(0)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the set."""
-        return self._num_rows
-
-    @property
-    def num_drawn(self) -> int:
+        self.num_drawn = 0
         """Rows drawn since the run began: the index of the next one in the run's stream."""
-        return self._num_drawn
+        self._order = self._order_of(0)
 
     @property
     def epoch(self) -> float:
         """Passes over the rows, with fraction."""
-        return self._num_drawn / self._num_rows
+        return self.num_drawn / self.num_rows
 
     def draw(self, num_rows: int) -> list[int]:
         """Return the next row numbers, each in [0, num_rows of the data set)."""
         drawn = []
         for _ in range(num_rows):
-            drawn.append(self._order[self._num_drawn % self._num_rows])
-            self._num_drawn += 1
-            if self._num_drawn % self._num_rows == 0:
-                self._order = self._order_of(self._num_drawn // self._num_rows)
+            drawn.append(self._order[self.num_drawn % self.num_rows])
+            self.num_drawn += 1
+            if self.num_drawn % self.num_rows == 0:
+                self._order = self._order_of(self.num_drawn // self.num_rows)
         return drawn
 
     def state(self) -> SamplerState:
-        """Return where the stream stands."""
-        return SamplerState(self._num_drawn, self._fingerprint)
+        """Return the position in the stream."""
+        return SamplerState(self.num_drawn, self._fingerprint)
 
     def restore(self, state: SamplerState) -> None:
         """Continue from ``state``."""
-        require_same_rows(state.fingerprint, self._fingerprint)
+        _require_same_rows(state.fingerprint, self._fingerprint)
         self.seek(state.num_drawn)
 
     def seek(self, num_drawn: int) -> None:
         """Go to the position after ``num_drawn`` rows."""
-        self._num_drawn = num_drawn
-        self._order = self._order_of(num_drawn // self._num_rows)
+        self.num_drawn = num_drawn
+        self._order = self._order_of(num_drawn // self.num_rows)
 
     def _order_of(self, epoch: int) -> array[int]:
-        order = array("q", range(self._num_rows))  # 8 bytes a row; a list takes 36
+        order = array("q", range(self.num_rows))  # 8 bytes a row; a list takes 36
         if self._shuffle:
             # Text seeds go through sha512: neighbouring epochs get unrelated orders.
             random.Random(f"{self._seed} {epoch}").shuffle(order)
@@ -152,18 +156,13 @@ class MixSampler:
         self._seed = seed
         self._sizes = [sampler.num_rows for sampler in samplers.values()]
         self._counts = _shares(weights, MOST_SOURCES)
-        self._num_drawn = 0
+        self.num_drawn = 0
         self._block = self._order_of(0)
-
-    @property
-    def num_drawn(self) -> int:
-        """Rows drawn since the run began."""
-        return self._num_drawn
 
     @property
     def epoch(self) -> float:
         """Rows drawn over rows of all sources: small sources are drawn more often."""
-        return self._num_drawn / sum(self._sizes)
+        return self.num_drawn / sum(self._sizes)
 
     def draw(self, num_rows: int) -> list[int]:
         """Return the next row numbers, in the rows of all sources end to end."""
@@ -171,18 +170,18 @@ class MixSampler:
         begins = [sum(self._sizes[:index]) for index in range(len(self._sizes))]
         drawn = []
         for _ in range(num_rows):
-            source = self._block[self._num_drawn % MOST_SOURCES]
+            source = self._block[self.num_drawn % MOST_SOURCES]
             drawn.append(begins[source] + samplers[source].draw(1)[0])
-            self._num_drawn += 1
-            if self._num_drawn % MOST_SOURCES == 0:
-                self._block = self._order_of(self._num_drawn // MOST_SOURCES)
+            self.num_drawn += 1
+            if self.num_drawn % MOST_SOURCES == 0:
+                self._block = self._order_of(self.num_drawn // MOST_SOURCES)
         return drawn
 
     def state(self) -> SamplerState:
         """Return the position in the stream."""
         states = {name: sampler.state() for name, sampler in self._samplers.items()}
         parts = (f"{name}={state.fingerprint}" for name, state in states.items())
-        return SamplerState(self._num_drawn, ",".join(parts))
+        return SamplerState(self.num_drawn, ",".join(parts))
 
     def restore(self, state: SamplerState) -> None:
         """Continue from ``state``.
@@ -190,8 +189,8 @@ class MixSampler:
         Raises:
             DataError: it belongs to other rows; names the sources that changed.
         """
-        require_same_rows(state.fingerprint, self.state().fingerprint)
-        self._num_drawn = state.num_drawn
+        _require_same_rows(state.fingerprint, self.state().fingerprint)
+        self.num_drawn = state.num_drawn
         num_blocks, num_in_block = divmod(state.num_drawn, MOST_SOURCES)
         self._block = self._order_of(num_blocks)
         drawn = self._block[:num_in_block]
@@ -216,12 +215,8 @@ def _shares(weights: Sequence[float], total: int) -> list[int]:
     return counts
 
 
-def require_same_rows(saved: str, current: str) -> None:
-    """Reject a position in other rows.
-
-    Raises:
-        DataError: the fingerprints differ.
-    """
+def _require_same_rows(saved: str, current: str) -> None:
+    """Reject a position in other rows."""
     if saved != current:
         raise DataError(
             f"the data has changed: {describe_change(saved, current)}; bring the old rows back, "

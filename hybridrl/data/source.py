@@ -5,18 +5,33 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from hybridrl.batch import PromptBatch, jagged
-from hybridrl.data.prompt_step import PromptStep
-from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.row_tensor import encode_row
-from hybridrl.data.rows import fingerprint
-from hybridrl.data.sampler import RowOrder, RowSampler
-from hybridrl.data.sampler_state import SamplerState
+from hybridrl.data.prompts import TokenizedRow, encode_row
+from hybridrl.data.sampler import RowOrder, SamplerState
 from hybridrl.errors import PhaseError
+from hybridrl.single_controller.payload import concat_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStep:
+    """The prompts of one step, twice: for the workers, and with their answers for the driver."""
+
+    prompts: PromptBatch
+    rows: tuple[TokenizedRow, ...]
+
+    @staticmethod
+    def join(steps: Sequence[PromptStep]) -> PromptStep:
+        """Put the prompts of several, at least one, into one."""
+        if len(steps) == 1:
+            return steps[0]
+        return PromptStep(
+            concat_rows([step.prompts for step in steps]),
+            tuple(row for step in steps for row in step.rows),
+        )
 
 
 class PromptSource:
@@ -31,22 +46,15 @@ class PromptSource:
         *,
         num_prompts: int,
         seed: int,
-        shuffle: bool = True,
-        sampler: RowOrder | None = None,
+        sampler: RowOrder,
         sends_rows: bool = False,
     ) -> None:
         """Start at the beginning of the stream.
 
         Args:
-            rows: at least one; may be fewer than ``num_prompts``.
-            num_prompts: P, prompts per step.
-            seed: of the run; gives both the order and the seed of each prompt.
-            shuffle: new order each epoch.
-            sampler: of a mix or a curriculum; None draws as ``shuffle`` says.
+            rows: at least one; may be fewer than ``num_prompts``, P of a step.
+            seed: of the run; gives the seed of each prompt.
             sends_rows: put rows into the batches, for agents.
-
-        Raises:
-            DataError: no rows.
         """
         self._rows = rows
         self._num_prompts = num_prompts
@@ -56,12 +64,7 @@ class PromptSource:
         """Prompts that were drawn, and are open; none between the steps of a synchronous run."""
         self._returned: deque[tuple[int, TokenizedRow]] = deque()
         """Prompts that a checkpoint gave back, with their indices."""
-        self._sampler: RowOrder = sampler or RowSampler(
-            len(rows),
-            seed=seed,
-            shuffle=shuffle,
-            fingerprint=fingerprint(row.row for row in rows),
-        )
+        self._sampler = sampler
 
     @property
     def epoch(self) -> float:
@@ -78,7 +81,7 @@ class PromptSource:
         wanted = num_prompts or self._num_prompts
         drawn = [self._returned.popleft() for _ in range(min(wanted, len(self._returned)))]
         drawn += self._draw(wanted - len(drawn))
-        return _build_step(
+        return build_prompt_step(
             [row for _, row in drawn],
             [index for index, _ in drawn],
             seed=self._seed,
@@ -113,8 +116,8 @@ class PromptSource:
 
 def build_prompt_step(
     rows: Sequence[TokenizedRow],
+    indices: Sequence[int],
     *,
-    first_index: int,
     seed: int,
     stream: str = "train",
     sends_rows: bool = False,
@@ -123,22 +126,10 @@ def build_prompt_step(
 
     Args:
         rows: P >= 1 rows.
-        first_index: of the first row in its stream; the others follow.
+        indices: of the rows in their stream.
         stream: keeps the random numbers of training and evaluation apart.
         sends_rows: put rows into the batch, for agents.
     """
-    indices = range(first_index, first_index + len(rows))
-    return _build_step(rows, indices, seed=seed, stream=stream, sends_rows=sends_rows)
-
-
-def _build_step(
-    rows: Sequence[TokenizedRow],
-    indices: Sequence[int],
-    *,
-    seed: int,
-    stream: str = "train",
-    sends_rows: bool,
-) -> PromptStep:
     prompts = PromptBatch(
         token_ids_PL=jagged([row.token_ids for row in rows]),
         prompt_index_P=torch.tensor(list(indices)),

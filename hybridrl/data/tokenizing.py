@@ -5,31 +5,31 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 
 from hybridrl.config.paths import split_function
-from hybridrl.data.encoder_pool import EncoderPool
-from hybridrl.data.files import Problems, RawRow, RowFiles
-from hybridrl.data.row_encoder import EncodedRows, RowEncoder
-from hybridrl.data.row_table import RowTable, open_table, table_writer
+from hybridrl.data.encoding import Chunk, EncodedRows, RowEncoder, encode_by_processes
+from hybridrl.data.files import Problems, RowFiles
+from hybridrl.data.parsing import RawRow
+from hybridrl.data.prompts import Overlong
+from hybridrl.data.row_table import RowTable, TableWriter, open_table
 from hybridrl.data.rows import Row
 from hybridrl.errors import DataError
 from hybridrl.json_text import to_json_text
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 _SAMPLE_BYTES = 2**16
 _ROWS_PER_CHUNK = 1024
 _SECONDS_ALONE = 5.0  # as long as a process takes to begin
 _ROWS_PER_NOTE = 128 * _ROWS_PER_CHUNK
-_MAX_ROWS_SHOWN = 5
 _MAX_CHARS_SHOWN = 80
 
 
@@ -61,9 +61,6 @@ def tokenize_files(files: RowFiles, encoder: RowEncoder, resources: Resources) -
     Args:
         encoder: without columns; those of ``files`` are taken.
 
-    Returns:
-        The rows in order; fewer if some were left out.
-
     Raises:
         DataError: as `RowFiles.parsed` and `render`; or a prompt is overlong with
             ``overlong="error"``, or all prompts were dropped.
@@ -93,7 +90,7 @@ def cache_file(folder: Path, files: RowFiles, encoder: RowEncoder) -> Path | Non
         list(encoder.tools),
     ]
     digest = hashlib.sha256(to_json_text(parts).encode()).hexdigest()
-    return folder / f"{digest[:32]}.rows"
+    return folder / f"{digest[:32]}.arrow"
 
 
 def _identify(path: Path) -> list[object]:
@@ -111,66 +108,43 @@ def _identify(path: Path) -> list[object]:
     return parts
 
 
-@dataclass(slots=True)
-class _Overlong:
-    """Longer prompts: the first ones, and statistics of all."""
-
-    first: list[tuple[str, int]] = field(default_factory=list)
-    num_prompts: int = 0
-    shortest: int = 0
-    longest: int = 0
-
-    def add(self, prompts: Sequence[tuple[str, int]]) -> None:
-        self.first = [*self.first, *prompts][:_MAX_ROWS_SHOWN]
-        self.num_prompts += len(prompts)
-        lengths = [length for _, length in prompts]
-        self.shortest = min([self.shortest, *lengths] if self.shortest else lengths, default=0)
-        self.longest = max([self.longest, *lengths])
-
-    def raise_if_refused(self, encoder: RowEncoder, *, num_rows: int) -> None:
-        """Raise DataError if there are some and none may be, or if no other prompt is left."""
-        limit = encoder.max_prompt_tokens
-        if self.num_prompts and encoder.overlong == "error":
-            shown = ", ".join(f"{origin} ({length} tokens)" for origin, length in self.first)
-            num_unnamed = self.num_prompts - len(self.first)
-            more = f" and {num_unnamed} more" if num_unnamed else ""
-            raise DataError(
-                f"prompts longer than data.max_prompt_tokens={limit}: {shown}{more}; set "
-                f"data.max_prompt_tokens={self.longest}, or data.overlong_prompts=drop or keep_end"
-            )
-        if self.num_prompts == num_rows and encoder.overlong == "drop":
-            raise DataError(
-                f"all {num_rows} prompts are longer than data.max_prompt_tokens={limit}; set it to "
-                f"{self.shortest} tokens or more"
-            )
-
-
 def _tokenize(
     raws: Iterable[RawRow | Row], encoder: RowEncoder, resources: Resources, target: Path | None
 ) -> RowTable:
-    problems, overlong = Problems(), _Overlong()
+    problems, overlong = Problems(), Overlong()
     with (
-        table_writer(resources.folder) as writer,
+        closing(TableWriter(resources.folder)) as writer,
         closing(_encode(raws, encoder, resources)) as chunks,
     ):
         for encoded in chunks:
             for problem in encoded.malformed:
                 problems.add(problem)
             problems.num_good += encoded.num_rows
-            overlong.add(encoded.overlong)
-            if encoded.block and not problems.num_malformed:
-                writer.add(encoded.block)
+            for origin, num_tokens in encoded.overlong:
+                overlong.add(origin, num_tokens)
+            if not problems.num_malformed:
+                writer.add(encoded.batch)
             _note(problems.num_good, encoded.num_rows, resources)
         problems.raise_if_any()
-        num_rows = problems.num_good
-        if num_rows:
-            overlong.raise_if_refused(encoder, num_rows=num_rows)
-        num_dropped = overlong.num_prompts if encoder.overlong == "drop" else 0
+        _refuse_overlong(overlong, encoder, num_rows=problems.num_good)
+        num_dropped = overlong.count if encoder.overlong == "drop" else 0
         table = writer.finish(target, num_dropped=num_dropped)
     if encoder.use_chat_template:
         _require_different_texts(table)
     _warn_of_dropped(table)
     return table
+
+
+def _refuse_overlong(overlong: Overlong, encoder: RowEncoder, *, num_rows: int) -> None:
+    """Raise DataError if there are some and none may be, or if no other prompt is left."""
+    key = "data.max_prompt_tokens"
+    if overlong.count and encoder.overlong == "error":
+        raise DataError(overlong.name("prompts", key, encoder.max_prompt_tokens) + " or keep_end")
+    if 0 < num_rows == overlong.count and encoder.overlong == "drop":
+        raise DataError(
+            f"all {num_rows} prompts are longer than {key}={encoder.max_prompt_tokens}; set it to "
+            f"{overlong.shortest} tokens or more"
+        )
 
 
 def _note(num_rows: int, num_new: int, resources: Resources) -> None:
@@ -192,11 +166,12 @@ def _encode(
             break
     further = next(chunks, None)
     if further is not None:
-        with EncoderPool(encoder, num_processes=resources.num_processes) as pool:
-            yield from pool.map(chain([further], chunks))
+        yield from encode_by_processes(
+            encoder, chain([further], chunks), num_processes=resources.num_processes
+        )
 
 
-def _chunks(raws: Iterable[RawRow | Row]) -> Iterator[list[RawRow | Row]]:
+def _chunks(raws: Iterable[RawRow | Row]) -> Iterator[Chunk]:
     remaining = iter(raws)
     while chunk := list(islice(remaining, _ROWS_PER_CHUNK)):
         yield chunk

@@ -48,7 +48,7 @@ def build_eval_tasks(
         )
         task = build_prompt_step(
             rows,
-            first_index=0,
+            range(len(rows)),
             seed=config.seed,
             stream=stream,
             sends_rows=not config.agent.is_single_turn,

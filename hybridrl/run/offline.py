@@ -19,8 +19,8 @@ from hybridrl.data.conversations import (
 )
 from hybridrl.data.preferences import PreferencePair
 from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.supervised import assistant_mask
 from hybridrl.data.tokenizer import load_tokenizer
-from hybridrl.data.turns import assistant_mask
 from hybridrl.metrics import Metrics
 from hybridrl.run.loops import ProgressRecorder, Training
 from hybridrl.run.rows import (

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from hybridrl.checkpoint.fingerprint import folder_fingerprints, own_fingerprints, recipe_of
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.prompt_step import PromptStep
-from hybridrl.data.source import PromptSource
+from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.errors import ReplayError, first_of
 from hybridrl.run.resume import newest_step
 from hybridrl.trainer.collect import Reward

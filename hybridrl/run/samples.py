@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.turn_records import ASSISTANT, FAILURE, turns_of
 from hybridrl.batch import RolloutBatch, row_offsets
-from hybridrl.data.prompt_step import PromptStep
+from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
 from hybridrl.rewards.scorer import Scores
 from hybridrl.run.run_folder import SampleRow, SampleTurn

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridrl.batch import RolloutBatch
-from hybridrl.data.prompt_step import PromptStep
-from hybridrl.data.source import PromptSource
+from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.policy import Exchanges, Generates
 

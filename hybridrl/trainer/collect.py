@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import RolloutBatch
-from hybridrl.data.prompt_step import PromptStep
+from hybridrl.data.source import PromptStep
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.turn_records import messages_of
 from hybridrl.batch import RolloutBatch, response_lengths
-from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import own_columns
+from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
 from hybridrl.diagnostics import trace
 from hybridrl.rewards.runner import RewardInputs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrl.batch import RolloutBatch, response_lengths
 from hybridrl.config.eval import EvalSet
-from hybridrl.data.prompt_step import PromptStep
+from hybridrl.data.source import PromptStep
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import flat_fraction
 from hybridrl.rewards.scorer import Scores

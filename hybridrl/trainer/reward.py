@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.turn_records import failure_of
 from hybridrl.batch import RolloutBatch, row_sums
-from hybridrl.data.prompt_step import PromptStep
+from hybridrl.data.source import PromptStep
 from hybridrl.errors import AgentError
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from hybridrl.sampler import SamplingParams

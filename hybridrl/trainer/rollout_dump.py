@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hybridrl.batch import PromptBatch, RolloutBatch
-from hybridrl.data.prompt_step import PromptStep
+from hybridrl.data.source import PromptStep
 from hybridrl.errors import RunFolderError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrl.batch import PromptBatch, RolloutBatch
 from hybridrl.checkpoint.fingerprint import differences
-from hybridrl.data.prompt_step import PromptStep
+from hybridrl.data.source import PromptStep
 from hybridrl.errors import ReplayError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams

@@ -20,7 +20,7 @@ from hybridrl.agents.rollout import AgentRollout
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged
 from hybridrl.config.agent import AgentConfig
-from hybridrl.data.row_tensor import encode_row
+from hybridrl.data.prompts import encode_row
 from hybridrl.data.rows import Row
 from hybridrl.random_streams import request_key
 from hybridrl.sampler import SamplingParams

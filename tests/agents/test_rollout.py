@@ -12,7 +12,7 @@ import torch
 from hybridrl.agents.rollout import AgentRollout, load_agent, require_usable_agent, tool_schemas
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.agent import AgentConfig
-from hybridrl.data.row_tensor import encode_row
+from hybridrl.data.prompts import encode_row
 from hybridrl.data.rows import Message, Row
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import AgentError

@@ -19,9 +19,9 @@ from hybridrl.agents.turn_records import (
     turns_of,
 )
 from hybridrl.batch import RolloutBatch
-from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message
+from hybridrl.data.source import PromptStep
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.rewards.scorer import Scores
 from hybridrl.run.samples import SampleTaker

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from hybridrl.data.calculator import build_calculator_rows
 from hybridrl.data.rows import Message
+from hybridrl.data.tasks import build_calculator_rows
 
 
 def test_the_answer_is_the_value_of_the_expression() -> None:

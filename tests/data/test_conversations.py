@@ -16,12 +16,12 @@ from hybridrl.data.conversations import (
     pad_token_of,
     tokenize_conversation_pairs,
 )
-from hybridrl.data.files import read_rows
 from hybridrl.data.preferences import PreferencePair
 from hybridrl.data.rows import Row, fingerprint
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import DataError
 from tests.config.values import config_of
+from tests.data.tokenized import read_rows
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 NOTHING = torch.zeros(0, dtype=torch.int64)

@@ -8,7 +8,6 @@ import pyarrow.parquet
 import pytest
 
 from hybridrl.data.columns import Columns
-from hybridrl.data.files import read_rows
 from hybridrl.data.rows import (
     Message,
     Row,
@@ -18,6 +17,7 @@ from hybridrl.data.rows import (
     write_record,
 )
 from hybridrl.errors import DataError
+from tests.data.tokenized import read_rows
 
 KEY = "data.train_files"
 

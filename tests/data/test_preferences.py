@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from hybridrl.data.columns import Columns
-from hybridrl.data.files import read_rows
 from hybridrl.data.preferences import PreferencePair, build_preference_batch, tokenize_pairs
 from hybridrl.data.rows import Message, Row, fingerprint
-from hybridrl.data.sort_digits import build_sort_digits_rows
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.data.tasks import build_sort_digits_rows
 from hybridrl.errors import DataError
-from tests.data.tokenized import tokenize_rows
+from tests.data.tokenized import read_rows, tokenize_rows
 
 PAIRS = Columns(answer="chosen", rejected="rejected")
 CHATS = Columns(prompt=None, answer="chosen", rejected="rejected")

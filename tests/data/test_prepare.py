@@ -14,10 +14,10 @@ import pyarrow.parquet
 import pytest
 
 from hybridrl.data.columns import Columns
-from hybridrl.data.files import read_rows
 from hybridrl.data.prepare import main, prepare
 from hybridrl.data.published import last_boxed
 from hybridrl.errors import DataError
+from tests.data.tokenized import read_rows
 from tests.docs.blocks import blocks
 
 GSM8K = [

@@ -10,9 +10,9 @@ import pyarrow
 import pytest
 
 from hybridrl.data.columns import Columns
-from hybridrl.data.files import read_rows
 from hybridrl.data.rows import Row, fingerprint
 from hybridrl.errors import DataError
+from tests.data.tokenized import read_rows
 
 RECORDS = [
     {"prompt": "1+1=", "answer": "2", "source": "sums", "level": 1},

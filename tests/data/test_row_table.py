@@ -1,19 +1,22 @@
-"""Rows in blocks: in memory, in a file, and in a file that an earlier run wrote."""
+"""Rows in batches: in memory, in a file, and in a file that an earlier run wrote."""
 
 from __future__ import annotations
 
 import logging
 import os
+import resource
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import pyarrow
 import pytest
 
-from hybridrl.data import row_table
+from hybridrl.data import row_table, tokenizing
 from hybridrl.data.columns import Columns
+from hybridrl.data.encoding import RowEncoder
 from hybridrl.data.files import RowFiles
-from hybridrl.data.row_encoder import RowEncoder
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
@@ -52,9 +55,12 @@ def encoder_of(
 
 
 def load(path: Path, encoder: RowEncoder | None = None) -> RowTable:
-    files = RowFiles(files=[path], columns=Columns(), key="data.train_files")
     resources = Resources(folder=path.parent / "cache")
-    return tokenize_files(files, encoder or encoder_of(), resources)
+    return tokenize_files(files_of(path), encoder or encoder_of(), resources)
+
+
+def files_of(path: Path) -> RowFiles:
+    return RowFiles(files=[path], columns=Columns(), key="data.train_files")
 
 
 def contents(table: RowTable) -> list[tuple[Row, str, list[int]]]:
@@ -140,6 +146,60 @@ def test_a_broken_file_is_made_again(
     caplog.clear()
     assert contents(load(path)) == expected
     assert "come from" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["text", "other columns", "no batch", "no end"])
+def test_a_foreign_file_is_named_and_made_again(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path)
+    expected = contents(load(path))
+    (file,) = (tmp_path / "cache").iterdir()
+    schema = pyarrow.schema({"x": pyarrow.int8()}) if kind == "other columns" else row_table.SCHEMA
+    with pyarrow.ipc.new_file(str(file), schema) as writer:
+        if kind != "no batch":
+            writer.write_table(schema.empty_table())
+            writer.write_batch(pyarrow.RecordBatch.from_pylist([], schema=schema))
+    if kind == "text":
+        file.write_text("ARROW1 " * 1000)
+    assert contents(load(path)) == expected
+    assert f"rows are tokenized again: {file} cannot be read" in caplog.text
+
+
+def test_other_tools_read_the_file(tmp_path: Path) -> None:
+    load(write_rows(tmp_path))
+    (file,) = (tmp_path / "cache").iterdir()
+    table = pyarrow.ipc.open_file(str(file)).read_all()
+    assert table["record"].to_pylist()[0] == '["\\u00e9", "0", "data"]'
+    assert table["origin"].to_pylist() == [f"{tmp_path}/data.jsonl:{n + 1}" for n in range(6)]
+    assert list(map(len, table["token_ids"].to_pylist())) == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_disk_that_fills_up_costs_no_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "_ROWS_PER_CHUNK", 100)
+    path = write_rows(tmp_path, num_rows=400)
+    encoder = encoder_of(max_prompt_tokens=1000)
+    expected = contents(tokenize_files(files_of(path), encoder, Resources()))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        table = load(path, encoder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(table) == expected
+    assert "rows are held in memory" in caplog.text
+    assert "[Errno 27] File too large" in caplog.text
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_two_runs_that_make_the_file_at_once_have_the_same_rows(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, num_rows=2000)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(load, [path, path])
+    assert contents(first) == contents(second) == contents(load(path))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_small_sets_and_full_disks_keep_no_file(

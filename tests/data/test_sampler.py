@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.data.sampler import MixSampler, RowSampler
-from hybridrl.data.sampler_state import SamplerState
+from hybridrl.data.rows import Message, Row, fingerprint
+from hybridrl.data.sampler import MixSampler, RowSampler, SamplerState
+from hybridrl.data.source import prompt_seed
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import DataError
+from tests.data.tokenized import tokenize_rows
 
 
 def sampler(num_rows: int, *, seed: int = 0, shuffle: bool = True) -> RowSampler:
@@ -129,3 +132,33 @@ def test_an_order_by_difficulty_shuffles_equal_rows() -> None:
     assert ordered(1).draw(30) != epochs[0]
     second.restore(SamplerState(35, "f"))
     assert second.draw(25) == epochs[1][5:]
+
+
+def test_fingerprints_and_orders_are_those_of_earlier_versions() -> None:
+    """Checkpoints hold a fingerprint and a number of rows: others would resume with other rows."""
+    rows = [
+        Row("é 1", "2", "s", "f:1"),
+        Row((Message("user", "a"), Message("assistant", "b")), "c", "s", "f:2", 1.5),
+        Row("p", "better", "t", "f:3", rejected="worse", margin=0.5),
+        Row("q", "a", "t", "f:4", own='{"extra": [1]}'),
+    ]
+    digest = "8c8e69186f99a6ee4c087902d8d615a0c64999fb61806c268f8f43aeb2cb74e7"
+    assert fingerprint(rows) == digest
+    tokenizer = build_starter_tokenizer()
+    table = tokenize_rows(
+        *(rows[:1] + rows[2:], tokenizer),
+        use_chat_template=False,
+        max_prompt_tokens=100,
+        overlong="error",
+    )
+    assert table.fingerprint == fingerprint(rows[:1] + rows[2:])
+    assert sampler(5, seed=7).draw(12) == [4, 2, 1, 0, 3, 4, 1, 2, 3, 0, 0, 3]
+    by_difficulty = RowSampler(
+        6, seed=7, shuffle=True, fingerprint="", difficulties=[0, 1, 0, 1, 0, 1]
+    )
+    assert by_difficulty.draw(8) == [4, 2, 0, 5, 1, 3, 4, 2]
+    mix = MixSampler({"a": sampler(5, seed=7), "b": sampler(4, seed=7)}, [1, 3], seed=7)
+    assert mix.draw(20) == [4, 7, 2, 1, 6, 5, 8, 0, 3, 8, 7, 4, 6, 5, 5, 8, 1, 2, 6, 7]
+    mix.draw(1000)
+    assert mix.draw(6) == [6, 3, 4, 2, 8, 1]
+    assert [prompt_seed(7, index) for index in (0, 1)] == [2991332791445805579, 583649986783347047]

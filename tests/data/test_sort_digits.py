@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from hybridrl.data.rows import Row
-from hybridrl.data.sort_digits import Split, build_sort_digits_rows
+from hybridrl.data.tasks import Split, build_sort_digits_rows
 from hybridrl.errors import DataError
 
 

@@ -11,7 +11,7 @@ from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptSource, build_prompt_step, prompt_seed
 from hybridrl.data.supervised import build_supervised_batch
 from hybridrl.errors import DataError
-from tests.data.tokenized import tokenize_rows
+from tests.data.tokenized import source_of, tokenize_rows
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def rows(tokenizer: PreTrainedTokenizerBase) -> list[TokenizedRow]:
 
 
 def source(rows: list[TokenizedRow], *, seed: int = 0) -> PromptSource:
-    return PromptSource(rows, num_prompts=3, seed=seed, shuffle=True)
+    return source_of(rows, num_prompts=3, seed=seed)
 
 
 def test_a_step_holds_tokens_and_rows_in_the_same_order(rows: list[TokenizedRow]) -> None:
@@ -75,7 +75,7 @@ def test_a_source_refuses_the_state_of_other_data(rows: list[TokenizedRow]) -> N
 
 
 def test_a_batch_larger_than_the_data_holds_rows_twice(rows: list[TokenizedRow]) -> None:
-    step = PromptSource(rows[:2], num_prompts=5, seed=0, shuffle=True).next()
+    step = source_of(rows[:2], num_prompts=5, seed=0).next()
     assert len(step.rows) == 5
     assert len(set(step.prompts.seed_P.tolist())) == 5
 
@@ -93,7 +93,7 @@ def test_seeds_depend_on_run_index_and_stream_and_fit_int64() -> None:
 
 
 def test_held_out_rows_become_one_step(rows: list[TokenizedRow]) -> None:
-    step = build_prompt_step(rows, first_index=0, seed=0, stream="eval")
+    step = build_prompt_step(rows, range(len(rows)), seed=0, stream="eval")
     assert step.rows == tuple(rows)
     assert step.prompts.seed_P[0].item() == prompt_seed(0, 0, stream="eval")
 

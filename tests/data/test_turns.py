@@ -9,13 +9,11 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data.columns import Columns
-from hybridrl.data.files import read_rows
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message, Row
-from hybridrl.data.supervised import build_supervised_batch
-from hybridrl.data.turns import assistant_mask
+from hybridrl.data.supervised import assistant_mask, build_supervised_batch
 from hybridrl.errors import DataError
-from tests.data.tokenized import tokenize_rows
+from tests.data.tokenized import read_rows, tokenize_rows
 
 CHATML = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>\\n{% endfor %}"

@@ -1,15 +1,28 @@
-"""Rows of a test as prompts, without files."""
+"""Rows of a test: read from files, or as prompts without files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.row_encoder import RowEncoder
+from hybridrl.data.columns import Columns
+from hybridrl.data.encoding import RowEncoder
+from hybridrl.data.files import RowFiles
+from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_table import RowTable
-from hybridrl.data.rows import Row
+from hybridrl.data.rows import Row, fingerprint
+from hybridrl.data.sampler import RowSampler
+from hybridrl.data.source import PromptSource
 from hybridrl.data.tokenizing import encode_rows
+
+
+def read_rows(
+    files: Sequence[Path], *, columns: Columns, key: str, source: str | None = None
+) -> list[Row]:
+    """Read all rows of all files; see `RowFiles`."""
+    return list(RowFiles(files=files, columns=columns, key=key, source=source).parsed())
 
 
 def tokenize_rows(
@@ -28,3 +41,12 @@ def tokenize_rows(
         overlong=overlong,
     )
     return encode_rows(rows, encoder)
+
+
+def source_of(
+    rows: Sequence[TokenizedRow], *, num_prompts: int, seed: int, shuffle: bool = True
+) -> PromptSource:
+    """Draw from one set of rows."""
+    digest = fingerprint(row.row for row in rows)
+    sampler = RowSampler(len(rows), seed=seed, shuffle=shuffle, fingerprint=digest)
+    return PromptSource(rows, num_prompts=num_prompts, seed=seed, sampler=sampler)

@@ -11,15 +11,14 @@ import pytest
 import torch
 import transformers
 
-from hybridrl.data import calculator, sampler, sort_digits, starter_tokenizer, supervised, turns
+from hybridrl.data import sampler, starter_tokenizer, supervised, tasks
 from hybridrl.run import offline, rows, starter
 from hybridrl.trainer import sft as fine_tuning
 from hybridrl.workers.train import optimizer
 from tests.config.values import config_of
 
 DECIDING = [
-    *(calculator, turns),
-    *(sampler, sort_digits, starter_tokenizer, supervised),  # rows, their order and their tokens
+    *(sampler, starter_tokenizer, supervised, tasks),  # rows, their order and their tokens
     *(starter, offline, rows, fine_tuning, optimizer),  # first weights, batches and steps
 ]
 

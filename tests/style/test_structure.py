@@ -22,7 +22,7 @@ ONE_DOOR = {
     "peft": "hybridrl.models.adapter",
     "liger_kernel": "hybridrl.models.liger",
 }
-AT_MOST_ONE_FILE = ["wandb", "mlflow", "tensorboard", "math_verify", "pyarrow", "plotly"]
+AT_MOST_ONE_FILE = ["wandb", "mlflow", "tensorboard", "math_verify", "plotly"]
 LIFE_CYCLE = ("release", "resume", "pause", "drain", "continue_generation")
 
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged, row_offsets
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
-from hybridrl.data.sampler_state import SamplerState
+from hybridrl.data.sampler import SamplerState
 from hybridrl.data.source import PromptSource
 from hybridrl.errors import PhaseError
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.batches import AheadBatches
+from tests.data.tokenized import source_of
 from tests.drawn import cases
 
 NUM_ROWS = 11
@@ -60,7 +61,7 @@ def source_of_prompts(num_prompts: int) -> PromptSource:
         TokenizedRow(Row(f"p{n}", "a", "s", f"f:{n}"), f"p{n}", torch.tensor([n + 1]))
         for n in range(NUM_ROWS)
     ]
-    return PromptSource(rows, num_prompts=num_prompts, seed=3)
+    return source_of(rows, num_prompts=num_prompts, seed=3)
 
 
 @cases(by_day=25, by_night=100)

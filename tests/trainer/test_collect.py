@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged
-from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
-from hybridrl.data.source import PromptSource
+from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.batches import DrawnBatches
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Collected, Collector, ScoredRollouts
+from tests.data.tokenized import source_of
 
 NUM_PROMPTS, NUM_RESPONSES = 3, 2
 SAMPLING = SamplingParams(
@@ -84,7 +84,7 @@ def source_of_prompts() -> PromptSource:
         TokenizedRow(Row(f"p{n}", "a", "s", f"f:{n}"), f"p{n}", torch.tensor([n + 1]))
         for n in range(40)
     ]
-    return PromptSource(rows, num_prompts=NUM_PROMPTS, seed=0, shuffle=False)
+    return source_of(rows, num_prompts=NUM_PROMPTS, seed=0, shuffle=False)
 
 
 def batches_of(source: PromptSource, policy: CountingPolicy, reward: ListedReward) -> DrawnBatches:

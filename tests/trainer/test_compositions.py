@@ -32,9 +32,9 @@ from hybridrl.config import parts
 from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
-from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
+from hybridrl.data.source import PromptStep
 from hybridrl.env import ROOT
 from hybridrl.metrics import Metrics
 from hybridrl.rewards.scorer import Scores

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from hybridrl.batch import RolloutBatch
 from hybridrl.config.reward import RewardConfig
-from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
-from hybridrl.data.source import build_prompt_step
+from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import RewardError
 from hybridrl.rewards.scorer import RewardScorer, Scores
@@ -92,7 +91,7 @@ def _task(first_index: int = 5) -> PromptStep:
         TokenizedRow(Row(f"{n}=", str(n), "s", f"f:{n}"), f"{n}=", torch.tensor([n + 1]))
         for n in range(NUM_PROMPTS)
     ]
-    return build_prompt_step(rows, first_index=first_index, seed=0)
+    return build_prompt_step(rows, range(first_index, first_index + len(rows)), seed=0)
 
 
 def _sample(text: str) -> Sample:

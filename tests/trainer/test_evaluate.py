@@ -11,10 +11,9 @@ import torch
 from hybridrl.batch import PromptBatch, RolloutBatch
 from hybridrl.config.eval import EvalSet
 from hybridrl.data.answers import response_answers
-from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
-from hybridrl.data.source import build_prompt_step
+from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.metrics import Mean, Metrics, check_declared
 from hybridrl.rewards.scorer import Scores
@@ -74,7 +73,7 @@ def task_of(name: str, sources: Sequence[str], **given: object) -> EvalTask:
         for source in sources
     ]
     sampling = SamplingParams(settings.num_responses_per_prompt, 4, settings.temperature)
-    return EvalTask(settings, build_prompt_step(rows, first_index=0, seed=0), sampling)
+    return EvalTask(settings, build_prompt_step(rows, range(len(rows)), seed=0), sampling)
 
 
 def evaluate(

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged, row_lengths
-from hybridrl.data.prompt_step import PromptStep
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
-from hybridrl.data.source import build_prompt_step
+from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.errors import ReplayError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
@@ -77,7 +76,7 @@ def _task(first_index: int = 0, *, answer: str = "a", token: int = 7, seed: int 
         )
         for n in range(5)
     ]
-    return build_prompt_step(rows, first_index=first_index, seed=seed)
+    return build_prompt_step(rows, range(first_index, first_index + len(rows)), seed=seed)
 
 
 @pytest.fixture

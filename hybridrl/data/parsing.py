@@ -1,0 +1,209 @@
+"""From a record of a data file to a row; what is wrong with it is said in words."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hybridrl.data.columns import Columns
+from hybridrl.data.records import Malformed, Record, name_column
+from hybridrl.data.rows import Message, Row
+from hybridrl.errors import shown
+from hybridrl.json_text import to_json_text
+
+_MESSAGE = "{role: ..., content: ...}"
+
+
+class RawRow(NamedTuple):
+    """A row that was read, and is not parsed."""
+
+    record: Record
+
+    source: str
+    """Of a row without the source column."""
+
+    origin: str
+    """As in `Row`."""
+
+
+def parse(raw: RawRow, columns: Columns) -> Row:
+    """Parse a row; raises Malformed, which says why it is none."""
+    record = raw.record
+    if isinstance(record, Malformed):
+        raise record
+    if isinstance(record, str):
+        record = _parse_json(record)
+    needed = {name: _require(record, name, key=key) for name, key in columns.needed.items()}
+    name = columns.prompt or f"{columns.answer}"
+    prompt = needed.get(columns.prompt or "")
+    rejected: object = None
+    if columns.answer is None:
+        why = "since data.answer_key is null"
+        prompt, answer = _split_answer(prompt, name, why=why, needs_prompt=True)
+        answer_name = f"{name}[-1].content"
+    else:
+        answer, answer_name = needed[columns.answer], columns.answer
+        if columns.rejected is not None:
+            names = (columns.answer, columns.rejected)
+            prompt, (answer, rejected) = _split_pair(prompt, {n: needed[n] for n in names})
+    source = record.get(columns.source) or raw.source
+    return Row(
+        prompt=_parse_prompt(prompt, name),
+        answer=_parse_answer(answer, answer_name),
+        source=_parse_text(source, columns.source),
+        origin=raw.origin,
+        difficulty=_parse_number(needed, columns.difficulty),
+        rejected=None if columns.rejected is None else _parse_text(rejected, columns.rejected),
+        margin=_parse_number(needed, columns.margin),
+        own=_write_own({name: needed[name] for name in columns.own}),
+    )
+
+
+def _write_own(values: Mapping[str, object]) -> str:
+    """Write the columns that reward functions get as they stand."""
+    try:
+        return to_json_text(values) if values else ""
+    except (TypeError, ValueError) as error:
+        raise Malformed(f"{', '.join(values)} cannot be written as JSON: {error}") from error
+
+
+def _parse_json(line: str) -> Mapping[str, object]:
+    try:
+        line.encode()  # bytes that were not UTF-8 cannot be encoded again
+        record = json.loads(line, object_pairs_hook=_parse_object)
+    except UnicodeEncodeError as error:
+        raise Malformed(f"is not UTF-8 at character {error.start + 1}") from error
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise Malformed(f"is a JSON {type(record).__name__}, must be an object {{...}}")
+    return record
+
+
+def _parse_object(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:
+    """Reject a duplicate name: JSON would silently keep only its last value."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        doubled = next(name for name in names if names.count(name) > 1)
+        raise Malformed(f"has {doubled!r} twice; keep one")
+    return record
+
+
+def _require(record: Mapping[str, object], name: str, *, key: str) -> object:
+    value: object = record
+    for part in (name,) if name in record else name.split("."):  # a.b is a field of column a
+        if not isinstance(value, Mapping) or part not in value:
+            raise Malformed(f"has no {name!r}; {name_column(name, record, key=key)}")
+        value = value[part]
+    return value
+
+
+def _parse_number(needed: Mapping[str, object], name: str | None) -> float:
+    """Return the number of a column; 0 without one."""
+    if name is None:
+        return 0.0
+    value = needed[name]
+    try:  # csv has text alone
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise Malformed(f"{name!r} is {shown(value)}, must be a finite number")
+    return number
+
+
+def _parse_answer(value: object, name: str) -> str:
+    """Return text as it is, and an integer as its digits; other numbers have several spellings."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float):
+        raise Malformed(f"{name!r} is {value}, must be text or an integer; write it in quotes")
+    return _parse_text(value, name)
+
+
+def _parse_text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        how = "as JSON in quotes" if isinstance(value, list | dict) else "in quotes"
+        raise Malformed(f"{name!r} is {shown(value)}, must be text; write it {how}")
+    if not value.strip():
+        raise Malformed(f"{name!r} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON may escape halves of pairs; no tokenizer takes one
+        half = f"\\u{ord(value[error.start]):04x}"
+        raise Malformed(
+            f"{name!r} has half of a pair, {half}, as character {error.start + 1}; write both "
+            "halves, or leave it out"
+        ) from error
+    return value
+
+
+def _parse_prompt(messages: object, name: str) -> str | tuple[Message, ...]:
+    if not isinstance(messages, list):
+        return _parse_text(messages, name)
+    if not messages:
+        raise Malformed(f"{name!r} has no messages")
+    parsed = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise Malformed(f"{name}[{index}] is {shown(message)}, must be {_MESSAGE}")
+        for part in ("role", "content"):
+            if part not in message:
+                raise Malformed(f"{name}[{index}] has no {part!r}, must be {_MESSAGE}")
+        role, content = (
+            _parse_text(message[part], f"{name}[{index}].{part}") for part in ("role", "content")
+        )
+        parsed.append(Message(role, content))
+    return tuple(parsed)
+
+
+def _split_answer(
+    chat: object, name: str, *, why: str, needs_prompt: bool
+) -> tuple[list[object], object]:
+    """Return the messages before the last one, and the content of the last one.
+
+    ``why`` the column must be a chat; ``needs_prompt``: there must be messages before the last one.
+    """
+    last = chat[-1] if isinstance(chat, list) and chat else None
+    if not isinstance(chat, list) or not isinstance(last, dict) or len(chat) < 1 + needs_prompt:
+        kind = "two or more messages" if needs_prompt else "a list of messages"
+        raise Malformed(f"{name!r} is {shown(chat)}, must be {kind}, {why}")
+    if last.get("role") != "assistant":
+        raise Malformed(
+            f"the last message of {name!r} is of role {shown(last.get('role'))}, must be the "
+            f"assistant's: it is the answer, {why}"
+        )
+    return chat[:-1], last.get("content")
+
+
+def _split_pair(
+    prompt: object, answers: Mapping[str, object]
+) -> tuple[object, tuple[object, object]]:
+    """Return the prompt of a preference pair, and its answers without the chats around them.
+
+    Args:
+        prompt: None without a column: then both answers are chats, and the messages before their
+            last one are the prompt.
+        answers: the chosen and the rejected one by name of their columns. Texts; or chats that end
+            with the answer, by itself or after the prompt.
+    """
+    (name, chosen), (other, rejected) = answers.items()
+    has_none = prompt is None
+    before: list[object] = []
+    if has_none or isinstance(chosen, list) or isinstance(rejected, list):
+        why = "since data.prompt_key is null" if has_none else "as the other answer is"
+        before, chosen = _split_answer(chosen, name, why=why, needs_prompt=has_none)
+        before_other, rejected = _split_answer(rejected, other, why=why, needs_prompt=has_none)
+        if before != before_other:
+            raise Malformed(f"{name!r} and {other!r} differ before their last message")
+    if chosen == rejected:
+        raise Malformed(f"{name!r} and {other!r} are equal: a pair needs two answers")
+    if not has_none and before and before != prompt:
+        raise Malformed(
+            f"{name!r} has messages before the answer, and they are not the prompt of its own "
+            "column; set data.prompt_key=null to take them as the prompt"
+        )
+    return before if has_none else prompt, (chosen, rejected)

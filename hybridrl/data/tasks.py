@@ -1,0 +1,174 @@
+"""Tasks whose rows are made on the spot: sorted digits, arithmetic, Countdown."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Literal
+
+from hybridrl.data.rows import Message, Row
+from hybridrl.errors import DataError
+
+Split = Literal["train", "eval"]
+_EVAL_SHARE = 8  # one number, or expression, in eight
+_MAX_TRIES = 10_000
+_LARGEST_TERM = 20
+_CALL_SHARE = 0.35  # of the worked conversations of the calculator
+_LARGEST_NUMBER, _LARGEST_TARGET = 99, 999  # of Countdown
+_MIN_NUMBERS, _MAX_NUMBERS = 3, 4
+_PROMPT = (
+    "Using the numbers {numbers}, make an expression that equals {target}. Use + - * / and "
+    r"parentheses, and each number exactly once. Put the expression in \boxed{{}}."
+)
+
+
+def build_sort_digits_rows(
+    num_rows: int,
+    *,
+    split: Split,
+    seed: int,
+    min_digits: int,
+    max_digits: int,
+    with_rejected: bool = False,
+) -> list[Row]:
+    """Make rows of ``31415=`` -> ``11345``; the same arguments make the same rows.
+
+    Whether a number is for training or for evaluation depends on the number alone, so the two never
+    meet, whatever the seeds: also not when the starting model is warmed up on training rows. Short
+    numbers are few, and repeat.
+
+    Args:
+        split: ``eval`` numbers are one in eight of all.
+        min_digits: shortest number, >= 1. Lengths are uniform.
+        with_rejected: make preference pairs: the rejected answer has one other digit.
+
+    Raises:
+        DataError: no number of some length belongs to ``split``.
+    """
+    source = random.Random(f"sort_digits {split} {seed}")
+    errors = random.Random(f"sort_digits rejected {split} {seed}")
+    rows = []
+    for index in range(num_rows):
+        number = _draw_number(
+            source, split=split, num_digits=source.randint(min_digits, max_digits)
+        )
+        answer = "".join(sorted(number))
+        rows.append(
+            Row(
+                prompt=f"{number}=",
+                answer=answer,
+                rejected=_with_error(answer, errors) if with_rejected else None,
+                source="sort_digits",
+                origin=f"sort_digits/{split}:{index + 1}",
+            )
+        )
+    return rows
+
+
+def _draw_number(source: random.Random, *, split: Split, num_digits: int) -> str:
+    for _ in range(_MAX_TRIES):
+        number = str(source.randrange(10 ** (num_digits - 1), 10**num_digits))
+        if _split_of(number) == split:
+            return number
+    raise DataError(
+        f"sort_digits has no number of {num_digits} digits for {split}; set data.min_digits=2"
+    )
+
+
+def _with_error(answer: str, source: random.Random) -> str:
+    at = source.randrange(len(answer))
+    other = source.choice("0123456789".replace(answer[at], ""))
+    return answer[:at] + other + answer[at + 1 :]
+
+
+def _split_of(text: str) -> Split:
+    digest = hashlib.blake2b(text.encode(), digest_size=1).digest()
+    return "eval" if digest[0] % _EVAL_SHARE == 0 else "train"
+
+
+def build_calculator_rows(
+    num_rows: int, *, split: Split, seed: int, has_conversations: bool = False
+) -> list[Row]:
+    """Make arithmetic of two or three steps, ``(17+5)*12``; the same arguments make the same rows.
+
+    Splits are apart as those of sorted digits. A small model cannot compute the answer, but it can
+    ask the tool ``calculator``. The conversations that teach a starter model call the tool in a
+    third of cases, and answer at once in the others. So it knows the form of a call, and
+    reinforcement learning finds out that calls pay.
+
+    Args:
+        split: ``eval`` expressions are one in eight of all.
+        has_conversations: in some rows the prompt holds the call of the tool and its result, too,
+            for supervised fine-tuning of all turns.
+    """
+    source = random.Random(f"calculator {split} {seed}")
+    rows = []
+    for index, (expression, value) in zip(
+        range(num_rows), _expressions(source, split), strict=False
+    ):
+        prompt: tuple[Message, ...] = (Message("user", expression),)
+        if has_conversations and source.random() < _CALL_SHARE:
+            call = f"[calculator(expression='{expression}')]"
+            prompt = (*prompt, Message("assistant", call), Message("tool", str(value)))
+        rows.append(
+            Row(
+                prompt=prompt,
+                answer=str(value),
+                source="calculator",
+                origin=f"calculator/{split}:{index + 1}",
+            )
+        )
+    return rows
+
+
+def _expressions(source: random.Random, split: Split) -> Iterator[tuple[str, int]]:
+    while True:
+        value = source.randint(1, _LARGEST_TERM)
+        expression = str(value)
+        num_steps = source.choice((2, 3))
+        for step in range(num_steps):
+            number, operator = source.randint(1, _LARGEST_TERM), source.choice("+-*")
+            left = f"({expression})" if operator == "*" and step else expression
+            expression = f"{left}{operator}{number}"
+            value = {"+": value + number, "-": value - number, "*": value * number}[operator]
+        if _split_of(expression) == split:
+            yield expression, value
+
+
+def make_countdown(num_rows: int, *, split: str, seed: int) -> list[dict[str, object]]:
+    """Make rows; the same arguments make the same rows, and no two have the same prompt.
+
+    The answer is one solution, ``(44+19)+35``. It states the task for a reward function: a response
+    is right if it uses the same numbers and has the same value.
+
+    Args:
+        split: ``train`` and ``test`` have different rows with the same seed.
+    """
+    source = random.Random(f"countdown {split} {seed}")
+    rows: dict[str, dict[str, object]] = {}
+    while len(rows) < num_rows:
+        num_numbers = source.randint(_MIN_NUMBERS, _MAX_NUMBERS)
+        numbers = [source.randint(1, _LARGEST_NUMBER) for _ in range(num_numbers)]
+        # A sum that divides by 8 is for the test: no seeds make a prompt of both splits.
+        if (sum(numbers) % 8 == 0) != (split == "test"):
+            continue
+        expression, target = _combine([(str(n), Fraction(n)) for n in numbers], source)
+        if target.denominator != 1 or not 1 <= target <= _LARGEST_TARGET:
+            continue
+        source.shuffle(numbers)
+        prompt = _PROMPT.format(numbers=", ".join(map(str, numbers)), target=target)
+        row = {"prompt": prompt, "answer": expression, "source": "countdown"}
+        rows.setdefault(prompt, row | {"difficulty": num_numbers})
+    return list(rows.values())
+
+
+def _combine(terms: list[tuple[str, Fraction]], source: random.Random) -> tuple[str, Fraction]:
+    while len(terms) > 1:
+        (left, a), (right, b) = (terms.pop(source.randrange(len(terms))) for _ in range(2))
+        sign = source.choice("+-*/" if b else "+-*")
+        value = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else a}[sign]
+        terms.append((f"({left}{sign}{right})", value))
+    expression, value = terms[0]
+    return expression[1:-1], value
