@@ -49,7 +49,7 @@ class KeyReference:
     """The docstring of the field."""
 
     rules: Sequence[str]
-    """What errors of rules over several keys say of this one."""
+    """Rules over several keys that name this one, in the words of their errors."""
 
     @property
     def default_text(self) -> str:
@@ -195,7 +195,7 @@ def _interval_of(hint: object) -> str:
 def rules_by_key() -> Mapping[str, Sequence[str]]:
     """Return, for each key, what errors of the checks say; computed pieces are ``...``.
 
-    Errors of other keys that name it begin with their key. Where a text is computed as a whole,
+    Errors of other keys that name it begin with their key. Where all of a text is computed,
     the first sentence of the rule's docstring stands for it.
     """
     texts: dict[str, dict[str, None]] = {}

@@ -24,7 +24,7 @@ def _ranks_per_engine(config: ExperimentConfig) -> int:
 
 
 def prompts_multiple(config: ExperimentConfig) -> int:
-    """Return what divides the prompts of a step, shared by engines, and their rows by ranks."""
+    """Return the number that divides the prompts of legal steps, over engines and as rows."""
     shares = config.num_train_groups * config.algorithm.num_minibatches
     num_responses = config.rollout.num_responses_per_prompt
     return math.lcm(num_rollout_engines(config), shares // math.gcd(shares, num_responses))

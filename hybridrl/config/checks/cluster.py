@@ -30,25 +30,27 @@ def check_ray(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The module of the hook can be imported from here, and its file defines the function.
+    """The module of the hook can be found from here, and its file defines the function.
 
-    Only the packages above the module are imported. The file itself is parsed, not run: its code is
-    meant for the workers.
+    The file is parsed, not run, unless it stands for a package: its code is meant for the workers.
     """
     path = config.cluster.worker_setup_hook
     if path is None:
         return
-    module_name, _, name = path.rpartition(".")
+    module, _, name = path.rpartition(".")
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
         rule = "must be package.module.function, with dots between names"
         yield hook_error(path, rule, "correct the name")
         return
-    missing, file = _find_module(module_name)
-    if missing:
+    try:
+        spec, reason = find_spec(module), ""
+    except (Exception, SystemExit) as err:  # what is above is no package, or does not load
+        spec, reason = None, f" ({err})"
+    if spec is None:
         fix = "correct it, put its folder on PYTHONPATH"
-        yield hook_error(path, f"there is no module {missing}", fix)
-    elif file is not None:
-        yield from _check_function(path, name, file)
+        yield hook_error(path, f"there is no module {module}{reason}", fix)
+    elif spec.origin is not None and spec.origin.endswith(".py"):
+        yield from _check_function(path, name, Path(spec.origin))
 
 
 def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
@@ -62,26 +64,6 @@ def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
         yield hook_error(path, rule, f"{suggest_name(name, list(known))} Correct it")
     elif name in known and (flaw := flaw_of_function(known[name], keywords=())):
         yield hook_error(path, f"it {flaw}")
-
-
-def _find_module(name: str) -> tuple[str, Path | None]:
-    """Return the first missing piece of a dotted name, or the Python file if nothing is missing.
-
-    Modules that are not Python files, such as extensions, have neither.
-    """
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        part = ".".join(parts[:end])
-        try:
-            spec = find_spec(part)
-        except (Exception, SystemExit) as err:  # the package above is a module, or does not load
-            return f"{part} ({err})", None
-        if spec is None:
-            return part, None
-        if spec.submodule_search_locations is None and end < len(parts):
-            return f"{part}.{parts[end]}", None  # or the next turn would run that module
-    origin = spec.origin if spec is not None else None
-    return "", Path(origin) if origin is not None and origin.endswith(".py") else None
 
 
 RULES = (check_ray, check_worker_setup_hook)

@@ -62,6 +62,8 @@ _OF_THE_MODEL = frozenset(
 
 _COMPUTED = "weights are loaded, exported and saved in the type that computes"
 
+_GPT_MODEL = "it belongs to megatron-core's GPTModel, and hybridrl has its own embedding and head"
+
 _TRANSFORMER_OURS = by_argument(
     {
         "losses come weighed, so gradients are summed": "calculate_per_token_loss",
@@ -74,12 +76,17 @@ _TRANSFORMER_OURS = by_argument(
             "moe_z_loss_coeff"
         ),
         "its kernel chooses experts by itself, and cannot replay any": "moe_router_fusion",
-        "the model's files have no tensors that hold all experts": ("moe_use_legacy_grouped_gemm"),
+        "the model's files have no tensors that hold all experts": "moe_use_legacy_grouped_gemm",
         "weights are read from the model folder": (
             "perform_initialization use_cpu_initialization init_model_with_meta_device"
         ),
         _COMPUTED: "fp8_param fp4_param",
-        "rollout.sleep moves training state, and it would use the old address": ("cpu_offloading"),
+        "rollout.sleep moves training state, and it would use the old address": "cpu_offloading",
+        _GPT_MODEL: (
+            "fine_grained_activation_offloading overlap_moe_expert_parallel_comm "
+            "delay_wgrad_compute defer_embedding_wgrad_compute "
+            "num_microbatches_with_partial_activation_checkpoints"
+        ),
         "micro-batches differ in length, and it needs one length": (
             "tp_comm_overlap cuda_graph_impl enable_cuda_graph external_cuda_graph"
         ),
@@ -142,6 +149,7 @@ _DDP_OURS = by_argument(
         ),
         "gradient memory lasts for one step, and NCCL would keep the old address": "nccl_ub",
         _COMPUTED: "fp8_param_gather",
+        _GPT_MODEL: "delay_wgrad_compute",
     }
 )
 
