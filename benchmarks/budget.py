@@ -15,23 +15,23 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2532, 18),
+    ".": (2548, 18),
     "agents": (3794, 25),
     "algorithms": (2820, 39),
     "checkpoint": (697, 5),
-    "config": (9773, 75),
+    "config": (8731, 66),
     "data": (3185, 23),
     "diagnostics": (1130, 7),
     "models": (2044, 16),
     "planning": (906, 10),
-    "rehearsal": (2176, 10),
+    "rehearsal": (2173, 10),
     "report": (1639, 13),
     "rewards": (2710, 17),
-    "run": (4989, 34),
-    "serving": (5379, 37),
+    "run": (4985, 34),
+    "serving": (5234, 35),
     "single_controller": (2400, 14),
-    "trainer": (3304, 26),
-    "workers": (20908, 133),
+    "trainer": (3303, 26),
+    "workers": (20560, 132),
 }
 """By folder; ``.`` has the files of the top level."""
 

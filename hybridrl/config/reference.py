@@ -1,7 +1,7 @@
 """Every configuration key in words: type, interval, defaults, meaning and rules.
 
 Read from the code itself, so that ``--help`` and the site always agree with it: types and
-docstrings of the sections' fields, the files of hydra_configs, and the rules of checks.py.
+docstrings of the sections' fields, the files of hydra_configs, and the errors of config/checks.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import dataclasses
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from hybridrl.config.checks.violations import Rule, rules_of
-from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import Within
 from hybridrl.config.load import known_keys
 from hybridrl.config.yaml_text import read_yaml
 
+_CHECKS = Path(__file__).parent / "checks"
 _DOTTED = re.compile(r"(?:[a-z_]+|\*)(?:\.[a-z_0-9]+)+")
 _BY_DEVICE = "bfloat16 on cuda, float32 on cpu"
 _MOST_FILES = 4
@@ -49,7 +49,7 @@ class KeyReference:
     """The docstring of the field."""
 
     rules: Sequence[str]
-    """Rules over several keys that name this one."""
+    """Rules over several keys that name this one, in the words of their errors."""
 
     @property
     def default_text(self) -> str:
@@ -193,48 +193,69 @@ def _interval_of(hint: object) -> str:
 
 @cache
 def rules_by_key() -> Mapping[str, Sequence[str]]:
-    """Return, for each key, the first sentence of every rule of checks.py that names it."""
-    sentences: dict[str, list[str]] = {}
-    rules = {rule: None for mode in ("train", *OFFLINE_MODES, "eval") for rule in _rules(mode)}
-    for rule in rules:
-        sentence = " ".join((rule.__doc__ or "").split("\n\n")[0].split())
-        for name in sorted(_names_in(rule)):
-            sentences.setdefault(name, []).append(sentence)
-    return sentences
+    """Return, for each key, what errors of the checks say; computed pieces are ``...``.
+
+    Errors of other keys that name it begin with their key. Where all of a text is computed,
+    the first sentence of the rule's docstring stands for it.
+    """
+    texts: dict[str, dict[str, None]] = {}
+    for file in sorted(_CHECKS.glob("*.py")):
+        module = ast.parse(file.read_text(encoding="utf-8"))
+        for function in (node for node in module.body if isinstance(node, ast.FunctionDef)):
+            for key, rule in _errors_of(function, module):
+                text = rule.replace("*", "...")
+                own = _keys_like([key])
+                for name in own:
+                    texts.setdefault(name, {})[text] = None
+                named = _keys_like(_DOTTED.findall(rule)) if key != "*" else set()
+                for name in named - own:
+                    texts.setdefault(name, {})[f"{key.replace('*', 'NAME')}: {text}"] = None
+    return {key: tuple(of_key) for key, of_key in texts.items()}
 
 
-def _rules(mode: str) -> Iterator[Rule]:
-    for rules in rules_of(mode).values():
-        yield from rules
+def _keys_like(patterns: Iterable[str]) -> set[str]:
+    """Return the keys that one of the patterns fits, in which ``*`` is any word but the last."""
+    named = [pattern for pattern in patterns if not pattern.endswith("*")]
+    regexes = [re.compile(p.replace(".", r"\.").replace("*", "[a-z0-9]+")) for p in named]
+    return {key for key in known_keys() if any(regex.fullmatch(key) for regex in regexes)}
 
 
-def _names_in(rule: Callable[..., object]) -> set[str]:
-    """Return the keys in the texts of a rule, and of the functions of its module that it calls."""
-    module = ast.parse(inspect.getsource(cast(types.ModuleType, inspect.getmodule(rule))))
-    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
-    pending, visited, texts = [rule.__name__], set[str](), list[str]()
-    while pending:
-        name = pending.pop()
-        if name in visited or name not in functions:
-            continue
-        visited.add(name)
-        nodes = ast.walk(functions[name])
-        pending.extend(node.id for node in nodes if isinstance(node, ast.Name))
-        texts += _texts_in(functions[name])
-    templates = {match for text in texts for match in _DOTTED.findall(text)}
-    patterns = [re.compile(t.replace(".", r"\.").replace("*", r"[a-z]+")) for t in templates]
-    return {key for key in known_keys() if any(pattern.fullmatch(key) for pattern in patterns)}
+def _errors_of(function: ast.FunctionDef, module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield key and rule of each error that a function yields; ``*`` for a computed piece."""
+    meaning = " ".join((ast.get_docstring(function) or "").split("\n\n")[0].split())
+    assigned = [*_assigned(module.body), *_assigned(ast.walk(function))]
+    for call in ast.walk(function):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "error":
+            key, rule = (_text_of(node, call.lineno, assigned) for node in call.args[1:3])
+            yield key, meaning if rule == "*" else rule
 
 
-def _texts_in(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield each text of a function; a computed piece of it becomes ``*``."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.JoinedStr):
-            yield "".join(
-                str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values
-            )
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+def _text_of(node: ast.AST | None, line: int, assigned: Sequence[tuple[str, ast.expr]]) -> str:
+    """Write a text as far as the source shows it; a name has what it got last before ``line``."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=pieces):
+            return "".join(_text_of(piece, line, assigned) for piece in pieces)
+        case ast.FormattedValue(value=ast.Name() as name):
+            return _text_of(name, line, assigned)
+        case ast.Name(id=name):
+            values = [value for target, value in assigned if target == name]
+            earlier = [value for value in values if value.lineno < line]
+            latest = max(earlier, key=lambda value: value.lineno, default=None)
+            return _text_of(latest, latest.lineno if latest else 0, assigned)
+    return "*"
+
+
+def _assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield names and values of assignments, also of several at once."""
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                pairs = zip(names, values, strict=True)
+                yield from ((name.id, value) for name, value in pairs if isinstance(name, ast.Name))
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                yield name, value
 
 
 def _read_choice(file: Path) -> dict[str, object]:

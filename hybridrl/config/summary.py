@@ -11,8 +11,7 @@ from hybridrl.config.experiment import OFFLINE_MODES, PAIR_MODES, ExperimentConf
 
 def summarize(config: ExperimentConfig) -> str:
     """Describe a configuration that passed its checks: a line per group of rules, then numbers."""
-    numbers = {name: len(rules) for name, rules in rules_of(config.mode).items()}
-    groups = [f"{name:<17} ok ({_count(number, 'rule')})" for name, number in numbers.items()]
+    groups = [f"{name:<17} ok" for name in rules_of(config.mode)]
     return "\n".join(
         ["checked, nothing started:", *groups, *_other_modes(config), "", *_numbers(config)]
     )

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.rollout import require_usable_agent
-from hybridrl.config.checks.batch_sizes import BatchSizes
+from hybridrl.config.checks.batch_sizes import num_rollout_engines
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.summary import note_of_cut_sampling
 from hybridrl.data.sampler import RowOrder
@@ -201,7 +201,7 @@ class _ReinforcementLearning:
                 rollouts,
                 num_prompts=trainer.num_prompts_per_step,
                 num_open=config.num_open_prompts,
-                num_engines=BatchSizes.of(config).num_engines,
+                num_engines=num_rollout_engines(config),
                 num_steps=trainer.num_steps,
             )
         return DrawnBatches(

@@ -1,31 +1,54 @@
+from collections.abc import Mapping
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.config.checks.batch_sizes import BatchSizes
-
-sizes = st.builds(
-    BatchSizes,
-    num_prompts=st.integers(1, 600),
-    num_responses=st.integers(2, 16),
-    num_minibatches=st.integers(1, 8),
-    num_ranks_per_node=st.sampled_from([1, 2, 3, 4, 8]),
-    num_nodes=st.sampled_from([1, 2, 16]),
-    tensor_parallel_size=st.sampled_from([1, 2, 4]),
+from hybridrl.config.checks.batch_sizes import (
+    check_batch_sizes,
+    num_rollout_engines,
+    prompts_multiple,
 )
+from hybridrl.config.experiment import ExperimentConfig, with_value
+from tests.config.values import config_of
+
+USUAL = config_of("rollout=sglang")
 
 
-@given(sizes)
-def test_legal_sizes_divide_as_the_run_will_divide_them(sizes: BatchSizes) -> None:
-    num_rows = sizes.num_prompts * sizes.num_responses
+def _configured(sizes: Mapping[str, int]) -> ExperimentConfig:
+    config = USUAL
+    for key, size in sizes.items():
+        config = with_value(config, key, size)
+    return config
+
+
+configs = st.fixed_dictionaries(
+    {
+        "trainer.num_prompts_per_step": st.integers(1, 600),
+        "rollout.num_responses_per_prompt": st.integers(2, 16),
+        "algorithm.num_minibatches": st.integers(1, 8),
+        "cluster.num_ranks_per_node": st.sampled_from([1, 2, 3, 4, 8]),
+        "cluster.num_nodes": st.sampled_from([1, 2, 16]),
+        "rollout.tensor_parallel_size": st.sampled_from([1, 2, 4]),
+    }
+).map(_configured)
+
+
+def _lies_within_nodes(config: ExperimentConfig) -> bool:
+    return config.cluster.num_ranks_per_node % config.rollout.tensor_parallel_size == 0
+
+
+@given(configs)
+def test_legal_sizes_divide_as_the_run_will_divide_them(config: ExperimentConfig) -> None:
     divides = (
-        sizes.num_ranks_per_node % sizes.tensor_parallel_size == 0
-        and sizes.num_prompts % sizes.num_engines == 0
-        and num_rows % (sizes.num_ranks * sizes.num_minibatches) == 0
+        _lies_within_nodes(config)
+        and config.trainer.num_prompts_per_step % num_rollout_engines(config) == 0
+        and config.num_rows_per_step % (config.cluster.num_ranks * config.algorithm.num_minibatches)
+        == 0
     )
-    assert divides == (not sizes.broken_rules())
+    assert divides == (not list(check_batch_sizes(config)))
 
 
-@given(sizes.filter(lambda s: s.num_ranks_per_node % s.tensor_parallel_size == 0))
-def test_exactly_multiples_of_the_named_number_of_prompts_divide(sizes: BatchSizes) -> None:
-    divides = sizes.num_prompts % sizes.prompts_multiple == 0
-    assert divides == (not sizes.broken_rules())
+@given(configs.filter(_lies_within_nodes))
+def test_exactly_multiples_of_the_named_number_of_prompts_divide(config: ExperimentConfig) -> None:
+    divides = config.trainer.num_prompts_per_step % prompts_multiple(config) == 0
+    assert divides == (not list(check_batch_sizes(config)))

@@ -4,157 +4,120 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Self
 
-from hybridrl.config.checks.divisors import divisors_of, multiples_near
+from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
 _MOST = 2**20  # prompts
+_PROMPTS = "trainer.num_prompts_per_step"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSizes:
-    """All sizes in the division of one step's rows."""
+def num_rollout_engines(config: ExperimentConfig) -> int:
+    """Return how many engines the ranks have: prompts are divided over them. At least 1."""
+    return max(1, config.cluster.num_ranks // _ranks_per_engine(config))
 
-    num_prompts: int
-    num_responses: int
-    num_minibatches: int
-    num_ranks_per_node: int
-    num_nodes: int
-    tensor_parallel_size: int
 
-    model_parallel_size: int = 1
-    """Ranks that train on the same rows, because each holds a shard of the model."""
+def _ranks_per_engine(config: ExperimentConfig) -> int:
+    # The embedded engine runs on one rank; another value is refused by its own rule.
+    return 1 if config.rollout.engine == "hf" else config.rollout.tensor_parallel_size
 
-    world_multiple: int = 1
-    """The number of ranks must be a multiple of this."""
 
-    @classmethod
-    def of(cls, config: ExperimentConfig) -> Self:
-        """Collect the sizes from their sections."""
-        return cls(
-            num_prompts=config.trainer.num_prompts_per_step,
-            num_responses=config.rollout.num_responses_per_prompt,
-            num_minibatches=config.algorithm.num_minibatches,
-            num_ranks_per_node=config.cluster.num_ranks_per_node,
-            num_nodes=config.cluster.num_nodes,
-            # The embedded engine runs on one rank; another value is refused by its own rule.
-            tensor_parallel_size=1
-            if config.rollout.engine == "hf"
-            else config.rollout.tensor_parallel_size,
-            model_parallel_size=config.megatron.model_parallel_size
-            if config.actor.engine == "megatron"
-            else 1,
-            world_multiple=config.megatron.world_multiple
-            if "cluster.num_ranks_per_node" in config.megatron_worlds
-            else 1,
-        )
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that train."""
-        return self.num_nodes * self.num_ranks_per_node
-
-    @property
-    def num_groups(self) -> int:
-        """Data-parallel ranks: rows of a mini-batch are divided over them. At least 1."""
-        return max(1, self.num_ranks // self.model_parallel_size)
-
-    @property
-    def num_engines(self) -> int:
-        """Rollout engines: prompts are divided over them. At least 1, so that it can divide."""
-        return max(1, self.num_ranks // self.tensor_parallel_size)
-
-    @property
-    def prompts_multiple(self) -> int:
-        """Prompts divide over engines, and their rows over ranks, in multiples of this."""
-        shares = self.num_groups * self.num_minibatches
-        return math.lcm(self.num_engines, shares // math.gcd(shares, self.num_responses))
-
-    def broken_rules(self) -> tuple[str, ...]:
-        """Describe the sizes that do not divide; empty if all do."""
-        num_rows = self.num_prompts * self.num_responses
-        shares = self.num_groups * self.num_minibatches
-        rules = []
-        if self.num_ranks % self.world_multiple:
-            rules.append(f"{self.num_ranks} ranks must be a multiple of {self.world_multiple}")
-        if self.num_ranks_per_node % self.tensor_parallel_size:
-            rules.append(
-                f"{self.num_ranks_per_node} ranks per node must be a multiple of "
-                f"rollout.tensor_parallel_size={self.tensor_parallel_size}"
-            )
-        if self.num_prompts % self.num_engines:
-            rules.append(
-                f"{self.num_prompts} prompts must be a multiple of {self.num_engines} "
-                f"rollout engines ({self.num_ranks} ranks / tensor parallel "
-                f"{self.tensor_parallel_size})"
-            )
-        if num_rows % shares:
-            rules.append(
-                f"{num_rows} rows ({self.num_prompts} prompts x {self.num_responses} responses) "
-                f"must be a multiple of {shares} ({self._spell_groups()} x "
-                f"{self.num_minibatches} mini-batches)"
-            )
-        return tuple(rules)
-
-    def _spell_groups(self) -> str:
-        if self.model_parallel_size == 1:
-            return f"{self.num_ranks} ranks"
-        return (
-            f"{self.num_groups} data-parallel ranks, of {self.model_parallel_size} ranks each "
-            "that hold one model together,"
-        )
+def prompts_multiple(config: ExperimentConfig) -> int:
+    """Return the number that divides the prompts of legal steps, over engines and as rows."""
+    shares = config.num_train_groups * config.algorithm.num_minibatches
+    num_responses = config.rollout.num_responses_per_prompt
+    return math.lcm(num_rollout_engines(config), shares // math.gcd(shares, num_responses))
 
 
 def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rows of a step divide evenly over rollout engines, training ranks and mini-batches."""
-    sizes = BatchSizes.of(config)
-    rules = sizes.broken_rules()
-    if not rules or sizes.num_ranks_per_node % sizes.tensor_parallel_size:
-        return  # check_engines_lie_within_nodes reports the latter
-    if sizes.num_ranks % sizes.world_multiple:
-        return  # check_parallel_sizes reports this
-    key = "trainer.num_prompts_per_step"
-    near = multiples_near(sizes.num_prompts, sizes.prompts_multiple)
-    remedies = [(f"{key}={number}",) for number in near if 0 < number <= _MOST]
-    fix = "" if remedies else "use fewer ranks (cluster.num_nodes, cluster.num_ranks_per_node)"
-    yield ConfigError(key, sizes.num_prompts, " and ".join(rules), fix, remedies=remedies)
-
-
-def check_engines_lie_within_nodes(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Ranks that share a rollout engine lie on one node."""
-    sizes = BatchSizes.of(config)
-    ranks, size = sizes.num_ranks_per_node, sizes.tensor_parallel_size
-    if ranks % size == 0:
+    cluster, size = config.cluster, _ranks_per_engine(config)
+    num_ranks, num_prompts = cluster.num_ranks, config.trainer.num_prompts_per_step
+    if cluster.num_ranks_per_node % size:
+        key, legal = "rollout.tensor_parallel_size", math.gcd(cluster.num_ranks_per_node, size)
+        rule = (
+            "ranks that share an engine lie on one node, so it must divide "
+            f"cluster.num_ranks_per_node={cluster.num_ranks_per_node}"
+        )
+        fix = (
+            f"set {key}={legal}, or cluster.num_ranks_per_node={size} where a node has {size} "
+            "devices"
+        )
+        yield error(config, key, rule, f"{key}={legal}", fix=fix)
         return
-    largest = max(n for n in divisors_of(ranks) if n < size)
-    yield ConfigError(
-        "rollout.tensor_parallel_size",
-        size,
-        f"ranks that share an engine lie on one node, so it must divide "
-        f"cluster.num_ranks_per_node={ranks}",
-        fix=f"set rollout.tensor_parallel_size={largest}, or cluster.num_ranks_per_node={size} "
-        f"where a node has {size} devices",
-        remedies=[(f"rollout.tensor_parallel_size={largest}",)],
+    is_split = "cluster.num_ranks_per_node" in config.megatron_worlds
+    if is_split and num_ranks % config.megatron.world_multiple:
+        return  # check_parallel_sizes reports it
+    num_engines, num_minibatches = num_rollout_engines(config), config.algorithm.num_minibatches
+    shares = config.num_train_groups * num_minibatches
+    rules = []
+    if num_prompts % num_engines:
+        rules.append(
+            f"{num_prompts} prompts must be a multiple of {num_engines} rollout engines "
+            f"({num_ranks} ranks / tensor parallel {size})"
+        )
+    if config.num_rows_per_step % shares:
+        rules.append(
+            f"{config.num_rows_per_step} rows ({num_prompts} prompts x "
+            f"{config.rollout.num_responses_per_prompt} responses) must be a multiple of {shares} "
+            f"({_data_parallel_ranks(config)} x {num_minibatches} mini-batches)"
+        )
+    if rules:
+        multiple = prompts_multiple(config)
+        legal = -(-num_prompts // multiple) * multiple
+        remedy = f"{_PROMPTS}={legal}" if legal <= _MOST else ""
+        fix = "" if remedy else "use fewer ranks (cluster.num_nodes, cluster.num_ranks_per_node)"
+        yield error(config, _PROMPTS, " and ".join(rules), remedy, fix=fix)
+
+
+def _data_parallel_ranks(config: ExperimentConfig) -> str:
+    num_groups, num_ranks = config.num_train_groups, config.cluster.num_ranks
+    if config.actor.engine != "megatron" or config.megatron.model_parallel_size == 1:
+        return f"{num_ranks} ranks"
+    return (
+        f"{num_groups} data-parallel ranks, of {config.megatron.model_parallel_size} ranks each "
+        "that hold one model together,"
     )
 
 
-def check_offline_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows of a step from a data set divide evenly over the data-parallel ranks."""
-    if config.offline is None:
+def check_critic_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Rows of a step divide evenly over the critic's data-parallel ranks and mini-batches."""
+    num_rows, num_ranks = config.num_rows_per_step, config.num_critic_groups
+    num_minibatches = config.critic.num_minibatches
+    shares = num_ranks * num_minibatches
+    if not config.has_critic or num_rows % shares == 0:
         return
-    size, num_ranks = config.offline.batch_size, config.num_train_groups
-    if size % num_ranks:
-        key = f"{config.mode}.batch_size"
-        legal = [n for n in (size // num_ranks * num_ranks, -(-size // num_ranks) * num_ranks) if n]
-        yield ConfigError(
-            key,
-            size,
-            f"must be a multiple of {num_ranks} data-parallel ranks",
-            remedies=[(f"{key}={n}",) for n in legal],
+    rule = (
+        f"{num_rows} rows a step must be a multiple of {shares} ({num_ranks} ranks of the critic x "
+        f"{num_minibatches} mini-batches)"
+    )
+    if num_rows % num_ranks == 0:
+        key = "critic.num_minibatches"
+        fewer = math.gcd(num_rows // num_ranks, num_minibatches)
+        yield error(config, key, rule, f"{key}={fewer}")
+    elif config.has_critic_pool:
+        fix = f"set it and critic.num_minibatches to numbers whose product divides {num_rows}"
+        yield error(config, "critic.num_ranks_per_node", rule, fix=fix)
+    elif num_ranks != config.num_train_groups:  # megatron-core splits one engine alone
+        multiple = shares // math.gcd(shares, config.rollout.num_responses_per_prompt)
+        yield error(config, _PROMPTS, rule, fix=f"set {_PROMPTS} to a multiple of {multiple}")
+    # else check_batch_sizes reports that the policy's own rows do not divide
+
+
+def check_open_prompts(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Each rollout engine has as many open prompts as the others, and more than it completes."""
+    if not config.oversamples or config.has_servers:
+        return
+    key, num_engines = "rollout.oversample", num_rollout_engines(config)
+    num_prompts, num_open = config.trainer.num_prompts_per_step, config.num_open_prompts
+    if num_open % num_engines or num_open <= num_prompts:
+        rule = (
+            f"{num_open} open prompts (of {_PROMPTS}={num_prompts}) must be a multiple of "
+            f"{num_engines} rollout engines, and more than a step has"
         )
+        least = f"{key}={1 + num_engines / num_prompts}" if num_prompts % num_engines == 0 else ""
+        yield error(config, key, rule, least, f"{key}=1")
 
 
-RULES = (check_batch_sizes, check_engines_lie_within_nodes)
+RULES = (check_batch_sizes, check_critic_batch, check_open_prompts)

@@ -7,77 +7,50 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.python_files import ANYTHING, flaw_of_function, names_at_top_level
 from hybridrl.config.setup_hook import hook_error
 from hybridrl.errors import ConfigError, suggest_name
 
-_SMALLEST_STORE_MIB = 80
 
-
-def check_nodes_have_a_cluster(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A Ray that is started on this machine alone has one node."""
-    cluster = config.cluster
+def check_ray(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The address has a form that Ray understands; a Ray started here has one node and its size."""
+    cluster, address = config.cluster, config.cluster.ray_address
     if cluster.num_nodes > 1 and cluster.address is None:
-        yield ConfigError(
-            "cluster.num_nodes",
-            cluster.num_nodes,
-            "cluster.ray_address=null starts Ray on this machine alone",
-            remedies=[("cluster.ray_address=auto",), ("cluster.num_nodes=1",)],
-        )
-
-
-def check_ray_address(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The address has a form that Ray understands."""
-    address = config.cluster.ray_address
+        key, rule = "cluster.num_nodes", "cluster.ray_address=null starts Ray on this machine alone"
+        yield error(config, key, rule, "cluster.ray_address=auto", f"{key}=1")
     if address is not None and not re.fullmatch(r"auto|(ray://)?[^/:\s]+:\d+", address):
-        yield ConfigError(
-            "cluster.ray_address",
-            address,
-            "must be auto, HOST:PORT or ray://HOST:PORT",
-            remedies=[("cluster.ray_address=auto",)],
-        )
-
-
-def check_object_store(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The program that starts Ray sets the size of its object store, which has a lower limit."""
-    key, size_mib = "cluster.object_store_mib", config.cluster.object_store_mib
-    if size_mib and config.cluster.address is not None:
-        yield ConfigError(
-            key,
-            size_mib,
-            "would be ignored: Ray runs already; `ray start --object-store-memory=BYTES` sets it",
-            remedies=[(f"{key}=0",)],
-        )
-    if 0 < size_mib < _SMALLEST_STORE_MIB:
-        yield ConfigError(
-            key,
-            size_mib,
-            f"Ray's object store takes at least {_SMALLEST_STORE_MIB} MiB",
-            remedies=[(f"{key}={_SMALLEST_STORE_MIB}",), (f"{key}=0",)],
-        )
+        key, rule = "cluster.ray_address", "must be auto, HOST:PORT or ray://HOST:PORT"
+        yield error(config, key, rule, f"{key}=auto")
+    if cluster.object_store_mib and cluster.address is not None:
+        key = "cluster.object_store_mib"
+        rule = "would be ignored: Ray runs already; `ray start --object-store-memory=BYTES` sets it"
+        yield error(config, key, rule, f"{key}=0")
 
 
 def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The module of the hook can be imported from here, and its file defines the function.
+    """The module of the hook can be found from here, and its file defines the function.
 
-    Only the packages above the module are imported. The file itself is parsed, not run: its code is
-    meant for the workers.
+    The file is parsed, not run, unless it stands for a package: its code is meant for the workers.
     """
     path = config.cluster.worker_setup_hook
     if path is None:
         return
-    module_name, _, name = path.rpartition(".")
+    module, _, name = path.rpartition(".")
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
         rule = "must be package.module.function, with dots between names"
         yield hook_error(path, rule, "correct the name")
         return
-    missing, file = _find_module(module_name)
-    if missing:
+    try:
+        spec, reason = find_spec(module), ""
+    except (Exception, SystemExit) as err:  # what is above is no package, or does not load
+        spec, reason = None, f" ({err})"
+    if spec is None:
         fix = "correct it, put its folder on PYTHONPATH"
-        yield hook_error(path, f"there is no module {missing}", fix)
-    elif file is not None:
-        yield from _check_function(path, name, file)
+        yield hook_error(path, f"there is no module {module}{reason}", fix)
+    elif spec.origin is not None and spec.origin.endswith(".py"):
+        yield from _check_function(path, name, Path(spec.origin))
 
 
 def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
@@ -93,29 +66,4 @@ def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
         yield hook_error(path, f"it {flaw}")
 
 
-def _find_module(name: str) -> tuple[str, Path | None]:
-    """Return the first missing piece of a dotted name, or the Python file if nothing is missing.
-
-    Modules that are not Python files, such as extensions, have neither.
-    """
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        part = ".".join(parts[:end])
-        try:
-            spec = find_spec(part)
-        except (Exception, SystemExit) as err:  # the package above is a module, or does not load
-            return f"{part} ({err})", None
-        if spec is None:
-            return part, None
-        if spec.submodule_search_locations is None and end < len(parts):
-            return f"{part}.{parts[end]}", None  # or the next turn would run that module
-    origin = spec.origin if spec is not None else None
-    return "", Path(origin) if origin is not None and origin.endswith(".py") else None
-
-
-RULES = (
-    check_nodes_have_a_cluster,
-    check_ray_address,
-    check_object_store,
-    check_worker_setup_hook,
-)
+RULES = (check_ray, check_worker_setup_hook)

@@ -1,182 +1,189 @@
-"""Rules about the source and the length of rows."""
+"""Rules about the source of rows: its files, its columns, its mix, the length of rows."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from itertools import combinations
+from pathlib import Path
 
-from hybridrl.config.checks.disk import check_data_files
+from hybridrl.config.checks.messages import error
 from hybridrl.config.data import MOST_SOURCES
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.errors import ConfigError
+from hybridrl.config.paths import flaw_of_file, flaw_of_folder, is_there, split_function
+from hybridrl.config.python_files import (
+    ANYTHING,
+    flaw_of_function,
+    functions_of,
+    names_at_top_level,
+)
+from hybridrl.errors import ConfigError, suggest_name
 
 _ROWLESS = ("eval", "plan")
 """Modes that read no rows to train on."""
 
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_DATASET, _DATASETS = "state.json", "dataset_dict.json"  # that datasets' save_to_disk writes
+
 
 def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows come from a built-in task or from files: from exactly one of them."""
+    """Rows come from a built-in task, from files or from a mix: from exactly one of them."""
     data = config.data
     if data.task is None and not (data.train_files or data.sources) and config.mode not in _ROWLESS:
-        yield ConfigError(
-            "data.train_files",
-            [],
-            "a run needs data files or a built-in task",
-            remedies=[("data=sort_digits",)],
-            fix="set data.train_files=[FILE.jsonl], or data=sort_digits",
-        )
+        rule = "a run needs data files or a built-in task"
+        fix = "set data.train_files=[FILE.jsonl], or data=sort_digits"
+        yield error(config, "data.train_files", rule, "data=sort_digits", fix=fix)
     for key, files in (
         ("data.train_files", data.train_files),
         ("data.eval_files", data.eval_files),
     ):
         if data.task is not None and files:
-            yield ConfigError(
-                key,
-                list(files),
-                f"would be ignored, because data.task={data.task} makes its own rows",
-                remedies=[(f"{key}=[]",)],
-                fix=f"set data=files to read them, or {key}=[]",
-            )
+            rule = f"would be ignored, because data.task={data.task} makes its own rows"
+            fix = f"set data=files to read them, or {key}=[]"
+            yield error(config, key, rule, f"{key}=[]", fix=fix)
+    replaced = "would be ignored, because data.sources has the rows to learn from"
+    if data.sources and data.train_files:
+        yield error(config, "data.train_files", replaced, "data.train_files=[]")
+    if data.sources and data.task:
+        yield error(config, "data.task", replaced, "data.task=null")
 
 
-def check_data_mix(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A mix replaces files and task, and each of its sources has a share that is drawn."""
+def check_data_order(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Each source of a mix has a share that is drawn; an order by difficulty needs a column."""
     data = config.data
-    for key, value, remedy in (
-        ("data.train_files", data.train_files, "data.train_files=[]"),
-        ("data.task", data.task, "data.task=null"),
-    ):
-        if data.sources and value:
-            rule = "would be ignored, because data.sources has the rows to learn from"
-            yield ConfigError(key, value, rule, remedies=[(remedy,)])
-    total = sum(source.weight or 1.0 for source in data.sources.values())
-    for name, source in data.sources.items():
-        weight = 1.0 if source.weight is None else source.weight
+    weights = {name: source.weight or 1.0 for name, source in data.sources.items()}
+    total = sum(weights.values())
+    for name, weight in weights.items():
         if weight * MOST_SOURCES < total:
-            yield ConfigError(
-                f"data.sources.{name}.weight",
-                weight,
-                f"is less than a thousandth of all weights, {total:g}",
-                remedies=[(f"data.sources.{name}.weight={total / 500:g}",)],
-            )
-
-
-def check_curriculum(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """An order by difficulty needs a column, and a column of difficulty has no other use."""
-    data = config.data
+            key = f"data.sources.{name}.weight"
+            rule = f"is less than a thousandth of all weights, {total:g}"
+            yield error(config, key, rule, f"{key}={total / 500:g}", got=weight)
     columns = [source.difficulty_key or data.difficulty_key for source in data.sources.values()]
     has_column = all(columns) if data.sources else data.difficulty_key is not None
     if data.curriculum != "none" and (data.task is not None or not has_column):
-        yield ConfigError(
-            "data.curriculum",
-            data.curriculum,
-            "rows from files are ordered by the numbers of data.difficulty_key, which is null",
-            remedies=[("data.curriculum=none",)],
-            fix="set data.difficulty_key=COLUMN, or data.curriculum=none",
-        )
+        key = "data.curriculum"
+        rule = "rows from files are ordered by the numbers of data.difficulty_key, which is null"
+        fix = "set data.difficulty_key=COLUMN, or data.curriculum=none"
+        yield error(config, key, rule, f"{key}=none", fix=fix)
 
 
-def check_sort_digits(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Numbers have a shortest and a longest length, and fit into the prompt and the answer."""
+def check_built_in_tasks(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Digits to sort fit into the prompt and the answer; calculations are chat messages."""
     data = config.data
+    if data.task == "calculator" and not data.use_chat_template:
+        key, rule = "data.use_chat_template", "the rows of data.task=calculator are chat messages"
+        yield error(config, key, rule, f"{key}=true")
     if data.task != "sort_digits":
         return
     if data.min_digits > data.max_digits:
-        yield ConfigError(
-            "data.min_digits",
-            data.min_digits,
-            f"must be at most data.max_digits={data.max_digits}",
-            remedies=[(f"data.min_digits={data.max_digits}",)],
-        )
+        key = "data.min_digits"
+        rule = f"must be at most data.max_digits={data.max_digits}"
+        yield error(config, key, rule, f"{key}={data.max_digits}")
     # One token per digit; the prompt ends in '=' and the answer in the end-of-text token.
-    room = min(data.max_prompt_tokens, config.rollout.max_response_tokens) - 1
-    if data.max_digits > room:
-        yield ConfigError(
-            "data.max_digits",
-            data.max_digits,
-            f"such a number takes {data.max_digits + 1} tokens, one more than digits, and the "
-            f"limit is {room + 1}: data.max_prompt_tokens={data.max_prompt_tokens}, "
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens}",
-            remedies=_room_for_digits(config, room),
+    limit = min(data.max_prompt_tokens, config.rollout.max_response_tokens)
+    if data.max_digits >= limit:
+        key, num_tokens = "data.max_digits", data.max_digits + 1
+        rule = (
+            f"such a number takes {num_tokens} tokens, one more than digits, and the "
+            f"limit is {limit}: data.max_prompt_tokens={data.max_prompt_tokens}, "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
         )
+        fewer = f"{key}={limit - 1} data.min_digits={min(data.min_digits, limit - 1)}"
+        shorter = fewer if limit > 1 else ""
+        fix = "" if shorter else f"allow prompts and responses of {num_tokens} tokens"
+        yield error(config, key, rule, shorter, fix=fix)
 
 
-def check_calculator(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Its rows are chat messages."""
-    if config.data.task == "calculator" and not config.data.use_chat_template:
-        yield ConfigError(
-            "data.use_chat_template",
-            config.data.use_chat_template,
-            "the rows of data.task=calculator are chat messages",
-            remedies=[("data.use_chat_template=true",)],
-        )
-
-
-def _room_for_digits(config: ExperimentConfig, room: int) -> list[tuple[str, ...]]:
-    num_tokens = config.data.max_digits + 1
-    prompt = max(num_tokens, config.data.max_prompt_tokens)
-    response = max(num_tokens, config.rollout.max_response_tokens)
-    longer: tuple[str, ...] = (
-        f"data.max_prompt_tokens={prompt}",
-        f"rollout.max_response_tokens={response}",
-    )
-    starter = config.model.starter
-    if starter is not None and starter.max_position_embeddings < prompt + response:
-        longer += (f"model.starter.max_position_embeddings={prompt + response}",)
-    shorter: tuple[str, ...] = (f"data.max_digits={room}",)
-    if config.data.min_digits > room:
-        shorter += (f"data.min_digits={room}",)
-    return [shorter, longer] if room >= 1 else [longer]
-
-
-_COLUMNS = {"prompt_key": "prompt", "answer_key": "answer", "source_key": "source"}
-"""Keys of ``data`` that name a column, with their defaults in hydra_configs/data."""
-
-_OF_PAIRS = {"prompt_key": "prompt", "answer_key": "chosen", "rejected_key": "rejected"}
-"""Those of preference pairs."""
+_COLUMNS = "data.prompt_key=prompt data.answer_key=answer data.source_key=source"
+_OF_PAIRS = "data.prompt_key=prompt data.answer_key=chosen data.source_key=source"
+"""Names of columns in hydra_configs/data, and those of preference pairs."""
 
 
 def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Prompt, answer and source are three columns: a prompt that is its answer teaches to copy."""
-    if config.data.task is not None:
-        return
-    names = {
-        "prompt_key": config.data.prompt_key,
-        "answer_key": config.data.answer_key,
-        "rejected_key": config.data.rejected_key,
-        "source_key": config.data.source_key,
-    }
-    columns = _COLUMNS if config.data.rejected_key is None else {**_COLUMNS, **_OF_PAIRS}
-    for one, other in combinations(names, 2):
-        if names[one] is not None and names[one] == names[other]:
-            usual = tuple(f"data.{key}={name}" for key, name in columns.items())
-            yield ConfigError(
-                f"data.{one}",
-                names[one],
-                f"data.{other} names the same column",
-                remedies=[usual],
-            )
-
-
-def check_pair_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Preference pairs have two columns of answers, and they alone can do without a prompt's."""
+    """Prompt, answer and source are three columns; only preference pairs can lack a prompt's."""
     data = config.data
+    names = {
+        "data.prompt_key": data.prompt_key,
+        "data.answer_key": data.answer_key,
+        "data.rejected_key": data.rejected_key,
+        "data.source_key": data.source_key,
+    }
+    usual = f"{_OF_PAIRS} data.rejected_key=rejected" if data.rejected_key is not None else _COLUMNS
+    for one, other in combinations(names, 2):
+        if data.task is None and names[one] is not None and names[one] == names[other]:
+            yield error(config, one, f"{other} names the same column", usual)
     if data.prompt_key is None and data.rejected_key is None:
-        yield ConfigError(
-            "data.prompt_key",
-            None,
-            "only the chats of preference pairs hold their prompt, and data.rejected_key is null",
-            remedies=[("data.prompt_key=prompt",)],
-        )
+        key = "data.prompt_key"
+        rule = "only the chats of preference pairs hold their prompt, and data.rejected_key is null"
+        yield error(config, key, rule, f"{key}=prompt")
     if data.answer_key is None and data.rejected_key is not None:
-        yield ConfigError(
-            "data.answer_key",
-            None,
+        key = "data.answer_key"
+        rule = (
             f"data.rejected_key={data.rejected_key} makes rows preference pairs, and the chosen "
-            "answer has a column of its own",
-            remedies=[("data.answer_key=chosen",), ("data.rejected_key=null",)],
+            "answer has a column of its own"
         )
+        yield error(config, key, rule, f"{key}=chosen", "data.rejected_key=null")
+
+
+def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Data files exist, and their suffix shows their format."""
+    for key, files in config.files_by_key.items():
+        for name in files:
+            if function := split_function(name):
+                flaw, fix = _flaw_of_function(*function)
+            else:
+                flaw, fix = _flaw_of_data(key, name)
+            if flaw:
+                yield error(config, key, flaw, fix=fix, got=name)
+
+
+def _flaw_of_data(key: str, name: str) -> tuple[str, str]:
+    """Return why no rows can be read from a file or folder, and the remedy; empty if they can."""
+    file = Path(name)
+    if name.startswith("hf://"):
+        return (
+            "data sets of the Hugging Face Hub are read from downloaded files alone",
+            f"type hf download NAME --repo-type dataset --local-dir data, correct {key}",
+        )
+    if not flaw_of_folder(file):
+        return _flaw_of_saved_dataset(key, file)
+    if file.suffix not in _SUFFIXES:
+        name_it = f"name the function that yields rows, too: {name}:NAME"
+        fix = name_it if file.suffix == ".py" else "convert or rename the file"
+        return f"must end in one of {', '.join(_SUFFIXES)}", fix
+    if flaw := flaw_of_file(file):
+        return flaw, f"correct {key}=[...]"
+    return ("", "") if file.stat().st_size else ("the file is empty, 0 bytes", f"correct {key}")
+
+
+def _flaw_of_saved_dataset(key: str, folder: Path) -> tuple[str, str]:
+    """A folder is one split of a data set that `save_to_disk` of Hugging Face datasets wrote."""
+    if is_there(folder / _DATASET):
+        return "", ""
+    splits = sorted(path.parent.name for path in folder.glob(f"*/{_DATASET}"))
+    rule = f"is a folder without {_DATASET}, so `datasets` did not save it as one split"
+    if is_there(folder / _DATASETS) and splits:
+        rule = f"holds several splits: {', '.join(splits)}"
+    fix = f"set {key}=[{folder / splits[0]}]" if splits else "list its files, or save it again"
+    return rule, fix
+
+
+def _flaw_of_function(file: Path, name: str) -> tuple[str, str]:
+    """A function of a file yields rows: it exists there, and takes no argument."""
+    if flaw := flaw_of_file(file):
+        return flaw, "correct it; the form is path/to/file.py:function"
+    try:
+        names = names_at_top_level(file)
+    except SyntaxError as err:
+        return f"not a Python file: {err}", f"correct {file}"
+    if name in names:
+        flaw = flaw_of_function(names[name], keywords=())
+        return (f"it {flaw}" if flaw else "", f"write def {name}(): ..., which yields dictionaries")
+    if ANYTHING in names:
+        return "", ""
+    functions = functions_of(names)
+    fix = suggest_name(name, functions) if functions else f"define it in {file}"
+    return f"{file} defines no function {name!r} at its top level", fix
 
 
 def check_files_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -184,23 +191,15 @@ def check_files_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:
     for key, files in config.files_by_key.items():
         once = {os.path.realpath(file): file for file in reversed(files)}
         if len(once) < len(files):
-            yield listed_twice(key, files, tuple(file for file in files if file in once.values()))
-
-
-def listed_twice(key: str, listed: tuple[str, ...], once: tuple[str, ...]) -> ConfigError:
-    """Return the error of a key whose list repeats an entry."""
-    remedies = [(f"{key}=[{','.join(dict.fromkeys(once))}]",)]
-    return ConfigError(key, list(listed), "lists the same entry twice", remedies=remedies)
+            kept = dict.fromkeys(file for file in files if file in once.values())
+            yield error(config, key, "lists the same entry twice", f"{key}=[{','.join(kept)}]")
 
 
 RULES = (
     check_data_source,
+    check_data_order,
+    check_built_in_tasks,
     check_data_columns,
-    check_pair_columns,
     check_data_files,
     check_files_stand_once,
-    check_sort_digits,
-    check_calculator,
-    check_data_mix,
-    check_curriculum,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from hybridrl.config.checks.messages import error
 from hybridrl.config.eval import EvalSet, split_checkpoint
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.paths import flaw_of_file
@@ -16,74 +17,63 @@ _WORDS_OF_METRICS = ("reward", "length", "agent")
 
 def check_eval_has_data(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Evaluation on files needs files."""
-    data = config.data
-    if data.task is not None or data.eval_files:
-        return
     empty = [one for one in config.eval.all_sets() if not one.files]
-    if not config.evaluates or not empty or config.mode == "plan":
+    if config.data.task is not None or config.data.eval_files or not empty:
+        return
+    if not config.evaluates or config.mode == "plan":
         return
     also = f" (and {empty[0].key}.files)" if empty[0].name else ""
-    is_mode_eval = config.mode == "eval"
-    yield ConfigError(
-        "data.eval_files" if is_mode_eval else "eval.every_num_steps",
-        [] if is_mode_eval else config.eval.every_num_steps,
-        f"there is nothing to evaluate on: data.eval_files is empty{also}",
-        remedies=() if is_mode_eval else [("eval.every_num_steps=0",)],
-        fix="set data.eval_files=[FILE.jsonl]"
-        + ("" if is_mode_eval else ", or eval.every_num_steps=0"),
-    )
+    rule = f"there is nothing to evaluate on: data.eval_files is empty{also}"
+    fix = "set data.eval_files=[FILE.jsonl]"
+    if config.mode == "eval":
+        yield error(config, "data.eval_files", rule, fix=fix)
+    else:
+        off = "eval.every_num_steps=0"
+        yield error(config, "eval.every_num_steps", rule, off, fix=f"{fix}, or {off}")
 
 
-def check_eval_temperature(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Logits are divided by the temperature: near 0 they overflow."""
+def check_eval_sets(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """pass@k and majority@k need k responses, which are sampled; names of metrics are not taken."""
+    for name in {*config.eval.sets} & {*_WORDS_OF_METRICS}:
+        rule = f"metrics have this word after eval/, as in eval/{name}/..., so no set can"
+        fix = "give the set another name"
+        yield error(config, f"eval.sets.{name}", rule, fix=fix, got="...")
     for one in config.eval.all_sets():
         key, temperature = f"{one.key}.temperature", one.temperature
-        if 0 < temperature < COLDEST:
-            yield ConfigError(
-                key,
-                temperature,
-                f"must be 0 (greedy decoding) or at least {COLDEST}",
-                remedies=[_setting(one, "temperature", 0), _setting(one, "temperature", COLDEST)],
-            )
+        if 0 < temperature < COLDEST:  # logits are divided by it and would overflow
+            rule = f"must be 0 (greedy decoding) or at least {COLDEST}"
+            remedies = (_override(one, "temperature", 0), _override(one, "temperature", COLDEST))
+            yield error(config, key, rule, *remedies, got=temperature)
+        yield from _check_k(config, one, "pass_at_k", one.pass_at_k)
+        yield from _check_k(config, one, "majority_at_k", one.majority_at_k)
 
 
-def check_eval_k(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """pass@k and majority@k need k responses to each prompt, and these must be sampled."""
-    for one in config.eval.all_sets():
-        for name, numbers in (
-            ("pass_at_k", one.pass_at_k),
-            ("majority_at_k", one.majority_at_k),
-        ):
-            largest = max(numbers, default=1)
-            fewer = [k for k in numbers if k <= one.num_responses_per_prompt]
-            if largest > one.num_responses_per_prompt:
-                yield ConfigError(
-                    f"{one.key}.{name}",
-                    list(numbers),
-                    f"k={largest} is above eval.num_responses_per_prompt="
-                    f"{one.num_responses_per_prompt}, the responses to each prompt of the set",
-                    remedies=[_setting(one, name, fewer)],
-                    fix=f"set {one.key}.num_responses_per_prompt={largest} or more",
-                )
-            elif largest > 1 and one.temperature == 0:
-                yield ConfigError(
-                    f"{one.key}.{name}",
-                    list(numbers),
-                    "greedy decoding (eval.temperature=0) gives k equal responses",
-                    remedies=[_setting(one, "temperature", 1.0), _setting(one, name, [])],
-                )
+def _check_k(
+    config: ExperimentConfig, one: EvalSet, name: str, numbers: tuple[int, ...]
+) -> Iterator[ConfigError]:
+    key, largest, num_responses = (
+        f"{one.key}.{name}",
+        max(numbers, default=1),
+        one.num_responses_per_prompt,
+    )
+    if largest > num_responses:
+        rule = (
+            f"k={largest} is above eval.num_responses_per_prompt={num_responses}, the responses to "
+            "each prompt of the set"
+        )
+        fewer = _override(one, name, [k for k in numbers if k <= num_responses])
+        fix = f"set {one.key}.num_responses_per_prompt={largest} or more"
+        yield error(config, key, rule, fewer, fix=fix, got=numbers)
+    elif largest > 1 and one.temperature == 0:
+        rule = "greedy decoding (eval.temperature=0) gives k equal responses"
+        remedies = (_override(one, "temperature", 1.0), _override(one, name, []))
+        yield error(config, key, rule, *remedies, got=numbers)
 
 
-def check_eval_names(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A set is not named as a word of the metrics that stand beside its own."""
-    for name in config.eval.sets:
-        if name in _WORDS_OF_METRICS:
-            yield ConfigError(
-                f"eval.sets.{name}",
-                "...",
-                f"metrics have this word after eval/, as in eval/{name}/..., so no set can",
-                fix="give the set another name",
-            )
+def _override(one: EvalSet, name: str, value: object) -> str:
+    """Return the override of one key of a set; a named set may lack it, which takes a plus."""
+    text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else f"{value}"
+    return f"{'++' if one.name else ''}{one.key}.{name}={text}"
 
 
 def check_eval_checkpoint(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -94,15 +84,13 @@ def check_eval_checkpoint(config: ExperimentConfig) -> Iterator[ConfigError]:
     folder, _ = split_checkpoint(name)
     if flaw := flaw_of_file(folder / "config.yaml"):
         rule = f"it is no run folder, nor RUN_FOLDER/checkpoints/step-N: its config.yaml {flaw}"
-        yield ConfigError(key, name, rule, fix="set model.path=FOLDER to evaluate a model folder")
+        yield error(config, key, rule, fix="set model.path=FOLDER to evaluate a model folder")
     if config.model.path is not None:
         rule = "would be ignored: the model is that of the checkpoint"
-        remedies = [("model.path=null",)]
-        yield ConfigError("model.path", config.model.path, rule, remedies=remedies)
+        yield error(config, "model.path", rule, "model.path=null")
     if config.lora.enabled:
         rule = "the checkpoint's own adapter, if it has one, is merged into its weights"
-        remedies = [("lora.enabled=false",)]
-        yield ConfigError("lora.enabled", config.lora.enabled, rule, remedies=remedies)
+        yield error(config, "lora.enabled", rule, "lora.enabled=false")
 
 
 def check_best_metric(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -113,22 +101,21 @@ def check_best_metric(config: ExperimentConfig) -> Iterator[ConfigError]:
     known = list(_measured(config))
     patterns = [re.escape(name).replace(r"\*", "[^/]+") for name in known]
     if not any(re.fullmatch(pattern, metric) for pattern in patterns):
-        yield ConfigError(
-            key,
-            metric,
-            "this run does not measure it; see eval.pass_at_k, eval.majority_at_k, eval.sets",
-            fix=f"{suggest_name(metric, known)} (* is the name of a data source)",
-            remedies=[(f"{key}=null",)],
-        )
+        rule = "this run does not measure it; see eval.pass_at_k, eval.majority_at_k, eval.sets"
+        fix = f"{suggest_name(metric, known)} (* is the name of a data source)"
+        yield error(config, key, rule, f"{key}=null", fix=fix)
 
 
 def _measured(config: ExperimentConfig) -> Iterator[str]:
     """Yield the names of metrics that can judge a checkpoint; ``*`` is any source."""
-    if config.offline is not None:
-        yield from _MEASURED_OFFLINE[config.mode]
-        return
-    yield "reward/mean"
-    if not config.eval.every_num_steps:
+    if config.mode == "sft":
+        yield from ("loss/supervised_nats", "eval/loss_nats")
+    elif config.learns_pairs:
+        yield from ("preference/accuracy", "loss/preference")
+        yield from ("eval/accuracy", "eval/preference_loss")
+    else:
+        yield "reward/mean"
+    if config.offline is not None or not config.eval.every_num_steps:
         return
     yield "eval/reward/mean"
     for one in config.eval.all_sets():
@@ -140,21 +127,4 @@ def _measured(config: ExperimentConfig) -> Iterator[str]:
             yield from (f"{prefix}{name}", f"{prefix}{name}/low")
 
 
-_MEASURED_OF_PAIRS = (
-    *("preference/accuracy", "loss/preference", "eval/accuracy", "eval/preference_loss"),
-)
-_MEASURED_OFFLINE = {
-    "sft": ("loss/supervised_nats", "eval/loss_nats"),
-    "dpo": _MEASURED_OF_PAIRS,
-    "reward_model": _MEASURED_OF_PAIRS,
-}
-"""Metrics that can judge a checkpoint, by mode that learns from a data set."""
-
-
-def _setting(one: EvalSet, name: str, value: object) -> tuple[str, ...]:
-    """Return the override of one key of a set; a named set may lack it, which takes a plus."""
-    text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else f"{value}"
-    return (f"{'++' if one.name else ''}{one.key}.{name}={text}",)
-
-
-RULES = (check_eval_has_data, check_eval_temperature, check_eval_k, check_eval_names)
+RULES = (check_eval_has_data, check_eval_sets)

@@ -2,156 +2,222 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from hybridrl.config.architecture import MLP_MODULES, Architecture, find_architecture
+from safetensors import SafetensorError, safe_open
+
+from hybridrl.config.architecture import ATTENTION_MODULES, MLP_MODULES, find_architecture
+from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import ALL_LINEAR, ATTENTION_LINEAR, LINEAR_MODULES
+from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.json_text import to_json_text
 
 _OF_HEADS = ("q_proj", "k_proj", "v_proj")
 """Linear layers whose outputs are heads."""
 
+_TARGETS = "lora.target_modules"
+_ATTENTION_ALONE = f"{_TARGETS}=[{','.join(ATTENTION_LINEAR)}]"
+_INIT, _NO_ADAPTER = "lora.init_from", "lora.init_from=null"
+_SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_DEFAULTS: Mapping[str, object] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+"""Settings of peft that are supported only with these values."""
 
-def check_lora_targets(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Every target name adapts a layer: a name that matches none would silently train nothing."""
-    lora = config.lora
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_adapters(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Every name adapts a layer; dropout would train another policy than the one that sampled."""
+    lora, model = config.lora, find_architecture(config.model)
     if not lora.enabled:
         return
-    key, everything = "lora.target_modules", ("lora.target_modules=[all-linear]",)
-    model = find_architecture(config.model)
-    names = LINEAR_MODULES if model is None else tuple(model.linear_sizes)
-    if not set(LINEAR_MODULES).issubset(names):
-        everything = (f"lora.target_modules=[{','.join(names)}]",)
-    else:
-        names = (*names, ALL_LINEAR)
+    names = list(LINEAR_MODULES if model is None else model.linear_sizes)
+    everything = f"{_TARGETS}=[{','.join(names)}]"
+    if {*LINEAR_MODULES} <= {*names}:
+        names, everything = [*names, ALL_LINEAR], f"{_TARGETS}=[{ALL_LINEAR}]"
     if not lora.target_modules:
-        yield ConfigError(key, [], "there must be a layer to adapt", remedies=[everything])
+        yield error(config, _TARGETS, "there must be a layer to adapt", everything)
     for name in dict.fromkeys(lora.target_modules):
         if name not in names:
-            yield ConfigError(
-                key,
-                name,
-                f"matches no linear layer of a block ({suggest_name(name, names)})",
-                remedies=[everything],
-            )
-
-
-def check_lora_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """B A has at most the rank of its smallest side, so a higher rank wastes memory."""
-    model = find_architecture(config.model)
-    if not config.lora.enabled or model is None:
-        return
-    sizes = linear_sizes(model)
-    targets = [name for name in config.lora.modules if name in sizes]
-    if not targets:
-        return  # check_lora_targets reports it
-    smallest = min(targets, key=lambda name: min(sizes[name]))
-    outputs, inputs = sizes[smallest]
-    limit = min(outputs, inputs)
-    if 0 < limit < config.lora.rank:  # check_starter_shape reports heads without a size
-        yield ConfigError(
-            "lora.rank",
-            config.lora.rank,
-            f"must be at most {limit}: {smallest} has {inputs} inputs and {outputs} outputs",
-            remedies=[(f"lora.rank={limit}",)],
-        )
-
-
-def check_lora_dropout(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The trained policy is the one that sampled."""
-    if config.lora.enabled and config.lora.dropout > 0:
-        yield ConfigError(
-            "lora.dropout",
-            config.lora.dropout,
+            rule = f"matches no linear layer of a block ({suggest_name(name, names)})"
+            yield error(config, _TARGETS, rule, everything, got=name)
+    if lora.dropout > 0:
+        rule = (
             "only 0 is supported: with dropout the policy that is trained is not the one that "
-            "sampled, and its probability ratios are noise",
-            remedies=[("lora.dropout=0.0",)],
+            "sampled, and its probability ratios are noise"
         )
+        yield error(config, "lora.dropout", rule, "lora.dropout=0.0")
+
+
+def check_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """B A has at most the rank of its smallest side, so loading an adapter refuses more."""
+    lora, model = config.lora, find_architecture(config.model)
+    if not lora.enabled or model is None:
+        return
+    if model.experts is not None:  # the layers of one expert
+        model = replace(model, intermediate_size=model.experts.intermediate_size)
+    sizes = {name: model.linear_sizes[name] for name in lora.modules if name in model.linear_sizes}
+    smallest = min(sizes, key=lambda name: min(sizes[name]), default="")
+    outputs, inputs = sizes.get(smallest, (0, 0))
+    if 0 < min(outputs, inputs) < lora.rank:
+        limit = min(outputs, inputs)
+        rule = f"must be at most {limit}: {smallest} has {inputs} inputs and {outputs} outputs"
+        yield error(config, "lora.rank", rule, f"lora.rank={limit}")
 
 
 def check_lora_base(config: ExperimentConfig) -> Iterator[ConfigError]:
     """``lora.base`` matters only if frozen weights are separate and engines sleep."""
     lora = config.lora
-    if not lora.enabled or lora.base in ("auto", "resident"):
-        return
-    ignored = [
-        (is_ignored, why, remedy)
-        for is_ignored, why, remedy in (
-            (lora.sync == "merged", "lora.sync=merged", "lora.sync=adapter"),
-            (not config.rollout.sleep, "rollout.sleep=false", "rollout.sleep=true"),
-        )
-        if is_ignored
-    ]
-    if ignored:
-        yield ConfigError(
-            "lora.base",
-            lora.base,
-            "would be ignored, because of " + " and ".join(why for _, why, _ in ignored),
-            remedies=[("lora.base=resident",), tuple(remedy for _, _, remedy in ignored)],
-        )
+    causes = {"lora.sync=merged": "lora.sync=adapter"} if lora.sync == "merged" else {}
+    if not config.rollout.sleep:
+        causes["rollout.sleep=false"] = "rollout.sleep=true"
+    if lora.enabled and lora.base not in ("auto", "resident") and causes:
+        rule = f"would be ignored, because of {' and '.join(causes)}"
+        remedy = " ".join(causes.values())
+        yield error(config, "lora.base", rule, "lora.base=resident", remedy)
 
 
 def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Adapters need full heads and full experts of megatron-core's linear layers on a rank."""
-    megatron, lora = config.megatron, config.lora
-    model = find_architecture(config.model)
-    if config.actor.engine != "megatron" or not lora.enabled or model is None:
-        return
-    num_kv_heads = model.num_key_value_heads
-    tensor, adapted = megatron.tensor_parallel_size, set(lora.modules)
-    if tensor > num_kv_heads and adapted & {*_OF_HEADS}:
-        others = [name for name in LINEAR_MODULES if name not in _OF_HEADS and name in adapted]
-        yield ConfigError(
-            "megatron.tensor_parallel_size",
-            tensor,
-            f"each rank must have a full one of the model's {num_kv_heads} key-value heads: "
-            f"{', '.join(_OF_HEADS)} have adapters",
-            remedies=[(f"lora.target_modules=[{','.join(others or ['o_proj'])}]",)],
-        )
-    adapts_experts = model.experts is not None and not adapted.isdisjoint(MLP_MODULES)
-    if adapts_experts and megatron.expert_tensor_parallel_size > 1:
-        yield ConfigError(
-            "megatron.expert_tensor_parallel_size",
-            megatron.expert_tensor_parallel_size,
-            "an expert with an adapter must be on one rank",
-            remedies=[
-                ("megatron.expert_tensor_parallel_size=1",),
-                (f"lora.target_modules=[{','.join(ATTENTION_LINEAR)}]",),
-            ],
-        )
-
-
-def check_experts_are_not_adapted(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Transformers computes all experts of a layer by one product, which peft cannot adapt."""
+    """Megatron-core adapts full heads and experts; transformers cannot adapt experts at all."""
     lora, model = config.lora, find_architecture(config.model)
-    if not lora.enabled or model is None or model.experts is None:
+    if not lora.enabled or model is None:
         return
-    samples = config.offline is None and config.rollout.engine == "hf" and lora.sends_adapters
-    engines = ["actor.engine=fsdp2"] * (config.actor.engine == "fsdp2")
-    engines += ["rollout.engine=hf"] * samples
-    if engines and not set(lora.modules).isdisjoint(MLP_MODULES):
-        yield ConfigError(
-            "lora.target_modules",
-            list(lora.target_modules),
-            f"{' and '.join(engines)} cannot adapt experts, but attention alone: one product "
-            "computes all experts of a layer",
-            remedies=[(f"lora.target_modules=[{','.join(ATTENTION_LINEAR)}]",)],
+    megatron, adapted = config.megatron, {*lora.modules}
+    adapts_experts = model.experts is not None and not adapted.isdisjoint(MLP_MODULES)
+    num_kv_heads = model.num_key_value_heads
+    is_megatron = config.actor.engine == "megatron"
+    if is_megatron and megatron.tensor_parallel_size > num_kv_heads and adapted & {*_OF_HEADS}:
+        others = [name for name in LINEAR_MODULES if name not in _OF_HEADS and name in adapted]
+        rule = (
+            f"each rank must have a full one of the model's {num_kv_heads} key-value heads: "
+            f"{', '.join(_OF_HEADS)} have adapters"
         )
+        remedy = f"{_TARGETS}=[{','.join(others or ['o_proj'])}]"
+        yield error(config, "megatron.tensor_parallel_size", rule, remedy)
+    if is_megatron and adapts_experts and megatron.expert_tensor_parallel_size > 1:
+        key, rule = (
+            "megatron.expert_tensor_parallel_size",
+            "an expert with an adapter must be on one rank",
+        )
+        yield error(config, key, rule, f"{key}=1", _ATTENTION_ALONE)
+    # Transformers computes all experts of a layer by one product, which peft cannot adapt.
+    unable = ["actor.engine=fsdp2"] if config.actor.engine == "fsdp2" else []
+    if config.offline is None and config.rollout.engine == "hf" and lora.sends_adapters:
+        unable.append("rollout.engine=hf")
+    if unable and adapts_experts:
+        rule = (
+            f"{' and '.join(unable)} cannot adapt experts, but attention alone: one product "
+            "computes all experts of a layer"
+        )
+        yield error(config, _TARGETS, rule, _ATTENTION_ALONE)
 
 
-def linear_sizes(model: Architecture) -> Mapping[str, tuple[int, int]]:
-    """Return (outputs, inputs) of the linear layers of a block, or of one of its experts."""
-    if model.experts is not None:
-        model = replace(model, intermediate_size=model.experts.intermediate_size)
-    return model.linear_sizes
+def check_adapter_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """An adapter to start from is complete, has the settings of ``lora``, and fits the model."""
+    if not config.lora.enabled or config.lora.init_from is None:
+        return
+    folder = Path(config.lora.init_from)
+    settings, flaw = _read_settings(folder)
+    shapes, flaw = ({}, flaw) if flaw else _read_shapes(folder)
+    if flaw:
+        fix = f"give a folder with {_SETTINGS} and {_WEIGHTS}, or set {_NO_ADAPTER}"
+        yield error(config, _INIT, flaw, _NO_ADAPTER, fix=fix)
+        return
+    errors = [*_other_settings(config, settings)]
+    yield from errors
+    if not errors and (flaw := _flaw_of_shapes(config, shapes)):
+        yield error(config, _INIT, f"made for another model: {flaw}", _NO_ADAPTER)
 
 
-RULES = (
-    check_lora_targets,
-    check_lora_rank,
-    check_lora_dropout,
-    check_adapted_layers,
-    check_experts_are_not_adapted,
-)
+def _read_settings(folder: Path) -> tuple[Mapping[str, object], str]:
+    """Return the adapter's settings, or an error text."""
+    if flaw := flaw_of_folder(folder):
+        return {}, flaw
+    try:
+        settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, f"the folder has no {_SETTINGS}"
+    except (OSError, ValueError, RecursionError) as err:
+        return {}, f"{_SETTINGS} is incomplete or corrupt: {err}"
+    if not isinstance(settings, dict) or not {"r", "lora_alpha", "target_modules"} <= set(settings):
+        return {}, f"{_SETTINGS} does not say r, lora_alpha and target_modules, as LoRA's does"
+    return settings, ""
+
+
+def _read_shapes(folder: Path) -> tuple[_Shapes, str]:
+    """Return the shape of each tensor, or an error text. Reads the file's header alone."""
+    file = folder / _WEIGHTS
+    if flaw_of_file(file):
+        return {}, f"the folder has no {_WEIGHTS}"
+    try:
+        with safe_open(file, framework="np") as tensors:
+            return {
+                name: tuple(tensors.get_slice(name).get_shape())
+                for name in tensors.keys()  # noqa: SIM118 - it is no dictionary
+            }, ""
+    except (SafetensorError, OSError) as err:
+        return {}, f"{_WEIGHTS} is incomplete or corrupt: {err}"
+
+
+def _other_settings(
+    config: ExperimentConfig, settings: Mapping[str, object]
+) -> Iterator[ConfigError]:
+    """Rank, scaling and modules equal those of section ``lora``; others are peft's defaults."""
+    for name, usual in _DEFAULTS.items():
+        got = settings.get(name, usual)
+        if got != usual and (got or usual):  # peft writes null, {} and [] for nothing
+            rule = f"its {name}={got!r} is not supported, only {usual!r} is"
+            yield error(config, _INIT, rule, _NO_ADAPTER)
+    lora, saved = config.lora, settings["target_modules"]
+    modules = sorted(map(str, saved)) if isinstance(saved, list) else [str(saved)]
+    for key, wanted, got in (
+        ("rank", lora.rank, settings["r"]),
+        ("alpha", lora.alpha, settings["lora_alpha"]),
+        ("use_rslora", lora.use_rslora, bool(settings.get("use_rslora"))),
+        ("target_modules", sorted(lora.modules), modules),
+    ):
+        if got != wanted:
+            rule = f"the adapter in lora.init_from={lora.init_from} was made with {got}"
+            typed = to_json_text(got, separators=(",", ":")).replace('"', "")
+            is_legal = key != "target_modules" or {*modules} <= {*LINEAR_MODULES}
+            remedy = f"lora.{key}={typed}" if is_legal else ""
+            yield error(config, f"lora.{key}", rule, remedy, _NO_ADAPTER, got=wanted)
+
+
+def _flaw_of_shapes(config: ExperimentConfig, shapes: _Shapes) -> str:
+    """Return the first tensor that the model has in another shape; the others follow from it."""
+    model, rank = find_architecture(config.model), config.lora.rank
+    if model is None or model.experts is not None:
+        return ""  # experts have names of their own; the loader compares them
+    expected: dict[str, tuple[int, ...]] = {}
+    for layer in range(model.num_layers):
+        for module in (name for name in config.lora.modules if name in model.linear_sizes):
+            block = "self_attn" if module in ATTENTION_MODULES else "mlp"
+            name = f"base_model.model.model.layers.{layer}.{block}.{module}"
+            outputs, inputs = model.linear_sizes[module]
+            expected[f"{name}.lora_A.weight"] = (rank, inputs)
+            expected[f"{name}.lora_B.weight"] = (outputs, rank)
+    for name in sorted(expected.keys() | shapes.keys()):
+        got, wanted = shapes.get(name), expected.get(name)
+        if got != wanted:
+            return f"{name} is {_say(got)} in the folder, and {_say(wanted)} in this model"
+    return ""
+
+
+def _say(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))
+
+
+RULES = (check_adapters, check_rank, check_adapted_layers, check_adapter_folder)

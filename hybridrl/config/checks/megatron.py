@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib.util import find_spec
 
+from hybridrl.config.actor import EngineConfig
 from hybridrl.config.architecture import find_architecture
 from hybridrl.config.checks.megatron_args import keys_of_transformer_engine
+from hybridrl.config.checks.messages import error, unused_keys
 from hybridrl.config.checks.parallel_sizes import check_parallel_sizes
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.megatron import MegatronConfig
-from hybridrl.config.spelling import resetting, to_override
-from hybridrl.errors import ConfigError, instruction
+from hybridrl.config.spelling import to_override
+from hybridrl.errors import ConfigError
 
 INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'hybridrl[transformer-engine]'"
 """Without isolation: else pip would compile it for the newest torch instead of the installed."""
+
+_REPLAY = "megatron.replay_routing"
 
 UNUSED = MegatronConfig(
     tensor_parallel_size=1,
@@ -41,40 +44,20 @@ UNUSED = MegatronConfig(
 
 
 def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The section is changed only if a model trains on megatron-core."""
-    if config.megatron_worlds:
-        return
-    values = asdict(config.megatron)
-    for name, usual in asdict(UNUSED).items():
-        value = values[name]
-        if value != usual:
-            reset = resetting(f"megatron.{name}", value, usual)
-            yield ConfigError(
-                f"megatron.{name}",
-                value,
-                "would be ignored: no model of this run trains with engine=megatron",
-                remedies=[reset],
-                fix=f"{instruction(reset)}, or set actor=megatron",
-            )
-
-
-def check_megatron_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """megatron-core is an extra: a missing one is reported here and not by the workers.
+    """The section is changed only if a model trains on megatron-core, which is installed then.
 
     ``mode=check`` may run on another machine than the run; its report names what it did not check.
     """
-    if not config.megatron_worlds or config.mode in ("check", "plan"):
+    if not config.megatron_worlds:
+        why = ": no model of this run trains with engine=megatron"
+        yield from unused_keys(config, "megatron", UNUSED, why, "set actor=megatron")
         return
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        key = _engine_key(config)
-        reset = f"{key}=fsdp2"
-        yield ConfigError(
-            key,
-            "megatron",
-            "megatron-core is not installed",
-            fix=f"pip install 'hybridrl[megatron]', or set {reset}",
-            remedies=[(reset,)],
-        )
+    is_elsewhere = config.mode in ("check", "plan")
+    is_installed = find_spec("megatron") is not None and find_spec("megatron.core") is not None
+    if not is_installed and not is_elsewhere:
+        key = "actor.engine" if config.actor.engine == "megatron" else "critic.engine"
+        fix = f"pip install 'hybridrl[megatron]', or set {key}=fsdp2"
+        yield error(config, key, "megatron-core is not installed", f"{key}=fsdp2", fix=fix)
 
 
 def has_transformer_engine() -> bool:
@@ -82,38 +65,33 @@ def has_transformer_engine() -> bool:
     return find_spec("transformer_engine") is not None
 
 
-def check_layer_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
+def check_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The requested kernels are installed and run on the device.
 
     ``mode=check`` may run on another machine than the run; its rehearsal names missing packages.
     """
     if not config.megatron_worlds:
         return
-    is_cuda = config.cluster.device == "cuda"
-    is_elsewhere = config.mode in ("check", "plan")
-    missing = ""
-    if not is_cuda:
-        missing = "runs on CUDA alone, and cluster.device=cpu"
-    elif not has_transformer_engine() and not is_elsewhere:
-        missing = "is not installed"
-    if missing:
-        yield from _needs_transformer_engine(config, missing)
+    if config.cluster.device != "cuda":
+        yield from _needs_transformer_engine(config, "runs on CUDA alone, and cluster.device=cpu")
+        if config.megatron.overlap_communication is True:
+            key = "megatron.overlap_communication"
+            rule = "collectives overlap with computation on CUDA streams, and cluster.device=cpu"
+            yield error(config, key, rule, f"{key}=auto")
+    elif not has_transformer_engine() and config.mode not in ("check", "plan"):
+        yield from _needs_transformer_engine(config, "is not installed")
     if config.megatron.layers == "local":
-        yield from _few_bits(config)
-    if config.megatron.layers == "local" and config.megatron.attention == "transformer_engine":
-        yield ConfigError(
-            "megatron.attention",
-            config.megatron.attention,
-            "TransformerEngine's attention comes with its layers, and megatron.layers=local",
-            remedies=[("megatron.attention=auto",), ("megatron.attention=packed",)],
-        )
-    if config.megatron.overlap_communication is True and not is_cuda:
-        yield ConfigError(
-            "megatron.overlap_communication",
-            got=True,
-            rule="collectives overlap with computation on CUDA streams, and cluster.device=cpu",
-            remedies=[("megatron.overlap_communication=auto",)],
-        )
+        yield from _needs_its_layers(config)
+
+
+def _needs_its_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
+    for key in keys_of_transformer_engine(config.megatron):
+        if key.startswith("megatron.transformer_args."):
+            rule = "such matrix products need TransformerEngine's layers, and megatron.layers=local"
+            yield error(config, key, rule, f"~{key}", fix=f"leave it out, or add ~{key}")
+        elif key == "megatron.attention":
+            rule = "TransformerEngine's attention comes with its layers, and megatron.layers=local"
+            yield error(config, key, rule, f"{key}=auto", f"{key}=packed")
 
 
 def _needs_transformer_engine(config: ExperimentConfig, missing: str) -> Iterator[ConfigError]:
@@ -121,28 +99,12 @@ def _needs_transformer_engine(config: ExperimentConfig, missing: str) -> Iterato
     for key, value in keys_of_transformer_engine(config.megatron).items():
         if value == "transformer_engine":
             other = "local" if key == "megatron.layers" else "packed"
-            remedies = [(f"{key}=auto",), (f"{key}={other}",)]
-            fix = f"set {key}=auto, or set {key}={other}"
-            yield ConfigError(
-                key, value, f"TransformerEngine {missing}", f"{how}{fix}", remedies=remedies
-            )
+            fix = f"{how}set {key}=auto, or set {key}={other}"
+            rule = f"TransformerEngine {missing}"
+            yield error(config, key, rule, f"{key}=auto", f"{key}={other}", fix=fix)
         elif config.megatron.layers != "local" or "transformer_args" not in key:
             rule = f"it is TransformerEngine's, which {missing}"
-            fix = f"{how}leave it out, or add ~{key}"
-            yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])
-
-
-def _few_bits(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Matrix products in 8 and 4 bits need TransformerEngine."""
-    for key, value in keys_of_transformer_engine(config.megatron).items():
-        if key.startswith("megatron.transformer_args."):
-            yield ConfigError(
-                key,
-                value,
-                "such matrix products need TransformerEngine's layers, and megatron.layers=local",
-                fix=f"leave it out, or add ~{key}",
-                remedies=[(f"~{key}",)],
-            )
+            yield error(config, key, rule, f"~{key}", fix=f"{how}leave it out, or add ~{key}")
 
 
 def check_recompute_modules(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -150,45 +112,32 @@ def check_recompute_modules(config: ExperimentConfig) -> Iterator[ConfigError]:
     key, modules = "megatron.recompute_modules", config.megatron.recompute_modules
     if not config.megatron_worlds or not modules:
         return
-    keys = [key_of for key_of, is_on in _checkpointing(config).items() if not is_on]
-    if len(keys) == len(_checkpointing(config)):
-        yield ConfigError(
-            key,
-            [*modules],
-            f"would be ignored, because {keys[0]}=false",
-            remedies=[(f"{key}=[]",), (f"{keys[0]}=true",)],
-        )
-    lacking = [*_lacking_modules(config)]
+    engines: list[tuple[str, EngineConfig]] = [("actor", config.actor)]
+    engines += [("critic", config.critic)] if config.has_critic else []
+    on_megatron = [(name, engine) for name, engine in engines if engine.engine == "megatron"]
+    if not any(engine.gradient_checkpointing for _, engine in on_megatron):
+        switch = f"{on_megatron[0][0]}.gradient_checkpointing"
+        rule = f"would be ignored, because {switch}=false"
+        yield error(config, key, rule, f"{key}=[]", f"{switch}=true")
+    lacking = _lacking_modules(config)
     if lacking:
-        kept = [module for module in modules if module not in dict(lacking)]
-        yield ConfigError(
-            key,
-            [*modules],
-            "; ".join(f"{module} needs {what}" for module, what in lacking),
-            remedies=[(f"{key}=[{','.join(kept)}]",)] if kept else [(f"{key}=[]",)],
-        )
+        rule = "; ".join(f"{module} needs {what}" for module, what in lacking.items())
+        kept = [module for module in modules if module not in lacking]
+        yield error(config, key, rule, f"{key}=[{','.join(kept)}]")
 
 
-def _checkpointing(config: ExperimentConfig) -> dict[str, bool]:
-    """Return whether models on megatron-core recompute anything, by key."""
-    keys = {}
-    if config.actor.engine == "megatron":
-        keys["actor.gradient_checkpointing"] = config.actor.gradient_checkpointing
-    if config.has_critic and config.critic.engine == "megatron":
-        keys["critic.gradient_checkpointing"] = config.critic.gradient_checkpointing
-    return keys
-
-
-def _lacking_modules(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+def _lacking_modules(config: ExperimentConfig) -> dict[str, str]:
     modules, model = config.megatron.recompute_modules, find_architecture(config.model)
     has_experts = model is None or model.experts is not None
     is_fused = config.cluster.device == "cuda" and config.megatron.layers != "local"
+    lacking = {}
     if "moe" in modules and not has_experts:
-        yield "moe", "a model with experts"
+        lacking["moe"] = "a model with experts"
     if "moe_act" in modules and not (has_experts and is_fused):
-        yield "moe_act", "experts grouped by TransformerEngine"
+        lacking["moe_act"] = "experts grouped by TransformerEngine"
     if "layernorm" in modules and not is_fused:
-        yield "layernorm", "TransformerEngine, which megatron-core asks when it recomputes one"
+        lacking["layernorm"] = "TransformerEngine, which megatron-core asks when it recomputes one"
+    return lacking
 
 
 def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -196,13 +145,11 @@ def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
     trains_policy = config.actor.engine == "megatron" and not config.lora.enabled
     trains_critic = config.has_critic and config.critic.engine == "megatron"
     if config.model.dtype != "float32" and (trains_policy or trains_critic):
-        yield ConfigError(
-            "model.dtype",
-            config.model.dtype,
+        rule = (
             "megatron-core's optimizer keeps trained weights in float32; they compute in "
-            "actor.compute_dtype (critic.compute_dtype)",
-            remedies=[("model.dtype=float32",)],
+            "actor.compute_dtype (critic.compute_dtype)"
         )
+        yield error(config, "model.dtype", rule, "model.dtype=float32")
 
 
 def check_routing(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -210,58 +157,34 @@ def check_routing(config: ExperimentConfig) -> Iterator[ConfigError]:
     megatron, model = config.megatron, find_architecture(config.model)
     if not config.megatron_worlds or model is None or model.experts is not None:
         return
-    for name, value, off in (
-        ("load_balance_coefficient", megatron.load_balance_coefficient, 0.0),
-        ("replay_routing", megatron.replay_routing, False),
-    ):
-        if value:
-            yield ConfigError(
-                f"megatron.{name}",
-                value,
-                "the model has no experts to route tokens to",
-                remedies=[(f"megatron.{name}={to_override(off)}",)],
-            )
+    rule = "the model has no experts to route tokens to"
+    if megatron.load_balance_coefficient:
+        key = "megatron.load_balance_coefficient"
+        yield error(config, key, rule, f"{key}=0.0")
+    if megatron.replay_routing:
+        yield error(config, _REPLAY, rule, f"{_REPLAY}=false")
 
 
 def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A replay of routes needs recorded routes."""
+    """A replay of routes needs recorded routes. For modes that sample."""
     rollout = config.rollout
     if not config.megatron_worlds or not config.megatron.replay_routing:
         return
-    if rollout.engine == "sglang" and rollout.routed_experts:
-        return
-    records: tuple[str, ...] = ("rollout.routed_experts=true",)
-    if rollout.engine != "sglang":
-        records = ("rollout=sglang", *records)
-    yield ConfigError(
-        "megatron.replay_routing",
-        got=True,
-        rule=f"rollout.engine={rollout.engine} with rollout.routed_experts="
-        f"{to_override(rollout.routed_experts)} does not return the experts that it used",
-        remedies=[records, ("megatron.replay_routing=false",)],
-    )
-
-
-def check_routes_were_sampled(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Examples in a file have no recorded routes. For modes that learn from a data set."""
-    if config.megatron_worlds and config.megatron.replay_routing:
-        yield ConfigError(
-            "megatron.replay_routing",
-            got=True,
-            rule=f"mode={config.mode} learns from a file, which holds no routes of experts",
-            remedies=[("megatron.replay_routing=false",)],
+    if rollout.engine != "sglang" or not rollout.routed_experts:
+        rule = (
+            f"rollout.engine={rollout.engine} with rollout.routed_experts="
+            f"{to_override(rollout.routed_experts)} does not return the experts that it used"
         )
-
-
-def _engine_key(config: ExperimentConfig) -> str:
-    return "actor.engine" if config.actor.engine == "megatron" else "critic.engine"
+        records = "rollout.routed_experts=true"
+        if rollout.engine != "sglang":
+            records = f"rollout=sglang {records}"
+        yield error(config, _REPLAY, rule, records, f"{_REPLAY}=false")
 
 
 RULES = (
     check_megatron_is_used,
-    check_megatron_is_installed,
     check_parallel_sizes,
-    check_layer_kernels,
+    check_kernels,
     check_recompute_modules,
     check_master_weights,
     check_routing,

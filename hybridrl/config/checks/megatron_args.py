@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hybridrl.config.checks.passed_arguments import by_argument, refuse_own_arguments
+from hybridrl.config.checks.messages import by_argument, error, refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.megatron import MegatronConfig
@@ -61,8 +61,8 @@ _OF_THE_MODEL = frozenset(
 """Fields of TransformerConfig that follow from the model's config.json."""
 
 _COMPUTED = "weights are loaded, exported and saved in the type that computes"
+
 _GPT_MODEL = "it belongs to megatron-core's GPTModel, and hybridrl has its own embedding and head"
-_FUNCTION = "it is a function of the engine"
 
 _TRANSFORMER_OURS = by_argument(
     {
@@ -70,32 +70,28 @@ _TRANSFORMER_OURS = by_argument(
         "micro-batches differ in length": "variable_seq_lengths",
         "the policy that is trained would not be the one that sampled": (
             "hidden_dropout attention_dropout moe_input_jitter_eps moe_token_dropping "
-            "moe_expert_capacity_factor moe_pad_expert_input_to_capacity "
-            "moe_router_force_load_balancing"
+            "moe_expert_capacity_factor moe_router_force_load_balancing"
         ),
         "it would be added up over micro-batches, and ranks, instead of averaged": (
             "moe_z_loss_coeff"
         ),
         "its kernel chooses experts by itself, and cannot replay any": "moe_router_fusion",
-        "the model's files have no tensors that hold all experts": ("moe_use_legacy_grouped_gemm"),
+        "the model's files have no tensors that hold all experts": "moe_use_legacy_grouped_gemm",
         "weights are read from the model folder": (
             "perform_initialization use_cpu_initialization init_model_with_meta_device"
         ),
         _COMPUTED: "fp8_param fp4_param",
-        "rollout.sleep moves training state, and it would use the old address": ("cpu_offloading"),
+        "rollout.sleep moves training state, and it would use the old address": "cpu_offloading",
         _GPT_MODEL: (
             "fine_grained_activation_offloading overlap_moe_expert_parallel_comm "
-            "delay_wgrad_compute defer_embedding_wgrad_compute cross_entropy_loss_fusion "
-            "cross_entropy_fusion_impl num_microbatches_with_partial_activation_checkpoints"
+            "delay_wgrad_compute defer_embedding_wgrad_compute "
+            "num_microbatches_with_partial_activation_checkpoints"
         ),
         "micro-batches differ in length, and it needs one length": (
             "tp_comm_overlap cuda_graph_impl enable_cuda_graph external_cuda_graph"
         ),
         "it does not support packed rows": "fused_single_qkv_rope",
         "its size is megatron.pipeline_parallel_size": "microbatch_group_size_per_vp_stage",
-        _FUNCTION: (
-            "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func"
-        ),
     }
 )
 
@@ -128,8 +124,7 @@ _OPTIMIZER_OURS = by_argument(
             "main_params_dtype store_param_remainders"
         ),
         _COMPUTED: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
-        "losses are not scaled: bfloat16 has the range of float32": "loss_scale initial_loss_scale",
-        _FUNCTION: "timers",
+        "losses are not scaled: bfloat16 has the range of float32": "loss_scale",
     }
 )
 
@@ -153,7 +148,7 @@ _DDP_OURS = by_argument(
             "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy"
         ),
         "gradient memory lasts for one step, and NCCL would keep the old address": "nccl_ub",
-        _COMPUTED: "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag",
+        _COMPUTED: "fp8_param_gather",
         _GPT_MODEL: "delay_wgrad_compute",
     }
 )
@@ -198,61 +193,49 @@ def without_transformer_engine(megatron: MegatronConfig) -> MegatronConfig:
     )
 
 
-def check_transformer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Arguments with a hybridrl key are set by that key alone: else two keys could disagree.
+def check_passed_arguments(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Arguments with a key are set by that key alone; others change neither model nor objective.
 
-    ``mode=check`` reports names that megatron-core does not know; it asks megatron-core itself.
+    ``mode=check`` reports what megatron-core refuses; it asks megatron-core itself.
     """
     if not config.megatron_worlds:
         return
-    given, section = config.megatron.transformer_args, "megatron.transformer_args"
-    yield from refuse_own_arguments(
-        given, section, typed=_TRANSFORMER_TYPED, taken=_TRANSFORMER_OURS
-    )
-    for name, value in given.items():
-        key = f"{section}.{name}"
+    for section, typed, taken in (
+        ("megatron.transformer_args", _TRANSFORMER_TYPED, _TRANSFORMER_OURS),
+        ("megatron.optimizer_args", _OPTIMIZER_TYPED, _OPTIMIZER_OURS),
+        ("megatron.ddp_args", _DDP_TYPED, _DDP_OURS),
+    ):
+        yield from refuse_own_arguments(config, section, typed=typed, taken=taken)
+    for name, value in config.megatron.transformer_args.items():
+        key = f"megatron.transformer_args.{name}"
         if name in _OF_THE_MODEL:
-            rule = "the model's config.json sets it"
             fix = f"set model.path to a model of that shape, and ~{key}"
-            yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])
+            yield error(config, key, "the model's config.json sets it", f"~{key}", fix=fix)
         elif name == "moe_token_dispatcher_type" and value not in _DISPATCHERS:
-            yield ConfigError(
-                key,
-                value,
+            rule = (
                 "ranks have different numbers of tokens; of megatron-core's dispatchers only "
-                f"{' and '.join(_DISPATCHERS)} support that",
-                remedies=[(f"~{key}",)],
+                f"{' and '.join(_DISPATCHERS)} support that"
             )
+            yield error(config, key, rule, f"~{key}")
 
 
-def check_optimizer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Likewise of its OptimizerConfig; and its state stays in a form that a checkpoint can save."""
+def check_optimizer_state(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The state of the optimizer is where its device is, in a form that a checkpoint can save."""
     if not config.megatron_worlds:
         return
-    given, section = config.megatron.optimizer_args, "megatron.optimizer_args"
-    yield from refuse_own_arguments(given, section, typed=_OPTIMIZER_TYPED, taken=_OPTIMIZER_OURS)
-    offload = f"{section}.optimizer_cpu_offload"
+    given = config.megatron.optimizer_args
     if given.get("optimizer_cpu_offload") and config.cluster.device == "cpu":
+        key = "megatron.optimizer_args.optimizer_cpu_offload"
         rule = "the optimizer is on the host already, for cluster.device=cpu"
-        fix = f"leave it out, or add ~{offload}"
-        yield ConfigError(offload, got=True, rule=rule, fix=fix, remedies=[(f"~{offload}",)])
+        yield error(config, key, rule, f"~{key}", fix=f"leave it out, or add ~{key}")
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if given.get(name) not in (None, *_MOMENT_TYPES):
-            yield ConfigError(
-                f"{section}.{name}",
-                given[name],
+            key = f"megatron.optimizer_args.{name}"
+            rule = (
                 f"must be {' or '.join(_MOMENT_TYPES)}: of others megatron-core keeps scaled "
-                "values, from which no other engine resumes",
-                remedies=[(f"~{section}.{name}",)],
+                "values, from which no other engine resumes"
             )
+            yield error(config, key, rule, f"~{key}")
 
 
-def check_ddp_args(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Likewise of its DistributedDataParallelConfig."""
-    if config.megatron_worlds:
-        yield from refuse_own_arguments(
-            config.megatron.ddp_args, "megatron.ddp_args", typed=_DDP_TYPED, taken=_DDP_OURS
-        )
-
-
-RULES = (check_transformer_args, check_optimizer_args, check_ddp_args)
+RULES = (check_passed_arguments, check_optimizer_state)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.config.architecture import Architecture, find_architecture
-from hybridrl.config.checks.divisors import divisors_of, multiples_near
+from hybridrl.config.architecture import find_architecture
+from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.families import FAMILIES, unsupported_settings
 from hybridrl.config.foreign_names import answer_model
@@ -33,160 +34,135 @@ _MODEL_TYPES = {
     "hf": TRANSFORMERS_MODEL_TYPES,
     "sglang": SGLANG_MODEL_TYPES,
 }
+_TEMPLATE = "data.use_chat_template"
 
 
 def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Weights come from a folder or are made: exactly one of them."""
     model = config.model
     if model.path is None and model.starter is None:
-        yield ConfigError(
-            "model.path",
-            None,
-            "a run needs a model folder, or the shape of a model to make",
-            remedies=[("model=starter",)],
-            fix="set model=starter, or model=hf_folder model.path=FOLDER",
-        )
+        rule = "a run needs a model folder, or the shape of a model to make"
+        fix = "set model=starter, or model=hf_folder model.path=FOLDER"
+        yield error(config, "model.path", rule, "model=starter", fix=fix)
     has_folder = model.path is not None and not flaw_of_folder(model.path)
     if has_folder and model.starter is not None:  # check_model_folder has the other case
-        yield ConfigError(
-            "model.starter",
-            "{...}",
-            f"would be ignored, because model.path={model.path} gives the weights",
-            remedies=[
-                ("model=hf_folder", f"model.path={to_override(model.path)}"),
-                ("model.path=null",),
-            ],
-        )
+        rule = f"would be ignored, because model.path={model.path} gives the weights"
+        folder = f"model=hf_folder model.path={to_override(model.path)}"
+        yield error(config, "model.starter", rule, folder, "model.path=null", got="{...}")
 
 
-def check_starter_shape(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Heads of the starter model divide its width, and their size is even for rotary embedding."""
+def check_starter(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Heads of the made model divide its width, in an even size; its context holds a row."""
     starter = config.model.starter
     if starter is None:
         return
     num_heads, num_kv_heads = starter.num_attention_heads, starter.num_key_value_heads
     if starter.hidden_size % (2 * num_heads):
-        below, above = multiples_near(starter.hidden_size, 2 * num_heads)
-        legal = below or above
-        yield ConfigError(
-            "model.starter.hidden_size",
-            starter.hidden_size,
+        key = "model.starter.hidden_size"
+        rule = (
             f"must be a multiple of {2 * num_heads}: num_attention_heads={num_heads} heads of an "
-            "even size",
-            remedies=[(f"model.starter.hidden_size={legal}",)],
+            "even size"
         )
+        below = starter.hidden_size // (2 * num_heads) * 2 * num_heads
+        yield error(config, key, rule, f"{key}={below or 2 * num_heads}")
     if num_heads % num_kv_heads:
-        legal = min(divisors_of(num_heads), key=lambda n: abs(n - num_kv_heads))
-        yield ConfigError(
+        key, rule = (
             "model.starter.num_key_value_heads",
-            num_kv_heads,
             f"must divide num_attention_heads={num_heads}",
-            remedies=[(f"model.starter.num_key_value_heads={legal}",)],
         )
+        yield error(config, key, rule, f"{key}={math.gcd(num_heads, num_kv_heads)}")
+    if config.max_row_tokens > starter.max_position_embeddings:
+        key = "model.starter.max_position_embeddings"
+        rule = f"the longest row has {config.max_row_tokens} tokens: {_lengths(config)}"
+        yield error(config, key, rule, f"{key}={config.max_row_tokens}")
 
 
-def check_starter_context(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The longest row fits into the context of the starter model."""
-    starter = config.model.starter
-    if starter is None or config.max_row_tokens <= starter.max_position_embeddings:
-        return
-    yield ConfigError(
-        "model.starter.max_position_embeddings",
-        starter.max_position_embeddings,
-        f"the longest row has {config.max_row_tokens} tokens: data.max_prompt_tokens="
-        f"{config.data.max_prompt_tokens} + rollout.max_response_tokens="
-        f"{config.rollout.max_response_tokens}",
-        remedies=[(f"model.starter.max_position_embeddings={config.max_row_tokens}",)],
+def _lengths(config: ExperimentConfig) -> str:
+    return (
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
+        f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
     )
 
 
-def check_starter_reads_plain_text(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The starter model learns to chat for the task calculator alone."""
-    is_chat = config.data.use_chat_template and config.data.task != "calculator"
-    if config.model.path is None and is_chat:
-        yield ConfigError(
-            "data.use_chat_template",
-            got=True,
-            rule="the made model (model.path=null) learned plain text, no chat template",
-            remedies=[("data.use_chat_template=false",)],
-        )
-
-
 def check_chat_template(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A model folder has the chat template that ``data.apply_chat_template`` needs."""
-    path = config.model.path
-    if path is None or not config.data.use_chat_template or flaw_of_folder(path):
+    """The model has a chat template, where one is used: the made one for the task calculator."""
+    path, off = config.model.path, f"{_TEMPLATE}=false"
+    if not config.data.use_chat_template:
+        return
+    if path is None:
+        if config.data.task != "calculator":
+            rule = "the made model (model.path=null) learned plain text, no chat template"
+            yield error(config, _TEMPLATE, rule, off)
         return
     file = Path(path, "tokenizer_config.json")
-    if flaw_of_file(file) or any(Path(path).glob("chat_template*")):
+    if flaw_of_folder(path) or flaw_of_file(file) or any(Path(path).glob("chat_template*")):
         return
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return  # the tokenizer reports its own errors
     if isinstance(settings, dict) and not settings.get("chat_template"):
-        yield ConfigError(
-            "data.use_chat_template",
-            got=True,
-            rule=f"the tokenizer in model.path={path} has no chat template",
-            fix="set data.use_chat_template=false, or add chat_template.jinja to the folder",
-            remedies=[("data.use_chat_template=false",)],
-        )
+        rule = f"the tokenizer in model.path={path} has no chat template"
+        fix = f"set {off}, or add chat_template.jinja to the folder"
+        yield error(config, _TEMPLATE, rule, off, fix=fix)
 
 
-def check_attention_runs_on_device(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Variable-length attention is a CUDA kernel for bfloat16."""
-    device, dtype = config.cluster.device, config.actor.compute_dtype
-    if config.model.attention == "varlen" and (device, dtype) != ("cuda", "bfloat16"):
-        yield ConfigError(
-            "model.attention",
-            "varlen",
+def check_attention(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Variable-length attention is a CUDA kernel for bfloat16, for a critic too."""
+    key, device, dtype = "model.attention", config.cluster.device, config.actor.compute_dtype
+    if config.model.attention != "varlen":
+        return
+    if (device, dtype) != ("cuda", "bfloat16"):
+        rule = (
             f"runs on CUDA in bfloat16, not with cluster.device={device} and "
-            f"actor.compute_dtype={dtype}",
-            remedies=[("model.attention=auto",), ("model.attention=padded",)],
+            f"actor.compute_dtype={dtype}"
         )
+        yield error(config, key, rule, f"{key}=auto", f"{key}=padded")
+    if config.has_critic and config.critic.compute_dtype != dtype == "bfloat16":
+        key, rule = "critic.compute_dtype", "model.attention=varlen computes in bfloat16"
+        yield error(config, key, rule, f"{key}=bfloat16", "model.attention=auto")
 
 
 def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A model folder exists, is readable, and its context holds the longest row."""
-    path = config.model.path
+    """A model folder exists and can be read."""
+    path, key = config.model.path, "model.path"
     if path is None:
         return
     file = Path(path) / "config.json"
-    flaw = flaw_of_folder(path) or (flaw_of_file(file) and f"it has no config.json: {file}")
-    if flaw:
-        yield ConfigError(
-            "model.path",
-            path,
-            rule=f"must be a Hugging Face model folder; {flaw}",
-            fix=f"{answer_model(path)}, or set model=starter model.path=null",
-        )
+    if flaw := flaw_of_folder(path) or (flaw_of_file(file) and f"it has no config.json: {file}"):
+        fix = f"{answer_model(path)}, or set model=starter model.path=null"
+        yield error(config, key, f"must be a Hugging Face model folder; {flaw}", fix=fix)
         return
     if problem := problem_of(Path(path)):
-        yield ConfigError("model.path", path, problem, fix="download the folder again")
+        yield error(config, key, problem, fix="download the folder again")
         return
     # mode=plan reads config.json alone; a run refuses the folder where it loads it.
     if config.mode == "check" and (flaw := flaw_of_files(Path(path))):
-        yield ConfigError("model.path", path, flaw, fix="download the folder again")
-    model = find_architecture(config.model)
-    if flaw := _flaw_of_classifier(model, Path(path), learns=config.mode == "reward_model"):
+        yield error(config, key, flaw, fix="download the folder again")
+
+
+def check_context(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A folder holds a language model, or a reward model to train, and the longest row fits."""
+    path, key, model = config.model.path, "model.path", find_architecture(config.model)
+    if path is None or model is None or problem_of(Path(path)):
+        return  # check_model_folder reports it
+    if model.classifier is not None and (flaw := _flaw_of_classifier(config, Path(path))):
         fix = "set model.path to a ...ForCausalLM; a reward model is reward.function=model"
-        yield ConfigError("model.path", path, flaw, fix=fix)
-    if model is not None and config.max_row_tokens > (context := model.max_positions):
-        yield ConfigError(
-            "model.path",
-            path,
-            rule=f"its context is {context} tokens, fewer than data.max_prompt_tokens="
-            f"{config.data.max_prompt_tokens} + rollout.max_response_tokens="
-            f"{config.rollout.max_response_tokens}",
-            remedies=_shorter_rows(config, context),
+        yield error(config, key, flaw, fix=fix)
+    if config.max_row_tokens > model.max_positions:
+        rule = f"its context is {model.max_positions} tokens, fewer than {_lengths(config)}"
+        half, remaining = (
+            model.max_positions // 2,
+            model.max_positions - config.data.max_prompt_tokens,
         )
+        shorter = f"data.max_prompt_tokens={half} rollout.max_response_tokens={half}"
+        if remaining > 0:
+            shorter = f"rollout.max_response_tokens={remaining}"
+        yield error(config, key, rule, shorter)
 
 
-def _flaw_of_classifier(model: Architecture | None, folder: Path, *, learns: bool) -> str:
-    if model is None or model.classifier is None:
-        return ""
-    if not learns:
+def _flaw_of_classifier(config: ExperimentConfig, folder: Path) -> str:
+    if config.mode != "reward_model":
         return "its config.json names a classifier: such a model scores text and cannot write any"
     num_labels = num_labels_of(folder)
     return "" if num_labels == 1 else f"the model gives {num_labels} numbers, and a reward is one"
@@ -194,82 +170,49 @@ def _flaw_of_classifier(model: Architecture | None, folder: Path, *, learns: boo
 
 def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Each engine that is chosen supports the architecture, with all its settings."""
-    model_type, path = _model_type_of(config), config.model.path
-    if model_type is None or path is None:
+    path = config.model.path
+    try:
+        settings = {} if path is None else read_settings(Path(path))
+    except ModelError:
+        return  # check_model_folder reports the error in the file
+    if path is None:
         return
+    model_type = str(settings["model_type"])
     if model_type not in FAMILIES:
-        yield ConfigError(
-            "model.path",
-            path,
-            f"its model_type={model_type!r} is not supported yet: supported "
-            f"are {', '.join(FAMILIES)}",
-            fix="set model.path to such a model",
+        rule = (
+            f"its model_type={model_type!r} is not supported yet: supported are "
+            f"{', '.join(FAMILIES)}"
         )
+        yield error(config, "model.path", rule, fix="set model.path to such a model")
         return
-    for problem in unsupported_settings(read_settings(Path(path)), FAMILIES[model_type]):
-        yield ConfigError("model.path", path, problem, fix="set model.path to another model")
-    samples = config.offline is None
-    for key, engine, is_asked in (
-        ("actor.engine", config.actor.engine, True),
-        ("critic.engine", config.critic.engine, config.has_critic),
-        ("rollout.engine", config.rollout.engine, samples),
+    for problem in unsupported_settings(settings, FAMILIES[model_type]):
+        yield error(config, "model.path", problem, fix="set model.path to another model")
+    for key, engine, is_asked, others in (
+        ("actor.engine", config.actor.engine, True, ("fsdp2", "megatron")),
+        ("critic.engine", config.critic.engine, config.has_critic, ("fsdp2", "megatron")),
+        ("rollout.engine", config.rollout.engine, config.offline is None, ("hf", "sglang")),
     ):
         if is_asked and model_type not in _MODEL_TYPES[engine]:
-            yield _engine_lacks_model(key, engine, model_type=model_type, path=path)
-    is_critic_of_transformers = config.has_critic and config.critic.engine == "fsdp2"
-    has_no_critic = model_type in TRANSFORMERS_MODEL_TYPES and model_type not in CRITIC_MODEL_TYPES
-    if is_critic_of_transformers and has_no_critic:
-        yield ConfigError(
-            "algorithm.advantage",
-            config.algorithm.advantage,
-            f"trains a critic, and transformers has no {model_type} with a value head "
-            f"(model.path={path})",
-            fix=f"set algorithm=grpo, or model.path to one of {', '.join(CRITIC_MODEL_TYPES)}",
+            known, section = ", ".join(_MODEL_TYPES[engine]), key.partition(".")[0]
+            able = [f"{section}={other}" for other in others if model_type in _MODEL_TYPES[other]]
+            rule = f"supports {known}, and model.path={path} is {model_type}"
+            yield error(config, key, rule, *able)
+    lacks_critic = model_type in TRANSFORMERS_MODEL_TYPES and model_type not in CRITIC_MODEL_TYPES
+    if config.has_critic and config.critic.engine == "fsdp2" and lacks_critic:
+        rule = (
+            f"trains a critic, and transformers has no {model_type} with a value head (model.path="
+            f"{path})"
         )
-
-
-def _engine_lacks_model(key: str, engine: str, *, model_type: str, path: str) -> ConfigError:
-    section = key.partition(".")[0]
-    others = ("hf", "sglang") if section == "rollout" else ("fsdp2", "megatron")
-    able = [other for other in others if model_type in _MODEL_TYPES[other]]
-    return ConfigError(
-        key,
-        engine,
-        f"supports {', '.join(_MODEL_TYPES[engine])}, and model.path={path} is {model_type}",
-        remedies=[(f"{section}={other}",) for other in able],
-    )
-
-
-def _model_type_of(config: ExperimentConfig) -> str | None:
-    """Return the architecture that config.json names, supported or not; None without a folder."""
-    try:
-        path = config.model.path
-        return None if path is None else str(read_settings(Path(path))["model_type"])
-    except ModelError:
-        return None  # check_model_folder reports the error in the file
-
-
-def _shorter_rows(config: ExperimentConfig, context: int) -> list[tuple[str, ...]]:
-    """Return the overrides with which the longest row fits into ``context`` tokens."""
-    num_response, num_prompt = config.rollout.max_response_tokens, config.data.max_prompt_tokens
-    remedies: list[tuple[str, ...]] = []
-    if num_prompt < context:
-        remedies.append((f"rollout.max_response_tokens={context - num_prompt}",))
-    if num_response < context:
-        remedies.append((f"data.max_prompt_tokens={context - num_response}",))
-    half = context // 2
-    return remedies or [
-        (f"data.max_prompt_tokens={half}", f"rollout.max_response_tokens={context - half}")
-    ]
+        fix = f"set algorithm=grpo, or model.path to one of {', '.join(CRITIC_MODEL_TYPES)}"
+        yield error(config, "algorithm.advantage", rule, fix=fix)
 
 
 RULES = (
     check_model_source,
-    check_starter_shape,
-    check_starter_context,
-    check_starter_reads_plain_text,
+    check_starter,
     check_chat_template,
-    check_attention_runs_on_device,
+    check_attention,
     check_model_folder,
+    check_context,
     check_engines_know_the_model,
 )

@@ -6,14 +6,13 @@ Files are read, never run.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import hybridrl
+from hybridrl.config.checks.messages import error, removal
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.paths import flaw_of_file
 from hybridrl.config.python_files import (
     ANYTHING,
@@ -27,6 +26,7 @@ from hybridrl.config.reward import (
     BUILT_IN_REWARDS,
     ROW_COLUMNS,
     TIMEOUT,
+    RewardPart,
     own_columns,
 )
 from hybridrl.config.signatures import Number, Signature, check_numbers, signature_of
@@ -47,130 +47,111 @@ _METRIC_NAMES = ("kl_charge",)
 """Names below ``reward/`` that are no functions."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Choice:
-    """One function of the configuration, and its key."""
-
-    key: str
-    spelled: str
-    args: Mapping[str, ArgumentValue]
-
-    def arg_key(self, name: str) -> str:
-        return f"{self.key.removesuffix('function')}args.{name}"
-
-    def remove_arg(self, name: str) -> str:
-        return f"~{self.arg_key(name)}"
-
-
 def check_reward_is_one_or_several(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Either one function is given, or several with names."""
-    reward = config.reward
+    reward, key = config.reward, "reward.function"
     if reward.function is None and not reward.functions:
         rule = "needs a function, or several in reward.functions"
-        remedies = [("reward.function=exact_match",)]
-        yield ConfigError("reward.function", None, rule, remedies=remedies)
+        yield error(config, key, rule, f"{key}=exact_match")
     if reward.function is not None and reward.functions:
         rule = f"would be ignored, because reward.functions gives {', '.join(reward.functions)}"
-        emptied = tuple(f"~reward.functions.{name}" for name in reward.functions)
-        either: list[tuple[str, ...]] = [("reward.function=null",), emptied]
-        yield ConfigError("reward.function", reward.function, rule, remedies=either)
+        emptied = " ".join(f"~reward.functions.{name}" for name in reward.functions)
+        yield error(config, key, rule, f"{key}=null", emptied)
     if reward.function is None and reward.args:
         rule = "would be ignored: each of reward.functions has args of its own"
-        emptied = tuple(f"~reward.args.{name}" for name in reward.args)
-        yield ConfigError("reward.args", dict(reward.args), rule, remedies=[emptied])
+        yield error(config, "reward.args", rule, removal("reward.args", reward.args))
     for name in {*reward.functions} & {*_METRIC_NAMES}:
         rule = f"reward/{name}/mean is the name of another metric"
-        yield ConfigError(f"reward.functions.{name}", "...", rule, fix="rename it")
+        yield error(config, f"reward.functions.{name}", rule, fix="rename it", got="...")
 
 
 def check_reward_functions(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A reward is built in, or a function in a file that can be parsed, and takes its args."""
-    reward, task = config.reward, config.data.task
-    for name, part in reward.parts.items():
-        key = "reward.function" if reward.function else f"reward.functions.{name}.function"
-        flaws = list(_check(_Choice(key=key, spelled=part.function, args=part.args)))
+    task = config.data.task
+    for name, part in config.reward.parts.items():
+        root = "reward" if config.reward.function else f"reward.functions.{name}"
+        flaws = list(_check_function(config, root, part))
         yield from flaws
         asked = ", ".join(own_columns(part.function))
         if asked and task is not None and config.offline is None and not flaws:
             rule = f"asks for columns that rows of data.task={task} lack: {asked}"
             fix = "name files that have them: data=files data.train_files=[FILE]"
-            yield ConfigError(key, part.function, rule, fix=fix)
+            yield error(config, f"{root}.function", rule, fix=fix)
 
 
-def _check(choice: _Choice) -> Iterator[ConfigError]:
-    key, spelled = choice.key, choice.spelled
+def _check_function(config: ExperimentConfig, root: str, part: RewardPart) -> Iterator[ConfigError]:
+    key, spelled = f"{root}.function", part.function
     path, colon, name = spelled.rpartition(":")
     if colon:
         if flaw := flaw_of_file(path):
             fix = "correct it; the form is path/to/file.py:function"
-            yield ConfigError(key, spelled, flaw, fix=fix)
+            yield error(config, key, flaw, fix=fix)
         else:
-            yield from _check_in_file(choice, Path(path), name)
+            yield from _check_in_file(config, root, part, Path(path), name)
     elif spelled not in BUILT_IN_REWARDS:
         rule = "neither a built-in reward nor path/to/file.py:function"
-        remedies = [(f"{key}={built_in}",) for built_in in tuple(BUILT_IN_REWARDS)[:2]]
+        remedies = [f"{key}={built_in}" for built_in in tuple(BUILT_IN_REWARDS)[:2]]
         fix = suggest_name(spelled, [*BUILT_IN_REWARDS])
         if spelled.endswith(".py"):
             fix = f"name the function, too: set {key}={spelled}:NAME"
-        yield ConfigError(key, spelled, rule, fix, remedies=remedies)
+        yield error(config, key, rule, *remedies, fix=fix)
     elif spelled == "math" and find_spec("math_verify") is None:
-        yield ConfigError(
-            key,
-            spelled,
-            "needs the package math-verify, which is not installed",
-            fix=f"pip install 'hybridrl[math]', or set {key}=exact_match",
-            remedies=[(f"{key}=exact_match",)],
-        )
+        rule = "needs the package math-verify, which is not installed"
+        fix = f"pip install 'hybridrl[math]', or set {key}=exact_match"
+        yield error(config, key, rule, f"{key}=exact_match", fix=fix)
     else:
-        yield from _check_in_file(choice, _PACKAGE / f"{BUILT_IN_REWARDS[spelled]}.py", spelled)
+        file = _PACKAGE / f"{BUILT_IN_REWARDS[spelled]}.py"
+        yield from _check_in_file(config, root, part, file, spelled)
 
 
-def _check_in_file(choice: _Choice, file: Path, name: str) -> Iterator[ConfigError]:
-    key, spelled = choice.key, choice.spelled
+def _check_in_file(
+    config: ExperimentConfig, root: str, part: RewardPart, file: Path, name: str
+) -> Iterator[ConfigError]:
+    key = f"{root}.function"
     if file.suffix != ".py":
-        yield ConfigError(key, spelled, f"{file} must end in .py", fix="rename the file")
+        yield error(config, key, f"{file} must end in .py", fix="rename the file")
         return
     try:
         names = names_at_top_level(file)
     except SyntaxError as err:
-        yield ConfigError(key, spelled, f"not a Python file: {err}", fix=f"correct {file}")
+        yield error(config, key, f"not a Python file: {err}", fix=f"correct {file}")
         return
     if name not in names:
         if ANYTHING not in names:
-            yield _missing_function(choice, file, names)
+            yield _missing_function(config, key, file, name, names)
         return
     node = names[name]
     flaw, line = _flaw_of(node), _line_that_calls(node)
-    if spelled not in BUILT_IN_REWARDS and (flaw or line):
+    if part.function not in BUILT_IN_REWARDS and line:
+        fix = f"add the line `{line}` to {file}, then set {key}={file}:scored"
+        yield error(config, key, "it is a function of another framework", fix=fix)
+    elif part.function not in BUILT_IN_REWARDS and flaw:
         fix = f"write def {name}({', '.join(BATCH_COLUMNS[:2])}): ..., or with other columns"
-        if line:
-            flaw = "is a function of another framework"
-            fix = f"add the line `{line}` to {file}, then set {key}={file}:scored"
-        yield ConfigError(key, spelled, f"it {flaw}", fix=fix)
+        yield error(config, key, f"it {flaw}", fix=fix)
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
         yield from check_numbers(
             _without_columns(signature_of(node)),
-            choice.args,
+            part.args,
             function=name,
-            key_of=choice.arg_key,
-            removing=choice.remove_arg,
+            key_of=lambda name: f"{root}.args.{name}",
+            removing=lambda name: f"~{root}.args.{name}",
         )
 
 
-def _missing_function(choice: _Choice, file: Path, names: Names) -> ConfigError:
+def _missing_function(
+    config: ExperimentConfig, key: str, file: Path, name: str, names: Names
+) -> ConfigError:
     functions = [
         name
         for name, node in names.items()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _flaw_of(node)
     ]
-    name = choice.spelled.rpartition(":")[2]
     rule = f"{file} defines no function {name!r} at its top level"
     if functions:
         rule += f"; its functions are {first_of(functions, at_most=8)}"
     near = close_names(name, functions) or functions[:2]
-    remedies = [(f"{choice.key}={to_override(f'{file}:{function}')}",) for function in near]
-    remedies = remedies or [(f"{choice.key}=exact_match",)]
-    return ConfigError(choice.key, choice.spelled, rule, remedies=remedies)
+    remedies = [f"{key}={to_override(f'{file}:{function}')}" for function in near]
+    return error(config, key, rule, *(remedies or [f"{key}=exact_match"]))
 
 
 def _flaw_of(node: ast.AST) -> str:

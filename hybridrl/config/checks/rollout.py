@@ -1,17 +1,17 @@
-"""Rules about rollout engines, and the SGLang server that they may start."""
+"""Rules about rollout engines, the SGLang server that they may start, and recorded rollouts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 
-from hybridrl.config.architecture import Architecture, find_architecture
-from hybridrl.config.checks.passed_arguments import refuse_own_arguments
+from hybridrl.config.architecture import find_architecture
+from hybridrl.config.checks.messages import error, refuse_own_arguments, removal
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.paths import flaw_of_folder
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
-from hybridrl.config.spelling import resetting
 from hybridrl.errors import ConfigError, instruction
 
 TYPED: Mapping[str, str] = {
@@ -56,167 +56,6 @@ TAKEN: Mapping[str, str] = {
 }
 """Arguments of SGLang that users may not choose, and why."""
 
-
-_GRAPH_BACKENDS = ("cuda_graph_backend_prefill", "cuda_graph_backend_decode")
-_IN_PIECES = "breakable"
-_FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
-"""Backends of SGLang in Triton or plain torch, for any number type."""
-
-
-def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Arguments with a hybridrl key are set by that key alone: else two keys could disagree."""
-    rollout = config.rollout
-    if rollout.engine_args and rollout.engine != "sglang":
-        reset = resetting("rollout.engine_args", rollout.engine_args, {})
-        yield ConfigError(
-            "rollout.engine_args",
-            dict(rollout.engine_args),
-            f"would be ignored: they are arguments of SGLang, and rollout.engine={rollout.engine}",
-            remedies=[reset],
-            fix=f"{instruction(reset)}, or set rollout=sglang",
-        )
-        return
-    yield from refuse_own_arguments(
-        rollout.engine_args, "rollout.engine_args", typed=TYPED, taken=TAKEN
-    )
-
-
-def check_graphs_can_be_released(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """SGLang captures graphs in pieces only if their memory is never released."""
-    rollout = config.rollout
-    releases_graphs = rollout.sleep and rollout.cuda_graphs and config.cluster.device == "cuda"
-    if rollout.engine != "sglang" or not releases_graphs:
-        return
-    for name in _GRAPH_BACKENDS:
-        if rollout.engine_args.get(name) == _IN_PIECES:
-            key = f"rollout.engine_args.{name}"
-            yield ConfigError(
-                key,
-                _IN_PIECES,
-                "SGLang does not start with it and rollout.sleep=true: the memory of graphs that "
-                "are captured in pieces cannot be released",
-                remedies=[(f"~{key}",), ("rollout.sleep=false",)],
-            )
-
-
-def check_server_computes_in(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """SGLang's default attention on a GPU does not support float32."""
-    rollout = config.rollout
-    is_on_gpu = rollout.engine == "sglang" and config.cluster.device == "cuda"
-    if not is_on_gpu or rollout.dtype == "bfloat16":
-        return
-    if rollout.engine_args.get("attention_backend") not in _FLOAT32_ATTENTION:
-        yield ConfigError(
-            "rollout.dtype",
-            rollout.dtype,
-            "FlashAttention and FlashInfer, which SGLang takes on a GPU by itself, compute in "
-            "bfloat16",
-            remedies=[("rollout.dtype=bfloat16",)],
-            fix="set rollout.dtype=bfloat16, or rollout.engine_args.attention_backend=triton",
-        )
-
-
-def check_sglang_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """SGLang is an extra: a missing one is reported here and not by the workers."""
-    if config.samples and config.rollout.engine == "sglang" and find_spec("sglang") is None:
-        yield ConfigError(
-            "rollout.engine",
-            "sglang",
-            "SGLang is not installed",
-            fix="pip install 'hybridrl[sglang]' (on a CPU: make sglang-cpu), or set "
-            "rollout.engine=hf",
-            remedies=[("rollout.engine=hf",)],
-        )
-
-
-def check_drain_fits_its_stage(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Ranks wait for an engine that drains no longer than for any stage."""
-    rollout = config.rollout
-    after_s = ABORT_GRACE_S + FLUSH_TIMEOUT_S
-    needed_s = rollout.drain_timeout_s + after_s
-    if rollout.engine != "sglang" or rollout.stage_timeout_s >= needed_s:
-        return
-    remedies = [(f"rollout.stage_timeout_s={math.ceil(needed_s)}",)]
-    if rollout.stage_timeout_s > after_s:
-        remedies.append((f"rollout.drain_timeout_s={rollout.stage_timeout_s - after_s:g}",))
-    yield ConfigError(
-        "rollout.stage_timeout_s",
-        rollout.stage_timeout_s,
-        f"to drain SGLang may take rollout.drain_timeout_s={rollout.drain_timeout_s:g} and, until "
-        f"aborted requests have ended and the server has shown that it is idle, {after_s:g} s more",
-        remedies=remedies,
-    )
-
-
-_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
-
-
-def check_server_computes_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """SGLang (seen with 0.5.17, 0.5.21 and 0.5.23) ignores some settings of config.json."""
-    model = find_architecture(config.model)
-    if config.rollout.engine != "sglang" or model is None:
-        return
-    for rule, fix in _ignored_by_sglang(config, model):
-        yield ConfigError("model.path", config.model.path, rule, fix=fix)
-    if model.model_type == "mixtral" and config.rollout.routed_experts:
-        yield ConfigError(
-            "rollout.routed_experts",
-            got=True,
-            rule="SGLang before 0.5.23 gives routers of mixtral no layer number, so its server "
-            "ends when it records the experts of a layer",
-            remedies=[("rollout.routed_experts=false", "megatron.replay_routing=false")],
-        )
-
-
-def _ignored_by_sglang(config: ExperimentConfig, model: Architecture) -> Iterator[tuple[str, str]]:
-    """Yield settings that SGLang would ignore, each with what to do."""
-    is_mixture = model.model_type in _MIXTURES
-    if is_mixture and model.is_tied:
-        yield (
-            "its output embedding is tied (tie_word_embeddings), and SGLang does not tie that of "
-            f"{model.model_type}: it would sample from a random one",
-            "untie it: save lm_head.weight, and tie_word_embeddings=false in config.json",
-        )
-    if is_mixture and model.has_dense_layers:
-        yield (
-            "some of its layers have no experts (decoder_sparse_step, mlp_only_layers), and SGLang "
-            f"gives all layers of {model.model_type} random ones",
-            "set model.path to a model with experts in each layer",
-        )
-    if model.window is not None and config.max_row_tokens > model.window:
-        yield (
-            f"its attention reaches back {model.window} tokens (sliding_window), and that of "
-            f"SGLang over all of a row, {config.max_row_tokens} tokens with data.max_prompt_tokens="
-            f"{config.data.max_prompt_tokens} and rollout.max_response_tokens="
-            f"{config.rollout.max_response_tokens}",
-            "set these to fit into the window, or rollout=hf",
-        )
-
-
-def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Weights travel only to an engine in another process."""
-    key, transport = "rollout.transport", config.rollout.transport
-    if config.rollout.engine == "hf" and transport != "auto":
-        yield ConfigError(
-            key,
-            transport,
-            "would be ignored: rollout.engine=hf has its weights in the trainer's process",
-            remedies=[(f"{key}=auto",)],
-        )
-
-
-def check_rollout_engine(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The embedded engine runs on one rank."""
-    size = config.rollout.tensor_parallel_size
-    if config.rollout.engine == "hf" and size != 1:
-        yield ConfigError(
-            "rollout.tensor_parallel_size",
-            size,
-            "rollout.engine=hf runs on one rank",
-            remedies=[("rollout.tensor_parallel_size=1",)],
-        )
-
-
 READ_BY: Mapping[str, tuple[str, str | int | float | bool]] = {
     "num_threads": ("hf", 1),
     "memory_fraction": ("sglang", 0.85),
@@ -230,33 +69,152 @@ READ_BY: Mapping[str, tuple[str, str | int | float | bool]] = {
 _READ_BY_SERVERS = ("start_timeout_s", "request_timeout_s")
 """Those that rollout servers read, too, whatever engine they run."""
 
+_FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
+"""Backends of SGLang in Triton or plain torch, for any number type."""
 
-def check_rollout_keys_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Keys of the other rollout engine keep their defaults: else a setting would be ignored."""
-    engine, values = config.rollout.engine, asdict(config.rollout)
+_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+def check_embedded_engine(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The embedded engine runs on one rank of the trainer; a key of another engine is not read."""
+    rollout, engine = config.rollout, config.rollout.engine
     for name, (reader, usual) in READ_BY.items():
-        if reader == engine or values[name] == usual:
-            continue
-        if config.has_servers and name in _READ_BY_SERVERS:
-            continue
-        reset = f"rollout.{name}={str(usual).lower()}"
-        yield ConfigError(
-            f"rollout.{name}",
-            values[name],
-            f"would be ignored: rollout.engine={reader} alone reads it, and this is {engine}",
-            remedies=[(reset,)],
-            fix=f"set {reset}, or rollout={reader}",
+        key = f"rollout.{name}"
+        is_read = reader == engine or (config.has_servers and name in _READ_BY_SERVERS)
+        if not is_read and getattr(rollout, name) != usual:
+            reset = f"{key}={str(usual).lower()}"
+            rule = f"would be ignored: rollout.engine={reader} alone reads it, and this is {engine}"
+            yield error(config, key, rule, reset, fix=f"set {reset}, or rollout={reader}")
+    if engine != "hf":
+        return
+    if rollout.tensor_parallel_size != 1:
+        key = "rollout.tensor_parallel_size"
+        yield error(config, key, "rollout.engine=hf runs on one rank", f"{key}=1")
+    if rollout.transport != "auto":
+        key = "rollout.transport"
+        rule = "would be ignored: rollout.engine=hf has its weights in the trainer's process"
+        yield error(config, key, rule, f"{key}=auto")
+    if rollout.engine_args:
+        key, emptied = "rollout.engine_args", removal("rollout.engine_args", rollout.engine_args)
+        rule = "would be ignored: they are arguments of SGLang, and rollout.engine=hf"
+        fix = f"{instruction(emptied.split())}, or set rollout=sglang"
+        yield error(config, key, rule, emptied, fix=fix)
+
+
+def check_sglang_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """SGLang is an extra: a missing one is reported here and not by the workers."""
+    if config.samples and config.rollout.engine == "sglang" and find_spec("sglang") is None:
+        fix = "pip install 'hybridrl[sglang]' (on a CPU: make sglang-cpu), or set rollout.engine=hf"
+        yield error(
+            config, "rollout.engine", "SGLang is not installed", "rollout.engine=hf", fix=fix
         )
 
 
+def check_sglang(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Settings with which SGLang does not start, or is given up while it drains."""
+    rollout, is_cuda = config.rollout, config.cluster.device == "cuda"
+    if rollout.engine != "sglang":
+        return
+    yield from refuse_own_arguments(config, "rollout.engine_args", typed=TYPED, taken=TAKEN)
+    for name in ("cuda_graph_backend_prefill", "cuda_graph_backend_decode"):
+        is_in_pieces = rollout.engine_args.get(name) == "breakable"
+        if is_in_pieces and is_cuda and rollout.sleep and rollout.cuda_graphs:
+            key = f"rollout.engine_args.{name}"
+            rule = (
+                "SGLang does not start with it and rollout.sleep=true: the memory of graphs that "
+                "are captured in pieces cannot be released"
+            )
+            yield error(config, key, rule, f"~{key}", "rollout.sleep=false")
+    attention = rollout.engine_args.get("attention_backend")
+    if is_cuda and rollout.dtype != "bfloat16" and attention not in _FLOAT32_ATTENTION:
+        key = "rollout.dtype"
+        rule = (
+            "FlashAttention and FlashInfer, which SGLang takes on a GPU by itself, compute in "
+            "bfloat16"
+        )
+        fix = "set rollout.dtype=bfloat16, or rollout.engine_args.attention_backend=triton"
+        yield error(config, key, rule, f"{key}=bfloat16", fix=fix)
+    after_s = ABORT_GRACE_S + FLUSH_TIMEOUT_S
+    if rollout.stage_timeout_s < rollout.drain_timeout_s + after_s:
+        key, drain_s = "rollout.stage_timeout_s", rollout.drain_timeout_s
+        rule = (
+            f"to drain SGLang may take rollout.drain_timeout_s={drain_s:g} and, until aborted "
+            f"requests have ended and the server has shown that it is idle, {after_s:g} s more"
+        )
+        shorter_s = rollout.stage_timeout_s - after_s
+        shorter = f"rollout.drain_timeout_s={shorter_s:g}" if shorter_s > 0 else ""
+        yield error(config, key, rule, f"{key}={math.ceil(drain_s + after_s)}", shorter)
+
+
+def check_sglang_computes_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """SGLang (seen with 0.5.17, 0.5.21 and 0.5.23) ignores some settings of config.json."""
+    model = find_architecture(config.model)
+    if config.rollout.engine != "sglang" or model is None:
+        return
+    if model.model_type in _MIXTURES and model.is_tied:
+        rule = (
+            "its output embedding is tied (tie_word_embeddings), and SGLang does not tie that of "
+            f"{model.model_type}: it would sample from a random one"
+        )
+        fix = "untie it: save lm_head.weight, and tie_word_embeddings=false in config.json"
+        yield error(config, "model.path", rule, fix=fix)
+    if model.model_type in _MIXTURES and model.has_dense_layers:
+        rule = (
+            "some of its layers have no experts (decoder_sparse_step, mlp_only_layers), and SGLang "
+            f"gives all layers of {model.model_type} random ones"
+        )
+        fix = "set model.path to a model with experts in each layer"
+        yield error(config, "model.path", rule, fix=fix)
+    if model.window is not None and config.max_row_tokens > model.window:
+        rule = (
+            f"its attention reaches back {model.window} tokens (sliding_window), and that of "
+            f"SGLang over all of a row, {config.max_row_tokens} tokens with data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens} and rollout.max_response_tokens="
+            f"{config.rollout.max_response_tokens}"
+        )
+        fix = "set these to fit into the window, or rollout=hf"
+        yield error(config, "model.path", rule, fix=fix)
+    if model.model_type == "mixtral" and config.rollout.routed_experts:
+        rule = (
+            "SGLang before 0.5.23 gives routers of mixtral no layer number, so its server ends "
+            "when it records the experts of a layer"
+        )
+        remedy = "rollout.routed_experts=false megatron.replay_routing=false"
+        yield error(config, "rollout.routed_experts", rule, remedy)
+
+
+def check_recording(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Rollouts are those of training steps, and a run that replays writes no others."""
+    rollout = config.rollout
+    rule = "belongs to the steps of mode=train, and this is mode=eval"
+    if config.mode == "eval" and rollout.dump:
+        yield error(config, "rollout.dump", rule, "rollout.dump=false")
+    if config.mode == "eval" and rollout.replay:
+        yield error(config, "rollout.replay", rule, "rollout.replay=null")
+    if rollout.dump and rollout.replay is not None:
+        rule = "rollout.replay reads the same rollouts from another run: a second copy is no use"
+        yield error(config, "rollout.dump", rule, "rollout.dump=false", "rollout.replay=null")
+
+
+def check_replayed_run(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The recorded run has rollouts, and is not deleted by the run that replays them."""
+    replay, trainer = config.rollout.replay, config.trainer
+    if replay is None or config.mode == "eval":
+        return
+    if flaw := flaw_of_folder(Path(replay) / "rollouts"):
+        rule = f"no rollouts there: {flaw}; a run writes them with rollout.dump=true"
+        yield error(config, "rollout.replay", rule, "rollout.replay=null")
+    elif trainer.overwrite and Path(replay).resolve() == Path(trainer.run_dir).resolve():
+        key = "trainer.overwrite"
+        rule = f"would delete the rollouts to replay: rollout.replay={replay} is trainer.run_dir"
+        yield error(config, key, rule, f"{key}=false")
+
+
 RULES = (
-    check_rollout_engine,
-    check_rollout_keys_are_read,
-    check_transport,
+    check_embedded_engine,
     check_sglang_is_installed,
-    check_engine_args,
-    check_graphs_can_be_released,
-    check_server_computes_in,
-    check_drain_fits_its_stage,
-    check_server_computes_the_model,
+    check_sglang,
+    check_sglang_computes_the_model,
+    check_recording,
+    check_replayed_run,
 )

@@ -1,54 +1,91 @@
-"""Rules about rollout servers; silent without them."""
+"""Rules about rollout servers, on devices of their own and on those of the trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridrl.config.checks.passed_arguments import refuse_own_arguments
+from hybridrl.config.checks.messages import error, refuse_own_arguments, removal
 from hybridrl.config.checks.rollout import TAKEN, TYPED
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.serving import HALVES, PlacedGroup
-from hybridrl.config.spelling import resetting
-from hybridrl.errors import ConfigError, instruction
+from hybridrl.config.serving import HALVES, PlacedGroup, ServedModelConfig
+from hybridrl.errors import ConfigError
 
-_BUILT_TYPES = ("regular", "prefill", "decode", "placeholder")
+_DEVICES = "serving.num_devices_per_node"
+_COLOCATED = "serving.colocated"
+_OWN_DEVICES = "serving.colocated=false rollout.sleep=false"
 _TRANSFER = "disaggregation_transfer_backend"
 _PARTNERS = {"prefill": ("decode",), "decode": ("prefill",), "encoder": ("prefill", "regular")}
 """Groups of which a model needs one beside a group of this type."""
 
+_FAULTS_OF_OWN_ENGINES = ("kill", "stop", "cut")
 
-def check_servers_have_the_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Groups take all devices of the servers, no more and no fewer."""
-    serving, num_nodes = config.serving, config.cluster.num_nodes
-    num_asked = sum(group.config.num_devices for group in serving.placed_groups)
-    if not serving.models or num_asked == config.num_server_devices:
+
+def check_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Groups take all devices of the servers, no more and no fewer, and the trainer's if shared."""
+    serving, cluster = config.serving, config.cluster
+    if not serving.models:
         return
-    key = "serving.num_devices_per_node"
-    has_engines = num_asked > 0 or serving.has_external_policy
-    fits = has_engines and num_asked % num_nodes == 0
-    yield ConfigError(
-        key,
-        serving.num_devices_per_node,
-        f"{num_nodes} nodes have {config.num_server_devices} devices for servers, and the groups "
-        f"of serving.models ask for {num_asked} together",
-        fix="" if fits else f"make num_devices of the groups add up to {config.num_server_devices}",
-        remedies=[(f"{key}={num_asked // num_nodes}",)] if fits else [],
-    )
+    num_nodes, num_devices = cluster.num_nodes, config.num_server_devices
+    num_asked = sum(group.config.num_devices for group in serving.placed_groups)
+    if num_asked != num_devices:
+        rule = (
+            f"{num_nodes} nodes have {num_devices} devices for servers, and the groups of "
+            f"serving.models ask for {num_asked} together"
+        )
+        has_engines = num_asked > 0 or serving.has_external_policy
+        fits = has_engines and num_asked % num_nodes == 0
+        remedy = f"{_DEVICES}={num_asked // num_nodes}" if fits else ""
+        fix = "" if fits else f"make num_devices of the groups add up to {num_devices}"
+        yield error(config, _DEVICES, rule, remedy, fix=fix)
+    if serving.num_devices_per_node < config.num_shared_per_node:
+        num_ranks = cluster.num_ranks_per_node
+        rule = (
+            f"with serving.colocated=true all {num_ranks} devices of the trainer on a node are "
+            "devices of the servers, too"
+        )
+        fix = (
+            f"add groups for {num_ranks} devices on each node, or make cluster.num_ranks_per_node="
+            f"{serving.num_devices_per_node}, or give the servers own devices: {_OWN_DEVICES}"
+        )
+        yield error(config, _DEVICES, rule, _OWN_DEVICES, fix=fix)
 
 
-def check_engines_fill_their_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """An engine lies on one node, or on all devices of several; a group has no share of one."""
-    per_node = max(1, config.serving.num_devices_per_node)  # 0 is refused above
+def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """An engine lies on one node, or on all of several; its work and its arguments are known."""
+    per_node = max(1, config.serving.num_devices_per_node)  # 0 is refused with groups
     for group in config.serving.placed_groups:
-        per_engine = group.config.devices_per_engine
-        if group.config.num_devices % per_engine:
-            rule = f"must divide the {group.config.num_devices} devices of the group"
+        section, sizes = group.config, f"{group.key}.devices_per_engine"
+        if section.num_devices % section.devices_per_engine:
+            rule = f"must divide the {section.num_devices} devices of the group"
+            yield error(config, sizes, rule, f"{sizes}=1")
         elif (first := _across_nodes(group, per_node)) is not None:
             rule = f"from device {first} on, an engine would lie on two nodes of {per_node} devices"
+            yield error(config, sizes, rule, f"{sizes}=1")
+        if section.worker_type == "encoder":
+            key = f"{group.key}.worker_type"
+            rule = "is not built: encoders read images, and the models that hybridrl trains do not"
+            yield error(config, key, rule, f"{key}=regular")
+        if config.rollout.engine == "sglang":
+            key = f"{group.key}.engine_args"
+            yield from refuse_own_arguments(config, key, typed=TYPED, taken=TAKEN)
         else:
-            continue
+            yield from _check_embedded(config, group)
+
+
+def _check_embedded(config: ExperimentConfig, group: PlacedGroup) -> Iterator[ConfigError]:
+    """``rollout.engine=hf`` computes full requests on one device, and has no arguments."""
+    if group.config.engine_args:
+        key = f"{group.key}.engine_args"
+        rule = "would be ignored: rollout.engine=hf has none"
+        yield error(config, key, rule, removal(key, group.config.engine_args))
+    if group.config.devices_per_engine > 1:
         key = f"{group.key}.devices_per_engine"
-        yield ConfigError(key, per_engine, rule, remedies=[(f"{key}=1",)])
+        rule = "rollout.engine=hf computes on one device"
+        yield error(config, key, rule, f"{key}=1", "rollout=sglang")
+    if group.config.worker_type in HALVES:
+        key = f"{group.key}.worker_type"
+        rule = "rollout.engine=hf has no halves: SGLang alone hands keys and values on"
+        yield error(config, key, rule, "rollout=sglang")
 
 
 def _across_nodes(group: PlacedGroup, per_node: int) -> int | None:
@@ -62,152 +99,172 @@ def _across_nodes(group: PlacedGroup, per_node: int) -> int | None:
     return None
 
 
-def check_one_model_is_the_policy(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Exactly one model gets the weights of the trainer."""
+def check_models(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """One model is the policy; each has an engine that answers, and both halves of a request."""
     models = config.serving.models
     policies = [name for name, model in models.items() if model.path is None]
-    if not models or len(policies) == 1:
-        return
-    if policies:
-        yield ConfigError(
-            f"serving.models.{policies[1]}.path",
-            None,
-            f"the policy is served as {policies[0]} already; null is the policy",
-            fix=f"set serving.models.{policies[1]}.path to the folder of a frozen model",
-        )
-        return
-    name = next(iter(models))
-    yield ConfigError(
-        f"serving.models.{name}.path",
-        models[name].path,
-        "no model is the policy, so nothing could be sampled for training",
-        remedies=[(f"serving.models.{name}.path=null",)],
-    )
-
-
-def check_models_have_engines(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Each model has an engine that answers, and each half of a request has its other half."""
-    for name, model in config.serving.models.items():
-        if model.urls:
-            continue
+    if len(policies) > 1:
+        key = f"serving.models.{policies[1]}.path"
+        rule = f"the policy is served as {policies[0]} already; null is the policy"
+        yield error(config, key, rule, fix=f"set {key} to the folder of a frozen model")
+    elif models and not policies:
+        key = f"serving.models.{next(iter(models))}.path"
+        rule = "no model is the policy, so nothing could be sampled for training"
+        yield error(config, key, rule, f"{key}=null")
+    for name, model in models.items():
         key = f"serving.models.{name}.groups"
-        types = {group.worker_type for group in model.groups.values()}
-        if types <= {"placeholder"}:
-            rule = "the model has no engine"
-            remedies = [(f"{key}.{group}.worker_type=regular",) for group in model.groups][:1]
-            fix = "" if remedies else f"set {key}.main.num_devices"
-            yield ConfigError(key, sorted(model.groups), rule, fix=fix, remedies=remedies)
-        for group, section in model.groups.items():
-            partners = _PARTNERS.get(section.worker_type, ())
-            if partners and types.isdisjoint(partners):
-                yield ConfigError(
-                    f"{key}.{group}.worker_type",
-                    section.worker_type,
-                    f"a request needs a group of type {' or '.join(partners)} of the same model",
-                    remedies=[(f"{key}.{group}.worker_type=regular",)],
-                )
+        if not model.urls:
+            yield from _check_requests_are_answered(config, key, model)
+        yield from _check_transfer(config, key, model)
 
 
-def check_group_arguments(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Arguments of a group are SGLang's, as those of ``rollout.engine_args``."""
-    for group in config.serving.placed_groups:
-        key, given = f"{group.key}.engine_args", group.config.engine_args
-        if given and config.rollout.engine != "sglang":
-            reset = resetting(key, given, {})
-            rule = f"would be ignored: rollout.engine={config.rollout.engine} has none"
-            yield ConfigError(key, dict(given), rule, instruction(reset), remedies=[reset])
-        else:
-            yield from refuse_own_arguments(given, key, typed=TYPED, taken=TAKEN)
+def _check_requests_are_answered(
+    config: ExperimentConfig, key: str, model: ServedModelConfig
+) -> Iterator[ConfigError]:
+    types = {group.worker_type for group in model.groups.values()}
+    if types <= {"placeholder"}:
+        names = sorted(model.groups)
+        remedy = f"{key}.{next(iter(model.groups))}.worker_type=regular" if names else ""
+        fix = "" if names else f"set {key}.main.num_devices"
+        yield error(config, key, "the model has no engine", remedy, fix=fix, got=names)
+    for name, group in model.groups.items():
+        partners = _PARTNERS.get(group.worker_type, ())
+        if partners and types.isdisjoint(partners):
+            type_key = f"{key}.{name}.worker_type"
+            rule = f"a request needs a group of type {' or '.join(partners)} of the same model"
+            yield error(config, type_key, rule, f"{type_key}=regular")
 
 
-def check_topology_is_built(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Encoders are not built; docs/serving.md."""
-    for group in config.serving.placed_groups:
-        if group.config.worker_type not in _BUILT_TYPES:
-            key = f"{group.key}.worker_type"
-            rule = "is not built: encoders read images, and the models that hybridrl trains do not"
-            remedies = [(f"{key}=regular",)]
-            yield ConfigError(key, group.config.worker_type, rule, remedies=remedies)
-
-
-def check_halves_use_one_transfer(config: ExperimentConfig) -> Iterator[ConfigError]:
+def _check_transfer(
+    config: ExperimentConfig, key: str, model: ServedModelConfig
+) -> Iterator[ConfigError]:
     """Keys and values leave prefill engines in the way in which decode engines fetch them."""
-    for name, model in config.serving.models.items():
-        backends = {
-            group: {**config.rollout.engine_args, **section.engine_args}.get(_TRANSFER)
-            for group, section in model.groups.items()
-            if section.worker_type in HALVES
-        }
-        if len(set(backends.values())) > 1:
-            choosing = [g for g in backends if _TRANSFER in model.groups[g].engine_args]
-            group = choosing[0]
-            key = f"serving.models.{name}.groups.{group}.engine_args.{_TRANSFER}"
-            named = ", ".join(f"{g}: {value or 'its default'}" for g, value in backends.items())
-            yield ConfigError(
-                key,
-                backends[group],
-                f"the halves of a request hand keys and values on in one way ({named})",
-                fix=f"set rollout.engine_args.{_TRANSFER} for both, and ~{key}",
-                remedies=[(f"~{key}",)] if len(choosing) == 1 else [],
-            )
+    backends = {
+        name: {**config.rollout.engine_args, **group.engine_args}.get(_TRANSFER)
+        for name, group in model.groups.items()
+        if group.worker_type in HALVES
+    }
+    if len({*backends.values()}) > 1:
+        choosing = [name for name in backends if _TRANSFER in model.groups[name].engine_args]
+        named = ", ".join(f"{name}: {way or 'its default'}" for name, way in backends.items())
+        rule = f"the halves of a request hand keys and values on in one way ({named})"
+        argument = f"{key}.{choosing[0]}.engine_args.{_TRANSFER}"
+        fix = f"set rollout.engine_args.{_TRANSFER} for both, and ~{argument}"
+        remedy = f"~{argument}" if len(choosing) == 1 else ""
+        yield error(config, argument, rule, remedy, fix=fix)
 
 
-def check_engines_can_share_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """An engine of several devices is an SGLang server; the key of fused engines has no effect."""
-    if not config.serving.models:
-        return
-    for group in config.serving.placed_groups:
-        key, size = f"{group.key}.devices_per_engine", group.config.devices_per_engine
-        if config.rollout.engine != "hf":
-            continue
-        if size > 1:
-            rule = "rollout.engine=hf computes on one device"
-            yield ConfigError(key, size, rule, remedies=[(f"{key}=1",), ("rollout=sglang",)])
-        if group.config.worker_type in HALVES:
-            key = f"{group.key}.worker_type"
-            rule = "rollout.engine=hf has no halves: SGLang alone hands keys and values on"
-            yield ConfigError(key, group.config.worker_type, rule, remedies=[("rollout=sglang",)])
-    key, size = "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size
-    if size > 1 and not config.serving.colocated:
-        yield ConfigError(
-            key,
-            size,
-            "would be ignored: devices_per_engine of a group sets the devices of its engines",
-            remedies=[(f"{key}=1",)],
-        )
-
-
-def check_weights_have_a_receiver(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Without servers no weights leave the ranks."""
-    if config.serving.weights != "files" and not config.has_servers:
-        yield ConfigError(
-            "serving.weights",
-            config.serving.weights,
-            "would be ignored: the ranks of the policy have the rollout engines",
-            remedies=[("serving.weights=files",), ("serving=own", "serving.weights=broadcast")],
-        )
-
-
-def check_servers_hold_full_models(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Weights reach servers as files of a full model; an adapter is merged before."""
+def check_keys_of_servers(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Keys that have no effect with these servers, or without any; servers hold full weights."""
+    serving, key = config.serving, "rollout.tensor_parallel_size"
+    if serving.models and not serving.colocated and config.rollout.tensor_parallel_size > 1:
+        rule = "would be ignored: devices_per_engine of a group sets the devices of its engines"
+        yield error(config, key, rule, f"{key}=1")
+    if serving.weights != "files" and not config.has_servers:
+        rule = "would be ignored: the ranks of the policy have the rollout engines"
+        remedies = ("serving.weights=files", "serving=own serving.weights=broadcast")
+        yield error(config, "serving.weights", rule, *remedies)
     if config.has_servers and config.lora.sends_adapters:
-        yield ConfigError(
-            "lora.sync",
-            config.lora.sync,
-            "servers get full weights, and no adapter",
-            remedies=[("lora.sync=merged",), ("serving=none",)],
+        rule = "servers get full weights, and no adapter"
+        yield error(config, "lora.sync", rule, "lora.sync=merged", "serving=none")
+
+
+def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Groups on devices of the trainer sleep while it computes; others never do."""
+    serving, rollout = config.serving, config.rollout
+    if not serving.models:
+        return
+    fused = [group for group in serving.placed_groups if config.is_fused(group)]
+    if serving.colocated and not rollout.sleep:
+        names = ", ".join(f"{group.model}.{group.name}" for group in fused)
+        rule = (
+            f"groups {names} and the trainer want the same devices, and rollout.sleep=false gives "
+            "none back"
         )
+        yield error(config, _COLOCATED, rule, "rollout.sleep=true", "serving.colocated=false")
+    if not serving.colocated and rollout.sleep:
+        rule = "would be ignored: servers have devices of their own (serving.colocated=false)"
+        yield error(config, "rollout.sleep", rule, "rollout.sleep=false")
+    halves = [
+        group.name
+        for group in serving.placed_groups
+        if group not in fused and group.config.worker_type in HALVES
+    ]
+    if serving.colocated and halves:
+        rule = (
+            "halves of a request are not built beside engines of the ranks (groups "
+            f"{', '.join(halves)})"
+        )
+        yield error(config, _COLOCATED, rule, _OWN_DEVICES)
+    for name, fault in serving.faults.items():
+        if fused and fault.kind in _FAULTS_OF_OWN_ENGINES:
+            key = f"serving.faults.{name}.kind"
+            rule = "the manager ends and cuts no engines of ranks (serving.colocated=true)"
+            yield error(config, key, rule, f"{key}=error")
+
+
+def check_router(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """It stands before complete servers of SGLang that the run starts on devices of their own."""
+    if config.serving.router == "none":
+        return
+    groups = config.serving.placed_groups
+    has_halves = any(group.config.worker_type in HALVES for group in groups)
+    obstacles = {
+        "would be ignored: the ranks have the rollout engines": not config.has_servers,
+        "it passes requests to SGLang alone": config.rollout.engine != "sglang",
+        "it drops the experts of tokens (rollout.routed_experts)": config.rollout.routed_experts,
+        "engines of ranks are asked through their ranks": config.serving.colocated,
+        "it stands before complete servers, and these are halves": has_halves,
+        "others run the policy's servers": config.serving.has_external_policy,
+    }
+    for rule, is_true in obstacles.items():
+        if is_true:
+            yield error(config, "serving.router", rule, "serving.router=none")
+
+
+def check_fused_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """On devices of the trainer, ranks lead engines of the policy with the settings of rollout."""
+    size = config.rollout.tensor_parallel_size
+    per_node = max(1, config.serving.num_devices_per_node)  # 0 is refused with groups
+    for group in config.serving.placed_groups:
+        section, key = group.config, group.key
+        devices = range(group.first_device, group.first_device + section.num_devices)
+        num_shared = sum(device % per_node < config.num_shared_per_node for device in devices)
+        if 0 < num_shared < section.num_devices:
+            rule = (
+                f"{num_shared} of these devices are the trainer's and the others are not; its "
+                "engines would sleep and not sleep"
+            )
+            fix = f"make two groups of it, one for each kind, or set {_OWN_DEVICES}"
+            yield error(config, f"{key}.num_devices", rule, _OWN_DEVICES, fix=fix)
+        if not config.is_fused(group):
+            continue
+        if config.serving.models[group.model].path is not None:
+            rule = (
+                f"group {group.name} is on devices of the trainer, whose ranks lead engines of the "
+                "policy alone"
+            )
+            fix = f"list {group.model} behind the policy, whose groups take these devices"
+            yield error(config, f"serving.models.{group.model}.path", rule, fix=fix)
+        if section.worker_type != "regular":
+            rule = "the ranks lead regular engines alone, one for each group of their devices"
+            yield error(config, f"{key}.worker_type", rule, f"{key}.worker_type=regular")
+        if section.engine_args:
+            args_key = f"{key}.engine_args"
+            rule = "would be ignored: the engines of ranks take those of rollout.engine_args"
+            yield error(config, args_key, rule, removal(args_key, section.engine_args))
+        if section.devices_per_engine != size:
+            sizes = f"{key}.devices_per_engine"
+            rule = f"its engines are those of the ranks, with rollout.tensor_parallel_size={size}"
+            yield error(config, sizes, rule, f"{sizes}={size}")
 
 
 RULES = (
-    check_servers_have_the_devices,
-    check_engines_fill_their_groups,
-    check_one_model_is_the_policy,
-    check_models_have_engines,
-    check_group_arguments,
-    check_topology_is_built,
-    check_weights_have_a_receiver,
-    check_engines_can_share_devices,
-    check_halves_use_one_transfer,
-    check_servers_hold_full_models,
+    check_devices,
+    check_groups,
+    check_models,
+    check_keys_of_servers,
+    check_shared_devices,
+    check_router,
+    check_fused_groups,
 )

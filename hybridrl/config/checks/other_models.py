@@ -1,0 +1,192 @@
+"""Rules about models besides the policy: served frozen ones, judges, reward models, a teacher."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridrl.config import parts
+from hybridrl.config.architecture import find_architecture, read_architecture
+from hybridrl.config.checks.messages import error
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.families import FAMILIES, unsupported_settings
+from hybridrl.config.model import (
+    MEGATRON_MODEL_TYPES,
+    SGLANG_MODEL_TYPES,
+    TRANSFORMERS_MODEL_TYPES,
+)
+from hybridrl.config.model_folder import (
+    CONFIG,
+    flaw_of_files,
+    missing_tokenizer_of,
+    num_labels_of,
+    problem_of,
+    read_settings,
+)
+from hybridrl.config.paths import flaw_of_file, flaw_of_folder
+from hybridrl.config.serving import ServedModelConfig
+from hybridrl.errors import ConfigError, ModelError, suggest_name
+
+
+def check_frozen_models(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The folder of a frozen model has weights and a tokenizer that its engines can load."""
+    has_policy = len(config.serving.models) > len(config.serving.frozen)
+    for name, model in config.serving.frozen.items():
+        key = f"serving.models.{name}.path"
+        if has_policy and (flaw := _flaw_of_served(model, config)):
+            yield error(config, key, flaw, fix=f"set {key} to the folder of a language model")
+    for name, model in config.serving.models.items():
+        key, size = f"serving.models.{name}.max_context_tokens", model.max_context_tokens
+        if size is None:
+            continue
+        longest = None if model.path is None else _longest_context(model.path)
+        if model.path is None:
+            rule = (
+                "would be ignored: data.max_prompt_tokens and rollout.max_response_tokens limit "
+                "the policy"
+            )
+            yield error(config, key, rule, f"{key}=null")
+        elif longest is not None and size > longest:
+            rule = f"the context of the model is {longest} tokens"
+            yield error(config, key, rule, f"{key}={longest}")
+
+
+def _flaw_of_served(served: ServedModelConfig, config: ExperimentConfig) -> str:
+    folder, engine = Path(str(served.path)), config.rollout.engine
+    if flaw := flaw_of_folder(str(folder)) or flaw_of_file(folder / CONFIG):
+        return flaw
+    if served.urls:  # it has the weights: here are the tokenizer and the facts to compare
+        return problem_of(folder) or _flaw_of_facts(folder) or missing_tokenizer_of(folder)
+    try:
+        flaw = problem_of(folder) or _flaw_of_language_model(folder, engine=engine)
+        # mode=plan reads config.json alone.
+        return flaw or (flaw_of_files(folder) if config.mode != "plan" else "")
+    except ModelError as err:
+        return str(err)
+
+
+def _flaw_of_facts(folder: Path) -> str:
+    return "" if "vocab_size" in read_settings(folder) else f"its {CONFIG} has no vocab_size"
+
+
+def _flaw_of_language_model(folder: Path, *, engine: str) -> str:
+    model = read_architecture(folder)
+    known = SGLANG_MODEL_TYPES if engine == "sglang" else TRANSFORMERS_MODEL_TYPES
+    if model.model_type not in known:
+        return f"rollout.engine={engine} supports {', '.join(known)}, and it is {model.model_type}"
+    if model.classifier is not None:
+        return "its config.json names a classifier: such a model scores text and cannot write any"
+    return next(iter(unsupported_settings(read_settings(folder), FAMILIES[model.model_type])), "")
+
+
+def _longest_context(path: str) -> int | None:
+    """Return the tokens of the model's context; None if its folder cannot be read."""
+    try:
+        return read_architecture(Path(path)).max_positions
+    except ModelError:
+        return None
+
+
+def check_judges(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A judge is one of the served frozen models, and sees the response; its score can be read."""
+    frozen, judges = config.serving.frozen, config.reward.judges
+    for name, judge in judges.items():
+        root = "reward.args" if config.reward.function else f"reward.functions.{name}.args"
+        model, template, pattern = map(judge.args.get, ("model", "template", "pattern"))
+        if model is not None and not frozen:
+            fix = f"add serving.models.{model}.path=FOLDER, with groups"
+            yield error(config, f"{root}.model", "no frozen model is served", fix=fix)
+        elif model is not None and model not in frozen:
+            rule = f"serving.models has no frozen model of this name: {', '.join(frozen)}"
+            yield error(config, f"{root}.model", rule, fix=suggest_name(str(model), list(frozen)))
+        if isinstance(template, str) and "{response}" not in template:
+            rule = "the judge would not see the response: it must contain {response}"
+            fix = "put {response} into the question"
+            yield error(config, f"{root}.template", rule, fix=fix)
+        if isinstance(pattern, str) and (flaw := _flaw_of_pattern(pattern)):
+            fix = "correct it; its first group is the score"
+            yield error(config, f"{root}.pattern", flaw, fix=fix)
+    asked = {judge.args.get("model") for judge in judges.values()}
+    has_policy = len(config.serving.models) > len(frozen)
+    for name in frozen:
+        if has_policy and name not in asked:
+            rule = "no reward asks this model (reward.functions.NAME.function=judge)"
+            fix = f"add ~serving.models.{name}, or a judge with args.model={name}"
+            yield error(config, f"serving.models.{name}", rule, fix=fix, got="{...}")
+
+
+def _flaw_of_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as err:
+        return f"not a regular expression: {err}"
+    return ""
+
+
+def check_reward_models(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A reward model can be loaded by the engine that trains the policy, and has one score."""
+    reward = config.reward
+    for name, path in reward.model_paths.items():
+        key = "reward.args.path" if reward.function else f"reward.functions.{name}.args.path"
+        if flaw := _flaw_of_scorer(Path(path), config):
+            fix = f"set {key} to the folder of a classifier with one label"
+            yield error(config, key, flaw, fix=fix, got=path)
+
+
+def _flaw_of_scorer(folder: Path, config: ExperimentConfig) -> str:
+    engine = config.actor.engine
+    if flaw := flaw_of_folder(folder) or flaw_of_file(folder / CONFIG) or problem_of(folder):
+        return flaw
+    try:
+        model = read_architecture(folder)
+        if model.classifier is None:
+            return (
+                f"{folder / CONFIG} names no ...ForSequenceClassification or "
+                "...ForTokenClassification: the model has no scalar head"
+            )
+        if (num_labels := num_labels_of(folder)) != 1:
+            return f"the model gives {num_labels} numbers (id2label), and a reward is one"
+        known = MEGATRON_MODEL_TYPES if engine == "megatron" else TRANSFORMERS_MODEL_TYPES
+        if model.model_type not in known:
+            supported = f"actor.engine={engine} supports {', '.join(known)}"
+            return f"{supported}, and it is {model.model_type}"
+        # mode=plan reads config.json alone.
+        return flaw_of_files(folder) if config.mode != "plan" else ""
+    except ModelError as err:
+        return str(err)
+
+
+def check_teacher(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A teacher is read by the advantage, can be loaded, and has the policy's vocabulary."""
+    algorithm, key = config.algorithm, "algorithm.teacher_path"
+    is_read = parts.ADVANTAGE.reads(algorithm.advantage, "teacher_logprobs_BL")
+    if is_read and algorithm.teacher_path is None:
+        rule = f"algorithm.advantage={algorithm.advantage} reads the log-probs of a teacher"
+        yield error(config, key, rule, fix=f"set {key} to a Hugging Face folder")
+    elif not is_read and algorithm.teacher_path is not None:
+        rule = f"would be ignored: algorithm.advantage={algorithm.advantage} reads no teacher"
+        yield error(config, key, rule, f"{key}=null")
+    elif algorithm.teacher_path is not None and (flaw := _flaw_of_teacher(config)):
+        yield error(config, key, flaw, fix="set it to a folder of the policy's family")
+
+
+def _flaw_of_teacher(config: ExperimentConfig) -> str:
+    folder, policy = Path(str(config.algorithm.teacher_path)), find_architecture(config.model)
+    if flaw := flaw_of_folder(folder):
+        return flaw
+    try:
+        teacher = read_architecture(folder)
+    except ModelError as err:
+        return str(err)
+    if teacher.classifier is not None:
+        return "its config.json names a classifier, which has no log-probs"
+    if policy is not None and policy.vocab_size != teacher.vocab_size:
+        return (
+            f"the teacher has {teacher.vocab_size} tokens and the policy {policy.vocab_size}, so "
+            "their log-probs cannot be compared"
+        )
+    return ""
+
+
+RULES = (check_frozen_models, check_judges, check_reward_models)
