@@ -195,10 +195,6 @@ class ExternalEngineError(EngineError):
     """Servers that run elsewhere cannot be used; names each with all its differences."""
 
 
-class TransferError(EngineError):
-    """Not all weights arrived, by no fault of the engine: it is well and needs them again."""
-
-
 class LedgerError(EngineError):
     """Rollout weights that were lost on release have not been sent again."""
 

@@ -31,8 +31,6 @@ from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.sglang.arguments import ServerPlace
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
-from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 
 _CLOSE = (ManagedEngine.start, ManagedEngine.pause)
 
@@ -110,25 +108,14 @@ class EngineProcess:
         own = None if self._directory is None else self._directory.own
         return None if own is None else own.url
 
-    async def act(self, action: Action) -> None:
+    async def act(self, action: Action) -> object:
         """Run one edge of the life cycle; requests are admitted from ``continue`` to ``pause``."""
         if action in _CLOSE:
             self._requests.close()
-        await asyncio.to_thread(action, self._managed)
+        result = await asyncio.to_thread(action, self._managed)
         if action is ManagedEngine.continue_generation:
             await asyncio.to_thread(self._requests.open)
-
-    async def load_weights(self, source: WeightSource, version: int) -> None:
-        """Load all weights from ``source``, as ``version``."""
-        rollout = self._config.rollout
-        await asyncio.to_thread(
-            load_weights,
-            self._managed,
-            source,
-            version=version,
-            bucket_bytes=bucket_bytes_for(rollout.bucket_mib, torch.device("cpu")),
-            timeout_s=rollout.stage_timeout_s,
-        )
+        return result
 
     async def sample_group(
         self, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
@@ -201,13 +188,9 @@ class RayEngine:
         """Return the address of the engine's server."""
         return self._call(self._actor.address)
 
-    def act(self, action: Action) -> Future[None]:
+    def act(self, action: Action) -> Future[Any]:
         """Run one edge of the life cycle."""
         return self._call(self._actor.act, action)
-
-    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
-        """Load all weights from ``source``."""
-        return self._call(self._actor.load_weights, source, version)
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]

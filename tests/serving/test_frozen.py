@@ -93,7 +93,6 @@ def test_only_the_policy_gets_weights_of_the_trainer(
         config,
         judge,
         devices=ServerDevices(placements=[]),
-        folder=tmp_path,
         keys=ServerKeys("a-key"),
     )
     manager.start()

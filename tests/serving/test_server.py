@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -29,7 +28,6 @@ from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, Servin
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Sum
 from hybridrl.serving.group import ServerGroup
-from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.plan import (
     EnginePlan,
     GroupPlan,
@@ -90,7 +88,6 @@ class Rig:
             plan,
             self._launch,
             config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=stage_timeout_s),
-            kept=KeptWeights(Path(mkdtemp())),
             observe=self._observe,
         )
         self.stays = {
@@ -120,10 +117,7 @@ class Rig:
         folder = Path(mkdtemp())
         weights = {name: torch.tensor(Policy.WHOLE.truth(name, version)) for name in WEIGHTS}
         save_file(weights, folder / "model.safetensors")
-        try:
-            self.server.update(folder, version=version)
-        finally:
-            shutil.rmtree(folder)
+        self.server.update(folder, version=version)
 
     def recover(self) -> dict[int, bool]:
         """Replace the lost engines one after another; say which serve now."""

@@ -61,7 +61,7 @@ class MixedEngines:
         return self._fused.require_source()
 
     def run(
-        self, stage: str, action: Callable[[ManagedEngine], None], *, members: Collection[int]
+        self, stage: str, action: Callable[[ManagedEngine], object], *, members: Collection[int]
     ) -> Failures:
         """Run ``action`` on engines of the ranks."""
         return self._fused.run(stage, action, members=members)

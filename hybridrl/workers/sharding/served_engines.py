@@ -1,4 +1,4 @@
-"""Rollout engines outside of the ranks: rank 0 publishes the weights, and servers load them."""
+"""Rollout engines outside of the ranks: rank 0 writes or sends the weights of all ranks to them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import NoReturn
 
 import torch
@@ -19,6 +21,7 @@ from hybridrl.models.dtypes import DTYPES
 from hybridrl.network import LOOPBACK
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
+from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.sharding.control import (
     ControlGroup,
     Failures,
@@ -28,10 +31,14 @@ from hybridrl.workers.sharding.control import (
     attempt,
 )
 from hybridrl.workers.sharding.lifecycle import Action
-from hybridrl.workers.sharding.published_weights import PublishedWeights, publish_weights
 from hybridrl.workers.sharding.states import SYNC
-from hybridrl.workers.sharding.weight_files import WeightSource
-from hybridrl.workers.sharding.weight_stream import bucket_bytes_for, stream_weights
+from hybridrl.workers.sharding.weight_proof import WeightFolder
+from hybridrl.workers.sharding.weight_stream import (
+    Load,
+    StreamReport,
+    bucket_bytes_for,
+    stream_weights,
+)
 from hybridrl.workers.train.protocol import TrainEngine
 
 log = logging.getLogger(__name__)
@@ -51,7 +58,10 @@ class Servers(ABC):
     """Seconds that one call may take (``cluster.call_timeout_s``)."""
 
     weights: WeightRoute = "files"
-    """How weights reach them (``serving.weights``)."""
+    """How weights reach them (``serving.weights``, as far as their engines can)."""
+
+    folder: Path | None = None
+    """For files of weights; it is removed at the end of the run. None: ``$TMPDIR``."""
 
     key: str = ""
     """That engines of the ranks require of the manager; empty if ranks lend none."""
@@ -66,12 +76,45 @@ class Servers(ABC):
         """Return whether an engine of the policy does not serve with this version."""
 
     @abstractmethod
-    def update(self, source: WeightSource, *, version: int) -> None:
+    def update(self, source: Path, *, version: int) -> None:
         """Bring all engines of the policy to these weights; see ``RolloutServer.update``.
 
         Raises:
             StageError: names the engines that could not.
         """
+
+    def begin_update(self, *, version: int, device: torch.device) -> None:
+        """Stop all engines, and form a group with their servers; ``end_update`` ends that.
+
+        Args:
+            device: from which ``send`` sends.
+
+        Raises:
+            StageError: names the engines that could not.
+        """
+        raise PhaseError("these servers take files alone; set serving.weights=files")
+
+    def send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """Send one bucket, staged by reference, to all servers.
+
+        Raises:
+            EngineError: it did not reach all of them.
+        """
+        raise PhaseError("nothing is sent: call begin_update")
+
+    def end_update(self, *, reason: str = "") -> None:
+        """Let all engines serve the weights that were sent.
+
+        Args:
+            reason: why not all were sent; empty: they were.
+
+        Raises:
+            StageError: names the engines that lack weights; always with a ``reason``.
+        """
+        raise PhaseError("nothing was sent: call begin_update")
+
+    def leave(self) -> None:  # noqa: B027 - most have no group
+        """End the group with the servers. Idempotent."""
 
     @abstractmethod
     def sample(
@@ -157,7 +200,7 @@ class ServedEngines:
         self._control = control
         self._neighbours = Neighbours(control, size=1)
         self._metrics: Metrics = {}
-        self._published: PublishedWeights | None = None
+        self._published: WeightFolder | None = None
 
     def attach(self, source: TrainEngine) -> None:
         """Make ``source`` the training engine whose weights a sync sends."""
@@ -174,71 +217,107 @@ class ServedEngines:
         return {}
 
     def sync(self) -> Failures:
-        """Publish the weights, and let the servers load them. A collective call.
+        """Bring the weights to the servers. A collective call.
 
-        Nothing is published if all engines serve with these weights.
+        Nothing is sent if all engines serve with these weights.
 
         Raises:
-            StageError: on all ranks, if the weights could not be published or loaded.
+            StageError: on all ranks, if the weights could not be written, sent or loaded.
         """
-        is_writer = self._control.rank == 0
         need = partial(self._servers.need_weights, version=self.trained_version)
-        is_due, error = attempt(need) if is_writer else (False, None)
+        is_due, error = attempt(need) if self._is_writer else (False, None)
         self._require_success(error)
         if self._control.is_true_anywhere("sync of servers needed", flag=bool(is_due)):
-            published, error = attempt(lambda: self._begin() if is_writer else None)
-            self._require_success(error)
-            try:
-                self._send(published)
-            finally:
-                if published is not None:
-                    published.end_update()
+            if self._control.is_true_anywhere(
+                "way of the weights", flag=self._is_writer and self._servers.weights == "broadcast"
+            ):
+                self._broadcast()
+            else:
+                self._publish()
         return {}
 
     def close(self) -> None:
-        """Remove the published weights. Idempotent."""
-        if self._published is not None:
-            self._published.close()
-            self._published = None
+        """Remove the published weights, and leave the servers. Idempotent."""
+        self._servers.leave()
+        self._remove(self._published)
+        self._published = None
 
-    def _begin(self) -> PublishedWeights:
-        if self._published is None:
-            self._published = publish_weights(
-                self._servers.weights, host=self._servers.host, config=self._config
-            )
-        self._published.begin()
-        return self._published
+    @property
+    def _is_writer(self) -> bool:
+        return self._control.rank == 0
 
-    def _send(self, published: PublishedWeights | None) -> None:
-        """Gather all weights on all ranks; one of them publishes."""
+    def _publish(self) -> None:
+        """Write all weights to a folder, and let the servers load it; the one before goes."""
+        before = self._published
+        _, error = attempt(self._make_folder if self._is_writer else lambda: None)
+        self._require_success(error)
+        folder = self._published if self._is_writer else None
+        try:
+            report = self._stream(None if folder is None else folder.write)
+            if report.failures:
+                raise StageError(SYNC.name, report.failures)
+            error = None
+            if folder is not None:
+                update = partial(self._servers.update, folder.folder, version=self.trained_version)
+                _, error = attempt(partial(update_with_tries, update))
+                self._count(report)
+            self._require_success(error)
+        finally:
+            self._remove(before)
+
+    def _make_folder(self) -> None:
+        self._published = WeightFolder(
+            Path(mkdtemp(prefix="hybridrl-weights-", dir=self._servers.folder)),
+            dtype=DTYPES[self._config.dtype],
+            if_full=", or serving.weights=broadcast",
+        )
+
+    def _remove(self, folder: WeightFolder | None) -> None:
+        if folder is not None:
+            folder.remove()
+
+    def _broadcast(self) -> None:
+        """Send all weights to the servers; if a member is lost, without it, or its successor."""
+        for tries_left in reversed(range(_NUM_UPDATES)):
+            try:
+                self._send()
+            except StageError as error:
+                is_worth_it = tries_left > 0 and isinstance(error.__cause__, StageError)
+                if not self._control.is_true_anywhere("another try", flag=is_worth_it):
+                    raise
+                log.warning("an update of rollout engines is tried again: %s", error)
+            else:
+                return
+
+    def _send(self) -> None:
+        begin = partial(
+            self._servers.begin_update, version=self.trained_version, device=self._device
+        )
+        _, error = attempt(begin if self._is_writer else lambda: None)
+        self._require_success(error)
+        report = self._stream(self._servers.send if self._is_writer else None)
+        error = None
+        if self._is_writer:
+            reasons = "; ".join(f"rank {r}: {text}" for r, text in report.failures.items())
+            _, error = attempt(partial(self._servers.end_update, reason=reasons))
+        self._require_success(error)
+        self._count(report)
+
+    def _stream(self, load: Load | None) -> StreamReport:
+        """Gather all weights on all ranks; one of them passes them on."""
         source = self.require_source()
-        report = stream_weights(
+        return stream_weights(
             source.full_weights(source.weight_sets[0], dtype=DTYPES[self._config.dtype]),
-            None if published is None else published.write,
+            load,
             sender=None,
             bucket_bytes=self._bucket_bytes(),
             control=self._control,
             neighbours=self._neighbours,
         )
-        if report.failures:
-            raise StageError(SYNC.name, report.failures)
-        error = None
-        if published is not None:
-            _, error = attempt(partial(self._update, published))
+
+    def _count(self, report: StreamReport) -> None:
+        if self._is_writer:
             self._metrics = merge([self._metrics, {"memory/synced_bytes": Sum(report.num_bytes)}])
-        self._require_success(error)
-
-    def _update(self, published: PublishedWeights) -> None:
-        """Let the servers load; engines that die meanwhile are replaced."""
-
-        def update() -> None:
-            try:
-                self._servers.update(published.source(), version=self.trained_version)
-            except StageError:
-                published.break_off()
-                raise
-
-        update_with_tries(update)
 
     def take_metrics(self) -> Metrics:
         """Return the metrics of the syncs since the last call, and reset them."""
@@ -266,7 +345,7 @@ class NoEngines(Servers):
         """Refuse: a run that replays opens no rollout phase."""
         raise PhaseError("a run with rollout.replay has no rollout engines, and nothing samples")
 
-    def update(self, source: WeightSource, *, version: int) -> NoReturn:
+    def update(self, source: Path, *, version: int) -> NoReturn:
         """Refuse likewise."""
         self.need_weights(version=version)
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,6 @@ from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.mixed_engines import MixedRollout
 from hybridrl.workers.sharding.states import State
-from hybridrl.workers.sharding.weight_files import WeightSource
 from tests.ranks import run_ranks
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.sharding.recording import (
@@ -270,7 +270,7 @@ class WatchingServers(RecordingServers):
         self.engine = engine
         self.seen: list[tuple[int | None, bool]] = []
 
-    def update(self, source: WeightSource, *, version: int) -> None:
+    def update(self, source: Path, *, version: int) -> None:
         super().update(source, version=version)
         self.seen.append((self.engine.version, self.engine.is_admitting))
 

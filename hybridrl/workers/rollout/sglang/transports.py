@@ -1,7 +1,6 @@
 """How buckets of weights reach a server: one class per value of ``rollout.transport``.
 
-Every rank of an engine has one; only the engine's own rank calls ``load`` and ``finish``. Servers
-that others run may get a broadcast, too, which has a file of its own.
+Every rank of an engine has one; only the engine's own rank calls ``load`` and ``finish``.
 """
 
 from __future__ import annotations
@@ -90,10 +89,6 @@ class Transport:
     def release_buffers(self) -> None:
         """Release all buffers. Idempotent."""
         self._buffers.free()
-
-    def leave(self, server: ServerCalls) -> None:
-        """The server lives on without this process. Idempotent."""
-        self.forget()
 
     def forget(self) -> None:
         """The server is gone, or about to be. Idempotent."""
