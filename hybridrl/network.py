@@ -8,7 +8,6 @@ import socket
 import struct
 from collections.abc import Collection
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 LOOPBACK = "127.0.0.1"
 
@@ -52,20 +51,6 @@ def host_and_port(host: str, port: int) -> str:
     except ValueError:  # a name
         is_v6 = False
     return f"[{host.strip('[]')}]:{port}" if is_v6 else f"{host}:{port}"
-
-
-def address_towards(url: str) -> str:
-    """Return the address of this machine on the way to a server; sends nothing."""
-    parts = urlsplit(url)
-    try:
-        family, kind, *_, place = socket.getaddrinfo(
-            parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return LOOPBACK
 
 
 def interface_of(address: str) -> str:

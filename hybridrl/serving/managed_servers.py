@@ -15,17 +15,17 @@ from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.config.serving import WeightRoute
-from hybridrl.errors import DeadlineError, EngineError, PhaseError, ServerDiedError
+from hybridrl.errors import DeadlineError, ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.network import rendezvous_address
 from hybridrl.sampler import RequestParams, Sample, SamplingParams
 from hybridrl.serving.answers import Answer
-from hybridrl.serving.transfer import Sent
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
+from hybridrl.workers.sharding.control import attempt
 from hybridrl.workers.sharding.served_engines import Servers
-from hybridrl.workers.sharding.weight_files import WeightCopy
+from hybridrl.workers.sharding.weight_files import Sent, WeightCopy
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,7 @@ class ManagedServers(Servers):
         self.timeout_s = timeout_s
         self.weights = weights
         self.folder = folder
-        self._stage_timeout_s = stage_timeout_s
-        self._group: WeightGroup | None = None
+        self._group = WeightGroup(timeout_s=stage_timeout_s)
         self._names: list[str] = []
         self._copies: list[Callable[[], Bucket]] = []
         self.key = key
@@ -76,46 +75,33 @@ class ManagedServers(Servers):
         """See ``Servers``."""
         receivers = self._call("begin_update", self._manager.begin_update, version)
         self._names, self._copies = [], []
-        if self._group is None:
-            self._group = WeightGroup(device=device, timeout_s=self._stage_timeout_s)
         try:
-            self._group.join(receivers)
-        except (EngineError, OSError) as error:
+            self._group.join(receivers, device=device)
+        except Exception as error:
             self.end_update(reason=str(error))
             raise
 
     def send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         """See ``Servers``."""
-        group = self._require_group()
-        group.send(staged.tensors)
+        self._group.send(staged.tensors)
         # While it travels: engines that replace others within a phase need it on their node.
         on_host = [(name, tensor.detach().cpu()) for name, tensor in staged.tensors]
         self._names += [name for name, _ in on_host]
         self._copies.append(partial(ray.get, ray.put(on_host)))
-        group.wait_until_sent()
+        self._group.wait_until_sent()
 
     def end_update(self, *, reason: str = "") -> None:
         """See ``Servers``."""
-        group = self._require_group()
-        try:
-            if not reason:
-                group.finish()
-        except EngineError as error:
-            reason = str(error)
+        if not reason:
+            _, error = attempt(self._group.finish)
+            reason = "" if error is None else str(error)
         copy = None if reason else WeightCopy(frozenset(self._names), tuple(self._copies))
         self._names, self._copies = [], []  # they live as long as the manager has them
-        self._call("end_update", self._manager.end_update, Sent(copy, reason, group.failures))
+        self._call("end_update", self._manager.end_update, Sent(copy, reason, self._group.failures))
 
     def leave(self) -> None:
         """See ``Servers``."""
-        if self._group is not None:
-            self._group.leave()
-            self._group = None
-
-    def _require_group(self) -> WeightGroup:
-        if self._group is None:
-            raise PhaseError("nothing is sent: call begin_update")
-        return self._group
+        self._group.leave()
 
     def sample(
         self,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -38,16 +39,15 @@ from hybridrl.serving.rank_engines import RankEngines
 from hybridrl.serving.recovery import Recovery, watch_engines
 from hybridrl.serving.reserved_nodes import find_reserved_nodes
 from hybridrl.serving.sample_buffer import SampleBuffer
-from hybridrl.serving.server import RolloutServer
+from hybridrl.serving.server import RolloutServer, Transfer
 from hybridrl.serving.server_keys import ServerKeys
-from hybridrl.serving.transfer import Sent, Transfer
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_agent_rollout
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.rollout.single_turn import single_turn
-from hybridrl.workers.sharding.weight_files import WeightSource
+from hybridrl.workers.sharding.weight_files import Sent, WeightSource
 
 
 class RolloutManager:
@@ -152,8 +152,12 @@ class RolloutManager:
         self._transfer.end(Sent(reason="another update begins"))
         self._transfer = transfer = Transfer()
         self._updating = self._thread.submit(self.update, transfer, version)
-        self._updating.add_done_callback(transfer.note_end)
-        return transfer.receivers()
+        either: list[Future[Any]] = [transfer.receivers, self._updating]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not transfer.receivers.done():
+            self._updating.result()  # raises, unless there is nothing to do
+            return {}
+        return transfer.receivers.result()
 
     def end_update(self, sent: Sent) -> None:
         """Let the engines serve what was sent; see ``Servers.update``."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,12 @@ from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.group import Futures, ServerGroup
 from hybridrl.serving.losses import Losses
 from hybridrl.serving.plan import ServerPlan
-from hybridrl.serving.transfer import Transfer
+from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.sharding.control import Failures, StageError
 from hybridrl.workers.sharding.lifecycle import Action, LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import RESTART, SYNC, State
-from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
+from hybridrl.workers.sharding.weight_files import Sent, WeightSource, load_weights
 from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 
 _START = "start"
@@ -32,6 +33,21 @@ _START = "start"
 
 def _unobserved(stage: str) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A broadcast: the manager stops the engines, and the rank that gathers sends to them."""
+
+    receivers: Future[Mapping[int, Receiver]] = field(default_factory=Future)
+    """Engines that have stopped and join."""
+
+    sent: Future[Sent] = field(default_factory=Future)
+
+    def end(self, sent: Sent) -> None:
+        """End the wait of the manager. Idempotent."""
+        with suppress(InvalidStateError):
+            self.sent.set_result(sent)
 
 
 class RolloutServer:
@@ -283,7 +299,8 @@ class RolloutServer:
             self._replaced.difference_update(members)
             return self._start(self._by_group(members))
         futures = [group.act(action, slots=slots) for group, slots in self._by_group(members)]
-        limit_s = self._load_limit_s if stage == SYNC.name else self._config.stage_timeout_s
+        limit_s = self._config.stage_timeout_s
+        limit_s += self._config.start_timeout_s if stage == SYNC.name else 0  # as a load of files
         return _describe(self._wait(futures, self._by_group(members), limit_s=limit_s))
 
     def sync(self) -> Failures:
@@ -296,10 +313,7 @@ class RolloutServer:
         has_joined = isinstance(self._weights, Transfer)
         if isinstance(self._weights, Transfer) and (failures := self._receive(present)):
             return failures
-        action = self._loading(has_joined=has_joined)
-        everyone = self._by_group(present)
-        futures = [group.act(action, slots=slots) for group, slots in everyone]
-        return _describe(self._wait(futures, everyone, limit_s=self._load_limit_s))
+        return self.run(SYNC.name, self._loading(has_joined=has_joined), members=present)
 
     def _receive(self, present: Collection[int]) -> Failures:
         """Let the rank that gathers the weights send them to these engines."""
@@ -310,7 +324,8 @@ class RolloutServer:
         if errors := self._wait(futures, everyone, limit_s=self._config.stage_timeout_s):
             return _describe(errors)
         ready = self._by_index(futures, everyone)
-        sent = self._weights.pass_on({index: each.result() for index, each in ready.items()})
+        self._weights.receivers.set_result({i: each.result() for i, each in ready.items()})
+        sent = self._weights.sent.result()
         if sent.copy is None and not sent.failures:
             raise StageError(SYNC.name, dict.fromkeys(present, sent.reason), of="engine")
         self._weights = sent.copy
@@ -327,11 +342,6 @@ class RolloutServer:
             bucket_bytes=bucket_bytes_for(self._config.bucket_mib, torch.device("cpu")),
             has_joined=has_joined,
         )
-
-    @property
-    def _load_limit_s(self) -> float:
-        """Seconds of a load from files."""
-        return self._config.start_timeout_s + self._config.stage_timeout_s
 
     def _start(self, members: Sequence[tuple[ServerGroup, Collection[int]]]) -> Failures:
         """Fill the empty slots among these, all at once; slots that failed are empty again."""

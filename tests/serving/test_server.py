@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig, WorkerType
 from hybridrl.errors import PhaseError
@@ -422,20 +422,6 @@ def test_a_sleeping_group_gets_no_replacement_on_the_trainers_device() -> None:
     assert rig.recover() == {1: True}
     rig.update(1)
     rig.check_served(1)
-
-
-def test_the_newest_weights_are_kept_and_none_after_the_end(tmp_path: Path) -> None:
-    rig = started(plan_of(("regular", 1)))
-    for version in (1, 2):
-        rig.update(version)
-    files = list(tmp_path.rglob("*.safetensors"))
-    assert len(files) == 1
-    kept = load_file(files[0])
-    assert {name: kept[name].tolist() for name in WEIGHTS} == {
-        name: Policy.WHOLE.truth(name, 2) for name in WEIGHTS
-    }
-    rig.server.shutdown()
-    assert list(tmp_path.rglob("*.safetensors")) == []
 
 
 def test_a_load_from_files_may_take_as_long_as_a_start() -> None:

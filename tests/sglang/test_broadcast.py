@@ -61,7 +61,7 @@ def victim(folders: list[Path]) -> Iterator[SGLangEngine]:
 
 @pytest.fixture
 def group() -> Iterator[WeightGroup]:
-    group = WeightGroup(device=CPU, timeout_s=STAGE_S)
+    group = WeightGroup(timeout_s=STAGE_S)
     yield group
     group.leave()
     assert not group._clients
@@ -103,13 +103,13 @@ def test_two_servers_get_the_same_bits_in_each_sync_and_keep_their_group(
 ) -> None:
     names = set()
     for version, folder in enumerate([*folders, folders[0]]):
-        group.join(joining(survivor, victim))
+        group.join(joining(survivor, victim), device=CPU)
         send_all(group, folder)
         names.add(group._name)
         for engine in (survivor, victim):
             require_served(engine, folder, version=version)
     assert len(names) == 1
-    group.join(joining(survivor, victim))
+    group.join(joining(survivor, victim), device=CPU)
     send_all(group, folders[1])
     survivor.finish_update(version=3)
     with pytest.raises(LedgerError, match="weights of the rollout engine are not the trainer's"):
@@ -128,7 +128,7 @@ def test_a_server_killed_in_a_transfer_costs_itself_alone(
 ) -> None:
     engines = (victim, survivor) if is_first else (survivor, victim)
     pid = server_of(survivor).process.pid
-    group.join(joining(*engines))
+    group.join(joining(*engines), device=CPU)
     send_all(group, folders[1])
     old_name = group._name
     weights = list(weights_of(folders[0]).items())
@@ -137,7 +137,7 @@ def test_a_server_killed_in_a_transfer_costs_itself_alone(
     kill_server(victim)
     assert begin_and_lose(group, folders[0]) < STAGE_S
     assert group.failures.keys() == {engines.index(victim)}
-    group.join(joining(survivor))
+    group.join(joining(survivor), device=CPU)
     assert group._name != old_name
     send_all(group, folders[0])
     require_served(survivor, folders[0], version=5)
@@ -147,14 +147,14 @@ def test_a_server_killed_in_a_transfer_costs_itself_alone(
 def test_a_server_that_stalls_in_a_transfer_is_given_up_at_the_deadline(
     survivor: SGLangEngine, victim: SGLangEngine, group: WeightGroup, folders: list[Path]
 ) -> None:
-    group.join(joining(victim, survivor))
+    group.join(joining(victim, survivor), device=CPU)
     send_all(group, folders[1])
     pid = server_of(survivor).process.pid
     with stopped_server(victim):
         seconds = begin_and_lose(group, folders[0])
-    assert STAGE_S - 1 < seconds < 1.5 * STAGE_S
+    assert STAGE_S - 1 < seconds < 2 * STAGE_S
     assert group.failures.keys() == {0}
-    group.join(joining(survivor))
+    group.join(joining(survivor), device=CPU)
     send_all(group, folders[0])
     require_served(survivor, folders[0], version=6)
     assert server_of(survivor).process.pid == pid
@@ -168,14 +168,14 @@ def test_a_server_that_never_joins_keeps_nobody_waiting(
         stopped_server(victim),
         pytest.raises(EngineError, match=r"it took over 6 s \(rollout\.stage_timeout_s\)"),
     ):
-        group.join(receivers)
+        group.join(receivers, device=CPU)
     assert group.failures.keys() == {1}
     kill_server(victim)
     begin = time.monotonic()
     with pytest.raises(EngineError, match="engine 1: "):
-        group.join(receivers)
+        group.join(receivers, device=CPU)
     assert time.monotonic() - begin < STAGE_S
-    group.join(joining(survivor))
+    group.join(joining(survivor), device=CPU)
     send_all(group, folders[1])
     require_served(survivor, folders[1], version=7)
 
@@ -183,12 +183,12 @@ def test_a_server_that_never_joins_keeps_nobody_waiting(
 def test_a_server_that_refuses_a_bucket_is_at_fault_alone(
     survivor: SGLangEngine, victim: SGLangEngine, group: WeightGroup, folders: list[Path]
 ) -> None:
-    group.join(joining(survivor, victim))
+    group.join(joining(survivor, victim), device=CPU)
     server_of(victim).require_success("/end_weight_update")
     assert begin_and_lose(group, folders[0]) < STAGE_S
     assert group.failures.keys() == {1}
     assert "must run between begin_weight_update" in group.failures[1]
-    group.join(joining(survivor))
+    group.join(joining(survivor), device=CPU)
     send_all(group, folders[0])
     require_served(survivor, folders[0], version=8)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import NoReturn
 
 import torch
 
@@ -22,6 +21,8 @@ from hybridrl.network import LOOPBACK
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import StagedBucket
+from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import (
     ControlGroup,
     Failures,
@@ -30,9 +31,9 @@ from hybridrl.workers.sharding.control import (
     StageError,
     attempt,
 )
+from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.states import SYNC
-from hybridrl.workers.sharding.weight_proof import WeightFolder
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,
@@ -46,9 +47,11 @@ log = logging.getLogger(__name__)
 _NUM_UPDATES = 3
 """Tries of one update."""
 
+_NO_ENGINES = "a run with rollout.replay has no rollout engines, and nothing samples"
 
-class Servers(ABC):
-    """The rollout servers of a run, as rank 0 calls them.
+
+class Servers:
+    """The rollout servers of a run, as rank 0 calls them. These refuse all that is asked.
 
     Methods raise ServerDiedError if the servers, or all engines, are gone, and DeadlineError if no
     answer comes in time.
@@ -71,17 +74,17 @@ class Servers(ABC):
         """Address at which all engines reach this process."""
         return LOOPBACK
 
-    @abstractmethod
     def need_weights(self, *, version: int) -> bool:
         """Return whether an engine of the policy does not serve with this version."""
+        raise PhaseError(_NO_ENGINES)
 
-    @abstractmethod
     def update(self, source: Path, *, version: int) -> None:
         """Bring all engines of the policy to these weights; see ``RolloutServer.update``.
 
         Raises:
             StageError: names the engines that could not.
         """
+        raise PhaseError(_NO_ENGINES)
 
     def begin_update(self, *, version: int, device: torch.device) -> None:
         """Stop all engines, and form a group with their servers; ``end_update`` ends that.
@@ -92,7 +95,7 @@ class Servers(ABC):
         Raises:
             StageError: names the engines that could not.
         """
-        raise PhaseError("these servers take files alone; set serving.weights=files")
+        raise PhaseError(_NO_ENGINES)
 
     def send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Send one bucket, staged by reference, to all servers.
@@ -100,7 +103,7 @@ class Servers(ABC):
         Raises:
             EngineError: it did not reach all of them.
         """
-        raise PhaseError("nothing is sent: call begin_update")
+        raise PhaseError(_NO_ENGINES)
 
     def end_update(self, *, reason: str = "") -> None:
         """Let all engines serve the weights that were sent.
@@ -111,12 +114,11 @@ class Servers(ABC):
         Raises:
             StageError: names the engines that lack weights; always with a ``reason``.
         """
-        raise PhaseError("nothing was sent: call begin_update")
+        raise PhaseError(_NO_ENGINES)
 
-    def leave(self) -> None:  # noqa: B027 - most have no group
+    def leave(self) -> None:
         """End the group with the servers. Idempotent."""
 
-    @abstractmethod
     def sample(
         self,
         prompts: PromptBatch,
@@ -137,6 +139,7 @@ class Servers(ABC):
         Raises:
             DriftError: an engine sampled with other weights.
         """
+        raise PhaseError(_NO_ENGINES)
 
     def lost_engines(self) -> Collection[int]:
         """Return which of the engines that were lent to the last call did not work."""
@@ -177,11 +180,23 @@ def update_with_tries(update: Callable[[], None]) -> None:
             return
 
 
-class ServedEngines:
-    """The weights of the trainer on their way to servers. It has no engine."""
+@dataclass(frozen=True, slots=True)
+class MixedRollout:
+    """The engine of a rank, and servers that have engines beside those of the ranks."""
 
-    managed = None
-    num_engines = 0
+    engine: RolloutEngine | None
+    """Of this rank; None on a rank without one."""
+
+    servers: Servers
+    """Whose own engines get the weights, too."""
+
+
+class ServedEngines:
+    """An ``EngineSet`` whose sync brings the weights to servers: beside engines of the ranks, or
+    without any.
+
+    The servers' engines belong to the rollout manager, and stop only to take weights.
+    """
 
     def __init__(
         self,
@@ -190,10 +205,18 @@ class ServedEngines:
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
+        fused: FusedEngines | None = None,
     ) -> None:
-        self.trained_version = 0
+        """Assemble the set.
+
+        Args:
+            fused: engines of the ranks; None if no rank has one.
+        """
+        self.managed = None if fused is None else fused.managed
+        self.num_engines = 0 if fused is None else fused.num_engines
+        self._fused = fused
+        self._trained_version = 0
         self._servers = servers
-        self._synced_version: int | None = None
         self._source: TrainEngine | None = None
         self._config = config
         self._device = device
@@ -202,9 +225,22 @@ class ServedEngines:
         self._metrics: Metrics = {}
         self._published: WeightFolder | None = None
 
+    @property
+    def trained_version(self) -> int:
+        """Policy version of the weights that a sync sends."""
+        return self._trained_version
+
+    @trained_version.setter
+    def trained_version(self, version: int) -> None:
+        self._trained_version = version
+        if self._fused is not None:
+            self._fused.trained_version = version
+
     def attach(self, source: TrainEngine) -> None:
         """Make ``source`` the training engine whose weights a sync sends."""
         self._source = source
+        if self._fused is not None:
+            self._fused.attach(source)
 
     def require_source(self) -> TrainEngine:
         """Return the training engine; see ``FusedEngines``."""
@@ -213,25 +249,25 @@ class ServedEngines:
         return self._source
 
     def run(self, stage: str, action: Action, *, members: Collection[int]) -> Failures:
-        """Do nothing: no rank has an engine."""
-        return {}
+        """Run ``action`` on engines of the ranks."""
+        return {} if self._fused is None else self._fused.run(stage, action, members=members)
 
     def sync(self) -> Failures:
-        """Bring the weights to the servers. A collective call.
+        """Bring the weights to the ranks' engines, then to the servers. A collective call.
 
         Nothing is sent if all engines serve with these weights.
 
         Raises:
             StageError: on all ranks, if the weights could not be written, sent or loaded.
         """
+        if self._fused is not None and (failures := self._fused.sync()):
+            return failures
         need = partial(self._servers.need_weights, version=self.trained_version)
         is_due, error = attempt(need) if self._is_writer else (False, None)
         self._require_success(error)
         if self._control.is_true_anywhere("sync of servers needed", flag=bool(is_due)):
-            if self._control.is_true_anywhere(
-                "way of the weights", flag=self._is_writer and self._servers.weights == "broadcast"
-            ):
-                self._broadcast()
+            if self._servers.weights == "broadcast":
+                update_with_tries(self._broadcast)
             else:
                 self._publish()
         return {}
@@ -239,8 +275,9 @@ class ServedEngines:
     def close(self) -> None:
         """Remove the published weights, and leave the servers. Idempotent."""
         self._servers.leave()
-        self._remove(self._published)
-        self._published = None
+        if self._published is not None:
+            self._published.remove()
+            self._published = None
 
     @property
     def _is_writer(self) -> bool:
@@ -263,7 +300,8 @@ class ServedEngines:
                 self._count(report)
             self._require_success(error)
         finally:
-            self._remove(before)
+            if before is not None:
+                before.remove()
 
     def _make_folder(self) -> None:
         self._published = WeightFolder(
@@ -272,24 +310,8 @@ class ServedEngines:
             if_full=", or serving.weights=broadcast",
         )
 
-    def _remove(self, folder: WeightFolder | None) -> None:
-        if folder is not None:
-            folder.remove()
-
     def _broadcast(self) -> None:
-        """Send all weights to the servers; if a member is lost, without it, or its successor."""
-        for tries_left in reversed(range(_NUM_UPDATES)):
-            try:
-                self._send()
-            except StageError as error:
-                is_worth_it = tries_left > 0 and isinstance(error.__cause__, StageError)
-                if not self._control.is_true_anywhere("another try", flag=is_worth_it):
-                    raise
-                log.warning("an update of rollout engines is tried again: %s", error)
-            else:
-                return
-
-    def _send(self) -> None:
+        """Send all weights to the servers; in the next try a lost one has a successor."""
         begin = partial(
             self._servers.begin_update, version=self.trained_version, device=self._device
         )
@@ -322,7 +344,7 @@ class ServedEngines:
     def take_metrics(self) -> Metrics:
         """Return the metrics of the syncs since the last call, and reset them."""
         metrics, self._metrics = self._metrics, {}
-        return metrics
+        return metrics if self._fused is None else merge([self._fused.take_metrics(), metrics])
 
     def _require_success(self, error: Exception | None) -> None:
         limit = Limit(self._servers.timeout_s, "cluster.call_timeout_s")
@@ -337,25 +359,6 @@ class ServedEngines:
 
 
 class NoEngines(Servers):
-    """Refuses all that needs an engine."""
+    """Refuses all that needs an engine, as a run that replays needs none."""
 
     timeout_s = 1.0
-
-    def need_weights(self, *, version: int) -> NoReturn:
-        """Refuse: a run that replays opens no rollout phase."""
-        raise PhaseError("a run with rollout.replay has no rollout engines, and nothing samples")
-
-    def update(self, source: Path, *, version: int) -> NoReturn:
-        """Refuse likewise."""
-        self.need_weights(version=version)
-
-    def sample(
-        self,
-        prompts: PromptBatch,
-        sampling: SamplingParams,
-        *,
-        version: int,
-        fused: Sequence[str] = (),
-    ) -> NoReturn:
-        """Refuse likewise."""
-        self.need_weights(version=version)

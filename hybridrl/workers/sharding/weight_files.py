@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -12,21 +12,36 @@ from torch import Tensor
 
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.rollout.buckets import Bucket, stage_by_reference
+from hybridrl.workers.rollout.weight_folder import WeightFolder
+from hybridrl.workers.sharding.control import Failures
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import ordinary_segments
-from hybridrl.workers.sharding.weight_proof import WeightFolder
 from hybridrl.workers.sharding.weight_stream import buckets
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCopy:
-    """What went through a group, for engines that come later and for comparisons."""
+    """The weights that a group got, for engines that come later and for comparisons."""
 
     names: frozenset[str]
     """Hugging Face names of all tensors."""
 
     fetch: tuple[Callable[[], Bucket], ...]
     """Return the buckets, on any machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """How the rank that sends ended a transfer."""
+
+    copy: WeightCopy | None = None
+    """Of all that was sent; None: it broke off."""
+
+    reason: str = ""
+    """Why it broke off."""
+
+    failures: Failures = field(default_factory=dict)
+    """Engines by whose fault; empty: none's."""
 
 
 WeightSource = Path | WeightCopy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, tensors_in
-from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
+from hybridrl.workers.rollout.sglang.transports import SharedTransport, Transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_stream import stream_weights
 
@@ -27,7 +27,6 @@ def _shared(num_ranks: int) -> Transport:
 TRANSPORTS = {
     "shared": lambda: _shared(1),
     "shared by two ranks": lambda: _shared(2),
-    "disk": lambda: DiskTransport(is_sender=True, dtype=torch.float32),
 }
 
 

@@ -21,7 +21,7 @@ from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.lent_engines import LentEngines
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.mixed_engines import MixedRollout
+from hybridrl.workers.sharding.served_engines import MixedRollout
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
 from tests.workers.rollout.engines import make_prompts, sampling_params
@@ -258,8 +258,9 @@ def test_both_kinds_get_the_weights_of_each_step() -> None:
     for _ in range(3):
         mixed.cycle()
     assert [version for _, version in mixed.servers.updates] == [0, 1, 2]
-    assert not any(folder.exists() for folder in mixed.servers.folders())
+    assert [folder.exists() for folder in mixed.servers.folders()] == [False, False, True]
     mixed.device.manager.shutdown()
+    assert not any(folder.exists() for folder in mixed.servers.folders())
 
 
 class WatchingServers(RecordingServers):
@@ -279,7 +280,7 @@ def test_own_engines_load_after_the_fused_and_before_these_serve() -> None:
     mixed = Mixed()
     assert mixed.device.engine is not None
     servers = WatchingServers(mixed.device.engine)
-    mixed.device.manager._engines._served._servers = servers  # type: ignore[union-attr]
+    mixed.device.manager._engines._servers = servers  # type: ignore[union-attr]
     mixed.servers = servers
     for _ in range(3):
         mixed.cycle()

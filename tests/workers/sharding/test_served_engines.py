@@ -17,8 +17,9 @@ from hybridrl.errors import EngineError, ServerDiedError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.models.load import WeightFiles
 from hybridrl.sampler import Sample, SamplingParams
+from hybridrl.workers.rollout import weight_folder
 from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.sharding import served_engines, weight_proof
+from hybridrl.workers.sharding import served_engines
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
@@ -257,7 +258,7 @@ def test_weights_that_cannot_be_written_are_never_sent(monkeypatch: pytest.Monke
     servers = RecordingServers()
     manager, _ = rank_with(servers)
     with monkeypatch.context() as patch:
-        patch.setattr(weight_proof, "save_file", refuse)
+        patch.setattr(weight_folder, "save_file", refuse)
         with pytest.raises(StageError, match=r"no space left .*serving\.weights=broadcast"):
             pass_phase(manager)
     assert servers.updates == []

@@ -8,6 +8,7 @@ outlives a failure, and no name is used twice.
 from __future__ import annotations
 
 import gc
+import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
@@ -15,12 +16,13 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.network import address_towards, bind
+from hybridrl.network import LOOPBACK, bind
 from hybridrl.workers.rollout.buckets import Bucket
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
@@ -37,16 +39,16 @@ _GLOO: Any = dist.ProcessGroupGloo  # whose stub lacks most of it
 class WeightGroup:
     """The servers of the last update; it is formed anew if one of them was started since."""
 
-    def __init__(self, *, device: torch.device, timeout_s: float) -> None:
-        """Connect when first used.
+    def __init__(self, *, timeout_s: float) -> None:
+        """Have no member yet.
 
         Args:
-            device: from which tensors are sent.
             timeout_s: seconds for the group to form, and for each bucket.
         """
         self.failures: dict[int, str] = {}
         """Servers by whose fault the last transfer broke off, with reasons."""
-        self._device, self._timeout_s = device, timeout_s
+        self._timeout_s = timeout_s
+        self._device = torch.device("cpu")
         self._freed_s = min(_FREED_S, _FREED_SHARE * timeout_s)
         self._name = ""
         self._receivers: Mapping[int, Receiver] = {}
@@ -56,8 +58,11 @@ class WeightGroup:
         self._works: list[dist.Work] = []
         self._answers: dict[int, Future[Any]] = {}
 
-    def join(self, receivers: Mapping[int, Receiver]) -> None:
+    def join(self, receivers: Mapping[int, Receiver], *, device: torch.device) -> None:
         """Form a group with these servers; one with the same is kept.
+
+        Args:
+            device: from which tensors are sent.
 
         Raises:
             EngineError: not all came; ``failures`` has those at fault.
@@ -68,8 +73,9 @@ class WeightGroup:
         self.leave()
         if not receivers:
             return
-        self._receivers, self._name = receivers, f"hybridrl-{uuid.uuid4().hex}"
-        own = {index: address_towards(each.url) for index, each in receivers.items()}
+        self._device = device
+        self._name = f"hybridrl-{uuid.uuid4().hex}"
+        own = {index: _address_towards(each.url) for index, each in receivers.items()}
         host = own[min(own)] if len(set(own.values())) == 1 else _ANYWHERE
         size = 1 + sum(each.num_ranks for each in receivers.values())
         listening = bind(host)
@@ -102,6 +108,7 @@ class WeightGroup:
             first_rank += receiver.num_ranks
         self._form(host, size)
         self._await(self._have_answered)
+        self._receivers = receivers
 
     def send(self, bucket: Bucket) -> None:
         """Begin to send a bucket, as soon as all servers have loaded the last one."""
@@ -271,3 +278,17 @@ def _error_of(work: dist.Work) -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def _address_towards(url: str) -> str:
+    """Return the address of this machine on the way to a server; sends nothing."""
+    parts = urlsplit(url)
+    try:
+        family, kind, *_, place = socket.getaddrinfo(
+            parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return LOOPBACK
