@@ -37,7 +37,7 @@ _GLOO: Any = dist.ProcessGroupGloo  # whose stub lacks most of it
 
 
 class WeightGroup:
-    """The servers of the last update; it is formed anew if one of them was started since."""
+    """A group with the servers of the last update; one that was started since needs another."""
 
     def __init__(self, *, timeout_s: float) -> None:
         """Have no member yet.
