@@ -15,7 +15,7 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2548, 18),
+    ".": (2544, 18),
     "agents": (3794, 25),
     "algorithms": (2820, 39),
     "checkpoint": (697, 5),
@@ -24,14 +24,14 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "diagnostics": (1130, 7),
     "models": (2044, 16),
     "planning": (906, 10),
-    "rehearsal": (2173, 10),
+    "rehearsal": (2168, 10),
     "report": (1639, 13),
     "rewards": (2710, 17),
     "run": (4985, 34),
-    "serving": (5234, 35),
+    "serving": (5231, 34),
     "single_controller": (2400, 14),
     "trainer": (3303, 26),
-    "workers": (20560, 132),
+    "workers": (20035, 128),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -35,7 +35,6 @@ from hybridrl.run.starter import write_random_model
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.launching import ActorLaunch, ServerDevices
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, lay_out, plan_servers
 from hybridrl.serving.recovery import Recovery
@@ -252,8 +251,7 @@ def simulated(config: ExperimentConfig, sizes: Sequence[int], num_requests: int)
 
     for size in sizes:
         with answers, tempfile.TemporaryDirectory(prefix="serving-") as folder:
-            kept = KeptWeights(Path(folder))
-            server = RolloutServer(plan_of(size), launch, config=config.rollout, kept=kept)
+            server = RolloutServer(plan_of(size), launch, config=config.rollout)
             server.start()
             updates_s = [
                 timed(partial(server.update, Path(folder), version=n)) for n in range(_NUM_UPDATES)
@@ -306,8 +304,7 @@ def served(
         engines.append(TimedEngine(start(group, engine)))
         return engines[-1]
 
-    kept = KeptWeights(model_folder.parent)
-    server = RolloutServer(plan, launch, config=config.rollout, kept=kept)
+    server = RolloutServer(plan, launch, config=config.rollout)
     try:
         server.start()
         server.update(model_folder, version=0)

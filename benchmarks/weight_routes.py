@@ -1,40 +1,40 @@
-"""Weights to rollout servers: as files and by broadcast, against a memcpy and the disk.
+"""Weights to two SGLang servers: as files and by broadcast, against a memcpy.
 
-Two embedded engines, each in a process of its own, on this machine; models with random weights in
-float32. A row has the medians of some updates: how long rank 0 takes to publish the weights, how
-long both engines take to pause, load and continue, and the bytes of one copy per second of both.
+A row has the median of some syncs, each a rollout phase in which nothing is sampled: rank 0
+gathers the weights, both servers pause, load them and continue. Models are random, in float32.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.weight_routes [--hidden-sizes 256 512 1024] [--rounds 5]
+    OMP_NUM_THREADS=1 python -m benchmarks.weight_routes [--hidden-sizes 256 1024] [--rounds 5]
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.serving import served, timed
+from benchmarks.serving import timed
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.config.serving import WeightRoute
 from hybridrl.main import compose
 from hybridrl.run.cluster import ray_cluster
 from hybridrl.run.starter import write_random_model
-from hybridrl.serving.server import RolloutServer
-from hybridrl.workers.sharding.control import ControlGroup, Neighbours
-from hybridrl.workers.sharding.published_weights import PublishedWeights, publish_weights
-from hybridrl.workers.sharding.weight_stream import bucket_bytes_for, stream_weights
+from hybridrl.serving.starting import start_servers
+from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.train.protocol import TrainState, WeightSet
 
 _ROUTES: tuple[WeightRoute, ...] = ("files", "broadcast")
+_CALL_S = 500.0
 
 
 def main() -> None:
@@ -45,17 +45,18 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of the configuration")
     options = parser.parse_args()
     logging.disable(logging.INFO)
-    print("| MiB | way | publish, s | load, s | MB/s | times memcpy | times the disk |")
-    print("|---:|---|---:|---:|---:|---:|---:|")
+    print("| MiB | way | s | MB/s | times memcpy |")
+    print("|---:|---|---:|---:|---:|")
     for hidden_size in options.hidden_sizes:
-        config = config_of(hidden_size, options.overrides)
-        if config.model.starter is None:
-            parser.error("give no model.path: the model has random weights")
-        with tempfile.TemporaryDirectory(prefix="routes-") as root:
-            folder = Path(root) / "model"
-            write_random_model(config.model.starter, folder, seed=0)
-            with ray_cluster(config.cluster, num_more_ranks=config.num_server_devices):
-                measure(config, folder, num_rounds=options.rounds)
+        for route in _ROUTES:
+            config = config_of(hidden_size, [f"serving.weights={route}", *options.overrides])
+            if config.model.starter is None:
+                parser.error("give no model.path: the model has random weights")
+            with tempfile.TemporaryDirectory(prefix="routes-") as root:
+                folder = Path(root) / "model"
+                write_random_model(config.model.starter, folder, seed=0)
+                with ray_cluster(config.cluster, num_more_ranks=config.num_server_devices):
+                    measure(config, folder, num_rounds=options.rounds)
 
 
 def config_of(hidden_size: int, overrides: Sequence[str]) -> ExperimentConfig:
@@ -68,73 +69,66 @@ def config_of(hidden_size: int, overrides: Sequence[str]) -> ExperimentConfig:
         "num_key_value_heads": hidden_size // 64,
     }
     shape = [f"model.starter.{key}={value}" for key, value in starter.items()]
-    return load_config(compose(["serving=own", "tracking.trackers=[]", *shape, *overrides]))
+    common = ["serving=own", "rollout=sglang", "rollout.verify_weights=never"]
+    few = ["rollout.bucket_mib=64", "tracking.trackers=[]", f"cluster.call_timeout_s={_CALL_S}"]
+    return load_config(compose([*common, *few, *shape, *overrides]))
+
+
+class Trainer:
+    """Has weights, and no other memory."""
+
+    dp_rank = 0
+    dp_size = 1
+    weight_sets = (WeightSet.BASE,)
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def full_weights(
+        self, weight_set: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield them."""
+        return iter(self._weights.items())
+
+    def resident_bytes(self, part: TrainState) -> int:
+        """Return nothing that could leave."""
+        return 0
 
 
 def measure(config: ExperimentConfig, folder: Path, *, num_rounds: int) -> None:
-    """Print the rows of one model."""
+    """Print the row of one model and one way."""
     weights = load_file(folder / "model.safetensors")
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     memcpy_s = median_of([timed(partial(copy_of, weights)) for _ in range(1 + num_rounds)])
-    disk_s = median_of([timed(partial(write_through, weights)) for _ in range(1 + num_rounds)])
-    with served(config, folder) as (server, _):
-        for route in _ROUTES:
-            published = publish_weights(route, host="127.0.0.1", config=config.rollout)
-            try:
-                rounds = [update(config, server, published, weights) for _ in range(1 + num_rounds)]
-            finally:
-                published.close()
-            publish_s, load_s = (median_of(seconds) for seconds in zip(*rounds, strict=True))
-            both_s = publish_s + load_s
-            print(
-                f"| {num_bytes / 2**20:.0f} | {route} | {publish_s:.3f} | {load_s:.3f} | "
-                f"{num_bytes / both_s / 1e6:.0f} | {both_s / memcpy_s:.1f} | "
-                f"{both_s / disk_s:.2f} |",
-                flush=True,
-            )
-
-
-def update(
-    config: ExperimentConfig,
-    server: RolloutServer,
-    published: PublishedWeights,
-    weights: Mapping[str, Tensor],
-) -> tuple[float, float]:
-    """Bring all engines to new weights, as rank 0 does; return the seconds of both halves."""
-    control = ControlGroup(timeout_s=60.0)
-
-    def publish() -> None:
-        published.begin()
-        report = stream_weights(
-            iter(weights.items()),
-            published.write,
-            sender=None,
-            bucket_bytes=bucket_bytes_for(config.rollout.bucket_mib, torch.device("cpu")),
-            control=control,
-            neighbours=Neighbours(control, size=1),
+    with start_servers(config, folder, variables={}) as servers:
+        rank = ShardingManager(
+            engine=servers,
+            config=config.rollout,
+            meter=PeakMeter(torch.device("cpu")),
+            control=ControlGroup(timeout_s=config.rollout.stage_timeout_s),
+            call_timeout_s=_CALL_S,
         )
-        if report.failures:
-            raise RuntimeError(report.failures[0])
+        rank.attach_policy(Trainer(weights))  # type: ignore[arg-type]  # what a sync asks for
+        seconds = [timed(partial(update, rank, version)) for version in range(1 + num_rounds)]
+        rank.shutdown()
+    both_s = median_of(seconds)
+    print(
+        f"| {num_bytes / 2**20:.0f} | {config.serving.weights} | {both_s:.2f} | "
+        f"{num_bytes / both_s / 1e6:.0f} | {both_s / memcpy_s:.1f} |",
+        flush=True,
+    )
 
-    def load() -> None:
-        server.update(published.source(), version=server.version + 1)
 
-    seconds = timed(publish), timed(load)
-    published.end_update()
-    return seconds
+def update(rank: ShardingManager, version: int) -> None:
+    """Bring both servers to new weights, as a step does."""
+    rank.weights_changed(version=version)
+    with rank.rollout_phase():
+        pass
 
 
 def copy_of(weights: Mapping[str, Tensor]) -> list[Tensor]:
     """Copy all weights within this process: no way of theirs is shorter."""
     return [tensor.clone() for tensor in weights.values()]
-
-
-def write_through(weights: Mapping[str, Tensor]) -> None:
-    """Write all weights to the disk of ``$TMPDIR``, and wait until they are there."""
-    with tempfile.NamedTemporaryFile() as file:
-        save_file(dict(weights), file.name)
-        with Path(file.name).open("rb") as written:
-            os.fsync(written.fileno())
 
 
 def median_of(seconds: Sequence[float]) -> float:

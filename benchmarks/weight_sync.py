@@ -30,12 +30,12 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.main import compose
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.sglang.weights import build_broadcast, build_transport
+from hybridrl.workers.rollout.sglang.weights import build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_stream import stream_weights
 
-Transport = Literal["shared", "broadcast", "disk"]
-TRANSPORTS: tuple[Transport, ...] = ("shared", "broadcast", "disk")
+Transport = Literal["shared", "disk"]
+TRANSPORTS: tuple[Transport, ...] = ("shared", "disk")
 NUM_SMALL_BUCKETS = 50
 CPU = torch.device("cpu")
 
@@ -128,12 +128,8 @@ def measure(
 def use(engine: SGLangEngine, transport: Transport) -> None:
     """Let weights take another way from here on."""
     engine.transport.forget()
-    engine.transport = (
-        build_broadcast(rollout_config())
-        if transport == "broadcast"
-        else build_transport(
-            rollout_config(), device=CPU, is_sender=True, from_disk=transport == "disk"
-        )
+    engine.transport = build_transport(
+        rollout_config(), device=CPU, is_sender=True, from_disk=transport == "disk"
     )
 
 

@@ -199,10 +199,6 @@ class RouterError(HybridRLError, RuntimeError):
     """Requests fail behind sglang-router again and again, or it does not stay alive."""
 
 
-class TransferError(EngineError):
-    """Not all weights arrived, by no fault of the engine: it is well and needs them again."""
-
-
 class LedgerError(EngineError):
     """Rollout weights that were lost on release have not been sent again."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.workers.sharding.lifecycle import Action
-from hybridrl.workers.sharding.weight_files import WeightSource
 
 _TOKENS, _LOGPROBS = torch.tensor([1]), torch.zeros(1)
 
@@ -62,13 +62,10 @@ class AnsweringEngine:
         """Return None: requests are calls."""
         return self._answers.give(None)
 
-    def act(self, action: Action) -> Future[None]:
-        """Do nothing."""
-        return self._answers.give(None)
-
-    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
-        """Note the version."""
-        self._version = version
+    def act(self, action: Action) -> Future[Any]:
+        """Note the version of weights."""
+        if isinstance(action, partial):
+            self._version = action.keywords["version"]
         return self._answers.give(None)
 
     def sample_group(

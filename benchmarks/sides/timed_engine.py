@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,6 @@ from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.workers.sharding.lifecycle import Action
-from hybridrl.workers.sharding.weight_files import WeightSource
 
 
 @dataclass
@@ -36,13 +36,9 @@ class TimedEngine:
         """Return the address of the engine's server."""
         return self.engine.address()
 
-    def act(self, action: Action) -> Future[None]:
+    def act(self, action: Action) -> Future[Any]:
         """Run one edge of the life cycle."""
         return self.engine.act(action)
-
-    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
-        """Load all weights."""
-        return self.engine.load_weights(source, version=version)
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]

@@ -131,7 +131,7 @@ class ServingConfig:
 
     weights: WeightRoute = "files"
     """Way of the weights to the servers. ``files``: a folder in ``$TMPDIR``, which all nodes must
-    share. ``broadcast``: memory of rank 0's node, and a gloo group over the network."""
+    share. ``broadcast``: a process group of rank 0 and the servers of SGLang."""
 
     on_update: OnUpdate = "interrupt"
     """With ``trainer.max_staleness``: what new weights do to responses that are being sampled.

@@ -41,7 +41,6 @@ from hybridrl.workers.rollout.sglang.capabilities import (
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
 from hybridrl.workers.sharding.served_engines import Servers
-from hybridrl.workers.sharding.weight_files import WeightSource
 
 Body = dict[str, Any]
 
@@ -380,12 +379,8 @@ class RehearsedServers(Servers):
         """Whether the weights are older."""
         return version != self._version
 
-    def update(self, source: WeightSource, *, version: int) -> None:
-        """Read the headers of the files."""
-        if not isinstance(source, Path):
-            raise EngineError(
-                "a broadcast of weights cannot be rehearsed; set serving.weights=files"
-            )
+    def update(self, source: Path, *, version: int) -> None:
+        """Read the headers of the files; a broadcast gathers the same buckets."""
         self.received, self._version = WeightFiles(source).names, version
 
     def sample(

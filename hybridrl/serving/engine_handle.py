@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -12,7 +12,6 @@ from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample, T
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.workers.sharding.lifecycle import Action
-from hybridrl.workers.sharding.weight_files import WeightSource
 
 
 class SamplingEngine(Protocol):
@@ -55,12 +54,8 @@ class EngineHandle(SamplingEngine, Protocol):
         """Build the engine; called once."""
         ...
 
-    def act(self, action: Action) -> Future[None]:
-        """Run one edge of the life cycle on the managed engine."""
-        ...
-
-    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
-        """Load all weights from ``source``, as ``version``."""
+    def act(self, action: Action) -> Future[Any]:
+        """Run one edge of the life cycle on the managed engine; what it returns."""
         ...
 
     def interrupt(self) -> Future[None]:

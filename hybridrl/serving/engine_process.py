@@ -31,8 +31,6 @@ from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.sglang.arguments import ServerPlace, device_name
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
-from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 
 _CLOSE = (ManagedEngine.start, ManagedEngine.pause)
 
@@ -60,7 +58,7 @@ class EngineProcess:
             config: of the run, as ``engine_config`` returns it for the group.
             model_folder: whose configuration and tokenizer the engine reads.
             place: devices and addresses of the engine; None if it has this process's device alone.
-            key: that the engine's server requires of the manager; empty: requests are calls.
+            key: that the engine's server requires of other processes; empty: none asks it.
             process: name of this process in the run folder.
         """
         configure_server(Path(config.trainer.run_dir), process)
@@ -105,28 +103,17 @@ class EngineProcess:
         self._requests = RequestServer(self._engine)
 
     async def address(self) -> str | None:
-        """Return the address of the engine's server at present; None if requests are calls."""
+        """Return the address of the engine's server at present; None if nobody may ask it."""
         return self._engine.url if self._engine is not None and self._key else None
 
-    async def act(self, action: Action) -> None:
+    async def act(self, action: Action) -> object:
         """Run one edge of the life cycle; requests are admitted from ``continue`` to ``pause``."""
         if action in _CLOSE:
             self._requests.close()
-        await asyncio.to_thread(action, self._managed)
+        result = await asyncio.to_thread(action, self._managed)
         if action is ManagedEngine.continue_generation:
             await asyncio.to_thread(self._requests.open)
-
-    async def load_weights(self, source: WeightSource, version: int) -> None:
-        """Load all weights from ``source``, as ``version``."""
-        rollout = self._config.rollout
-        await asyncio.to_thread(
-            load_weights,
-            self._managed,
-            source,
-            version=version,
-            bucket_bytes=bucket_bytes_for(rollout.bucket_mib, torch.device("cpu")),
-            timeout_s=rollout.stage_timeout_s,
-        )
+        return result
 
     async def sample_group(
         self, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
@@ -199,13 +186,9 @@ class RayEngine:
         """Return the address of the engine's server."""
         return self._call(self._actor.address)
 
-    def act(self, action: Action) -> Future[None]:
+    def act(self, action: Action) -> Future[Any]:
         """Run one edge of the life cycle."""
         return self._call(self._actor.act, action)
-
-    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
-        """Load all weights from ``source``."""
-        return self._call(self._actor.load_weights, source, version)
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]

@@ -15,23 +15,13 @@ from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams
 from hybridrl.serving.answers import Answer, answer_all
 from hybridrl.serving.engine_handle import Launch
-from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.plan import ServerPlan
 from hybridrl.serving.recovery import Recovery, watch_engines
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.sharding.served_engines import update_with_tries
-from hybridrl.workers.sharding.weight_files import WeightSource
 
 _VERSION = 0
 """Of weights that never change."""
-
-
-class ModelFolder(KeptWeights):
-    """The folder of a model: it outlives the run, so nothing is linked, copied or deleted."""
-
-    def keep(self, source: WeightSource) -> WeightSource:
-        """Return ``source``."""
-        return source
 
 
 class FrozenModel:
@@ -43,8 +33,7 @@ class FrozenModel:
         self._max_context_tokens = max_context_tokens(config, plan.model)
         self._folder = Path(str(config.serving.models[plan.model].path))
         self._vocab_size = read_architecture(self._folder).vocab_size
-        kept = ModelFolder(self._folder)
-        self._server = RolloutServer(plan, launch, config=config.rollout, kept=kept)
+        self._server = RolloutServer(plan, launch, config=config.rollout)
         self._recovery = Recovery(self._server, start_timeout_s=config.rollout.start_timeout_s)
         self._monitor = watch_engines(self._server, self._recovery, config.serving)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from concurrent.futures import Future
+from typing import Any
 
 from hybridrl.errors import EngineError
 from hybridrl.serving.engine_handle import EngineHandle, Launch
 from hybridrl.serving.plan import GroupPlan
 from hybridrl.workers.sharding.lifecycle import Action
-from hybridrl.workers.sharding.weight_files import WeightSource
 
-Futures = dict[int, Future[None]]
+Futures = dict[int, Future[Any]]
 """Calls in flight, by slot."""
 
 
@@ -55,12 +55,6 @@ class ServerGroup:
     def act(self, action: Action, *, slots: Collection[int]) -> Futures:
         """Begin one edge of the life cycle on the engines in ``slots``."""
         return {slot: self.engine(slot).act(action) for slot in slots}
-
-    def load_weights(
-        self, source: WeightSource, *, version: int, slots: Collection[int]
-    ) -> Futures:
-        """Begin to load weights into the engines in ``slots``."""
-        return {slot: self.engine(slot).load_weights(source, version=version) for slot in slots}
 
     def engine(self, slot: int) -> EngineHandle:
         """Return the engine in a slot.

@@ -127,12 +127,14 @@ class ActorLaunch:
         if not rank:
             options["max_concurrency"] = config.rollout.num_slots + _OTHER_CALLS
         folder = self.policy_folder if self._is_policy else Path(str(self._served.path))
-        is_asked = self._is_policy and self.config.asks_servers
+        serving = self.config.serving  # callers on other nodes: the manager, the rank that sends
+        is_reached = self.config.asks_servers or serving.weights == "broadcast"
+        key = self.keys.own if self._is_policy and is_reached else ""
         return actor_class.options(**options).remote(
             config,
             folder,
             self._place(group, engine, rank),
-            *([] if rank else [self.keys.own if is_asked else "", self._process(engine)]),
+            *([] if rank else [key, self._process(engine)]),
         )
 
     def _process(self, engine: EnginePlan) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from torch import Tensor
 
@@ -18,8 +21,11 @@ from hybridrl.network import rendezvous_address
 from hybridrl.sampler import RequestParams, Sample, SamplingParams
 from hybridrl.serving.answers import Answer
 from hybridrl.workers.rollout.assemble import Answered
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
+from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
+from hybridrl.workers.sharding.control import attempt
 from hybridrl.workers.sharding.served_engines import Servers
-from hybridrl.workers.sharding.weight_files import WeightSource
+from hybridrl.workers.sharding.weight_files import Sent, WeightCopy
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +39,22 @@ class ManagedServers(Servers):
         *,
         timeout_s: float,
         weights: WeightRoute = "files",
+        folder: Path | None = None,
+        stage_timeout_s: float = 0.0,
         key: str = "",
     ) -> None:
+        """Call a manager.
+
+        Args:
+            stage_timeout_s: seconds for a bucket of a broadcast.
+        """
         self._manager = manager
         self.timeout_s = timeout_s
         self.weights = weights
+        self.folder = folder
+        self._group = WeightGroup(timeout_s=stage_timeout_s)
+        self._names: list[str] = []
+        self._copies: list[Callable[[], Bucket]] = []
         self.key = key
 
     @property
@@ -50,9 +67,41 @@ class ManagedServers(Servers):
         """See ``Servers``."""
         return bool(self._call("need_weights", self._manager.need_weights, version))
 
-    def update(self, source: WeightSource, *, version: int) -> None:
+    def update(self, source: Path, *, version: int) -> None:
         """See ``Servers``."""
         self._call("update", self._manager.update, source, version)
+
+    def begin_update(self, *, version: int, device: torch.device) -> None:
+        """See ``Servers``."""
+        receivers = self._call("begin_update", self._manager.begin_update, version)
+        self._names, self._copies = [], []
+        try:
+            self._group.join(receivers, device=device)
+        except Exception as error:
+            self.end_update(reason=str(error))
+            raise
+
+    def send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """See ``Servers``."""
+        self._group.send(staged.tensors)
+        # While it travels: engines that replace others within a phase need it on their node.
+        on_host = [(name, tensor.detach().cpu()) for name, tensor in staged.tensors]
+        self._names += [name for name, _ in on_host]
+        self._copies.append(partial(ray.get, ray.put(on_host)))
+        self._group.wait_until_sent()
+
+    def end_update(self, *, reason: str = "") -> None:
+        """See ``Servers``."""
+        if not reason:
+            _, error = attempt(self._group.finish)
+            reason = "" if error is None else str(error)
+        copy = None if reason else WeightCopy(frozenset(self._names), tuple(self._copies))
+        self._names, self._copies = [], []  # they live as long as the manager has them
+        self._call("end_update", self._manager.end_update, Sent(copy, reason, self._group.failures))
+
+    def leave(self) -> None:
+        """See ``Servers``."""
+        self._group.leave()
 
     def sample(
         self,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from concurrent.futures import wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +28,6 @@ from hybridrl.serving.background import BackgroundSampling
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.external import ExternalModel
 from hybridrl.serving.frozen import FrozenModel
-from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.launching import ActorLaunch, ServerDevices
 from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.plan import plan_own_engines
@@ -36,14 +36,15 @@ from hybridrl.serving.recovery import Recovery, watch_engines
 from hybridrl.serving.requests import PolicyRequests
 from hybridrl.serving.reserved_nodes import find_reserved_nodes
 from hybridrl.serving.sample_buffer import SampleBuffer
-from hybridrl.serving.server import RolloutServer
+from hybridrl.serving.server import RolloutServer, Transfer
 from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_agent_rollout
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
+from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.rollout.single_turn import single_turn
-from hybridrl.workers.sharding.weight_files import WeightSource
+from hybridrl.workers.sharding.weight_files import Sent, WeightSource
 
 
 class RolloutManager:
@@ -55,14 +56,9 @@ class RolloutManager:
         model_folder: Path,
         *,
         devices: ServerDevices,
-        folder: Path,
         keys: ServerKeys,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            folder: for files of weights.
-        """
+        """Start nothing yet."""
         install_reducers()
         run_folder = Path(config.trainer.run_dir)
         log.configure_server(run_folder, log.MANAGER)
@@ -86,9 +82,10 @@ class RolloutManager:
             for plan in plan_own_engines(config)
         }
         launch = launches[config.serving.policy]
-        self._policy = RolloutServer(
-            launch.plan, launch, config=config.rollout, kept=KeptWeights(folder)
-        )
+        self._policy = RolloutServer(launch.plan, launch, config=config.rollout)
+        self._transfer = Transfer()
+        self._updating: Future[None] = Future()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="update")
         self._recovery = Recovery(self._policy, start_timeout_s=config.rollout.start_timeout_s)
         self._monitor = watch_engines(self._policy, self._recovery, config.serving)
         self._rank_engines = RankEngines(
@@ -140,7 +137,28 @@ class RolloutManager:
         """Return whether the engines of the policy lack the weights of this version."""
         return self._policy.needs_update(version)
 
-    def update(self, source: WeightSource, version: int) -> None:
+    def begin_update(self, version: int) -> Mapping[int, Receiver]:
+        """Stop all engines of the policy for a broadcast; ``end_update`` lets them serve.
+
+        Returns:
+            The engines that join, by index.
+        """
+        self._transfer.end(Sent(reason="another update begins"))
+        self._transfer = transfer = Transfer()
+        self._updating = self._thread.submit(self.update, transfer, version)
+        either: list[Future[Any]] = [transfer.receivers, self._updating]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not transfer.receivers.done():
+            self._updating.result()  # raises, unless there is nothing to do
+            return {}
+        return transfer.receivers.result()
+
+    def end_update(self, sent: Sent) -> None:
+        """Let the engines serve what was sent; see ``Servers.update``."""
+        self._transfer.end(sent)
+        self._updating.result()
+
+    def update(self, source: WeightSource | Transfer, version: int) -> None:
         """Bring all engines of the policy to these weights; see ``Servers.update``."""
         with nullcontext() if self._ahead is None else self._ahead.updating(version):
             if self._router is not None:
@@ -224,6 +242,7 @@ class RolloutManager:
 
     def shutdown(self) -> None:
         """End engines and tools."""
+        self._transfer.end(Sent(reason="the run ends"))
         if self._ahead is not None:
             self._ahead.end()
         self._monitor.end()

@@ -48,6 +48,9 @@ class PolicyRequests:
             async with self.router.open(engines, version=version) as ask:
                 yield self._faults.spoil(ask)
             return
+        if not self._config.asks_servers:
+            yield self._faults.spoil(ask_process)
+            return
         async with AsyncExitStack() as opened:
 
             async def open_server(url: str) -> ServerSampler:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.errors import DeadlineError, PhaseError, TransferError
+from hybridrl.errors import DeadlineError, PhaseError
 from hybridrl.metrics import Metrics
 from hybridrl.serving.engine_handle import EngineHandle, Launch, SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.group import Futures, ServerGroup
-from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.losses import Losses
 from hybridrl.serving.plan import ServerPlan
+from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.sharding.control import Failures, StageError
 from hybridrl.workers.sharding.lifecycle import Action, LifeCycle, SleepLevel
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import RESTART, SYNC, State
-from hybridrl.workers.sharding.weight_broadcast import WeightOffer, wait_for_receivers
-from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
+from hybridrl.workers.sharding.weight_files import Sent, WeightSource, load_weights
 from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 
 _START = "start"
@@ -31,6 +33,21 @@ _START = "start"
 
 def _unobserved(stage: str) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A broadcast: the manager stops the engines, and the rank that gathers sends to them."""
+
+    receivers: Future[Mapping[int, Receiver]] = field(default_factory=Future)
+    """Engines that have stopped and join."""
+
+    sent: Future[Sent] = field(default_factory=Future)
+
+    def end(self, sent: Sent) -> None:
+        """End the wait of the manager. Idempotent."""
+        with suppress(InvalidStateError):
+            self.sent.set_result(sent)
 
 
 class RolloutServer:
@@ -47,13 +64,11 @@ class RolloutServer:
         launch: Launch,
         *,
         config: RolloutConfig,
-        kept: KeptWeights,
         observe: Callable[[str], AbstractContextManager[None]] = _unobserved,
     ) -> None:
         """Start nothing yet.
 
         Args:
-            kept: keeps the files of the weights that are served.
             observe: called with a stage's name; wraps the stage to time and trace it.
         """
         self.model = plan.model
@@ -69,8 +84,7 @@ class RolloutServer:
         self.num_engines = len(self._slots)
         self._config = config
         self._observe = observe
-        self._kept = kept
-        self._weights: WeightSource | None = None
+        self._weights: WeightSource | Transfer | None = None
         self._wanted_version = -1
         self._life: LifeCycle | None = None
         self._stays: frozenset[int] = frozenset()
@@ -127,15 +141,16 @@ class RolloutServer:
         self._require_started()
         return self.version != version
 
-    def update(self, source: WeightSource, *, version: int) -> None:
+    def update(self, source: WeightSource | Transfer, *, version: int) -> None:
         """Bring every engine to READY with these weights; dead ones are replaced. Idempotent.
 
         Engines that serve pause and drain first, all before any loads; none continues before all
-        have loaded. The files are kept for engines that replace others. Lost servers that others
-        run are not waited for while an engine is left: the recovery brings them back.
+        have loaded. Lost servers that others run are not waited for while an engine is left: the
+        recovery brings them back.
 
         Args:
-            source: safetensors of a full model on a disk that all nodes share, or a sender.
+            source: safetensors of a full model on a disk that all nodes share, which stay until the
+                next update, for engines that replace others; or the broadcast of a rank.
 
         Raises:
             PhaseError: the server was not started, or a stage is open.
@@ -147,7 +162,7 @@ class RolloutServer:
             if self.version == version and set(life.states) == {State.READY}:
                 return
             self.version = -1
-            self._weights, self._wanted_version = self._kept.keep(source), version
+            self._weights, self._wanted_version = source, version
             self._is_offloaded = False
             life.sleep()  # a no-op, unless engines on the trainer's devices serve old weights
             life.wake()
@@ -204,11 +219,10 @@ class RolloutServer:
         )
 
     def shutdown(self) -> None:
-        """End all engines, and delete the kept weights. Idempotent."""
+        """End all engines. Idempotent."""
         with self._lock:
             for group in self._groups:
                 group.clear(range(len(group.plan.engines)))
-            self._kept.clear()
 
     # -- engines that are lost -------------------------------------------------------------------
 
@@ -258,15 +272,8 @@ class RolloutServer:
         """
         with self._lock:
             life = self._require_started()
-            if self._weights is not None and self.version >= 0 and self._may_wake(index):
-                load = partial(
-                    load_weights,
-                    source=_for(self._weights, num_engines=1),
-                    version=self.version,
-                    bucket_bytes=bucket_bytes_for(self._config.bucket_mib, torch.device("cpu")),
-                    timeout_s=self._config.stage_timeout_s,
-                )
-                life.recover([index], load=load)
+            if self.version >= 0 and self._may_wake(index):
+                life.recover([index], load=self._loading())
             is_ready = life.states[index] is State.READY
             if is_ready:
                 self._losses.note_ready([index])
@@ -292,7 +299,8 @@ class RolloutServer:
             self._replaced.difference_update(members)
             return self._start(self._by_group(members))
         futures = [group.act(action, slots=slots) for group, slots in self._by_group(members)]
-        limit_s = self._load_limit_s if stage == SYNC.name else self._config.stage_timeout_s
+        limit_s = self._config.stage_timeout_s
+        limit_s += self._config.start_timeout_s if stage == SYNC.name else 0  # as a load of files
         return _describe(self._wait(futures, self._by_group(members), limit_s=limit_s))
 
     def sync(self) -> Failures:
@@ -301,29 +309,39 @@ class RolloutServer:
         Raises:
             StageError: a broadcast broke off by no fault of an engine; all keep their states.
         """
-        if self._weights is None:
-            raise PhaseError("there are no weights to load: call update")
         present = [i for i, state in enumerate(self.states) if state is not State.BROKEN]
-        source = _for(self._weights, num_engines=len(present))
-        limit_s = self._load_limit_s
-        everyone = self._by_group(present)
-        futures = [
-            group.load_weights(source, version=self._wanted_version, slots=slots)
-            for group, slots in everyone
-        ]
-        if isinstance(source, WeightOffer):
-            loads = [future for of_group in futures for future in of_group.values()]
-            limit_s = wait_for_receivers(source, loads, timeout_s=limit_s)
-        errors = self._wait(futures, everyone, limit_s=limit_s)
-        at_fault = {i: each for i, each in errors.items() if not isinstance(each, TransferError)}
-        if errors and not at_fault:
-            raise StageError(SYNC.name, _describe(errors), of="engine")
-        return _describe(at_fault)
+        has_joined = isinstance(self._weights, Transfer)
+        if isinstance(self._weights, Transfer) and (failures := self._receive(present)):
+            return failures
+        return self.run(SYNC.name, self._loading(has_joined=has_joined), members=present)
 
-    @property
-    def _load_limit_s(self) -> float:
-        """Seconds of a load from files, or of a broadcast, which gives up by itself before."""
-        return self._config.start_timeout_s + self._config.stage_timeout_s
+    def _receive(self, present: Collection[int]) -> Failures:
+        """Let the rank that gathers the weights send them to these engines."""
+        if not isinstance(self._weights, Transfer):
+            raise PhaseError("nobody sends weights: call update")
+        everyone = self._by_group(present)
+        futures = [group.act(ManagedEngine.join, slots=slots) for group, slots in everyone]
+        if errors := self._wait(futures, everyone, limit_s=self._config.stage_timeout_s):
+            return _describe(errors)
+        ready = self._by_index(futures, everyone)
+        self._weights.receivers.set_result({i: each.result() for i, each in ready.items()})
+        sent = self._weights.sent.result()
+        if sent.copy is None and not sent.failures:
+            raise StageError(SYNC.name, dict.fromkeys(present, sent.reason), of="engine")
+        self._weights = sent.copy
+        return sent.failures
+
+    def _loading(self, *, has_joined: bool = False) -> Action:
+        """Return the last edge of an update: an engine loads the weights, or has got them."""
+        if self._weights is None or isinstance(self._weights, Transfer):
+            raise PhaseError("there are no weights to load: call update")
+        return partial(
+            load_weights,
+            source=self._weights,
+            version=self._wanted_version,
+            bucket_bytes=bucket_bytes_for(self._config.bucket_mib, torch.device("cpu")),
+            has_joined=has_joined,
+        )
 
     def _start(self, members: Sequence[tuple[ServerGroup, Collection[int]]]) -> Failures:
         """Fill the empty slots among these, all at once; slots that failed are empty again."""
@@ -345,16 +363,23 @@ class RolloutServer:
         limit_s: float,
     ) -> dict[int, BaseException]:
         """Wait for all calls; return the errors of those that failed or are late, by engine."""
-        by_index = {
-            self._index_of[group.plan.name, slot]: of_group[slot]
-            for (group, slots), of_group in zip(members, futures, strict=True)
-            for slot in slots
-        }
+        by_index = self._by_index(futures, members)
         wait(by_index.values(), timeout=limit_s)
         errors = {index: _error_of(future, limit_s) for index, future in by_index.items()}
         return {index: error for index, error in errors.items() if error is not None}
 
     # -- who is where ----------------------------------------------------------------------------
+
+    def _by_index(
+        self,
+        futures: Sequence[Futures],
+        members: Sequence[tuple[ServerGroup, Collection[int]]],
+    ) -> dict[int, Future[Any]]:
+        return {
+            self._index_of[group.plan.name, slot]: of_group[slot]
+            for (group, slots), of_group in zip(members, futures, strict=True)
+            for slot in slots
+        }
 
     def _by_group(self, members: Collection[int]) -> list[tuple[ServerGroup, list[int]]]:
         of_groups: dict[str, tuple[ServerGroup, list[int]]] = {}
@@ -383,10 +408,6 @@ class RolloutServer:
         if self._life is None:
             raise PhaseError(f"server {self.model} was not started; call start")
         return self._life
-
-
-def _for(source: WeightSource, *, num_engines: int) -> WeightSource:
-    return source.to_group(num_engines) if isinstance(source, WeightOffer) else source
 
 
 def _error_of(future: Future[None], limit_s: float) -> BaseException | None:

@@ -45,7 +45,7 @@ def start_servers(
     key = secrets.token_urlsafe()
     try:
         with _own_devices(config) as placements:
-            manager = _start_manager(config, model_folder, placements, variables, folder, key)
+            manager = _start_manager(config, model_folder, placements, variables, key)
             limit_s = cluster.start_timeout_s + rollout.start_timeout_s
             num_frozen = len(config.serving.frozen)
             limit_s += num_frozen * (2 * rollout.start_timeout_s + rollout.stage_timeout_s)
@@ -55,13 +55,16 @@ def start_servers(
                 yield ManagedServers(
                     manager,
                     timeout_s=cluster.call_timeout_s,
-                    weights=config.serving.weights,
+                    # No server of an embedded engine could join a group.
+                    weights=config.serving.weights if rollout.engine == "sglang" else "files",
+                    folder=folder,
+                    stage_timeout_s=rollout.stage_timeout_s,
                     key=key,
                 )
             finally:
                 starting.shutdown()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # which a dead manager leaves behind
+        shutil.rmtree(folder, ignore_errors=True)  # which dead ranks leave behind
 
 
 @contextmanager
@@ -100,7 +103,6 @@ def _start_manager(
     model_folder: Path,
     placements: Sequence[Mapping[str, Any]],
     variables: Mapping[str, str],
-    folder: Path,
     key: str,
 ) -> Any:  # noqa: ANN401 - Ray's
     places = find_places(config, plan_own_engines(config), placements, variables=variables)
@@ -113,6 +115,5 @@ def _start_manager(
         config,
         model_folder,
         devices=ServerDevices(placements=placements, variables=variables, places=places),
-        folder=folder,
         keys=ServerKeys.read(config, own=key),
     )

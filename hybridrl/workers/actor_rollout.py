@@ -57,8 +57,7 @@ from hybridrl.workers.sharding.fused_engines import start_engine
 from hybridrl.workers.sharding.lent_engines import LentEngines
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.mixed_engines import MixedRollout
-from hybridrl.workers.sharding.served_engines import Servers
+from hybridrl.workers.sharding.served_engines import MixedRollout, Servers
 from hybridrl.workers.train.checkpoint import Notes
 from hybridrl.workers.train.protocol import LearningEngine, TokenLoss
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from hybridrl.sampler import FinishReason, RequestParams, Sample
 from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.weight_files import WeightSource
 from tests.serving.recording_handle import RecordingHandle
 from tests.workers.sharding.recording import Journal
 
@@ -67,23 +67,19 @@ class DecodingHandle(RecordingHandle):
         self.num_requests = 0
         threading.Thread(target=self._decode, daemon=True).start()
 
-    def act(self, action: Action) -> Future[None]:
+    def act(self, action: Action) -> Future[Any]:
+        is_load = isinstance(action, partial)
+        if is_load and not self.takes_weights:
+            return Future()
         with self._changed:
             if action is ManagedEngine.pause:
                 self._is_serving = False
             elif action is ManagedEngine.continue_generation:
                 self._is_serving, self._is_interrupted = True, False
-            elif isinstance(action, partial) and "version" in action.keywords:  # of a replacement
+            elif isinstance(action, partial):
+                assert not self._open, "weights changed under an open response"
                 self.version = action.keywords["version"]
         return super().act(action)
-
-    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
-        if not self.takes_weights:
-            return Future()
-        with self._changed:
-            assert not self._open, "weights changed under an open response"
-            self.version = version
-        return super().load_weights(source, version=version)
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from signal import SIGKILL
+from typing import Any
 
 from torch import Tensor
 
@@ -45,16 +47,11 @@ class RecordingHandle:
     def address(self) -> Future[str | None]:
         return answered(None)
 
-    def act(self, action: Action) -> Future[None]:
+    def act(self, action: Action) -> Future[Any]:
+        if isinstance(action, partial) and action.func is load_weights:
+            self.loads.append((action.keywords["source"], action.keywords["version"]))
+            action = partial(action, bucket_bytes=40)
         return self._submit(lambda: action(self._managed))
-
-    def load_weights(self, source: WeightSource, *, version: int) -> Future[None]:
-        self.loads.append((source, version))
-        return self._submit(
-            lambda: load_weights(
-                self._managed, source, version=version, bucket_bytes=40, timeout_s=20.0
-            )
-        )
 
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
@@ -89,10 +86,10 @@ class RecordingHandle:
         if number == SIGKILL:
             self.kill()
 
-    def _submit(self, work: Callable[[], None]) -> Future[None]:
-        def unless_dead() -> None:
+    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
+        def unless_dead() -> Any:
             if self._is_dead.is_set():
                 raise ServerDiedError(f"engine {self.index} is gone")
-            work()
+            return work()
 
         return Future() if self.is_silent else _THREADS.submit(unless_dead)

@@ -25,7 +25,6 @@ from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams
 from hybridrl.serving.background import BackgroundSampling
 from hybridrl.serving.health import HealthMonitor
-from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.recovery import Recovery
@@ -86,7 +85,6 @@ class Rig:
                 stage_timeout_s=stage_timeout_s,
                 request_timeout_s=0.2,  # no limit of a request whose engine makes tokens
             ),
-            kept=KeptWeights(folder / "kept"),
         )
         weights = {name: torch.tensor(Policy.WHOLE.truth(name, 0)) for name in WEIGHTS}
         for name in ("new", "kept"):

@@ -93,7 +93,6 @@ def test_only_the_policy_gets_weights_of_the_trainer(
         config,
         judge,
         devices=ServerDevices(placements=[]),
-        folder=tmp_path,
         keys=ServerKeys("a-key"),
     )
     manager.start()
@@ -107,9 +106,8 @@ def test_only_the_policy_gets_weights_of_the_trainer(
     for name in WEIGHTS:
         assert [t[name].tolist() for t in truths["policy"]] == [Policy.WHOLE.truth(name, 1)]
         assert [t[name].tolist() for t in truths["judge"]] == 2 * [Policy.WHOLE.truth(name, 7)]
-    kept = [Path(str(source)).parent for source, _ in launched["policy"][0].loads]
-    assert kept == [tmp_path, tmp_path]
-    assert [each.loads for each in launched["judge"]] == [[(judge, 0)], []]  # the rest by recovery
+    assert launched["policy"][0].loads == [(old, 0), (new, 1)]
+    assert [each.loads for each in launched["judge"]] == [[(judge, 0)], [(judge, 0)]]
     manager.shutdown()
 
 

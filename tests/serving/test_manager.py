@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from hybridrl.errors import DriftError
@@ -16,9 +15,7 @@ from hybridrl.metrics import Sum
 from hybridrl.sampler import Sample
 from hybridrl.serving.managed_servers import ManagedServers
 from hybridrl.serving.starting import start_servers
-from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.single_turn import single_turn
-from hybridrl.workers.sharding.weight_sender import WeightBroadcaster
 from tests.config.values import config_of
 from tests.serving.processes import engine_processes, wait_for_a_busy_process
 from tests.tiny_models import make_tiny_model
@@ -103,22 +100,3 @@ def test_new_weights_are_sampled_with_and_versions_compared(
     assert {sample.weight_version for sample in samples} == {7}
     with pytest.raises(DriftError, match=r"sampled with weights of version \[7\]"):
         servers.sample(PROMPTS, SAMPLING, version=8)
-
-
-@pytest.mark.shows("2.14")
-def test_broadcast_weights_are_bitwise_those_of_the_files(
-    servers: ManagedServers, other: Path
-) -> None:
-    sender = WeightBroadcaster(host="127.0.0.1", dtype=torch.float32, timeout_s=60.0)
-    try:
-        sender.begin()
-        for name, tensor in load_file(other / "model.safetensors").items():
-            sender.write(stage_by_reference([(name, tensor)]), [])
-        engine_processes()[1].kill()  # its replacement is in the new group
-        servers.update(sender.source(), version=9)
-    finally:
-        sender.close()
-    samples, _ = servers.sample(PROMPTS, SAMPLING, version=9)
-    assert tokens_of(samples) == tokens_of(expected(other))
-    assert {sample.weight_version for sample in samples} == {9}
-    assert len(engine_processes()) == 2

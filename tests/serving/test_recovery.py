@@ -23,7 +23,6 @@ from hybridrl.metrics import Sum
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
@@ -99,7 +98,6 @@ class Rig:
             self.plan,
             self._launch,
             config=rollout_config(start_timeout_s=20.0, stage_timeout_s=5.0),
-            kept=KeptWeights(Path(mkdtemp())),
         )
         self.server.start()
         folder = Path(mkdtemp())

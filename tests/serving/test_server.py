@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -23,13 +22,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig, WorkerType
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Sum
 from hybridrl.serving.group import ServerGroup
-from hybridrl.serving.kept_weights import KeptWeights
 from hybridrl.serving.plan import (
     EnginePlan,
     GroupPlan,
@@ -90,7 +88,6 @@ class Rig:
             plan,
             self._launch,
             config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=stage_timeout_s),
-            kept=KeptWeights(Path(mkdtemp())),
             observe=self._observe,
         )
         self.stays = {
@@ -120,10 +117,7 @@ class Rig:
         folder = Path(mkdtemp())
         weights = {name: torch.tensor(Policy.WHOLE.truth(name, version)) for name in WEIGHTS}
         save_file(weights, folder / "model.safetensors")
-        try:
-            self.server.update(folder, version=version)
-        finally:
-            shutil.rmtree(folder)
+        self.server.update(folder, version=version)
 
     def recover(self) -> dict[int, bool]:
         """Replace the lost engines one after another; say which serve now."""
@@ -428,20 +422,6 @@ def test_a_sleeping_group_gets_no_replacement_on_the_trainers_device() -> None:
     assert rig.recover() == {1: True}
     rig.update(1)
     rig.check_served(1)
-
-
-def test_the_newest_weights_are_kept_and_none_after_the_end(tmp_path: Path) -> None:
-    rig = started(plan_of(("regular", 1)))
-    for version in (1, 2):
-        rig.update(version)
-    files = list(tmp_path.rglob("*.safetensors"))
-    assert len(files) == 1
-    kept = load_file(files[0])
-    assert {name: kept[name].tolist() for name in WEIGHTS} == {
-        name: Policy.WHOLE.truth(name, 2) for name in WEIGHTS
-    }
-    rig.server.shutdown()
-    assert list(tmp_path.rglob("*.safetensors")) == []
 
 
 def test_a_load_from_files_may_take_as_long_as_a_start() -> None:

@@ -1,101 +1,289 @@
-"""Runs whose weights are broadcast to servers, of which one is killed in the middle of a sync."""
+"""Weights through one group into real SGLang servers, of which one may die, stall or stay away."""
 
 from __future__ import annotations
 
-import threading
+import os
+import signal
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import pytest
+import torch
 
-from tests.end_to_end.small import read_metrics
-from tests.sglang.test_run import processes_of, require_agreement
+from hybridrl.errors import EngineError, LedgerError
+from hybridrl.serving.starting import start_servers
+from hybridrl.workers.rollout.protocol import Receiver
+from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.weight_stream import buckets
+from hybridrl.workers.train.protocol import WeightSet
+from tests.config.values import config_of
+from tests.serving.processes import engine_processes
+from tests.sglang.engines import greedy_of_hugging_face, running_engine, server_spec, weights_of
+from tests.sglang.strangers import kill_server, server_of
+from tests.sglang.weights import GREEDY, PROMPTS, assert_serves
+from tests.tiny_models import make_tiny_model
+from tests.waiting import wait_until
+from tests.workers.rollout.engines import tokens_of
+from tests.workers.sharding.recording import Journal, RecordingTrainEngine
 
-NUM_STEPS = 6
-TIMEOUT_S = 1200
-"""For two kills, after each of which a server starts beside ranks that wait, on two cores."""
+CPU = torch.device("cpu")
+BUCKET_BYTES = 2**18
+STAGE_S = 6.0
 
-Victim = Literal["server", "process"]
+pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    # Buckets larger than the buffers of a socket: a member that is gone is missed at once.
+    return [make_tiny_model(root / str(seed), seed=seed, hidden_size=256) for seed in (11, 12)]
+
+
+@pytest.fixture(scope="module")
+def survivor(folders: list[Path]) -> Iterator[SGLangEngine]:
+    with running_engine(server_spec(folders[0])) as engine:
+        yield engine
+
+
+@pytest.fixture
+def victim(folders: list[Path]) -> Iterator[SGLangEngine]:
+    with running_engine(server_spec(folders[0])) as engine:
+        yield engine
+
+
+@pytest.fixture
+def group() -> Iterator[WeightGroup]:
+    group = WeightGroup(timeout_s=STAGE_S)
+    yield group
+    group.leave()
+    assert not group._clients
+
+
+def joining(*engines: SGLangEngine) -> Mapping[int, Receiver]:
+    for engine in engines:
+        engine.pause()
+        engine.drain(timeout_s=10.0)
+    return {index: engine.join() for index, engine in enumerate(engines)}
+
+
+def send_all(group: WeightGroup, folder: Path) -> None:
+    for bucket in buckets(weights_of(folder).items(), bucket_bytes=BUCKET_BYTES):
+        group.send(bucket)
+        group.wait_until_sent()
+    group.finish()
+
+
+def require_served(engine: SGLangEngine, folder: Path, *, version: int) -> None:
+    """Bit for bit those of the files, and the engine answers with them."""
+    engine.finish_update(version=version)
+    engine.compare_with_files(folder)
+    engine.continue_generation()
+    assert_serves(engine, folder)
+
+
+def begin_and_lose(group: WeightGroup, folder: Path) -> float:
+    """Send the second bucket, which not all get; return how long that took."""
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match="weights did not reach all servers"):
+        send_all(group, folder)
+    return time.monotonic() - begin
+
+
+@pytest.mark.shows("2.14")
+def test_two_servers_get_the_same_bits_in_each_sync_and_keep_their_group(
+    survivor: SGLangEngine, victim: SGLangEngine, group: WeightGroup, folders: list[Path]
+) -> None:
+    names = set()
+    for version, folder in enumerate([*folders, folders[0]]):
+        group.join(joining(survivor, victim), device=CPU)
+        send_all(group, folder)
+        names.add(group._name)
+        for engine in (survivor, victim):
+            require_served(engine, folder, version=version)
+    assert len(names) == 1
+    group.join(joining(survivor, victim), device=CPU)
+    send_all(group, folders[1])
+    survivor.finish_update(version=3)
+    with pytest.raises(LedgerError, match="weights of the rollout engine are not the trainer's"):
+        survivor.compare_with_files(folders[0])
+
+
 @pytest.mark.shows("4.12")
-def test_a_server_killed_in_a_broadcast_is_replaced_alone(tmp_path: Path) -> None:
-    has_ended = threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        killing = thread.submit(kill_in_broadcasts, tmp_path, ("server", "process"), has_ended)
-        try:
-            lines = require_agreement(
-                tmp_path,
-                *("recipes=calculator_cpu", "serving=own", "serving.weights=broadcast"),
-                "rollout.bucket_mib=1",  # so that a transfer takes longer than a look at it
-                *("eval.every_num_steps=0", "checkpoint.every_num_steps=0"),
-                "cluster.call_timeout_s=600",
-                num_steps=NUM_STEPS,
-                timeout_s=TIMEOUT_S,
-            )
-        finally:
-            has_ended.set()
-    assert killing.result() == 2
-    for name, count in (("lost_engines", 2), ("replaced_engines", 2), ("repeated_requests", 0)):
-        assert sum(line[f"rollout/{name}"] for line in lines) == count
-    assert all(line["agent/turns/mean"] > 1 for line in lines)
-    assert all(line["policy/grad_norm"] > 0 for line in lines)  # each version has other weights
+@pytest.mark.parametrize("is_first", [True, False], ids=["rank1", "rank2"])
+def test_a_server_killed_in_a_transfer_costs_itself_alone(
+    survivor: SGLangEngine,
+    victim: SGLangEngine,
+    group: WeightGroup,
+    folders: list[Path],
+    *,
+    is_first: bool,
+) -> None:
+    engines = (victim, survivor) if is_first else (survivor, victim)
+    pid = server_of(survivor).process.pid
+    group.join(joining(*engines), device=CPU)
+    send_all(group, folders[1])
+    old_name = group._name
+    weights = list(weights_of(folders[0]).items())
+    group.send(weights[:2])
+    group.wait_until_sent()
+    kill_server(victim)
+    assert begin_and_lose(group, folders[0]) < STAGE_S
+    assert group.failures.keys() == {engines.index(victim)}
+    group.join(joining(survivor), device=CPU)
+    assert group._name != old_name
+    send_all(group, folders[0])
+    require_served(survivor, folders[0], version=5)
+    assert server_of(survivor).process.pid == pid
 
 
-def kill_in_broadcasts(folder: Path, victims: Sequence[Victim], has_ended: threading.Event) -> int:
-    """Kill a member of a transfer to both engines, once for each kind; return how many were.
-
-    Two steps pass between them.
-    """
-    num_kills = 0
-    while num_kills < len(victims) and not has_ended.wait(0.2):
-        with suppress(psutil.NoSuchProcess, FileNotFoundError):
-            senders = senders_of(folder)
-            engines = processes_of(folder, "ray::EngineProcess")
-            is_due = len(read_metrics(folder / "run")) >= 2 * num_kills
-            if is_due and senders and len(engines) == 2:
-                num_kills += kill_in_transfer(senders[0], engines, victims[num_kills])
-    return num_kills
-
-
-def kill_in_transfer(
-    sender: psutil.Process, engines: Sequence[psutil.Process], victim: Victim
-) -> bool:
-    """Kill as soon as both engines are connected; False if they are not within some seconds."""
-    for _ in range(1000):
-        if all(is_connected(engine, sender) for engine in engines):
-            member_of(engines[-1], victim).kill()
-            return True
-        time.sleep(0.005)
-    return False
+def test_a_server_that_stalls_in_a_transfer_is_given_up_at_the_deadline(
+    survivor: SGLangEngine, victim: SGLangEngine, group: WeightGroup, folders: list[Path]
+) -> None:
+    group.join(joining(victim, survivor), device=CPU)
+    send_all(group, folders[1])
+    pid = server_of(survivor).process.pid
+    with stopped_server(victim):
+        seconds = begin_and_lose(group, folders[0])
+    assert STAGE_S - 1 < seconds < 2 * STAGE_S
+    assert group.failures.keys() == {0}
+    group.join(joining(survivor), device=CPU)
+    send_all(group, folders[0])
+    require_served(survivor, folders[0], version=6)
+    assert server_of(survivor).process.pid == pid
 
 
-def senders_of(folder: Path) -> list[psutil.Process]:
-    return [one for one in processes_of(folder, "python") if sends(one)]
+def test_a_server_that_never_joins_keeps_nobody_waiting(
+    survivor: SGLangEngine, victim: SGLangEngine, group: WeightGroup, folders: list[Path]
+) -> None:
+    receivers = joining(survivor, victim)
+    with (
+        stopped_server(victim),
+        pytest.raises(EngineError, match=r"it took over 6 s \(rollout\.stage_timeout_s\)"),
+    ):
+        group.join(receivers, device=CPU)
+    assert group.failures.keys() == {1}
+    kill_server(victim)
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match="engine 1: "):
+        group.join(receivers, device=CPU)
+    assert time.monotonic() - begin < STAGE_S
+    group.join(joining(survivor), device=CPU)
+    send_all(group, folders[1])
+    require_served(survivor, folders[1], version=7)
 
 
-def sends(process: psutil.Process) -> bool:
-    words = process.cmdline()
-    return any("weight_sender_child" in word for word in words) and "guard.py" not in str(words)
+def test_a_server_that_refuses_a_bucket_is_at_fault_alone(
+    survivor: SGLangEngine, victim: SGLangEngine, group: WeightGroup, folders: list[Path]
+) -> None:
+    group.join(joining(survivor, victim), device=CPU)
+    server_of(victim).require_success("/end_weight_update")
+    assert begin_and_lose(group, folders[0]) < STAGE_S
+    assert group.failures.keys() == {1}
+    assert "must run between begin_weight_update" in group.failures[1]
+    group.join(joining(survivor), device=CPU)
+    send_all(group, folders[0])
+    require_served(survivor, folders[0], version=8)
 
 
-def is_connected(engine: psutil.Process, sender: psutil.Process) -> bool:
-    """Whether an engine is in the group of a transfer, or about to join it."""
-    ports = {link.laddr.port for link in sender.net_connections("tcp")}
-    links = engine.net_connections("tcp")
-    return any(link.raddr and link.raddr.port in ports for link in links)
+class FolderTrainer(RecordingTrainEngine):
+    """Sends the weights of a folder; on their second bucket it may be told to do something."""
+
+    folder: Path
+    in_transfer: Callable[[], None] | None = None
+
+    def full_weights(
+        self, weight_set: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        num_bytes = 0
+        for name, tensor in weights_of(self.folder).items():
+            num_bytes += tensor.nbytes
+            if num_bytes > 2**21 and self.in_transfer is not None:
+                act, self.in_transfer = self.in_transfer, None
+                act()
+            yield name, tensor
 
 
-def member_of(engine: psutil.Process, victim: Victim) -> psutil.Process:
-    """The process of an engine, or the server below it."""
-    if victim == "process":
-        return engine
-    children = engine.children(recursive=True)
-    return next(one for one in children if one.name().startswith("sglang::"))
+def schedulers() -> list[psutil.Process]:
+    """Those of the engines that the manager has."""
+    below = [each for one in engine_processes() for each in one.children(recursive=True)]
+    return [each for each in below if each.name().startswith("sglang::scheduler")]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.shows("2.14", "4.12")
+def test_what_a_transfer_or_a_phase_loses_is_replaced_with_the_newest_weights(
+    folders: list[Path],
+) -> None:
+    config = config_of(
+        *("serving=own", "rollout=sglang", "serving.weights=broadcast", "rollout.bucket_mib=1"),
+        *("data.max_prompt_tokens=36", "rollout.max_response_tokens=16", "data.max_digits=11"),
+        *("rollout.stage_timeout_s=60", "cluster.call_timeout_s=300"),
+    )
+    trainer = FolderTrainer(Journal())
+    with start_servers(config, folders[0], variables={}) as servers:
+        rank = ShardingManager(
+            engine=servers,
+            config=config.rollout,
+            meter=PeakMeter(CPU),
+            control=ControlGroup(timeout_s=30.0),
+            call_timeout_s=300.0,
+        )
+        rank.attach_policy(trainer)
+
+        def require_new(version: int) -> None:
+            rank.weights_changed(version=version)
+            trainer.folder = folders[version % 2]
+            with rank.rollout_phase():
+                require_sampled(version)
+
+        def require_sampled(version: int) -> None:
+            samples, _ = servers.sample(PROMPTS, GREEDY, version=version)
+            expected = greedy_of_hugging_face(folders[version % 2], PROMPTS, num_tokens=8)
+            assert tokens_of(samples) == tokens_of(expected)
+            assert {sample.weight_version for sample in samples} == {version}
+
+        require_new(0)
+        before = {each.pid for each in schedulers()}
+        require_new(1)
+        assert {each.pid for each in schedulers()} == before
+        victim = schedulers()[1]
+        trainer.in_transfer = victim.kill
+        require_new(2)
+        assert trainer.in_transfer is None
+        after = {each.pid for each in schedulers()}
+        assert len(after) == 2
+        assert after & before == before - {victim.pid}
+        [lost] = [each for each in schedulers() if each.pid in before]
+        with rank.rollout_phase():
+            lost.kill()  # the trainer is not asked: its weights may be others by now
+            wait_until(lambda: len(schedulers()) == 1)
+            require_sampled(2)
+            wait_until(lambda: len(schedulers()) == 2, deadline_s=100)
+            next(each for each in schedulers() if each.pid in after).kill()
+            require_sampled(2)  # by what came in its place
+        rank.shutdown()
+
+
+class stopped_server:
+    """All processes of a server get SIGSTOP; they go on at the end, unless they are gone."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        root = psutil.Process(server_of(engine).process.pid)
+        self._all = [root, *root.children(recursive=True)]
+
+    def __enter__(self) -> None:
+        for process in self._all:
+            os.kill(process.pid, signal.SIGSTOP)
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._all:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)

@@ -12,10 +12,10 @@ from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.weight_proof import WeightFolder
 from hybridrl.workers.train.protocol import TrainEngine
 from tests.sglang.engines import sglang_config
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.utils import init_custom_process_group
 
 from hybridrl.env import python_path
 from hybridrl.models.experts import StoredNames
@@ -26,7 +25,7 @@ from hybridrl.models.load import build_empty_model
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec, environment
-from hybridrl.workers.rollout.sglang.broadcast import BroadcastTransport
+from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.transports import DiskTransport
@@ -195,21 +194,22 @@ def sent_by_a_run(
             engine.run(single_turn(make_prompts((3,)), sampling_params(group=2, stop=(5,))))
         engine.pause()
         engine.unload_adapter()
-        for transport in (_lonely_broadcast(), DiskTransport(is_sender=True, dtype=torch.float32)):
-            engine.transport = transport
-            sync(engine, weights_of(folder), version=2)
-            transport.leave(engine._server)
+        group = LonelyGroup(timeout_s=10.0)
+        group.join({0: engine.join()}, device=torch.device("cpu"))
+        group.send(list(weights_of(folder).items()))
+        group.finish()
+        group.leave()
+        engine.finish_update(version=2)
+        engine.transport = DiskTransport(is_sender=True, dtype=torch.float32)
+        sync(engine, weights_of(folder), version=2)
     return calls_in(calls)
 
 
-def _lonely_broadcast() -> BroadcastTransport:
-    """Its group has no member but the sender."""
+class LonelyGroup(WeightGroup):
+    """Its servers answer, and never come."""
 
-    def join(*, world_size: int, **given: Any) -> torch.distributed.ProcessGroup:
-        assert world_size == 2
-        return init_custom_process_group(world_size=1, **given)
-
-    return BroadcastTransport(timeout_s=10.0, join=join, dtype=torch.float32)
+    def _form(self, host: str, size: int) -> None:
+        assert size == 2
 
 
 ROUTES = {

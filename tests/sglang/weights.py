@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrl.workers.rollout.protocol import WeightSender
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.sglang.weights import build_broadcast, build_transport
+from hybridrl.workers.rollout.sglang.weights import build_transport
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_stream import Load, StreamReport, stream_weights
@@ -26,13 +26,11 @@ BUCKET_BYTES = 2**14
 def use_transport(engine: SGLangEngine, transport: str) -> None:
     """Let a server that serves many tests get its weights by another way from here on."""
     engine.transport.forget()
-    config = sglang_config()
-    engine.transport = (
-        build_broadcast(config)  # as a server that others run gets them
-        if transport == "broadcast"
-        else build_transport(
-            config, device=torch.device("cpu"), is_sender=True, from_disk=transport == "disk"
-        )
+    engine.transport = build_transport(
+        sglang_config(),
+        device=torch.device("cpu"),
+        is_sender=True,
+        from_disk=transport == "disk",
     )
 
 

@@ -7,10 +7,10 @@ the syntax tree to check that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -42,6 +42,18 @@ class WeightMemory:
 
     Must be backed up to survive a release.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """A server that takes weights out of a process group."""
+
+    url: str
+    key: str = field(repr=False)
+    num_ranks: int
+
+    start: str
+    """Name of this start of the server: another one is not in the groups of this."""
 
 
 class WeightSender(Protocol):
@@ -234,4 +246,21 @@ class RolloutEngine(WeightSender, Protocol):
 
     def shutdown(self) -> None:
         """End the engine for good; idempotent."""
+        ...
+
+
+@runtime_checkable
+class ReceivingEngine(Protocol):
+    """An engine whose server can join a group with the rank that gathers the weights."""
+
+    def join(self) -> Receiver:
+        """Open an update whose buckets come through a group; ``finish_update`` closes it."""
+        ...
+
+    def compare_with_files(self, folder: Path) -> None:
+        """Compare what came through a group bitwise with the safetensors of ``folder``.
+
+        Raises:
+            LedgerError: names the tensors that differ, by the engine's names.
+        """
         ...

@@ -103,7 +103,7 @@ class FusedEngines:
     def run(
         self,
         stage: str,
-        action: Callable[[ManagedEngine], None],
+        action: Callable[[ManagedEngine], object],
         *,
         members: Collection[int],
         loads_files: bool = False,

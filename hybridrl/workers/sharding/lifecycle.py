@@ -38,7 +38,7 @@ from hybridrl.workers.sharding.states import (
 log = logging.getLogger(__name__)
 
 
-Action = Callable[[ManagedEngine], None]
+Action = Callable[[ManagedEngine], object]
 
 
 class EngineSet(Protocol):

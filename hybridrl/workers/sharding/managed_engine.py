@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import trace
-from hybridrl.errors import EngineError
+from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.rollout.protocol import MemoryTag, RolloutEngine
+from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, ReceivingEngine, RolloutEngine
 from hybridrl.workers.rollout.stage_time import left_s
 from hybridrl.workers.sharding.ledger import WeightLedger
 from hybridrl.workers.sharding.memory import (
@@ -170,6 +170,26 @@ class ManagedEngine:
         """
         self.ledger.require_covered()
         self.engine.finish_update(version=version)
+
+    def join(self) -> Receiver:
+        """Let weights come through a group; ``note_arrived`` ends that."""
+        return self._receiving().join()
+
+    def note_arrived(self, names: Collection[str], *, version: int) -> None:
+        """Close a sync whose tensors came through a group."""
+        self.begin_part(names)
+        self.ledger.receive(names)
+        self.finish_update(version=version)
+
+    def compare_with_files(self, folder: Path) -> None:
+        """Compare what came through a group; this start of the engine is verified then."""
+        self._receiving().compare_with_files(folder)
+        self.is_proved = True
+
+    def _receiving(self) -> ReceivingEngine:
+        if not isinstance(self.engine, ReceivingEngine):
+            raise PhaseError("this engine has no server that could join; set serving.weights=files")
+        return self.engine
 
     @property
     def is_proof_due(self) -> bool:

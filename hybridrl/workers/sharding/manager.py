@@ -20,8 +20,7 @@ from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.mixed_engines import MixedEngines, MixedRollout
-from hybridrl.workers.sharding.served_engines import ServedEngines, Servers
+from hybridrl.workers.sharding.served_engines import MixedRollout, ServedEngines, Servers
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import OffloadableModel, TrainEngine
 
@@ -69,7 +68,7 @@ class ShardingManager:
         self._stages: Metrics = {}
         self._is_rollout_open = False
         self._colocated = ColocatedEngines(device=device, control=control)
-        self._engines: FusedEngines | ServedEngines | MixedEngines
+        self._engines: FusedEngines | ServedEngines
         if isinstance(engine, Servers):
             self._engines = ServedEngines(engine, config=config, device=device, control=control)
         else:
@@ -86,10 +85,9 @@ class ShardingManager:
             )
             self._colocated.engine_bytes = fused.torch_bytes
             if isinstance(engine, MixedRollout):
-                served = ServedEngines(
-                    engine.servers, config=config, device=device, control=control
+                self._engines = ServedEngines(
+                    engine.servers, config=config, device=device, control=control, fused=fused
                 )
-                self._engines = MixedEngines(fused, served)
         if self._engines.managed is not None:
             self._engines.managed.neighbours = self._colocated.holders
         self._life = LifeCycle(
@@ -181,7 +179,7 @@ class ShardingManager:
 
     def shutdown(self) -> None:
         """End this rank's rollout engine, and remove the weights published for others."""
-        if not isinstance(self._engines, FusedEngines):
+        if isinstance(self._engines, ServedEngines):
             self._engines.close()
         if self._engines.managed is not None:
             self._engines.managed.engine.shutdown()

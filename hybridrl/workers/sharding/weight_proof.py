@@ -11,78 +11,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
-from hybridrl.errors import EngineError
-from hybridrl.json_text import to_json_text
-from hybridrl.workers.rollout.buckets import StagedBucket
+from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import ControlGroup
-
-_INDEX = "model.safetensors.index.json"
-_IF_FULL = ", or rollout.verify_weights=never"
-
-
-class WeightFolder:
-    """The safetensors of a Hugging Face folder, written bucket by bucket on the engine's node."""
-
-    def __init__(
-        self, folder: Path, *, dtype: torch.dtype | None = None, if_full: str = _IF_FULL
-    ) -> None:
-        """Write nothing yet.
-
-        Args:
-            folder: that exists.
-            dtype: of floating-point tensors in the files: the engine's, in which weights travel.
-                None: as they come.
-            if_full: text to type if the disk has no room.
-        """
-        self.folder = folder
-        self._dtype = dtype
-        self._if_full = if_full
-        self._file_of: dict[str, str] = {}
-        self._num_files = 0
-
-    def write(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Write one bucket, staged by reference, to a file of its own.
-
-        Raises:
-            EngineError: the disk is full, or not writable.
-        """
-        self._num_files += 1
-        file_name = f"model-{self._num_files:05d}.safetensors"
-        tensors = {
-            name: self._as_sent(tensor).cpu().contiguous() for name, tensor in staged.tensors
-        }
-        try:
-            save_file(tensors, self.folder / file_name, metadata={"format": "pt"})
-            self._file_of |= dict.fromkeys(tensors, file_name)
-            index = {"metadata": {}, "weight_map": self._file_of}
-            (self.folder / _INDEX).write_text(to_json_text(index), encoding="utf-8")
-        except (OSError, SafetensorError) as error:
-            raise EngineError(
-                f"weights could not be written to {self.folder}: {error}; set TMPDIR to a disk "
-                f"with room for the model{self._if_full}"
-            ) from error
-
-    def _as_sent(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        if self._dtype is None or not tensor.is_floating_point():
-            return tensor
-        return tensor.to(self._dtype)
-
-    def remove(self) -> None:
-        """Remove the folder with all that was written. Idempotent."""
-        with suppress(FileNotFoundError):
-            for file in self.folder.iterdir():
-                file.unlink(missing_ok=True)
-            self.folder.rmdir()
 
 
 @contextmanager

@@ -10,17 +10,12 @@ import torch
 from torch import Tensor
 
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, tensors_in
-from hybridrl.workers.rollout.sglang.broadcast import BroadcastTransport
-from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
+from hybridrl.workers.rollout.sglang.transports import SharedTransport, Transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_stream import stream_weights
 
 CPU = torch.device("cpu")
 NUM_BUCKETS = 6
-
-
-def _never(**_: object) -> torch.distributed.ProcessGroup:
-    raise AssertionError("nothing is sent here")
 
 
 def _shared(num_ranks: int) -> Transport:
@@ -32,8 +27,6 @@ def _shared(num_ranks: int) -> Transport:
 TRANSPORTS = {
     "shared": lambda: _shared(1),
     "shared by two ranks": lambda: _shared(2),
-    "disk": lambda: DiskTransport(is_sender=True, dtype=torch.float32),
-    "broadcast": lambda: BroadcastTransport(timeout_s=5.0, join=_never, dtype=torch.float32),
 }
 
 

@@ -111,7 +111,7 @@ class LocalSet:
     def run(
         self,
         stage: str,
-        action: Callable[[ManagedEngine], None],
+        action: Callable[[ManagedEngine], object],
         *,
         members: Collection[int],
     ) -> Failures:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -22,9 +23,8 @@ from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.lent_engines import LentEngines
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.mixed_engines import MixedRollout
+from hybridrl.workers.sharding.served_engines import MixedRollout
 from hybridrl.workers.sharding.states import State
-from hybridrl.workers.sharding.weight_files import WeightSource
 from tests.ranks import run_ranks
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.sharding.recording import (
@@ -260,8 +260,9 @@ def test_both_kinds_get_the_weights_of_each_step() -> None:
     for _ in range(3):
         mixed.cycle()
     assert [version for _, version in mixed.servers.updates] == [0, 1, 2]
-    assert not any(folder.exists() for folder in mixed.servers.folders())
+    assert [folder.exists() for folder in mixed.servers.folders()] == [False, False, True]
     mixed.device.manager.shutdown()
+    assert not any(folder.exists() for folder in mixed.servers.folders())
 
 
 class WatchingServers(RecordingServers):
@@ -272,7 +273,7 @@ class WatchingServers(RecordingServers):
         self.engine = engine
         self.seen: list[tuple[int | None, bool]] = []
 
-    def update(self, source: WeightSource, *, version: int) -> None:
+    def update(self, source: Path, *, version: int) -> None:
         super().update(source, version=version)
         self.seen.append((self.engine.version, self.engine.is_admitting))
 
@@ -281,7 +282,7 @@ def test_own_engines_load_after_the_fused_and_before_these_serve() -> None:
     mixed = Mixed()
     assert mixed.device.engine is not None
     servers = WatchingServers(mixed.device.engine)
-    mixed.device.manager._engines._served._servers = servers  # type: ignore[union-attr]
+    mixed.device.manager._engines._servers = servers  # type: ignore[union-attr]
     mixed.servers = servers
     for _ in range(3):
         mixed.cycle()

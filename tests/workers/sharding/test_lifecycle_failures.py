@@ -319,7 +319,7 @@ class UnreachableSet(LocalSet):
     lost_in = ""
 
     def run(
-        self, stage: str, action: Callable[[ManagedEngine], None], *, members: Collection[int]
+        self, stage: str, action: Callable[[ManagedEngine], object], *, members: Collection[int]
     ) -> Failures:
         failures = super().run(stage, action, members=members)
         self._lose(stage)

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.config.serving import WeightRoute
-from hybridrl.errors import ServerDiedError
+from hybridrl.errors import EngineError, ServerDiedError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.models.load import WeightFiles
 from hybridrl.sampler import Sample, SamplingParams
-from hybridrl.workers.sharding import served_engines, weight_proof
+from hybridrl.workers.rollout import weight_folder
+from hybridrl.workers.rollout.buckets import StagedBucket
+from hybridrl.workers.sharding import served_engines
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.served_engines import Servers
-from hybridrl.workers.sharding.weight_broadcast import WeightOffer, receiving
-from hybridrl.workers.sharding.weight_files import WeightSource
 from tests.ranks import run_ranks
 from tests.workers.sharding.recording import (
     CPU,
@@ -43,7 +43,11 @@ class RecordingServers(Servers):
         self.weights_by_name: dict[str, Tensor] = {}
         self.weights = weights
         self.version = -1
-        self.updates: list[tuple[WeightSource, int]] = []
+        self.updates: list[tuple[Path, int]] = []
+        self.begun: list[int] = []
+        self.ended: list[str] = []
+        """Reasons of the broadcasts that ended; empty: they succeeded."""
+        self.has_left = False
         self.errors: list[Exception] = []
         self.is_gone = False
         self.takes_s = 0.0
@@ -54,23 +58,37 @@ class RecordingServers(Servers):
             raise ServerDiedError("the manager is gone")
         return self.version != version
 
-    def update(self, source: WeightSource, *, version: int) -> None:
+    def update(self, source: Path, *, version: int) -> None:
         self.updates.append((source, version))
         time.sleep(self.takes_s)
         if self.errors:
             raise self.errors.pop(0)
-        if isinstance(source, WeightOffer):
-            with receiving(source.to_group(1), timeout_s=20.0) as buckets:
-                for bucket in buckets:
-                    self.weights_by_name |= {name: tensor.clone() for name, tensor in bucket}
-        else:
-            assert WeightFiles(source).names == set(WEIGHTS)
-            for file in source.glob("*.safetensors"):
-                self.weights_by_name |= load_file(file)
+        assert WeightFiles(source).names == set(WEIGHTS)
+        for file in source.glob("*.safetensors"):
+            self.weights_by_name |= load_file(file)
         self.version = version
 
+    def begin_update(self, *, version: int, device: torch.device) -> None:
+        self.begun.append(version)
+        self.weights_by_name = {}
+
+    def send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.weights_by_name |= {name: tensor.clone() for name, tensor in staged.tensors}
+
+    def end_update(self, *, reason: str = "") -> None:
+        self.ended.append(reason)
+        time.sleep(self.takes_s)
+        if reason:
+            raise StageError("sync", {1: reason}, of="engine")
+        self.version = self.begun[-1]
+
+    def leave(self) -> None:
+        self.has_left = True
+
     def folders(self) -> list[Path]:
-        return [source for source, _ in self.updates if isinstance(source, Path)]
+        return [source for source, _ in self.updates]
 
     def sample(
         self,
@@ -103,6 +121,10 @@ def pass_phase(manager: ShardingManager) -> None:
         assert engine is None
 
 
+def versions_of(servers: RecordingServers) -> list[int]:
+    return servers.begun or [version for _, version in servers.updates]
+
+
 def require_sent(servers: RecordingServers, trainer: RecordingTrainEngine) -> None:
     assert servers.weights_by_name.keys() == WEIGHTS.keys()
     for name, tensor in trainer.weights_of(list(WEIGHTS)):
@@ -116,7 +138,7 @@ def test_servers_get_weights_that_they_lack(weights: WeightRoute) -> None:
     pass_phase(manager)
     require_sent(servers, trainer)
     pass_phase(manager)
-    assert [version for _, version in servers.updates] == [0]
+    assert versions_of(servers) == [0]
     num_bytes = sum(tensor.nbytes for tensor in servers.weights_by_name.values())
     assert manager.take_metrics()["memory/synced_bytes"] == Sum(num_bytes)
     assert "memory/synced_bytes" not in manager.take_metrics()
@@ -124,10 +146,14 @@ def test_servers_get_weights_that_they_lack(weights: WeightRoute) -> None:
     manager.weights_changed(version=1)
     pass_phase(manager)
     require_sent(servers, trainer)
-    assert [version for _, version in servers.updates] == [0, 1]
-    assert not any(folder.exists() for folder in servers.folders())
+    assert versions_of(servers) == [0, 1]
+    # The newest stay: an engine that replaces another one within a phase loads them.
+    exist = [folder.exists() for folder in servers.folders()]
+    assert exist == ([False, True] if weights == "files" else [])
     assert trainer.asked == {torch.float32}  # of the engines
     manager.shutdown()
+    assert not any(folder.exists() for folder in servers.folders())
+    assert servers.has_left
 
 
 def test_an_update_is_tried_three_times() -> None:
@@ -140,15 +166,47 @@ def test_an_update_is_tried_three_times() -> None:
     manager.shutdown()
 
 
-def test_a_broadcast_is_tried_again_with_a_new_sender() -> None:
+def test_a_broadcast_is_tried_again_from_its_first_bucket() -> None:
     servers = RecordingServers("broadcast")
-    servers.errors = [StageError("sync", {0: "gone"}, of="engine")]
+    servers.errors = [EngineError("the second is gone")]
     manager, trainer = rank_with(servers)
     pass_phase(manager)
     require_sent(servers, trainer)
-    first, second = (source for source, _ in servers.updates if isinstance(source, WeightOffer))
-    assert first.port != second.port
+    assert servers.begun == [0, 0]
+    assert servers.ended == ["rank 0: EngineError: the second is gone", ""]
     manager.shutdown()
+
+
+def test_a_broadcast_is_given_up_after_three_tries() -> None:
+    servers = RecordingServers("broadcast")
+    servers.errors = [EngineError("gone again") for _ in range(4)]
+    manager, _ = rank_with(servers)
+    with pytest.raises(StageError, match=r"sync failed on rank 0: .* engine 1: .*gone again"):
+        pass_phase(manager)
+    assert len(servers.ended) == 3
+    manager.shutdown()
+
+
+def _broadcast_from_a_rank(rank: int) -> tuple[int, str]:
+    servers = RecordingServers("broadcast")
+    servers.errors += [EngineError("gone")] * (rank == 0)
+    manager, trainer = rank_with(servers)
+    pass_phase(manager)
+    if rank == 0:
+        require_sent(servers, trainer)
+    servers.errors += [EngineError("gone")] * 3 * (rank == 0)
+    servers.version = -1
+    try:
+        pass_phase(manager)
+    except StageError as error:
+        return len(servers.begun), str(error)
+    return len(servers.begun), ""
+
+
+def test_one_rank_broadcasts_and_all_fail_and_try_again_alike() -> None:
+    first, second = run_ranks(2, _broadcast_from_a_rank)
+    assert (first[0], second[0]) == (5, 0)
+    assert first[1] == second[1] != ""
 
 
 def test_a_failed_update_is_raised_and_leaves_no_files() -> None:
@@ -157,11 +215,12 @@ def test_a_failed_update_is_raised_and_leaves_no_files() -> None:
     manager, trainer = rank_with(servers)
     with pytest.raises(StageError, match="ServerDiedError: all engines are gone"):
         pass_phase(manager)
-    assert not servers.folders()[0].exists()
     manager.require_training()
     pass_phase(manager)
+    assert not servers.folders()[0].exists()
     require_sent(servers, trainer)
     manager.shutdown()
+    assert not servers.folders()[1].exists()
 
 
 def _serve_on_a_rank(rank: int) -> tuple[int, str]:
@@ -199,7 +258,7 @@ def test_weights_that_cannot_be_written_are_never_sent(monkeypatch: pytest.Monke
     servers = RecordingServers()
     manager, _ = rank_with(servers)
     with monkeypatch.context() as patch:
-        patch.setattr(weight_proof, "save_file", refuse)
+        patch.setattr(weight_folder, "save_file", refuse)
         with pytest.raises(StageError, match=r"no space left .*serving\.weights=broadcast"):
             pass_phase(manager)
     assert servers.updates == []

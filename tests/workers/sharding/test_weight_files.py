@@ -1,9 +1,10 @@
-"""Weights from files or a sender, compared on demand with what the engine loads from files."""
+"""Weights from files or from the copy of a broadcast, compared on demand with those of files."""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,12 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.errors import LedgerError
-from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.weight_broadcast import WeightOffer
-from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
-from hybridrl.workers.sharding.weight_sender import WeightBroadcaster
+from hybridrl.workers.sharding.weight_files import WeightCopy, WeightSource, load_weights
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import rollout_config
 from tests.workers.train.engines import CPU
@@ -56,23 +55,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(managed: ManagedEngine, source: WeightSource, *, version: int) -> None:
-    if isinstance(source, WeightOffer):
-        source = source.to_group(1)
-    load_weights(managed, source, version=version, bucket_bytes=2**14, timeout_s=60.0)
+    load_weights(managed, source=source, version=version, bucket_bytes=2**14)
 
 
 @pytest.fixture(scope="module", params=["files", "broadcast"])
-def source(request: pytest.FixtureRequest, folder: Path) -> object:
+def source(request: pytest.FixtureRequest, folder: Path) -> WeightSource:
     if request.param == "files":
-        yield folder
-        return
-    sender = WeightBroadcaster(host="127.0.0.1", dtype=torch.float32, timeout_s=60.0)
-    try:
-        sender.begin()
-        sender.write(stage_by_reference(list(load_file(folder / "model.safetensors").items())), [])
-        yield sender.source()
-    finally:
-        sender.close()
+        return folder
+    weights = list(load_file(folder / "model.safetensors").items())
+    buckets = (weights[:7], weights[7:])
+    return WeightCopy(frozenset(dict(weights)), tuple(partial(list, each) for each in buckets))
 
 
 @pytest.mark.parametrize(("verified", "counts"), [("never", 0), ("first", 1), ("always", 3)])

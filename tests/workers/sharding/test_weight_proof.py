@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding import weight_proof
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.weight_proof import WeightFolder
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params

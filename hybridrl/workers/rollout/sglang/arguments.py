@@ -125,15 +125,13 @@ class ServerSpec:
 
     @property
     def by_broadcast(self) -> bool:
-        """Whether weights reach the server through a process group."""
+        """Whether weights reach a server that others run through a process group."""
         return self.elsewhere is not None and self.elsewhere.weights == "broadcast"
 
     @property
     def from_disk(self) -> bool:
-        """Whether the server reads weights from files."""
-        if self.elsewhere is not None:
-            return self.elsewhere.weights == "files"
-        return self.rollout.transport == "disk"
+        """Whether the server reads weights from files, where they do not come through a group."""
+        return self.elsewhere is not None or self.rollout.transport == "disk"
 
     @property
     def saves_memory(self) -> bool:
@@ -202,7 +200,7 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Argu
     if spec.device == "cpu":
         arguments |= _CPU | {
             "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + CONTEXT_SLACK),
-            "mem_fraction_static": 0.1,  # of the host's memory; the line above sets the limit
+            "mem_fraction_static": 0.6,  # less fails beside others; the line above sets the limit
         }
     if spec.lora is not None:
         arguments |= _adapter_arguments(spec.lora, spec.device)

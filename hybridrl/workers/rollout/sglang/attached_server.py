@@ -7,12 +7,10 @@ of its weights contain a name of this attachment: versions of two runs are never
 from __future__ import annotations
 
 import logging
-import socket
 import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from hybridrl.config.rollout import FLUSH_TIMEOUT_S
 from hybridrl.errors import (
@@ -22,7 +20,6 @@ from hybridrl.errors import (
     ExternalEngineError,
     ServerDiedError,
 )
-from hybridrl.network import LOOPBACK
 from hybridrl.workers.rollout.sglang import server_questions
 from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import Capability
@@ -82,8 +79,6 @@ class AttachedServer(ServerCalls):
             self.end()
             raise
         self.start_s = time.monotonic() - begin
-        if elsewhere.weights == "broadcast":
-            self.own_address = _address_towards(elsewhere.url)
 
     @property
     def url(self) -> str:
@@ -216,17 +211,3 @@ class AttachedServer(ServerCalls):
                 f"{self.url}: {error}; it must see the same folder ({folder}): point TMPDIR at a "
                 "disk that both share, start it as the same user, or set serving.weights=broadcast"
             ) from error
-
-
-def _address_towards(url: str) -> str:
-    """Return the address of this machine on the way to a server; sends nothing."""
-    parts = urlsplit(url)
-    try:
-        family, kind, *_, place = socket.getaddrinfo(
-            parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return LOOPBACK

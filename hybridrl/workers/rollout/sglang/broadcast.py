@@ -1,139 +1,294 @@
-"""Weights through a process group of one sender and the ranks of a server that others run."""
+"""Weights from the rank that gathers them into servers: one process group with the ranks of all.
+
+This process is rank 0. Each bucket is described to the servers over HTTP, and broadcast tensor by
+tensor out of the memory in which it was gathered: NCCL from GPUs, gloo from CPUs. A group never
+outlives a failure, and no name is used twice.
+"""
 
 from __future__ import annotations
 
+import gc
+import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.network import host_and_port
-from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.rollout.sglang.process import free_port
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
-from hybridrl.workers.rollout.sglang.transports import Transport, on_the_host
+from hybridrl.network import LOOPBACK, bind
+from hybridrl.workers.rollout.buckets import Bucket
+from hybridrl.workers.rollout.protocol import Receiver
+from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
+from hybridrl.workers.rollout.stage_time import left_s
 
 _POLL_S = 0.0005
-_BACKEND = "gloo"
+_ANYWHERE = "0.0.0.0"
+_FREED_SHARE, _FREED_S = 0.2, 10.0
+"""Seconds in which a server that was freed answers: a share of the stage, and at most so many."""
+
+_GLOO: Any = dist.ProcessGroupGloo  # whose stub lacks most of it
 
 
-JoinGroup = Callable[..., dist.ProcessGroup]
-"""Makes a process group beside the default one, as the server does at its end."""
+class WeightGroup:
+    """A group with the servers of the last update; one that was started since needs another."""
 
-
-class BroadcastTransport(Transport):
-    """One broadcast a bucket over gloo, out of host memory: the sender has no device."""
-
-    def __init__(self, *, timeout_s: float, join: JoinGroup, dtype: torch.dtype) -> None:
-        """Connect when first used.
+    def __init__(self, *, timeout_s: float) -> None:
+        """Have no member yet.
 
         Args:
-            timeout_s: seconds that one broadcast may take.
+            timeout_s: seconds for the group to form, and for each bucket.
         """
-        super().__init__(stages_bytes=True, allocate=on_the_host, dtype=dtype)
+        self.failures: dict[int, str] = {}
+        """Servers by whose fault the last transfer broke off, with reasons."""
         self._timeout_s = timeout_s
-        self._join = join
+        self._device = torch.device("cpu")
+        self._freed_s = min(_FREED_S, _FREED_SHARE * timeout_s)
         self._name = ""
-        self._group: dist.ProcessGroup | None = None
+        self._receivers: Mapping[int, Receiver] = {}
+        self._clients: dict[int, ServerClient] = {}
+        self._group: Any = None
+        self._store: Any = None
+        self._works: list[dist.Work] = []
+        self._answers: dict[int, Future[Any]] = {}
 
-    def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Broadcast a bucket while the server gets its description.
+    def join(self, receivers: Mapping[int, Receiver], *, device: torch.device) -> None:
+        """Form a group with these servers; one with the same is kept.
 
-        A server that refuses does not take part, so its answer is watched from the beginning. After
-        any refusal the group is left: a half-sent bucket in it would be taken for the next one.
+        Args:
+            device: from which tensors are sent.
+
+        Raises:
+            EngineError: not all came; ``failures`` has those at fault.
         """
-        if staged.flat is None:
+        self.failures = {}
+        if self._receivers == receivers:
             return
-        group = self._group or self._connect(server)
-        answer = server.start(
-            "/update_weights_from_distributed",
-            names=[span.name for span in staged.spans],
-            dtypes=[str(span.dtype).removeprefix("torch.") for span in staged.spans],
-            shapes=[list(span.shape) for span in staged.spans],
-            group_name=self._name,
-            load_format="flattened_bucket",
-            flush_cache=False,
+        self.leave()
+        if not receivers:
+            return
+        self._device = device
+        self._name = f"hybridrl-{uuid.uuid4().hex}"
+        own = {index: _address_towards(each.url) for index, each in receivers.items()}
+        host = own[min(own)] if len(set(own.values())) == 1 else _ANYWHERE
+        size = 1 + sum(each.num_ranks for each in receivers.values())
+        listening = bind(host)
+        listening.listen(size)
+        port, first_rank = listening.getsockname()[1], 1
+        self._store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._timeout_s),
+            master_listen_fd=listening.detach(),  # the store closes it
         )
-        work = dist.broadcast(staged.flat, src=0, group=group, async_op=True)
-        while not (answer.done() or work.is_completed()):
-            time.sleep(_POLL_S)
-        try:
-            answer.result()
-            _wait(work)
-        except (EngineError, DeadlineError) as error:
-            self._leave(server, work, asks=not isinstance(error, DeadlineError))
-            raise
-
-    def leave(self, server: ServerCalls) -> None:
-        """End the group, so that the server keeps nothing of it."""
-        if self._group is not None:
-            self._destroy_at(server)
-            self.forget()
-
-    def forget(self) -> None:
-        """Drop the group; the server is gone or about to end."""
-        self.release_buffers()
-        if self._group is not None:
-            group, self._group = self._group, None
-            dist.destroy_process_group(group)
-
-    def _connect(self, server: ServerCalls) -> dist.ProcessGroup:
-        self._name = f"hybridrl-{uuid.uuid4().hex[:12]}"
-        address, port, world_size = server.own_address, free_port(), 1 + server.num_ranks
-        answer = server.start(
-            "/init_weights_update_group",
-            master_address=address,
-            master_port=port,
-            rank_offset=1,
-            world_size=world_size,
-            group_name=self._name,
-            backend=_BACKEND,
-        )
-        try:
-            group = self._join(
-                backend=_BACKEND,
-                init_method=f"tcp://{host_and_port(address, port)}",
-                timeout=timedelta(seconds=self._timeout_s),
-                world_size=world_size,
-                rank=0,
-                group_name=self._name,
+        for index, receiver in receivers.items():
+            self._clients[index] = ServerClient(
+                receiver.url,
+                name=f"SGLang at {receiver.url}",
+                require_alive=assume_alive,
+                key=receiver.key,
             )
-        except (RuntimeError, ValueError) as error:
-            raise EngineError(
-                f"no {_BACKEND} group with the {server.num_ranks} ranks of the server: "
-                f"{_said(answer) or error}"
-            ) from error
-        answer.result()
-        self._group = group
-        return group
+            self._ask(
+                index,
+                "/init_weights_update_group",
+                master_address=own[index],
+                master_port=port,
+                rank_offset=first_rank,
+                world_size=size,
+                backend="nccl" if self._device.type == "cuda" else "gloo",
+            )
+            first_rank += receiver.num_ranks
+        self._form(host, size)
+        self._await(self._have_answered)
+        self._receivers = receivers
 
-    def _leave(self, server: ServerCalls, work: dist.Work, *, asks: bool) -> None:
-        """End both ends of the group, and the pending operations of this end with the server's."""
-        if asks:
-            self._destroy_at(server)
-        with suppress(EngineError):
-            _wait(work)
-        self.forget()
+    def send(self, bucket: Bucket) -> None:
+        """Begin to send a bucket, as soon as all servers have loaded the last one."""
+        self.finish()
+        tensors = [(n, t.detach().to(self._device).contiguous()) for n, t in bucket]
+        for index in self._clients:
+            self._ask(
+                index,
+                "/update_weights_from_distributed",
+                names=[name for name, _ in tensors],
+                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+                shapes=[list(tensor.shape) for _, tensor in tensors],
+                flush_cache=False,
+            )
+        if self._group is not None:
+            self._works = [self._group.broadcast([t], dist.BroadcastOptions()) for _, t in tensors]
 
-    def _destroy_at(self, server: ServerCalls) -> None:
-        with suppress(EngineError, DeadlineError):  # gone, and its sockets with it
-            server.require_success("/destroy_weights_update_group", group_name=self._name)
+    def wait_until_sent(self) -> None:
+        """Wait until the bucket has left its memory; servers may still load it.
+
+        Raises:
+            EngineError: the transfer broke off; ``failures`` has the servers at fault.
+        """
+        self._await(lambda: all(work.is_completed() for work in self._works))
+        reasons = {_error_of(work) for work in self._works} - {None}
+        self._works = []
+        if reasons:
+            self._break_off(str(reasons.pop()))
+
+    def finish(self) -> None:
+        """Wait until all servers have loaded what was sent. Fails as ``wait_until_sent``."""
+        self._await(self._have_answered)
+        self._answers = {}
+
+    def leave(self) -> None:
+        """End the group, so that servers that live on keep nothing of it. Idempotent."""
+        self._destroy_at(self._clients)
+        self._drop()
+        for client in self._clients.values():
+            client.close()
+        self._receivers, self._clients, self._answers = {}, {}, {}
+
+    def _ask(self, index: int, path: str, **body: object) -> None:
+        """Begin a call, whose answer may come when a failure has freed the server."""
+        timeout_s = left_s(self._timeout_s) + 2 * self._freed_s
+        client, body = self._clients[index], {"group_name": self._name, **body}
+        self._answers[index] = client.start(_succeed(client, path, body, timeout_s))
+
+    def _have_come(self, size: int) -> bool:
+        """Whether gloo's ends have written their addresses."""
+        return bool(self._store.check([f"0/{rank}" for rank in range(1, size)]))
+
+    def _have_answered(self) -> bool:
+        return all(answer.done() for answer in self._answers.values())
+
+    def _await(self, is_done: Callable[[], bool]) -> None:
+        """Wait for ``is_done``; a server that refuses or dies meanwhile will not come to it."""
+        deadline = time.monotonic() + left_s(self._timeout_s)
+        while True:
+            has_ended = is_done()
+            for index, answer in self._answers.items():
+                if answer.done() and (error := answer.exception()) is not None:
+                    self._break_off(f"engine {index}: {error}")
+            if has_ended:
+                return
+            if time.monotonic() > deadline:
+                self._break_off(f"it took over {self._timeout_s:g} s (rollout.stage_timeout_s)")
+            time.sleep(_POLL_S)
+
+    def _break_off(self, reason: str) -> None:
+        """Free all servers, and note who is at fault: those that are silent even then.
+
+        If all answer, it is those that refused before they were freed.
+
+        Raises:
+            EngineError: always.
+        """
+        refused = {i: e for i, e in _errors_of(self._answers).items() if e is not None}
+        self._destroy_at(refused)  # who refused takes no part, so nothing else ends the sending
+        self._drop()
+        wait(self._answers.values(), timeout=self._freed_s)
+        errors = _errors_of(self._answers)
+        silent = {
+            i: e or DeadlineError("it did not answer, and does not since it was freed")
+            for i, e in errors.items()
+            if not self._answers[i].done() or not isinstance(e, ServerError | None)
+        }
+        faults = silent or refused
+        self.failures = {i: f"{type(e).__name__}: {e}" for i, e in faults.items()}
+        for index in silent:
+            self._clients.pop(index).close()
+        self.leave()
+        raise EngineError(f"weights did not reach all servers: {reason}")
+
+    def _destroy_at(self, indices: Collection[int]) -> None:
+        calls = []
+        for index in indices:
+            client, body = self._clients[index], {"group_name": self._name}
+            path = "/destroy_weights_update_group"
+            calls.append(client.start(_succeed(client, path, body, self._freed_s)))
+        wait(calls, timeout=self._freed_s)
+        for call in calls:
+            call.cancel()
+
+    def _form(self, host: str, size: int) -> None:
+        """Make this end of the group beside all others of the process, and known to none of them.
+
+        Torch's own functions would keep a reference, and split the communicator of a default group
+        that is bound to a GPU: on this rank alone, so for good (``_new_process_group_helper``).
+        """
+        timeout = timedelta(seconds=self._timeout_s)
+        is_cuda = self._device.type == "cuda"
+        # As the servers nest them: init_custom_process_group, then two prefixes of torch. No
+        # variable may refer to a store or a group here, which would keep servers waiting.
+        for prefix in (self._name, f"{self._name}/", f"{self._device.type}/"):
+            self._store = dist.PrefixStore(prefix, self._store)
+        # A server that waits in the store is freed when that goes, so not before all are there is
+        # it handed to gloo, which would keep it. NCCL connects in the first broadcast.
+        self._await(self._have_answered if is_cuda else partial(self._have_come, size))
+        try:
+            if is_cuda:
+                nccl: Any = dist.ProcessGroupNCCL
+                options = nccl.Options()
+                # Past it NCCL's watchdog ends this process: ours is the shorter wait.
+                options._timeout = 3 * timeout
+                self._group = nccl(self._store, 0, size, options)
+            else:
+                options = _GLOO._Options()
+                options._timeout = timeout
+                options._devices = [
+                    _GLOO.create_default_device()
+                    if host == _ANYWHERE
+                    else _GLOO.create_device(hostname=host)
+                ]
+                self._group = _GLOO(self._store, 0, size, options)
+        except RuntimeError as error:
+            self._break_off(f"no group was formed: {error}")
+
+    def _drop(self) -> None:
+        """Drop every reference to the group and its store: that closes this end's connections.
+
+        A group with pending operations is waited for: its end would hold up all threads.
+        """
+        if self._group is not None and self._device.type == "cuda":
+            self._group.abort()
+        while not all(work.is_completed() for work in self._works):
+            time.sleep(_POLL_S)
+        self._works = []
+        self._group = self._store = None
+        gc.collect()
 
 
-def _wait(work: dist.Work) -> None:
+async def _succeed(client: ServerClient, path: str, body: dict[str, Any], timeout_s: float) -> None:
+    answer = await client.request(path, body, timeout_s=timeout_s)
+    if not isinstance(answer, dict) or not answer.get("success", True):
+        raise ServerError(path, 200, str(answer))
+
+
+def _errors_of(answers: Mapping[int, Future[Any]]) -> dict[int, BaseException | None]:
+    return {index: each.exception() if each.done() else None for index, each in answers.items()}
+
+
+def _error_of(work: dist.Work) -> str | None:
+    """Return why an operation failed, without the error: its frames would keep the group."""
     try:
         work.wait()
     except RuntimeError as error:
-        raise EngineError(f"the broadcast of a bucket of weights broke off: {error}") from error
+        return str(error)
+    return None
 
 
-def _said(answer: Future[Any]) -> str:
-    error = answer.exception() if answer.done() else None
-    return "" if error is None else str(error)
+def _address_towards(url: str) -> str:
+    """Return the address of this machine on the way to a server; sends nothing."""
+    parts = urlsplit(url)
+    try:
+        family, kind, *_, place = socket.getaddrinfo(
+            parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return LOOPBACK

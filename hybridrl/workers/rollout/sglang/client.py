@@ -63,7 +63,7 @@ class Endpoint:
     ) -> None:
         """Connect when first used; see ``ServerClient``."""
         self.base_url = base_url
-        self._key = key
+        self.key = key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._name = name
         self._require_alive = require_alive
@@ -131,7 +131,7 @@ class Endpoint:
 
     def _without_key(self, text: str) -> str:
         """Return an answer without the key, which ``/server_info`` repeats: texts are logged."""
-        return text.replace(self._key, "(key)") if self._key else text
+        return text.replace(self.key, "(key)") if self.key else text
 
     def open_session(self) -> aiohttp.ClientSession:
         """Return connections of the current event loop; the caller closes them."""

@@ -214,7 +214,6 @@ class SGLangEngine(ServedWeights):
         self._gate.pause()
         if self._spec.elsewhere is not None:
             self._leave_requests()
-            self.transport.leave(self._server)
         self._server.end()
         self.transport.forget()
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.network import LOOPBACK
 from hybridrl.workers.rollout.sglang.capabilities import (
     OPENAPI_ROUTE,
     PAUSE_MODE,
@@ -46,9 +44,6 @@ class ServerCalls:
 
     num_ranks: int
     """Processes that share its model."""
-
-    own_address = LOOPBACK
-    """Where the server reaches this process."""
 
     _timeout_s: float
     """Of one call (``rollout.stage_timeout_s``)."""
@@ -143,16 +138,6 @@ class ServerCalls:
         body = {"model_path": str(folder), "load_format": load_format, "flush_cache": False}
         timeout_s = left_s(self._start_timeout_s)
         _successful(path, self.client.call(path, body, timeout_s=timeout_s))
-
-    def start(self, path: str, **body: object) -> Future[Body]:
-        """Begin the call of ``require_success``, without waiting."""
-        timeout_s = left_s(self._timeout_s)  # here: the client's own thread has no stage
-
-        async def call() -> Body:
-            answer = await self.client.request(path, body, timeout_s=timeout_s)
-            return _successful(path, answer)
-
-        return self.client.start(call())
 
     def hold(self, *, timeout_s: float) -> None:
         """Admit no request, and verify that none runs and no cache of old weights is left.

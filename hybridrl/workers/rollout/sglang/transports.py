@@ -1,79 +1,42 @@
 """How buckets of weights reach a server: one class per value of ``rollout.transport``.
 
-Every rank of an engine has one; only the engine's own rank calls ``load`` and ``finish``. Servers
-that others run may get a broadcast, too, which has a file of its own.
+Every rank of an engine has one; only the engine's own rank calls ``load`` and ``finish``.
 """
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridrl.atomic_io import rename_into_place
-from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.buckets import (
-    Allocate,
     Bucket,
     FlatBuffers,
     StagedBucket,
     TensorSpan,
     allocator_of,
     lay_out,
-    tensors_in,
 )
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.weight_folder import WeightFolder
 
 Encode = Callable[[Tensor, Sequence[TensorSpan]], str]
 """Makes the handle with which one rank of a server, and only one, opens a flat buffer, once."""
 
 
 class Transport:
-    """One rank's end of the stream to one server: copies buckets to flat buffers for the server.
-
-    Memory, on a rank that copies: the bucket that is gathered and ``count`` flat ones.
-    """
+    """One rank's end of the stream to one server."""
 
     in_session = True
     """Whether the server needs its update opened before the first bucket and closed at the end."""
 
-    def __init__(
-        self,
-        *,
-        stages_bytes: bool,
-        allocate: Allocate,
-        dtype: torch.dtype,
-        count: int = 2,
-        encode: Encode | None = None,
-    ) -> None:
-        """Allocate nothing yet.
-
-        Args:
-            stages_bytes: whether this rank's bytes are needed.
-            allocate: makes memory that is read while the next bucket is gathered.
-            dtype: of the server's weights, in which they travel.
-            count: buckets that stay readable at the same time.
-            encode: makes handles; None if the server needs none.
-        """
-        self._stages_bytes = stages_bytes
-        self._dtype = dtype
-        self._buffers = FlatBuffers(count=count, allocate=allocate, dtype=dtype)
-        self._encode = encode
-
     def stage(self, bucket: Bucket) -> StagedBucket:
         """Stage this rank's bytes of a bucket; see ``WeightSender``."""
-        if not self._stages_bytes:
-            return StagedBucket(spans=lay_out(bucket, dtype=self._dtype))
-        flat, spans = self._buffers.pack(bucket)
-        make_handle = str if self._encode is None else partial(self._encode, flat, spans)
-        return StagedBucket(spans=spans, flat=flat, make_handle=make_handle)
+        raise NotImplementedError
 
     def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Let ``server`` load a bucket, or make the preparations for it.
@@ -89,11 +52,6 @@ class Transport:
 
     def release_buffers(self) -> None:
         """Release all buffers. Idempotent."""
-        self._buffers.free()
-
-    def leave(self, server: ServerCalls) -> None:
-        """The server lives on without this process. Idempotent."""
-        self.forget()
 
     def forget(self) -> None:
         """The server is gone, or about to be. Idempotent."""
@@ -101,7 +59,10 @@ class Transport:
 
 
 class SharedTransport(Transport):
-    """Memory that both map: CUDA IPC on a GPU, POSIX shared memory on a CPU."""
+    """Memory that both map: CUDA IPC on a GPU, POSIX shared memory on a CPU.
+
+    Memory: the bucket that is gathered, and two or three flat ones.
+    """
 
     def __init__(
         self, *, device: torch.device, num_ranks: int, encode: Encode, dtype: torch.dtype
@@ -110,6 +71,7 @@ class SharedTransport(Transport):
 
         Args:
             device: of this rank; the server's rank of the same number is on it too.
+            dtype: of the server's weights, in which they travel.
 
         Raises:
             EngineError: this process allocates memory that cannot be shared.
@@ -117,13 +79,15 @@ class SharedTransport(Transport):
         # A server answers from its first rank, whose copies are done: torch waits for them before
         # it closes the opened memory (torch/csrc/StorageSharing.cpp). Other ranks may still copy,
         # but have finished when the server answers the next bucket.
-        super().__init__(
-            stages_bytes=True,
-            allocate=allocator_of(device),
-            dtype=dtype,
-            count=2 if num_ranks == 1 else 3,
-            encode=encode,
-        )
+        count = 2 if num_ranks == 1 else 3
+        self._buffers = FlatBuffers(count=count, allocate=allocator_of(device), dtype=dtype)
+        self._encode = encode
+
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        """Copy a bucket to a flat buffer."""
+        flat, spans = self._buffers.pack(bucket)
+        handle = partial(self._encode, flat, spans)
+        return StagedBucket(spans=spans, flat=flat, make_handle=handle)
 
     def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Send the handles."""
@@ -133,6 +97,10 @@ class SharedTransport(Transport):
             load_format="flattened_bucket",
             flush_cache=False,
         )
+
+    def release_buffers(self) -> None:
+        """Release all buffers. Idempotent."""
+        self._buffers.free()
 
 
 class DiskTransport(Transport):
@@ -146,10 +114,13 @@ class DiskTransport(Transport):
         Args:
             is_sender: whether this rank is the one that writes.
         """
-        super().__init__(stages_bytes=is_sender, allocate=on_the_host, dtype=dtype)
-        self._parent: Path | None = None
-        self._written: set[str] = set()
-        self._num_files = 0
+        self._is_sender, self._dtype = is_sender, dtype
+        self._folder: WeightFolder | None = None
+
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        """Stage by reference: a file is written at once."""
+        spans = lay_out(bucket, dtype=self._dtype)
+        return StagedBucket(spans=spans, tensors=bucket if self._is_sender else ())
 
     def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Write a file.
@@ -157,50 +128,30 @@ class DiskTransport(Transport):
         Raises:
             EngineError: the disk lacks space for it.
         """
-        if staged.flat is None:
-            return
-        if not self._written.isdisjoint(span.name for span in staged.spans):
+        if self._folder is not None and self._folder.has_any(name for name, _ in staged.tensors):
             self.forget()  # files of an interrupted sync
-        self._parent = self._parent or Path(tempfile.mkdtemp(prefix="hybridrl-weights-"))
-        unfinished = self._unfinished(self._parent)
-        unfinished.mkdir(exist_ok=True)
-        file = unfinished / f"bucket-{self._num_files:05}.safetensors"
+        if self._folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="hybridrl-weights-"))
+            if_full = ", or rollout.transport=shared"
+            self._folder = WeightFolder(folder, dtype=self._dtype, if_full=if_full)
         try:
-            save_file(tensors_in(staged.flat, staged.spans), file)
-        except (OSError, SafetensorError) as error:
-            free = shutil.disk_usage(self._parent).free
+            self._folder.write(staged, handles)
+        except BaseException:
             self.forget()
-            raise EngineError(
-                f"a bucket of {len(staged.flat) / 2**20:.1f} MiB could not be written to {file}, "
-                f"where {free / 2**20:.1f} MiB are free: {error}; point TMPDIR at a larger disk, "
-                "or set rollout.transport=shared"
-            ) from error
-        self._num_files += 1
-        self._written |= {span.name for span in staged.spans}
+            raise
 
     def finish(self, server: ServerCalls) -> None:
-        """Give the folder its final name and let the server load it; it is removed afterwards."""
-        if self._parent is None:
+        """Let the server load the folder; it is removed afterwards."""
+        if self._folder is None:
             return
-        folder = self._parent / "weights"
         try:
-            rename_into_place(self._unfinished(self._parent), folder)
             # Named, because the server was started with made-up weights.
-            server.load_folder(folder, load_format="safetensors")
+            server.load_folder(self._folder.folder, load_format="safetensors")
         finally:
             self.forget()
 
     def forget(self) -> None:
         """Remove the written files."""
-        if self._parent is not None:
-            shutil.rmtree(self._parent, ignore_errors=True)
-        self._parent, self._written, self._num_files = None, set(), 0
-
-    @staticmethod
-    def _unfinished(parent: Path) -> Path:
-        return parent / "weights.unfinished"
-
-
-def on_the_host(num_bytes: int) -> Tensor:
-    """Allocate host memory that no other process opens."""
-    return torch.empty(num_bytes, dtype=torch.uint8)
+        if self._folder is not None:
+            self._folder.remove()
+        self._folder = None

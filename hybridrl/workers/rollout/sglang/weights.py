@@ -6,6 +6,7 @@ The only module that imports sglang, for handles and groups that a server unders
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,9 @@ from hybridrl.workers.rollout.adapter_fit import (
     require_fit,
 )
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, TensorSpan
-from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory, mismatch
+from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory, mismatch
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
-from hybridrl.workers.rollout.sglang.broadcast import BroadcastTransport
 from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.client import ServerError
 from hybridrl.workers.rollout.sglang.memory import (
@@ -40,7 +40,7 @@ from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
 from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
 
 try:
-    from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
+    from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 except ImportError as err:
@@ -74,17 +74,14 @@ class ServedWeights:
         require_whole_vocabulary(spec.model_folder)
         self._shapes = base_shapes(spec.model_folder)
         self._adapter_shapes = adapter_shapes(self._shapes, spec.lora)
-        self.transport = (
-            build_broadcast(spec.rollout)
-            if spec.by_broadcast
-            else build_transport(
-                spec.rollout, device=device, is_sender=True, from_disk=spec.from_disk
-            )
+        self.transport = build_transport(
+            spec.rollout, device=device, is_sender=True, from_disk=spec.from_disk
         )
         self._forget_weights()
 
     def _forget_weights(self) -> None:
         """A server has just started."""
+        self._start = uuid.uuid4().hex
         self._is_updating = False
         self._has_adapter = self._may_have_adapter = False
         self.version = -1
@@ -108,13 +105,22 @@ class ServedWeights:
 
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Let the server load a bucket; see ``RolloutEngine``."""
+        self._open_update(in_session=self.transport.in_session)
+        self.transport.load(self._server, staged, handles)
+
+    def join(self) -> Receiver:
+        """Open an update whose buckets another process sends; see ``ReceivingEngine``."""
+        self._open_update(in_session=True)
+        client = self._server.client
+        return Receiver(client.base_url, client.key, self._server.num_ranks, self._start)
+
+    def _open_update(self, *, in_session: bool) -> None:
         self._require_loadable("load of weights")
         self._server.begin_update()
         has_sessions = self._server.capabilities.can(Capability.UPDATE_SESSION)
-        if has_sessions and self.transport.in_session and not self._is_updating:
+        if has_sessions and in_session and not self._is_updating:
             self._server.require_success("/begin_weight_update")
             self._is_updating = True
-        self.transport.load(self._server, staged, handles)
 
     def release_buffers(self) -> None:
         """Release all buffers. Idempotent."""
@@ -180,6 +186,15 @@ class ServedWeights:
         self._require_loadable("load_reference_weights")
         self._server.begin_update()
         self._server.load_folder(folder, load_format="auto")
+        self._record_weights()
+
+    def compare_with_files(self, folder: Path) -> None:
+        """Copy the weights, scramble them, load those of ``folder``, and compare."""
+        self._record_weights()
+        self._server.load_folder(folder, load_format="auto")
+        self.verify_weights()
+
+    def _record_weights(self) -> None:
         for action in ("snapshot", "reset_tensors"):
             self._server.require_success("/weights_checker", action=action)
 
@@ -203,15 +218,6 @@ class ServedWeights:
     def _require_adapter(self) -> None:
         if self._spec.lora is not None and not self._has_adapter:
             raise no_adapter_loaded()
-
-
-def build_broadcast(rollout: RolloutConfig) -> Transport:
-    """Make the transport of ``serving.weights=broadcast`` to a server that others run."""
-    return BroadcastTransport(
-        timeout_s=rollout.stage_timeout_s,
-        join=init_custom_process_group,
-        dtype=DTYPES[rollout.dtype],
-    )
 
 
 def build_transport(
