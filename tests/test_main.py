@@ -195,7 +195,7 @@ def test_what_hydra_cannot_read_is_explained_without_traceback(
         f"actor={'a' * 300}": "there is no such file in this group",
         f"seed={'9' * 5000}": "a number of thousands of digits",
         f"sft.num_steps={'[' * 2000}1{']' * 2000}": "it cannot be read: maximum recursion depth",
-        f"data.seed={'9' * 400}": "there is no such key in data",
+        f"data.seed={'9' * 400}": "9': there is no such key",
     }
     message = refusal_of(*expected, folder=tmp_path)
     assert message.startswith(f"ConfigErrors: {len(expected)} problems:\n")

@@ -19,7 +19,7 @@ from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_ty
 
 from hybridrl.config.checks.violations import Rule, rules_of
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
-from hybridrl.config.limits import Within
+from hybridrl.config.limits import spell_interval
 from hybridrl.config.load import known_keys
 from hybridrl.config.yaml_text import read_yaml
 
@@ -144,7 +144,7 @@ def _describe(
     return KeyReference(
         name=key,
         type_text=_type_text(hint),
-        interval=_interval_of(hint),
+        interval=spell_interval(hint),
         defaults={
             choice: text for choice, values in defaults.items() if (text := _default(key, values))
         },
@@ -181,14 +181,6 @@ def _type_text(hint: object) -> str:
     if dataclasses.is_dataclass(hint):
         return "section"
     return _TYPE_NAMES[cast(type, hint)]
-
-
-def _interval_of(hint: object) -> str:
-    """Return the interval of a number; it may stand within ``... | None``."""
-    if isinstance(hint, Within):
-        return str(hint)
-    intervals = (_interval_of(argument) for argument in get_args(hint))
-    return next((interval for interval in intervals if interval), "")
 
 
 @cache
