@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from hybridrl.config.yaml_text import read_yaml
 _DOTTED = re.compile(r"(?:[a-z_]+|\*)(?:\.[a-z_0-9]+)+")
 _BY_DEVICE = "bfloat16 on cuda, float32 on cpu"
 _MOST_FILES = 4
+_RULE = 2  # place of the rule in the arguments of error()
 _TYPE_NAMES = {int: "int", float: "float", bool: "bool", str: "text"}
 
 
@@ -185,42 +186,55 @@ def _type_text(hint: object) -> str:
 
 @cache
 def rules_by_key() -> Mapping[str, Sequence[str]]:
-    """Return, for each key, the first sentence of every rule of checks.py that names it."""
-    sentences: dict[str, list[str]] = {}
-    rules = {rule: None for mode in ("train", *OFFLINE_MODES, "eval") for rule in _rules(mode)}
-    for rule in rules:
-        sentence = " ".join((rule.__doc__ or "").split("\n\n")[0].split())
-        for name in sorted(_names_in(rule)):
-            sentences.setdefault(name, []).append(sentence)
-    return sentences
+    """Return, for each key, the rules of the checks that name it.
+
+    A function that calls ``error(config, key, rule, ...)`` has a rule in each call; another one has
+    the first sentence of its docstring.
+    """
+    modes = ("train", *OFFLINE_MODES, "eval")
+    functions = {rule for mode in modes for rules in rules_of(mode).values() for rule in rules}
+    rules: dict[str, dict[str, None]] = {}
+    for function in sorted(functions, key=lambda one: (one.__module__, one.__name__)):
+        for sentence, texts in _rules_in(function):
+            for key in sorted(_keys_in(texts)):
+                rules.setdefault(key, {})[sentence] = None
+    return {key: tuple(sentences) for key, sentences in rules.items()}
 
 
-def _rules(mode: str) -> Iterator[Rule]:
-    for rules in rules_of(mode).values():
-        yield from rules
+def _rules_in(rule: Rule) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield each rule of a function, with the texts that name its keys."""
+    nodes = list(_nodes_of(rule))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and len(node.args) > _RULE]
+    calls = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "error"]
+    summary = " ".join((rule.__doc__ or "").split("\n\n")[0].split())
+    for call in calls:
+        sentence = "".join(_texts_in([call.args[_RULE]])).replace("*", "...")
+        yield sentence or summary, list(_texts_in(ast.walk(call)))
+    if not calls:
+        yield summary, list(_texts_in(nodes))
 
 
-def _names_in(rule: Callable[..., object]) -> set[str]:
-    """Return the keys in the texts of a rule, and of the functions of its module that it calls."""
+def _nodes_of(rule: Rule) -> Iterator[ast.AST]:
+    """Yield the syntax of a function, and of the functions of its module that it calls."""
     module = ast.parse(inspect.getsource(cast(types.ModuleType, inspect.getmodule(rule))))
     functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
-    pending, visited, texts = [rule.__name__], set[str](), list[str]()
+    pending = [rule.__name__]
     while pending:
-        name = pending.pop()
-        if name in visited or name not in functions:
-            continue
-        visited.add(name)
-        nodes = ast.walk(functions[name])
-        pending.extend(node.id for node in nodes if isinstance(node, ast.Name))
-        texts += _texts_in(functions[name])
+        if function := functions.pop(pending.pop(), None):
+            for node in ast.walk(function):
+                yield node
+                pending += [node.id] if isinstance(node, ast.Name) else []
+
+
+def _keys_in(texts: Sequence[str]) -> set[str]:
     templates = {match for text in texts for match in _DOTTED.findall(text)}
     patterns = [re.compile(t.replace(".", r"\.").replace("*", r"[a-z]+")) for t in templates]
     return {key for key in known_keys() if any(pattern.fullmatch(key) for pattern in patterns)}
 
 
-def _texts_in(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield each text of a function; a computed piece of it becomes ``*``."""
-    for node in ast.walk(function):
+def _texts_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield each text among nodes; a computed piece of it becomes ``*``."""
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             yield "".join(
                 str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values
