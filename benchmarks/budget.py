@@ -19,7 +19,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (3794, 25),
     "algorithms": (2820, 39),
     "checkpoint": (697, 5),
-    "config": (9504, 74),
+    "config": (9511, 74),
     "data": (3434, 31),
     "diagnostics": (1130, 7),
     "models": (2044, 16),

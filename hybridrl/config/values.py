@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from hybridrl.config.foreign_names import answer_choice, answer_key
 from hybridrl.config.limits import ends_of, field_of, spell_interval
 from hybridrl.config.spelling import to_override
-from hybridrl.errors import ConfigError, close_names, shown, to_type
+from hybridrl.errors import ConfigError, close_names, shorten, shown, to_type
 
 Place = tuple[str | int, ...]
 """Way to a value: ``("eval", "pass_at_k", 0)``."""
@@ -125,18 +125,25 @@ def _plain(value: object, depth: int = 0) -> Nested:
     """Copy values as JSON has them, without those that Hydra's files leave to the user."""
     if depth < _MOST_DEPTH:
         if isinstance(value, Mapping):
-            entries = {str(name): entry for name, entry in value.items() if entry != _MANDATORY}
+            entries = {_name(name): entry for name, entry in value.items() if entry != _MANDATORY}
             return {name: _plain(entry, depth + 1) for name, entry in entries.items()}
         if isinstance(value, list | tuple):
             return [_plain(entry, depth + 1) for entry in value]
     is_plain = value is None or isinstance(value, float)
     is_plain |= isinstance(value, int) and abs(value) < _MOST_DIGITS
-    is_plain |= isinstance(value, str) and "\0" not in value and _is_utf8(value)
+    is_plain |= isinstance(value, str) and _is_text(value)
     return value if is_plain else _Unreadable.of(value)
 
 
-def _is_utf8(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text[:_MOST_CHARACTERS])
+def _name(key: object) -> str:
+    """Return a key of a mapping as JSON can carry it; no field has one that is changed."""
+    return shown(key) if isinstance(key, int) else str(key).encode(errors="replace").decode()
+
+
+def _is_text(value: str) -> bool:
+    """Return whether files, processes and logs can take a text."""
+    is_plain = len(value) <= _MOST_CHARACTERS and "\0" not in value
+    return is_plain and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 class _Explainer:
@@ -264,7 +271,7 @@ class _Explainer:
 
     def _key(self, place: Place) -> str:
         words = [self._prefix, *(part for part in place if isinstance(part, str))]
-        return ".".join(word for word in words if word) or "config"
+        return shorten(".".join(word for word in words if word)) or "config"
 
     def _hint_of(self, place: Place) -> Hint:
         """Return the type of the value at a place; of ``X | None`` and lists the inner one."""

@@ -25,10 +25,12 @@ from tests.config.values import Values, values_of, with_overrides
 SECTIONS = {key.rpartition(".")[0] for key in known_keys()} - {""}
 KEYS = [key for key in known_keys() if key not in SECTIONS]
 HUGE_TEXT = "x" * 1_000_000
+DEEP = json.loads("[" * 900 + "]" * 900)
 EXTREMES: list[object] = [
     *(0, -1, 1, 2**31, 2**63, 10**400, 10**5000, 1e308, -1e308, 5e-324, math.nan, math.inf),
     *(True, None, "", "???", "9" * 400, "9" * 5000, HUGE_TEXT, "a/" * 2000, "\0", "\ud800", "é"),
     *([], {}, [None], [[]], [HUGE_TEXT], [1] * 20_000, {"a": {"b": {}}}, {"": 1}, {1: math.nan}),
+    *({"\ud800": 1}, {"x" * 10_000: 1}, "a" * 5000 + "\ud800", DEEP),
 ]
 SCENES = [
     (),

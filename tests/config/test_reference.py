@@ -1,10 +1,12 @@
 """Reference and ``--help`` name every key with type, default and meaning."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hybridrl
+from hybridrl.config import reference
 from hybridrl.config.help_text import help_text
 from hybridrl.config.load import known_keys
 from hybridrl.config.reference import KeyReference, read_sections
@@ -46,6 +48,27 @@ def test_reference_states_type_interval_and_rules() -> None:
     assert len(KEYS["algorithm.kl.estimator"].rules) == 1
     replicas: KeyReference = KEYS["critic.fsdp2.num_replicas"]  # named by f"{section}.fsdp2..."
     assert replicas.rules == ("Every copy of the model has the same number of ranks.",)
+
+
+def error(config: object, key: str, rule: str) -> ConfigError:
+    return ConfigError(key, config, rule)
+
+
+def check_two_things(config: object) -> Iterator[ConfigError]:
+    """A subject with two rules."""
+    yield error(config, "rollout.top_k", "cuts the distribution")
+    yield error(config, f"{config}.fsdp2.num_replicas", f"divides {config}")
+
+
+def test_each_call_of_error_is_a_rule_of_the_keys_that_it_names() -> None:
+    rules = {
+        sentence: reference._keys_in(texts)
+        for sentence, texts in reference._rules_in(check_two_things)
+    }
+    assert rules == {
+        "cuts the distribution": {"rollout.top_k"},
+        "divides ...": {"actor.fsdp2.num_replicas", "critic.fsdp2.num_replicas"},
+    }
 
 
 def test_help_for_a_section_names_each_of_its_keys() -> None:
