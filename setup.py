@@ -46,6 +46,7 @@ setup(
         "plotly>=6,<8",
         "pybase64>=1.4,<2",  # reads the experts of tokens that SGLang returns
         "pyarrow>=20",
+        "pydantic>=2.11,<3",  # comes with transformers; reads the configuration
         "pyyaml",
         "rich>=14",
         "tensorboard>=2.19",

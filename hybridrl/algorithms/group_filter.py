@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor
 
 from hybridrl.algorithms.groups import Groups
-from hybridrl.config.limits import Within
 
 
 def zero_variance(
@@ -19,7 +19,7 @@ def zero_variance(
     group_B: Tensor,
     *,
     std_floor: Annotated[
-        float, Within(at_least=0.0, at_most=1e6, why="rewards differ by less than it")
+        float, Field(ge=0.0, le=1e6, description="rewards differ by less than it")
     ] = 1e-6,
 ) -> Tensor:
     """Drop groups whose rewards do not differ: dynamic sampling (DAPO, arXiv:2503.14476).
@@ -41,12 +41,8 @@ def mean_within(
     rewards_B: Tensor,
     group_B: Tensor,
     *,
-    low: Annotated[
-        float, Within(at_least=-1e6, at_most=1e6, why="float32 keeps seven digits")
-    ] = 0.0,
-    high: Annotated[
-        float, Within(at_least=-1e6, at_most=1e6, why="float32 keeps seven digits")
-    ] = 1.0,
+    low: Annotated[float, Field(ge=-1e6, le=1e6, description="float32 keeps seven digits")] = 0.0,
+    high: Annotated[float, Field(ge=-1e6, le=1e6, description="float32 keeps seven digits")] = 1.0,
 ) -> Tensor:
     """Keep groups whose mean reward lies strictly between two bounds, as OpenRLHF does.
 

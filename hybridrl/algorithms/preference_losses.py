@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hybridrl.config.limits import PreferenceBeta, Within
+from hybridrl.config.limits import PreferenceBeta
 
 _LARGEST_MEAN_LOGPROB = -1e-6
 """Nats. An answer of probability 1 has infinite odds; nearer than this it has no gradient."""
@@ -37,7 +38,7 @@ def sigmoid(
     rejected_logratios_P: Tensor,
     *,
     beta: PreferenceBeta = 0.1,
-    label_smoothing: Annotated[float, Within(at_least=0.0, below=0.5)] = 0.0,
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0,
 ) -> PreferenceLoss:
     """Return the loss of DPO (Rafailov et al. 2023, arXiv:2305.18290, eq. 7).
 
@@ -56,7 +57,7 @@ def robust(
     rejected_logratios_P: Tensor,
     *,
     beta: PreferenceBeta = 0.1,
-    label_smoothing: Annotated[float, Within(at_least=0.0, below=0.5)] = 0.1,
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.1,
 ) -> PreferenceLoss:
     """Return the unbiased loss under flipped labels (robust DPO, arXiv:2403.00409, eq. 10).
 
@@ -123,7 +124,7 @@ def exo_pair(
     rejected_logratios_P: Tensor,
     *,
     beta: PreferenceBeta = 0.1,
-    label_smoothing: Annotated[float, Within(above=0.0, below=0.5, usual=1e-3)] = 1e-3,
+    label_smoothing: Annotated[float, Field(gt=0.0, lt=0.5, examples=[1e-3])] = 1e-3,
 ) -> PreferenceLoss:
     """Return KL(policy || labels) over the two answers (EXO, arXiv:2402.00856, eq. 16).
 
@@ -191,7 +192,7 @@ def simpo(
     rejected_lengths_P: Tensor,
     *,
     beta: PreferenceBeta = 2.0,
-    gamma: Annotated[float, Within(at_least=0.0, at_most=1e3, why="no margin is wider")] = 1.0,
+    gamma: Annotated[float, Field(ge=0.0, le=1e3, description="no margin is wider")] = 1.0,
 ) -> PreferenceLoss:
     """Return ``-log sigmoid(beta (chosen - rejected) - gamma)`` of mean log-probs, reference-free.
 

@@ -5,31 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from hybridrl.config.fsdp2 import FSDP2Config
-from hybridrl.config.limits import CountOrZero, NotNegative, PackedTokens, Within
+from hybridrl.config.limits import CountOrZero, NotNegative, PackedTokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: Annotated[float, Within(above=0.0, at_most=1.0, usual=1e-6)]
+    lr: Annotated[float, Field(gt=0.0, le=1.0, examples=[1e-6])]
     """Peak learning rate."""
 
-    beta1: Annotated[float, Within(at_least=0.0, below=1.0, usual=0.9)]
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0, examples=[0.9])]
     """Decay of the first moment."""
 
-    beta2: Annotated[float, Within(at_least=0.0, below=1.0, usual=0.999)]
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0, examples=[0.999])]
     """Decay of the second moment."""
 
-    eps: Annotated[float, Within(at_least=1e-30, at_most=1.0, usual=1e-8)]
+    eps: Annotated[float, Field(ge=1e-30, le=1.0, examples=[1e-8])]
     """Added to the root of the second moment; a smaller value would be 0 in float32: 0 / 0."""
 
     weight_decay: NotNegative
     """Decoupled weight decay; not applied to vectors (norms, biases)."""
 
     max_grad_norm: Annotated[
-        float, Within(above=0.0, at_most=1e9, usual=1.0, why="it clips nothing any more")
+        float, Field(gt=0.0, le=1e9, examples=[1.0], description="it clips nothing any more")
     ]
     """Global L2 norm to which gradients are clipped."""
 
@@ -40,7 +42,7 @@ class OptimizerConfig:
     num_warmup_steps: CountOrZero
     """Optimizer steps over which lr rises linearly from 0; fewer than the steps of the run."""
 
-    min_lr_ratio: Annotated[float, Within(at_least=0.0, at_most=1.0)]
+    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)]
     """Learning rate at the end of the schedule, divided by the peak."""
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from hybridrl.config import parts
-from hybridrl.config.limits import Rows, Seconds, Within
+from hybridrl.config.limits import Rows, Seconds
 from hybridrl.config.paths import absolute_file
 
 SINGLE_TURN = "single_turn"
@@ -53,11 +55,11 @@ class AgentConfig:
     ``keep`` trains on the conversation as it was sampled; ``branch`` begins a new sequence of the
     same response with them as rendered."""
 
-    max_turns: Annotated[int, Within(at_least=1, at_most=10_000, why=_IN_CONTEXT)]
+    max_turns: Annotated[int, Field(ge=1, le=10_000, description=_IN_CONTEXT)]
     """Turns of the assistant in a conversation. ``rollout.max_response_tokens`` limits all tokens
     behind the prompt together, tool results and contexts of further sequences among them."""
 
-    max_failed_fraction: Annotated[float, Within(at_least=0.0, at_most=1.0, why="1 is all")]
+    max_failed_fraction: Annotated[float, Field(ge=0.0, le=1.0, description="1 is all")]
     """Share of a step's conversations that may break off by an error of a tool, environment or
     program. They are left out of learning; with more of them the run ends with the last error."""
 
@@ -71,7 +73,7 @@ class AgentConfig:
     tool_timeout_s: Seconds
     """Seconds that one call of a tool may take."""
 
-    max_result_chars: Annotated[int, Within(at_least=16, at_most=2**24, why=_IN_CONTEXT)]
+    max_result_chars: Annotated[int, Field(ge=16, le=2**24, description=_IN_CONTEXT)]
     """Characters of a tool's result that the model gets; of a longer one it gets both ends."""
 
     def with_absolute_files(self) -> AgentConfig:

@@ -7,12 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from hybridrl.config import parts
-from hybridrl.config.limits import ArgumentValue, Epochs, NotNegative, Rows, TokensOrZero, Within
+from hybridrl.config.limits import (
+    Arguments,
+    ArgumentValue,
+    Epochs,
+    NotNegative,
+    Rows,
+    TokensOrZero,
+)
 from hybridrl.config.parts import PartKind
 
 _ClipRange = Annotated[
-    float, Within(above=0.0, at_most=1e6, usual=0.2, why="it clips nothing any more")
+    float, Field(gt=0.0, le=1e6, examples=[0.2], description="it clips nothing any more")
 ]
 
 
@@ -36,7 +45,8 @@ class KLConfig:
     """Weight of the penalty; above 0 if and only if it has a placement."""
 
     target_nats: (
-        Annotated[float, Within(above=0.0, at_most=1e6, usual=0.1, why="no KL is as large")] | None
+        Annotated[float, Field(gt=0.0, le=1e6, examples=[0.1], description="no KL is as large")]
+        | None
     )
     """Adapt the coefficient after each step, to hold the KL per token near this value
     (arXiv:1909.08593). Null: the coefficient is fixed."""
@@ -56,13 +66,13 @@ class AlgorithmConfig:
     advantage: str
     """How rewards become advantages, as grpo, rloo or gae, which needs a critic."""
 
-    advantage_args: Mapping[str, ArgumentValue]
+    advantage_args: Arguments
     """Numbers of the advantage; those not given have its own defaults."""
 
     policy_loss: str
     """The loss of each token, as ppo_clip, gspo or cispo."""
 
-    policy_loss_args: Mapping[str, ArgumentValue]
+    policy_loss_args: Arguments
     """Numbers of the policy loss, except for its clip range."""
 
     clip_low: _ClipRange | None
@@ -76,7 +86,7 @@ class AlgorithmConfig:
     """Leaves tokens out of the policy loss: off_policy_mask (arXiv:2512.02556), top_entropy_mask
     (arXiv:2506.01939). Null: none."""
 
-    token_mask_args: Mapping[str, ArgumentValue]
+    token_mask_args: Arguments
     """Numbers of the token mask."""
 
     loss_aggregation: str
@@ -103,24 +113,24 @@ class AlgorithmConfig:
     Both take log-probs at ``rollout.temperature``. The effect of ``rollout.top_p`` and
     ``rollout.top_k`` is not corrected. Null: none."""
 
-    rollout_correction_args: Mapping[str, ArgumentValue]
+    rollout_correction_args: Arguments
     """Numbers of the rollout correction."""
 
     group_filter: str | None
     """Which groups of responses to a prompt are learned from, as zero_variance. Null: all."""
 
-    group_filter_args: Mapping[str, ArgumentValue]
+    group_filter_args: Arguments
     """Numbers of the group filter."""
 
     row_filter: str | None
     """A function of yours, path/to/file.py:function: which responses, or tokens of them, are
     learned from. It returns bool [B], or a jagged bool [B, L]. Null: all."""
 
-    row_filter_args: Mapping[str, ArgumentValue]
+    row_filter_args: Arguments
     """Numbers of the row filter."""
 
     max_sampling_rounds: Annotated[
-        int, Within(at_least=1, at_most=100, why="a step that fills so slowly will not end")
+        int, Field(ge=1, le=100, description="a step that fills so slowly will not end")
     ]
     """With a group filter: times that a step samples, to replace the groups that were left out
     (dynamic sampling, arXiv:2503.14476, 3.2). 1: they are not replaced."""

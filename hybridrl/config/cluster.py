@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from hybridrl import env
-from hybridrl.config.limits import MebibytesOrZero, Ranks, Seconds, Threads, Within
+from hybridrl.config.limits import MebibytesOrZero, Ranks, Seconds, Threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +27,7 @@ class ClusterConfig:
     device_memory_gib: (
         Annotated[
             float,
-            Within(above=0.0, at_most=2**14, usual=80.0, why="16 TiB, and no device has more"),
+            Field(gt=0.0, le=2**14, examples=[80.0], description="16 TiB, and no device has more"),
         ]
         | None
     )
@@ -36,7 +38,9 @@ class ClusterConfig:
     host_memory_gib: (
         Annotated[
             float,
-            Within(above=0.0, at_most=2**16, usual=1024.0, why="64 TiB, and no machine has more"),
+            Field(
+                gt=0.0, le=2**16, examples=[1024.0], description="64 TiB, and no machine has more"
+            ),
         ]
         | None
     )
@@ -44,7 +48,7 @@ class ClusterConfig:
     of its ranks on CUDA. Null does not compare."""
 
     num_cpus_per_rank: Annotated[
-        float, Within(at_least=0.001, at_most=1024.0, usual=1.0, why="no machine has more")
+        float, Field(ge=0.001, le=1024.0, examples=[1.0], description="no machine has more")
     ]
     """CPUs that Ray reserves for a rank."""
 

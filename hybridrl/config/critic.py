@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from hybridrl.config.actor import EngineConfig
-from hybridrl.config.limits import Epochs, NotNegative, Ranks, Rows, Within
+from hybridrl.config.limits import Epochs, NotNegative, Ranks, Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +18,7 @@ class CriticConfig(EngineConfig):
     The critic starts as the policy's model; a value head of zeros replaces the output embedding.
     """
 
-    num_warmup_steps: Annotated[int, Within(at_least=0, at_most=10**8, why="no run is so long")]
+    num_warmup_steps: Annotated[int, Field(ge=0, le=10**8, description="no run is so long")]
     """First steps of the run, in which only the critic learns and the policy does not change."""
 
     num_epochs: Epochs

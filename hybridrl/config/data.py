@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import CountOrZero, Processes, Tokens, Within
+from pydantic import Field
 
-Digits = Annotated[
-    int, Within(at_least=1, at_most=640, why="Python may refuse to write longer ones")
-]
+from hybridrl.config.limits import CountOrZero, Name, Processes, Tokens
+
+Digits = Annotated[int, Field(ge=1, le=640, description="Python may refuse to write longer ones")]
 """Digits of a number. 640 is the lowest limit that ``PYTHONINTMAXSTRDIGITS`` can set."""
 
 
@@ -27,7 +27,9 @@ class SourceConfig:
     files: tuple[str, ...]
     """Files of the source, as in ``data.train_files``."""
 
-    weight: Annotated[float, Within(above=0.0, at_most=1e6, usual=1.0, why=_SHARES)] | None = None
+    weight: Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0], description=_SHARES)] | None = (
+        None
+    )
     """Weight in the mix: share of drawn rows times the sum of all weights. Null: 1."""
 
     prompt_key: str | None = None
@@ -61,11 +63,11 @@ class DataConfig:
     eval_files: tuple[str, ...]
     """Files for evaluation, same columns. Empty: no evaluation on files."""
 
-    sources: Mapping[str, SourceConfig]
+    sources: Mapping[Name, SourceConfig]
     """A weighted mix instead of ``data.train_files``: ``data.sources.NAME.files=[FILE]``. Keys of
     a source: files, weight, prompt_key, answer_key, source_key, difficulty_key."""
 
-    num_task_rows: Annotated[int, Within(at_least=1, at_most=10**7, why="they are held in memory")]
+    num_task_rows: Annotated[int, Field(ge=1, le=10**7, description="they are held in memory")]
     """Training rows that a built-in task makes; evaluation rows are added to them."""
 
     min_digits: Digits

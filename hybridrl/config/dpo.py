@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from hybridrl.config import parts
 from hybridrl.config.limits import (
+    Arguments,
     ArgumentValue,
     Count,
     CountOrZero,
@@ -35,7 +36,7 @@ class DpoConfig:
     """Weight of a pair's log-ratios: small values let the policy leave the reference. Null: the
     loss's own, 0.1 for most."""
 
-    loss_args: Mapping[str, ArgumentValue]
+    loss_args: Arguments
     """Further numbers of the loss, as label_smoothing; those not given have its own defaults."""
 
     sft_coefficient: NotNegative

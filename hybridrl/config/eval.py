@@ -8,11 +8,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from hybridrl.config.limits import CountOrZero, Rows, Within
+from pydantic import Field
+
+from hybridrl.config.limits import CountOrZero, Name, Rows
 from hybridrl.config.rollout import TOO_HOT
 
-EvalTemperature = Annotated[float, Within(at_least=0.0, at_most=100.0, why=TOO_HOT)]
-EvalTopP = Annotated[float, Within(above=0.0, at_most=1.0, usual=1.0, why="it is a probability")]
+EvalTemperature = Annotated[float, Field(ge=0.0, le=100.0, description=TOO_HOT)]
+EvalTopP = Annotated[
+    float, Field(gt=0.0, le=1.0, examples=[1.0], description="it is a probability")
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,16 +111,14 @@ class EvalConfig:
     """Numbers k of majority@k: whether the most frequent answer of k responses is correct."""
 
     correct_reward: Annotated[
-        float, Within(at_least=-1e6, at_most=1e6, why="float32 keeps seven digits")
+        float, Field(ge=-1e6, le=1e6, description="float32 keeps seven digits")
     ]
     """A response is correct, for pass@k and majority@k, with at least this reward."""
 
-    num_resamples: Annotated[
-        int, Within(at_least=0, at_most=100_000, why="an interval needs no more")
-    ]
+    num_resamples: Annotated[int, Field(ge=0, le=100_000, description="an interval needs no more")]
     """Bootstrap samples of prompts for the 95 % intervals of means; 0: no intervals."""
 
-    sets: Mapping[str, EvalSetConfig]
+    sets: Mapping[Name, EvalSetConfig]
     """Several sets instead of one, by name: ``eval.sets.NAME.files=[FILE]``. Keys of a set: files,
     num_prompts, num_responses_per_prompt, temperature, top_p, pass_at_k, majority_at_k. A key that
     is left out is that of ``eval``."""

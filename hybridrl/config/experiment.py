@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.algorithm import AlgorithmConfig
@@ -16,7 +18,6 @@ from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import DataConfig
 from hybridrl.config.dpo import DpoConfig
 from hybridrl.config.eval import EvalConfig
-from hybridrl.config.limits import Within
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import ModelConfig
@@ -46,7 +47,7 @@ class ExperimentConfig:
     ``train``, ``plan`` predicts its memory, ``doctor`` examines its rows; they start nothing.
     ``eval`` evaluates a model and trains nothing."""
 
-    seed: Annotated[int, Within(at_least=0, at_most=2**31 - 1, why="SGLang takes seeds of 31 bits")]
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1, description="SGLang takes seeds of 31 bits")]
     """Seed of all randomness: model init, data order, sampling."""
 
     model: ModelConfig

@@ -1,4 +1,4 @@
-"""Nested mapping from Hydra to frozen dataclasses: strict, all errors at once."""
+"""Nested mapping from Hydra to frozen dataclasses, all errors at once; and its keys by name."""
 
 from __future__ import annotations
 
@@ -9,40 +9,28 @@ from typing import get_args, get_origin, get_type_hints
 from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign_names import answer_key
-from hybridrl.config.reader import Reader
+from hybridrl.config.values import read_values
 from hybridrl.errors import ConfigError, ConfigErrors, close_names, suggest_name, to_type
 
 
 def load_config(values: Mapping[str, object]) -> ExperimentConfig:
     """Check ``values`` and turn them into the configuration of a run. Starts and writes nothing.
 
-    Args:
-        values: one entry per section, as hydra_configs/config.yaml has them.
-
     Raises:
-        ConfigErrors: all errors together. A number outside its interval, or text that spells a
-            number, hides no other error: the cross-section rules then use the proposed value.
+        ConfigErrors: all errors together, of keys and types and of the rules.
     """
-    config, violations = read_config(values)
-    if config is not None:
-        violations += find_violations(config)
-    if violations or config is None:
-        raise ConfigErrors(violations)
+    config, errors = read_config(values)
+    errors += [] if config is None else find_violations(config)
+    if config is None or errors:
+        raise ConfigErrors(errors)
     return config
 
 
 def read_config(
     values: Mapping[str, object],
 ) -> tuple[ExperimentConfig | None, list[ConfigError]]:
-    """Read types and intervals alone, without the rules of checks.py.
-
-    Returns:
-        The configuration, with the proposed value in place of a refused one, or None if a value
-        could not be understood at all; and the errors.
-    """
-    reader = Reader()
-    config = reader.read_section(ExperimentConfig, values, "")
-    return config if isinstance(config, ExperimentConfig) else None, reader.violations
+    """Read keys, types and intervals alone, without the rules; see `read_values`."""
+    return read_values(ExperimentConfig, values)
 
 
 def known_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[str]:
@@ -64,7 +52,7 @@ def free_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[st
 
 
 def unknown_key(typed: str, value: str) -> ConfigError:
-    """Return the error of an unknown key, with the known keys that are near.
+    """Return the error of a key that Hydra does not know, with the known keys that are near.
 
     Args:
         typed: dotted, as it was typed; or as a flag, ``--key-of-another-framework``.
@@ -72,21 +60,17 @@ def unknown_key(typed: str, value: str) -> ConfigError:
     """
     key = typed.removeprefix("--").replace("-", "_") if typed.startswith("--") else typed
     known = [*known_keys(), "recipes"]
+    section, dot, name = key.rpartition(".")
+    parts = {other: other.rpartition(".") for other in known}
+    neighbours = [last for above, _, last in parts.values() if above == section]
     if answer := answer_key(key, value, known=known):
         return ConfigError(typed, value, "it is a key of another framework", answer)
     if key in known:
         fix = f"set {to_type(f'{key}={value}')}"
         return ConfigError(typed, value, "keys are typed without dashes", fix)
-    section, dot, name = key.rpartition(".")
-    parts = [other.rpartition(".") for other in known]
-    neighbours = [last for above, _, last in parts if above == section]
-    near = [other for other, (_, _, last) in zip(known, parts, strict=True) if last == name]
-    if neighbours:
-        near = near or [section + dot + last for last in close_names(name, neighbours)]
-        where = f"key{dot and ' in ' + section}"
-    else:  # the section itself is mistyped, or the key belongs to another one
-        near, where = near or close_names(key, known), "section"
-    lines = [to_type(f"{other}={value}" if value else other) for other in near[:3]]
-    instead = f"did you mean {' or '.join(lines)}?" if lines else ""
-    fix = instead or suggest_name(name, neighbours or known)
-    return ConfigError(typed, value, f"there is no such {where}", fix)
+    near = [other for other in known if parts[other][2] == name][:3]
+    near = near or [section + dot + last for last in close_names(name, neighbours)]
+    near = near or close_names(key, known)
+    lines = " or ".join(to_type(f"{other}={value}" if value else other) for other in near)
+    fix = f"did you mean {lines}?" if near else suggest_name(name, neighbours or known)
+    return ConfigError(typed, value, "there is no such key", fix)

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import NotNegative, Width, Within
+from pydantic import Field
+
+from hybridrl.config.limits import NotNegative, Width
 
 ALL_LINEAR = "all-linear"
 ATTENTION_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -26,7 +28,7 @@ class LoraConfig:
     """Rows of A and columns of B; at most the smaller side of each adapted layer."""
 
     alpha: Annotated[
-        float, Within(above=0.0, at_most=1e6, usual=16.0, why="float32 keeps seven digits")
+        float, Field(gt=0.0, le=1e6, examples=[16.0], description="float32 keeps seven digits")
     ]
     """Scaling of the adapter is alpha / rank, or alpha / sqrt(rank) with ``use_rslora``."""
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridrl.config.limits import ArgumentValue, Layers, NotNegative, Ranks
+from hybridrl.config.limits import Arguments, Layers, NotNegative, Ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,14 +75,14 @@ class MegatronConfig:
     """Route each token of the policy through the experts that the rollout engine chose for it.
     Needs ``rollout.routed_experts=true``. The reference and the critic choose their own."""
 
-    transformer_args: Mapping[str, ArgumentValue]
+    transformer_args: Arguments
     """Further fields of megatron-core's TransformerConfig by their names, as fp8; passed on
     unchanged. Fields that have a key here are refused."""
 
-    optimizer_args: Mapping[str, ArgumentValue]
+    optimizer_args: Arguments
     """Further fields of its OptimizerConfig, as optimizer_cpu_offload; likewise."""
 
-    ddp_args: Mapping[str, ArgumentValue]
+    ddp_args: Arguments
     """Further fields of its DistributedDataParallelConfig, as bucket_size; likewise."""
 
     def layers_of_stages(self, num_layers: int) -> tuple[int, ...] | None:

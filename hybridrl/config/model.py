@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import CountOrZero, Heads, Layers, Rows, Width, Within
+from pydantic import Field
+
+from hybridrl.config.limits import CountOrZero, Heads, Layers, Rows, Width
 
 TRANSFORMERS_MODEL_TYPES = (
     *("llama", "qwen2", "qwen3"),
@@ -53,11 +55,11 @@ class StarterConfig:
     intermediate_size: Width
     """Width inside the MLP."""
 
-    vocab_size: Annotated[int, Within(at_least=258, at_most=2**24, why="no tokenizer has more")]
+    vocab_size: Annotated[int, Field(ge=258, le=2**24, description="no tokenizer has more")]
     """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special tokens."""
 
     max_position_embeddings: Annotated[
-        int, Within(at_least=1, at_most=2**25, why="the longest prompt and response together")
+        int, Field(ge=1, le=2**25, description="the longest prompt and response together")
     ]
     """Context length, in tokens."""
 
@@ -67,7 +69,7 @@ class StarterConfig:
     warmup_batch_size: Rows
     """Rows per supervised warm-up step."""
 
-    warmup_lr: Annotated[float, Within(above=0.0, at_most=1.0, usual=1e-3)]
+    warmup_lr: Annotated[float, Field(gt=0.0, le=1.0, examples=[1e-3])]
     """Peak learning rate of the warm-up."""
 
 

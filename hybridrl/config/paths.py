@@ -6,6 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+_MISSING = "does not exist"
+
 
 def flaw_of_file(path: str | Path) -> str:
     """Return why ``path`` is not a file that this user may read; empty if it is one."""
@@ -26,9 +28,10 @@ def flaw_of_folder(path: str | Path) -> str:
 def flaw_of_new_folder(path: str | Path) -> str:
     """Return why a folder cannot be created at ``path``, with its parents; empty if it can."""
     above = Path(path).absolute()
-    while _is_missing(above):
-        above = above.parent
     mode, flaw = _look_at(above)
+    while flaw.endswith(_MISSING) and above != above.parent:
+        above = above.parent
+        mode, flaw = _look_at(above)
     if not flaw and not stat.S_ISDIR(mode):
         flaw = f"{above} is no folder"
     return flaw or _denied(above, os.W_OK | os.X_OK, "write there")
@@ -55,20 +58,10 @@ def _look_at(path: str | Path) -> tuple[int, str]:
     try:
         return os.stat(path).st_mode, ""
     except (FileNotFoundError, NotADirectoryError):
-        return 0, f"{Path(path).absolute()} does not exist"
+        return 0, f"{Path(path).absolute()} {_MISSING}"
     except (OSError, ValueError) as err:  # too long, a circle of links, NUL, no permission
         reason = err.strerror if isinstance(err, OSError) else str(err)
         return 0, f"{Path(path).absolute()} cannot be looked at: {reason}"
-
-
-def _is_missing(path: Path) -> bool:
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return path != path.parent
-    except (OSError, ValueError):
-        return False
-    return False
 
 
 def _denied(path: str | Path, needed: int, what: str) -> str:

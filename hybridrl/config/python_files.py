@@ -1,14 +1,21 @@
-"""Names that a Python file defines, read without running it."""
+"""Names that a Python file defines, and headers of its functions, read without running it.
+
+A file of the user's may import torch, which takes seconds; the checks of a command take one.
+"""
 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 Names = Mapping[str, ast.AST]
 """The statement that binds each name last: a function, a class, an import, an assignment."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 ANYTHING = "*"
 """Bound by ``from module import *``: then any name may exist."""
@@ -48,17 +55,11 @@ def flaw_of_function(node: ast.AST, *, keywords: Collection[str]) -> str:
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
         return ""
     try:
-        _signature_of(node.args).bind(**dict.fromkeys(keywords))
+        header_of(node).bind(**dict.fromkeys(keywords))
     except TypeError as err:
         how = f"with the keywords {', '.join(keywords)}" if keywords else "without arguments"
         return f"is called {how}, which it does not take: {err}"
     return ""
-
-
-def required_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """Return the parameters without a default, but those after a single ``*``."""
-    names = [arg.arg for arg in node.args.args]
-    return names[: len(names) - len(node.args.defaults)]
 
 
 def flaw_of_kind(node: ast.AST) -> str:
@@ -68,26 +69,36 @@ def flaw_of_kind(node: ast.AST) -> str:
     return ""
 
 
-def _signature_of(arguments: ast.arguments) -> inspect.Signature:
+def header_of(node: Function) -> inspect.Signature:
+    """Return the signature of a function: literal defaults, and annotations as texts.
+
+    Python itself runs ``def name(...): pass`` with None for each default that is no literal.
+    """
+    arguments = copy.deepcopy(node.args)
+    arguments.defaults = [_literal(default) for default in arguments.defaults]
+    arguments.kw_defaults = [default and _literal(default) for default in arguments.kw_defaults]
+    header = f"def function({ast.unparse(arguments)}): pass"
+    namespace: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\n{header}", namespace)
+    return inspect.signature(namespace["function"])
+
+
+def required_parameters(node: Function) -> list[str]:
+    """Return the parameters without a default, but those after a single ``*``."""
     kinds = inspect.Parameter
-    positional = [
-        *((arg.arg, kinds.POSITIONAL_ONLY) for arg in arguments.posonlyargs),
-        *((arg.arg, kinds.POSITIONAL_OR_KEYWORD) for arg in arguments.args),
+    return [
+        parameter.name
+        for parameter in header_of(node).parameters.values()
+        if parameter.kind is kinds.POSITIONAL_OR_KEYWORD and parameter.default is kinds.empty
     ]
-    num_required = len(positional) - len(arguments.defaults)
-    parameters = [
-        kinds(name, kind, default=kinds.empty if at < num_required else None)
-        for at, (name, kind) in enumerate(positional)
-    ]
-    if arguments.vararg:
-        parameters.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
-    parameters += [
-        kinds(arg.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
-        for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    ]
-    if arguments.kwarg:
-        parameters.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
-    return inspect.Signature(parameters)
+
+
+def _literal(default: ast.expr) -> ast.expr:
+    try:
+        ast.literal_eval(default)
+    except ValueError:
+        return ast.Constant(None)
+    return default
 
 
 def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.limits import Within
+from hybridrl.config.limits import spell_interval
 from hybridrl.config.load import known_keys
 from hybridrl.config.yaml_text import read_yaml
 
@@ -26,6 +26,7 @@ _CHECKS = Path(__file__).parent / "checks"
 _DOTTED = re.compile(r"(?:[a-z_]+|\*)(?:\.[a-z_0-9]+)+")
 _BY_DEVICE = "bfloat16 on cuda, float32 on cpu"
 _MOST_FILES = 4
+_RULE = 2  # place of the rule in the arguments of error()
 _TYPE_NAMES = {int: "int", float: "float", bool: "bool", str: "text"}
 
 
@@ -144,7 +145,7 @@ def _describe(
     return KeyReference(
         name=key,
         type_text=_type_text(hint),
-        interval=_interval_of(hint),
+        interval=spell_interval(hint),
         defaults={
             choice: text for choice, values in defaults.items() if (text := _default(key, values))
         },
@@ -181,14 +182,6 @@ def _type_text(hint: object) -> str:
     if dataclasses.is_dataclass(hint):
         return "section"
     return _TYPE_NAMES[cast(type, hint)]
-
-
-def _interval_of(hint: object) -> str:
-    """Return the interval of a number; it may stand within ``... | None``."""
-    if isinstance(hint, Within):
-        return str(hint)
-    intervals = (_interval_of(argument) for argument in get_args(hint))
-    return next((interval for interval in intervals if interval), "")
 
 
 @cache

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import ArgumentValue, Processes, Seconds, Within
+from pydantic import Field
+
+from hybridrl.config.limits import Arguments, Name, Processes, Seconds
 from hybridrl.config.python_files import names_at_top_level, required_parameters
 
 BUILT_IN_REWARDS: Mapping[str, str] = {
@@ -49,11 +51,11 @@ class RewardPart:
     """As ``reward.function``."""
 
     weight: Annotated[
-        float, Within(at_least=-1e6, at_most=1e6, usual=1.0, why="float32 keeps seven digits")
+        float, Field(ge=-1e6, le=1e6, examples=[1.0], description="float32 keeps seven digits")
     ] = 1.0
     """Factor of this reward in the sum that is the reward of a response."""
 
-    args: Mapping[str, ArgumentValue] = field(default_factory=dict)
+    args: Arguments = field(default_factory=dict)
     """As ``reward.args``."""
 
 
@@ -65,10 +67,10 @@ class RewardConfig:
     """A built-in name (exact_match, sorted_prefix, numeric, length, format, math, code,
     http, model, agent, judge) or ``path/to/file.py:function``. Null with ``reward.functions``."""
 
-    args: Mapping[str, ArgumentValue]
+    args: Arguments
     """Numbers and texts of the function: its keyword-only parameters."""
 
-    functions: Mapping[str, RewardPart]
+    functions: Mapping[Name, RewardPart]
     """Several functions, each with a name, a weight (1) and its own args. The sum of weights times
     rewards is the reward of a response. Empty: ``reward.function`` alone."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from hybridrl.config.limits import (
-    ArgumentValue,
+    Arguments,
     CountOrZero,
     MebibytesOrZero,
     Ranks,
@@ -15,7 +16,6 @@ from hybridrl.config.limits import (
     Seconds,
     Threads,
     Tokens,
-    Within,
 )
 
 COLDEST = 0.001
@@ -47,11 +47,8 @@ class RolloutConfig:
 
     oversample: Annotated[
         float,
-        Within(
-            at_least=1.0,
-            at_most=MOST_OVERSAMPLED,
-            usual=1.5,
-            why="rollouts are too old by then",
+        Field(
+            ge=1.0, le=MOST_OVERSAMPLED, examples=[1.5], description="rollouts are too old by then"
         ),
     ]
     """Prompts that are begun, over those of a step. Above 1 a phase ends when the prompts of a step
@@ -61,15 +58,15 @@ class RolloutConfig:
     max_response_tokens: Tokens
     """Length limit, in tokens. A response that reaches it is marked truncated."""
 
-    temperature: Annotated[float, Within(at_least=COLDEST, at_most=100.0, usual=1.0, why=TOO_HOT)]
+    temperature: Annotated[float, Field(ge=COLDEST, le=100.0, examples=[1.0], description=TOO_HOT)]
     """Divides the logits. Log-probs are computed at this same temperature. Greedy decoding is for
     evaluation alone: ``eval.temperature=0``."""
 
-    top_p: Annotated[float, Within(above=0.0, at_most=1.0, usual=1.0)]
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, examples=[1.0])]
     """Nucleus: smallest set of tokens with at least this probability. 1 is off. Log-probs of either
     engine are those before top-p and top-k, as the trainer's are."""
 
-    top_k: Annotated[int, Within(at_least=0, at_most=2**24, why="no tokenizer has more tokens")]
+    top_k: Annotated[int, Field(ge=0, le=2**24, description="no tokenizer has more tokens")]
     """Sample among the k likeliest tokens. 0 is off."""
 
     num_threads: Threads
@@ -85,11 +82,11 @@ class RolloutConfig:
     tensor_parallel_size: Ranks
     """Ranks of one node that share a rollout engine; ``hf`` runs on one."""
 
-    engine_args: Mapping[str, ArgumentValue]
+    engine_args: Arguments
     """Further arguments of SGLang by their Python names, as chunked_prefill_size; passed on
     unchanged. Arguments that have a hybridrl key are refused."""
 
-    memory_fraction: Annotated[float, Within(above=0.0, below=1.0, usual=0.85)]
+    memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0, examples=[0.85])]
     """Share of the device that SGLang takes for weights and KV cache together."""
 
     cuda_graphs: bool
@@ -121,7 +118,8 @@ class RolloutConfig:
     all sampled tokens with the trainer's, before an optimizer step. Costs nothing. 0 is off."""
 
     canary_max_drift_nats: Annotated[
-        float, Within(above=0.0, at_most=1000.0, usual=0.1, why="a log-prob is never so far off")
+        float,
+        Field(gt=0.0, le=1000.0, examples=[0.1], description="a log-prob is never so far off"),
     ]
     """The run stops if the log-probs of a micro-batch differ by more on average, before its
     optimizer step."""
@@ -134,7 +132,7 @@ class RolloutConfig:
     of sampling, ``cluster.call_timeout_s``."""
 
     drain_timeout_s: Annotated[
-        float, Within(above=0.0, at_most=1e5, usual=30.0, why="longer than a day")
+        float, Field(gt=0.0, le=1e5, examples=[30.0], description="longer than a day")
     ]
     """Seconds that a pausing engine may take to finish; then its requests are aborted."""
 

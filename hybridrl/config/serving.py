@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hybridrl.config.limits import (
-    ArgumentValue,
+    Arguments,
     Count,
+    Name,
     Ranks,
     RanksOrZero,
     Rows,
@@ -39,7 +40,7 @@ class ServerGroupConfig:
     """Work of the engines. ``prefill`` and ``decode`` share a request, ``encoder`` reads images for
     them; ``placeholder`` keeps its devices free and has no engine."""
 
-    engine_args: Mapping[str, ArgumentValue] = field(default_factory=dict)
+    engine_args: Arguments = field(default_factory=dict)
     """Arguments of SGLang for this group alone; they replace those of ``rollout.engine_args``."""
 
     @property
@@ -54,7 +55,7 @@ class ServerGroupConfig:
 class ServedModelConfig:
     """One model behind one server: ``serving.models.NAME``."""
 
-    groups: Mapping[str, ServerGroupConfig] = field(default_factory=dict)
+    groups: Mapping[Name, ServerGroupConfig] = field(default_factory=dict)
     """Groups by name, in the order of their devices. Empty for a model that ``urls`` serve."""
 
     path: str | None = None
@@ -139,7 +140,7 @@ class ServingConfig:
     weights wait for the longest of them. ``abort``: they lose their tokens, and begin again with
     the new weights."""
 
-    models: Mapping[str, ServedModelConfig]
+    models: Mapping[Name, ServedModelConfig]
     """Models by name, each with ``groups`` and ``path``. Empty: no servers; the ranks of the policy
     have the rollout engines."""
 
@@ -147,7 +148,7 @@ class ServingConfig:
     """Seconds within which an engine that samples must get on, if only by one token; then it counts
     as hung, and is replaced. Longer than its longest step."""
 
-    faults: Mapping[str, FaultConfig] = field(default_factory=dict)
+    faults: Mapping[Name, FaultConfig] = field(default_factory=dict)
     """Faults of engines of the policy, by name, to try a cluster; empty: none."""
 
     @property

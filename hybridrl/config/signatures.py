@@ -1,23 +1,40 @@
 """The signature of a function in a Python file: its inputs and its numbers, read, never run.
 
 Parameters are inputs, passed by name. Keyword-only parameters are numbers that a user may set:
-``def mine(rewards_B, group_B, *, floor: Annotated[float, Within(at_least=0, at_most=1)] = 0.1)``.
+``def mine(rewards_B, group_B, *, floor: Annotated[float, Field(ge=0, le=1)] = 0.1)``.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_origin
+
+from pydantic import Field
 
 from hybridrl.config import limits
-from hybridrl.config.python_files import ANYTHING, functions_of, names_at_top_level
-from hybridrl.config.reader import Reader
+from hybridrl.config.python_files import (
+    ANYTHING,
+    Function,
+    functions_of,
+    header_of,
+    names_at_top_level,
+)
+from hybridrl.config.values import errors_of_value
 from hybridrl.errors import ConfigError, suggest_name
 
-_KINDS = {"float": float, "int": int, "bool": bool, "str": str}
+REQUIRED = inspect.Parameter.empty
+"""The default of a number that has none."""
+
+_TYPES = {
+    **{name: value for name, value in vars(limits).items() if get_origin(value)},
+    **{"float": float, "int": int, "bool": bool, "str": str},
+    **{"Annotated": Annotated, "Literal": Literal, "Field": Field, "__builtins__": {}},
+}
+"""Names that the annotation of a number may use."""
 
 
 class SignatureError(ValueError):
@@ -39,7 +56,7 @@ class Number:
     """One keyword-only parameter."""
 
     name: str
-    hint: object  # a type that config/reader.py reads; None if the file names none of them
+    hint: object  # None for an annotation that no configuration reads
     default: object  # REQUIRED without a default
 
 
@@ -50,15 +67,6 @@ class Signature:
     inputs: tuple[str, ...]
     numbers: Mapping[str, Number]
     meaning: str  # its docstring
-
-
-class _Required:
-    def __repr__(self) -> str:
-        return "required"
-
-
-REQUIRED = _Required()
-"""The default of a number that has none."""
 
 
 def read_signature(file: Path, name: str) -> Signature:
@@ -79,21 +87,22 @@ def read_signature(file: Path, name: str) -> Signature:
         functions = functions_of(names)
         fix = suggest_name(name, functions) if functions else f"define it in {file}"
         raise SignatureError(f"{file} defines no function {name!r} at its top level", fix)
-    parameters = node.args
-    if parameters.vararg or parameters.kwarg or parameters.posonlyargs:
+    if node.args.vararg or node.args.kwarg or node.args.posonlyargs:
         rule = f"{name} has *args, **kwargs or positional-only parameters: nothing says its inputs"
         raise SignatureError(rule, "name each input; numbers come after a single *")
     return signature_of(node)
 
 
-def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
+def signature_of(node: Function) -> Signature:
     """Return the inputs and numbers of a function, without its *args and **kwargs."""
-    parameters = node.args
+    kinds = inspect.Parameter
+    parameters = header_of(node).parameters.values()
     return Signature(
-        inputs=tuple(arg.arg for arg in parameters.args),
+        inputs=tuple(one.name for one in parameters if one.kind is kinds.POSITIONAL_OR_KEYWORD),
         numbers={
-            arg.arg: Number(arg.arg, _hint_of(arg.annotation), _value_of(default))
-            for arg, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+            one.name: Number(one.name, _hint_of(one.annotation), one.default)
+            for one in parameters
+            if one.kind is kinds.KEYWORD_ONLY
         },
         meaning=ast.get_docstring(node) or "",
     )
@@ -114,48 +123,25 @@ def check_numbers(
         key_of: returns the dotted key of a number.
         removing: returns the override that takes a number back.
     """
-    reader = Reader()
-    names = ", ".join(signature.numbers) or "none"
+    errors: list[ConfigError] = []
     for name, value in given.items():
         number = signature.numbers.get(name)
         if number is None:
-            rule = f"{function} has no such number; it has {names}"
-            remedies = [(removing(name),)]
-            reader.violations.append(ConfigError(key_of(name), value, rule, remedies=remedies))
+            rule = f"{function} has no such number; it has {', '.join(signature.numbers) or 'none'}"
+            errors.append(ConfigError(key_of(name), value, rule, remedies=[(removing(name),)]))
         elif number.hint is not None:
-            reader.read(number.hint, value, key_of(name))
+            errors += errors_of_value(number.hint, value, key_of(name))
     for name, number in signature.numbers.items():
         if number.default is REQUIRED and name not in given:
             rule = f"{function} needs it and has no default"
-            fix = f"set {key_of(name)}=VALUE"
-            reader.violations.append(ConfigError(key_of(name), None, rule, fix))
-    return reader.violations
+            errors.append(ConfigError(key_of(name), None, rule, f"set {key_of(name)}=VALUE"))
+    return errors
 
 
-def _hint_of(node: ast.expr | None) -> object:
-    """Return the type that an annotation names; None for one that no configuration reads."""
-    match node:
-        case ast.Name(id=name) if name in _KINDS:
-            return _KINDS[name]
-        case ast.Name(id=name):
-            return vars(limits).get(name)
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
-            values = choices.elts if isinstance(choices, ast.Tuple) else [choices]
-            return Literal[tuple(_value_of(value) for value in values)]
-        case ast.Subscript(
-            value=ast.Name(id="Annotated"),
-            slice=ast.Tuple(elts=[ast.Name(id=kind), ast.Call(func=ast.Name(id="Within")) as call]),
-        ) if kind in _KINDS:
-            ends = {word.arg: _value_of(word.value) for word in call.keywords if word.arg}
-            return Annotated[_KINDS[kind], limits.Within(**ends)]  # type: ignore[arg-type]
-    return None
-
-
-def _value_of(node: ast.expr | None) -> object:
-    """Return a literal; None for anything else."""
-    if node is None:
-        return REQUIRED
+def _hint_of(annotation: object) -> object:
+    """Return the type that an annotation spells; None for one that no configuration reads."""
     try:
-        return ast.literal_eval(node)
-    except ValueError:
+        hint: object = eval(str(annotation), dict(_TYPES))
+    except (NameError, SyntaxError, TypeError, AttributeError, ValueError):  # the file's own names
         return None
+    return None if isinstance(hint, str) else hint

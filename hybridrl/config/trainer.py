@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from hybridrl.config.limits import Count, CountOrZero, Rows, Within
+from pydantic import Field
+
+from hybridrl.config.limits import Count, CountOrZero, Rows
 
 _PASSES = "no run counts so far"
 
@@ -17,16 +19,14 @@ class TrainerConfig:
     num_steps: Count
     """Steps: one rollout batch and its updates each."""
 
-    num_epochs: Annotated[float, Within(above=0.0, at_most=1e6, usual=1.0, why=_PASSES)] | None
+    num_epochs: Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0], description=_PASSES)] | None
     """End after this many passes over the rows, if that is before ``num_steps`` (with
     ``mode=sft`` and ``dpo`` their own). Null: the steps alone count."""
 
     num_prompts_per_step: Rows
     """Prompts P per step; P x rollout.num_responses_per_prompt responses are sampled."""
 
-    max_staleness: Annotated[
-        int, Within(at_least=0, at_most=1000, why="rollouts are too old by then")
-    ]
+    max_staleness: Annotated[int, Field(ge=0, le=1000, description="rollouts are too old by then")]
     """Steps between the weights that sample a row's first token and the step that learns from it,
     at most. 0: a step samples, then learns. Above 0 engines on devices of their own sample ahead,
     while the trainer learns; needs ``serving.models`` and a rollout correction."""

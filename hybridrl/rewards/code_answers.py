@@ -15,7 +15,8 @@ import time
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import Within
+from pydantic import Field
+
 from hybridrl.rewards.sandbox import Level, Sandbox, SandboxLimits, SandboxResult
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -42,12 +43,12 @@ def code(  # noqa: PLR0913 - its arguments are keys of the configuration
     timeout_s: float,
     *,
     score: Literal["all", "share"] = "all",
-    cpu_s: Annotated[float, Within(at_least=1.0, at_most=1e4, why="it is a response")] = 5.0,
-    wall_s: Annotated[float, Within(above=0.0, at_most=1e4, usual=10.0, why="it waits")] = 10.0,
-    memory_mib: Annotated[int, Within(at_least=64, at_most=2**20, why="of one process")] = 512,
-    processes: Annotated[int, Within(at_least=1, at_most=4096, why="of one response")] = 8,
-    files_mib: Annotated[int, Within(at_least=1, at_most=2**16, why="they are in memory")] = 16,
-    output_kib: Annotated[int, Within(at_least=1, at_most=2**16, why="held in memory")] = 256,
+    cpu_s: Annotated[float, Field(ge=1.0, le=1e4, description="it is a response")] = 5.0,
+    wall_s: Annotated[float, Field(gt=0.0, le=1e4, examples=[10.0], description="it waits")] = 10.0,
+    memory_mib: Annotated[int, Field(ge=64, le=2**20, description="of one process")] = 512,
+    processes: Annotated[int, Field(ge=1, le=4096, description="of one response")] = 8,
+    files_mib: Annotated[int, Field(ge=1, le=2**16, description="they are in memory")] = 16,
+    output_kib: Annotated[int, Field(ge=1, le=2**16, description="held in memory")] = 256,
     sandbox: Literal["namespaces", "limits"] = "namespaces",
 ) -> float:
     """Give 1 to code that passes all tests, or the share of cases that it passes; else 0.

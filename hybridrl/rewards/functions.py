@@ -11,7 +11,9 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import TokensOrZero, Within
+from pydantic import Field
+
+from hybridrl.config.limits import TokensOrZero
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?%?")
 _MOST_DIGITS = 400
@@ -41,8 +43,8 @@ def numeric(
     response: str,
     answer: str,
     *,
-    relative_tolerance: Annotated[float, Within(at_least=0.0, at_most=1.0, why="100%")] = 1e-6,
-    absolute_tolerance: Annotated[float, Within(at_least=0.0, at_most=1e15, why="a reward")] = 0.0,
+    relative_tolerance: Annotated[float, Field(ge=0.0, le=1.0, description="100%")] = 1e-6,
+    absolute_tolerance: Annotated[float, Field(ge=0.0, le=1e15, description="a reward")] = 0.0,
 ) -> float:
     """Give 1 if the last number of the response is the last one of the answer, else 0.
 
@@ -94,7 +96,7 @@ def length(
     length: int,
     *,
     tokens: TokensOrZero,
-    per_token: Annotated[float, Within(at_least=0.0, at_most=1e6, why="a reward")] = 0.001,
+    per_token: Annotated[float, Field(ge=0.0, le=1e6, description="a reward")] = 0.001,
     mode: Literal["budget", "target"] = "budget",
 ) -> float:
     """Charge ``per_token`` for each token beyond a budget, or away from a target; 0 is best."""

@@ -10,7 +10,9 @@ import math
 import re
 from typing import Annotated
 
-from hybridrl.config.limits import Tokens, Within
+from pydantic import Field
+
+from hybridrl.config.limits import Tokens
 
 
 def judge(  # noqa: PLR0913 - its arguments are keys of the configuration
@@ -19,12 +21,12 @@ def judge(  # noqa: PLR0913 - its arguments are keys of the configuration
     model: str,
     template: str,
     pattern: str = r"(?i)score\D{0,3}?(-?\d+(?:\.\d+)?)",
-    lowest: Annotated[float, Within(at_least=-1e6, at_most=1e6, why="a score")] = 0.0,
-    highest: Annotated[float, Within(at_least=-1e6, at_most=1e6, why="a score")] = 10.0,
-    missing_score: Annotated[float, Within(at_least=-1e6, at_most=1e6, why="a score")] = 0.0,
+    lowest: Annotated[float, Field(ge=-1e6, le=1e6, description="a score")] = 0.0,
+    highest: Annotated[float, Field(ge=-1e6, le=1e6, description="a score")] = 10.0,
+    missing_score: Annotated[float, Field(ge=-1e6, le=1e6, description="a score")] = 0.0,
     max_tokens: Tokens = 64,
-    temperature: Annotated[float, Within(at_least=0.0, at_most=100.0, why="nearly uniform")] = 0.0,
-    top_p: Annotated[float, Within(above=0.0, at_most=1.0, usual=1.0, why="a share")] = 1.0,
+    temperature: Annotated[float, Field(ge=0.0, le=100.0, description="nearly uniform")] = 0.0,
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, examples=[1.0], description="a share")] = 1.0,
 ) -> float:
     """Return the score in a judge's answer; NaN if it has none.
 

@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import httpx
+from pydantic import Field
 
-from hybridrl.config.limits import Rows, Seconds, Within
+from hybridrl.config.limits import Rows, Seconds
 from hybridrl.json_text import to_json_text
 
 COLUMNS = ("responses", "answers", "prompts", "sources")
@@ -51,11 +52,11 @@ async def http(  # noqa: PLR0913 - its arguments are keys of the configuration
     *,
     url: str,
     batch_size: Rows = 32,
-    num_connections: Annotated[int, Within(at_least=1, at_most=1024, why="of one process")] = 4,
+    num_connections: Annotated[int, Field(ge=1, le=1024, description="of one process")] = 4,
     request_timeout_s: Seconds = 10.0,
     cache: Literal["none", "memory", "file"] = "memory",
     cache_file: str = "",
-    cache_rows: Annotated[int, Within(at_least=1, at_most=10**8, why="held at once")] = 100_000,
+    cache_rows: Annotated[int, Field(ge=1, le=10**8, description="held at once")] = 100_000,
 ) -> list[Reward]:
     """Return the server's rewards; for rows that it does not score the reason.
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-from hybridrl.config.limits import Within
+from pydantic import Field
 
 
 def model(
     scores: Sequence[float],
     *,
     path: str,
-    mean: Annotated[float, Within(at_least=-1e6, at_most=1e6, why="a score")] = 0.0,
-    std: Annotated[float, Within(above=0.0, at_most=1e6, usual=1.0, why="a score")] = 1.0,
+    mean: Annotated[float, Field(ge=-1e6, le=1e6, description="a score")] = 0.0,
+    std: Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0], description="a score")] = 1.0,
 ) -> list[float]:
     """Return the scores of the reward model in ``path``, less ``mean``, over ``std``.
 

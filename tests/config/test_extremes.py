@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.limits import ends_of, field_of
 from hybridrl.config.load import known_keys, load_config
 from hybridrl.config.summary import sentence, summarize
 from hybridrl.errors import ConfigError, ConfigErrors
@@ -24,10 +25,12 @@ from tests.config.values import Values, values_of, with_overrides
 SECTIONS = {key.rpartition(".")[0] for key in known_keys()} - {""}
 KEYS = [key for key in known_keys() if key not in SECTIONS]
 HUGE_TEXT = "x" * 1_000_000
+DEEP = json.loads("[" * 900 + "]" * 900)
 EXTREMES: list[object] = [
     *(0, -1, 1, 2**31, 2**63, 10**400, 10**5000, 1e308, -1e308, 5e-324, math.nan, math.inf),
     *(True, None, "", "???", "9" * 400, "9" * 5000, HUGE_TEXT, "a/" * 2000, "\0", "\ud800", "é"),
     *([], {}, [None], [[]], [HUGE_TEXT], [1] * 20_000, {"a": {"b": {}}}, {"": 1}, {1: math.nan}),
+    *({"\ud800": 1}, {"x" * 10_000: 1}, "a" * 5000 + "\ud800", DEEP),
 ]
 SCENES = [
     (),
@@ -107,9 +110,8 @@ def test_no_values_of_several_keys_end_a_check_in_a_traceback(
 
 
 def tops() -> Iterator[tuple[str, object]]:
-    for key, kind, limits in LIMITED:
-        top = limits.at_most if limits.at_most is not None else 0.999
-        yield key, kind(top)
+    for key, hint in LIMITED:
+        yield key, get_args(hint)[0](ends_of(hint).get("le", 0.999))
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
@@ -133,11 +135,13 @@ def test_the_highest_numbers_are_checked_and_remedies_mend(
 
 def test_each_number_has_an_interval_with_a_top_and_a_reason() -> None:
     assert list(numbers_without_interval(ExperimentConfig)) == []
-    for key, _, limits in LIMITED:
-        top = limits.at_most if limits.at_most is not None else limits.below
+    for key, hint in LIMITED:
+        ends, field = ends_of(hint), field_of(hint)
+        top = ends.get("le", ends.get("lt"))
         assert top is not None, key
         assert math.isfinite(top), key
-        assert limits.why or top <= 1, key
+        assert field is not None, key
+        assert field.description or top <= 1, key
 
 
 def numbers_without_interval(section: type) -> Iterator[str]:

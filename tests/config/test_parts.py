@@ -17,11 +17,11 @@ BUILT_IN = [(kind, name) for kind in KINDS for name in kind.built_in]
 OWN = """
 from typing import Annotated
 
-from hybridrl.config.limits import Within
+from pydantic import Field
 
 
 def mine(
-    rewards_B, *, floor: Annotated[float, Within(at_least=0.0, at_most=1.0)] = 0.5, mode: str = "a"
+    rewards_B, *, floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5, mode: str = "a"
 ):
     return rewards_B
 

@@ -27,10 +27,10 @@ BY_DAY = {
 OWN = """
 from typing import Annotated
 
-from hybridrl.config.limits import Within
+from pydantic import Field
 
 
-def centred(rewards_B, *, scale: Annotated[float, Within(above=0.0, at_most=10.0)] = 1.0):
+def centred(rewards_B, *, scale: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0):
     return (rewards_B - rewards_B.mean()) * scale
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 from torch import Tensor
 
 from hybridrl.algorithms.response_tokens import ResponseTokens
-from hybridrl.config.limits import Within
 
 
 def distillation(
@@ -21,7 +21,7 @@ def distillation(
     *,
     estimator: Literal["k1", "k3"] = "k1",
     limit: Annotated[
-        float, Within(above=0.0, at_most=1e3, usual=20.0, why="float32 keeps seven digits")
+        float, Field(gt=0.0, le=1e3, examples=[20.0], description="float32 keeps seven digits")
     ] = 20.0,
 ) -> Tensor:
     """Return minus the reverse KL to the teacher, token by token (arXiv:2306.13649).

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
 from torch import Tensor
 
 from hybridrl.algorithms.groups import Groups
-from hybridrl.config.limits import Within
 
 
 def opmd(
@@ -16,7 +16,7 @@ def opmd(
     *,
     baseline: Literal["mean", "logavgexp"] = "mean",
     tau: Annotated[
-        float, Within(above=0.0, at_most=1e6, usual=1.0, why="the policy does not move")
+        float, Field(gt=0.0, le=1e6, examples=[1.0], description="the policy does not move")
     ] = 1.0,
     singletons: Literal["zero", "reward"] = "zero",
 ) -> Tensor:

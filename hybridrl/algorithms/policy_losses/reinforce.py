@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.algorithms.policy_losses.result import PolicyLoss, clamped_log_ratio
 from hybridrl.algorithms.token_rows import TokenRows
-from hybridrl.config.limits import ClipHigh, GateTemperature, NotNegative, RatioCap, Within
+from hybridrl.config.limits import ClipHigh, GateTemperature, NotNegative, RatioCap
 
 
 def reinforce(
@@ -57,7 +58,7 @@ def cispo(
     old_logprobs_T: Tensor,
     advantages_T: Tensor,
     *,
-    clip_low: Annotated[float, Within(above=0.0, at_most=1.0, usual=1.0, why="1 is off")] = 1.0,
+    clip_low: Annotated[float, Field(gt=0.0, le=1.0, examples=[1.0], description="1 is off")] = 1.0,
     clip_high: ClipHigh = 4.0,
 ) -> PolicyLoss:
     """Bound the weight of a token instead of dropping it (CISPO, arXiv:2506.13585, eq. 4-5).
