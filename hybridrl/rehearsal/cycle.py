@@ -41,12 +41,12 @@ from hybridrl.trainer.train_batch import build_critic_batch, build_train_batch
 from hybridrl.workers import actor_rollout
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.rollout import weight_folder
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang import engine as sglang_engine
 from hybridrl.workers.rollout.sglang import transports
 from hybridrl.workers.rollout.sglang import weights as sglang_weights
-from hybridrl.workers.sharding import weight_proof
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train import checkpoint, export
 from hybridrl.workers.train.collectives import Ranks
@@ -296,7 +296,7 @@ class Cycle:
 
         for module, name, stand_in in (
             (load, "_open_safetensors", lambda path: HollowFile(path, self._gpu)),
-            (weight_proof, "save_file", write_hollow_file),
+            (weight_folder, "save_file", write_hollow_file),
             (export, "save_file", write_hollow_file),
             (transports, "save_file", write_hollow_file),
             (checkpoint, "_write", lambda _path, _header, copied: copied),

@@ -14,7 +14,7 @@ _PLACES = {
     "/torch/optim/": "optimizer step",
     "/hybridrl/models/load.py": "weights on their way in",
     "/hybridrl/models/logprobs.py": "logits",
-    "/hybridrl/workers/sharding/weight_proof.py": "file of weights",
+    "/hybridrl/workers/rollout/weight_folder.py": "file of weights",
     "/hybridrl/workers/train/export.py": "file of weights",
     "/hybridrl/workers/train/megatron/export.py": "weight stream",
     "/hybridrl/workers/rollout/": "weight stream",
