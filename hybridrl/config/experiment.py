@@ -170,7 +170,7 @@ class ExperimentConfig:
 
     @property
     def asks_servers(self) -> bool:
-        """Whether the manager asks the policy's servers by HTTP: whole ones, which the run starts.
+        """Whether the manager asks the policy's servers by HTTP: complete ones that the run starts.
 
         Answers with experts are too large for one process to read.
         """

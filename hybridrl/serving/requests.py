@@ -14,7 +14,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
 from hybridrl.serving.engine_pool import AskGroup, EnginePool, ask_process
 from hybridrl.serving.faults import FaultPlan
-from hybridrl.serving.router import Router, connect
+from hybridrl.serving.router import PolicyRouter, connect
 from hybridrl.workers.rollout.sglang.client import Endpoint
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
@@ -32,7 +32,9 @@ class PolicyRequests:
         Args:
             key: of the engines' servers, and of the router; made for this run.
         """
-        self.router = Router(config, vocab_size=vocab_size, key=key) if config.has_router else None
+        self.router = (
+            PolicyRouter(config, vocab_size=vocab_size, key=key) if config.has_router else None
+        )
         self._faults = FaultPlan(config.serving.faults, seed=config.seed)
         self._config, self._vocab_size, self._key = config, vocab_size, key
         self._straight: StraightRequests | None = None
@@ -42,7 +44,7 @@ class PolicyRequests:
     async def open(
         self, pool: EnginePool, engines: Collection[EngineHandle], *, version: int
     ) -> AsyncIterator[AskGroup]:
-        """Open the way of a pool to these engines; see ``Router.open``."""
+        """Open the way of a pool to these engines; see ``PolicyRouter.open``."""
         if self.router is not None:
             pool.on_left = self.router.leave_out
             async with self.router.open(engines, version=version) as ask:

@@ -53,7 +53,7 @@ _SEES_DEATH_S = 3.0
 _POLL_S = 0.05
 
 
-class Router:
+class PolicyRouter:
     """The router of the policy's servers. Servers come and go, and the router itself may die.
 
     A router that died is started again, gets its servers back, and the open requests are repeated.
@@ -300,7 +300,7 @@ class ServerLostError(ServerError):
 class RoutedServers(ServingEngine):
     """The servers behind the router, as one that answers a program."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: PolicyRouter) -> None:
         """Connect when it is entered."""
         super().__init__(Endpoint("the router", name="the router", key=router.key))
         self._router = router

@@ -18,7 +18,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import HealthMonitor
-from hybridrl.serving.router import Router
+from hybridrl.serving.router import PolicyRouter
 from tests.config.values import config_of
 from tests.end_to_end.two_machines import can_be_made
 from tests.serving.echo import echo_server
@@ -87,7 +87,7 @@ def ip(*words: str) -> None:
 @pytest.mark.shows("4.14")
 def test_requests_leave_an_engine_whose_network_is_cut() -> None:
     pytest.importorskip("sglang_router")
-    routed = Router(CONFIG, vocab_size=1000, key="a-key")
+    routed = PolicyRouter(CONFIG, vocab_size=1000, key="a-key")
     with (
         cable() as name,
         echo_server(seconds=0.3) as (near, _),

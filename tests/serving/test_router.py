@@ -20,7 +20,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import router_process
 from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.router import Router
+from hybridrl.serving.router import PolicyRouter
 from hybridrl.serving.router_process import RouterProcess
 from hybridrl.workers.rollout.sglang.process import ServerProcess
 from tests.config.values import config_of
@@ -54,9 +54,9 @@ def engine_of(url: str, process: ServerProcess) -> EngineHandle:
 
 
 @pytest.fixture(scope="module")
-def routed() -> Iterator[Router]:
+def routed() -> Iterator[PolicyRouter]:
     pytest.importorskip("sglang_router")
-    routed = Router(CONFIG, vocab_size=1000, key="a-key")
+    routed = PolicyRouter(CONFIG, vocab_size=1000, key="a-key")
     routed.start()
     yield routed
     routed.end()
@@ -72,7 +72,7 @@ Ask = Callable[[EnginePool], Coroutine[None, None, list[Sample]]]
 
 
 def run(
-    routed: Router, servers: Mapping[str, ServerProcess], ask: Ask, *, version: int = 0
+    routed: PolicyRouter, servers: Mapping[str, ServerProcess], ask: Ask, *, version: int = 0
 ) -> tuple[list[Sample], dict[int, str], Metrics]:
     engines = {i: engine_of(*server) for i, server in enumerate(servers.items())}
 
@@ -119,12 +119,12 @@ def kill(process: ServerProcess) -> None:
     os.killpg(process.pid, signal.SIGKILL)
 
 
-def router_of(routed: Router) -> ServerProcess:
+def router_of(routed: PolicyRouter) -> ServerProcess:
     return routed.process.process
 
 
 @pytest.mark.shows("2.11")
-def test_servers_get_requests_only_while_they_are_shown(routed: Router) -> None:
+def test_servers_get_requests_only_while_they_are_shown(routed: PolicyRouter) -> None:
     with echo_servers(2) as servers:
         samples, _, _ = run(routed, servers, twelve)
         assert seeds_of(samples) == SEEDS
@@ -136,7 +136,7 @@ def test_servers_get_requests_only_while_they_are_shown(routed: Router) -> None:
 
 @pytest.mark.shows("4.22")
 def test_a_router_killed_while_it_takes_servers_is_replaced(
-    routed: Router, monkeypatch: pytest.MonkeyPatch
+    routed: PolicyRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[RouterProcess] = []
     workers = RouterProcess.workers
@@ -156,7 +156,7 @@ def test_a_router_killed_while_it_takes_servers_is_replaced(
     assert metrics["rollout/router_restarts"] == Sum(2)
 
 
-def test_a_killed_server_costs_no_response_and_doubles_none(routed: Router) -> None:
+def test_a_killed_server_costs_no_response_and_doubles_none(routed: PolicyRouter) -> None:
     with echo_servers(2, seconds=0.3) as servers:
 
         async def ask(pool: EnginePool) -> list[Sample]:
@@ -175,7 +175,7 @@ def test_a_killed_server_costs_no_response_and_doubles_none(routed: Router) -> N
         routed.hide()
 
 
-def test_a_replacement_gets_requests_in_the_same_phase(routed: Router) -> None:
+def test_a_replacement_gets_requests_in_the_same_phase(routed: PolicyRouter) -> None:
     with echo_servers(2, seconds=0.1) as servers:
         dying, coming = servers.items()
 
@@ -194,7 +194,7 @@ def test_a_replacement_gets_requests_in_the_same_phase(routed: Router) -> None:
         routed.hide()
 
 
-def test_a_server_with_other_weights_is_refused_by_name(routed: Router) -> None:
+def test_a_server_with_other_weights_is_refused_by_name(routed: PolicyRouter) -> None:
     with echo_servers(2) as servers:
         with pytest.raises(DriftError, match=r"sampled by weights of version 0, .* is at 4"):
             run(routed, servers, twelve, version=4)
@@ -210,7 +210,7 @@ def test_a_server_with_other_weights_is_refused_by_name(routed: Router) -> None:
 
 
 @pytest.mark.shows("4.22")
-def test_a_router_that_dies_is_started_again_in_the_phase(routed: Router) -> None:
+def test_a_router_that_dies_is_started_again_in_the_phase(routed: PolicyRouter) -> None:
     with echo_servers(2, seconds=0.3) as servers:
 
         async def ask(pool: EnginePool) -> list[Sample]:
@@ -227,7 +227,7 @@ def test_a_router_that_dies_is_started_again_in_the_phase(routed: Router) -> Non
 
 
 @pytest.mark.shows("4.22")
-def test_a_new_router_gets_no_server_that_died_with_the_old_one(routed: Router) -> None:
+def test_a_new_router_gets_no_server_that_died_with_the_old_one(routed: PolicyRouter) -> None:
     with echo_servers(2) as servers:
         dying, living = servers
 
@@ -246,7 +246,7 @@ def test_a_new_router_gets_no_server_that_died_with_the_old_one(routed: Router) 
 
 
 @pytest.mark.shows("4.22")
-def test_requests_of_a_router_that_died_stay_counted(routed: Router) -> None:
+def test_requests_of_a_router_that_died_stay_counted(routed: PolicyRouter) -> None:
     with echo_servers(1) as servers:
 
         async def ask(pool: EnginePool) -> list[Sample]:
@@ -268,7 +268,7 @@ def stop(process: ServerProcess) -> None:
 
 
 @pytest.mark.shows("4.22")
-def test_a_router_that_hangs_is_replaced_as_one_that_died(routed: Router) -> None:
+def test_a_router_that_hangs_is_replaced_as_one_that_died(routed: PolicyRouter) -> None:
     with echo_servers(2, seconds=0.3) as servers:
 
         async def ask(pool: EnginePool) -> list[Sample]:
@@ -285,7 +285,7 @@ def test_a_router_that_hangs_is_replaced_as_one_that_died(routed: Router) -> Non
 @pytest.mark.nightly
 @pytest.mark.shows("4.22")
 def test_a_router_that_hangs_between_phases_is_replaced(
-    routed: Router, monkeypatch: pytest.MonkeyPatch
+    routed: PolicyRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_process, "_CALL_S", 0.5)
     with echo_servers(2) as servers:
@@ -299,7 +299,7 @@ def test_a_router_that_hangs_between_phases_is_replaced(
 
 
 @pytest.mark.shows("4.22")
-def test_a_router_that_dies_again_and_again_ends_the_phase(routed: Router) -> None:
+def test_a_router_that_dies_again_and_again_ends_the_phase(routed: PolicyRouter) -> None:
     with echo_servers(2, seconds=0.3) as servers:
 
         async def ask(pool: EnginePool) -> list[Sample]:
