@@ -11,19 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import torch
 
-from hybridrl.errors import EngineError, PhaseError, RequestError, ServerDiedError
+from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Sum
 from hybridrl.network import Door
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler
 from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.rank_engines import RankEngine, RankEngines
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener
+from hybridrl.workers.rollout.sample_messages import answer_body, read_answer
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (
@@ -117,6 +119,55 @@ def test_each_refusal_has_its_own_error(
     with pytest.raises(EngineError, match="the key is wrong"):
         strange.sample_group([1], SHORT, keys=(1,)).result(60)
     strange.disconnect()
+
+
+def test_an_engine_of_other_weights_ends_the_phase_and_is_not_taken_for_lost(
+    ranks: list[tuple[HFRolloutEngine, RequestListener]],
+    lent: RankEngines,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, listener = ranks[0]
+
+    def run(program: Program[Any]) -> object:  # as SGLang's sampler finds it
+        drifted = RefusingSampler(DriftError("a response was sampled by weights of version 7"))
+        return asyncio.run(program(drifted))
+
+    monkeypatch.setattr(engine, "run", run)
+    pool = new_pool()
+    with (
+        lent.joining(pool, [listener.open()]),
+        pytest.raises(DriftError, match="by weights of version 7"),
+    ):
+        sample(pool)
+    assert lent.lost() == ()
+
+
+class RefusingSampler(Sampler):
+    """Refuses each request with one error."""
+
+    max_context_tokens = 32
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def sample_group(self, *_: object, **__: object) -> list[Sample]:
+        raise self.error
+
+
+def test_experts_of_tokens_survive_the_way_to_the_manager() -> None:
+    experts = torch.arange(5 * 2 * 3, dtype=torch.int16).view(5, 2, 3) * 1000
+    answered = Sample(
+        token_ids=torch.arange(4),
+        logprobs=torch.rand(4),
+        finish_reason="stop",
+        weight_version=3,
+        routed_experts_LJK=experts,
+    )
+    (read,) = read_answer(json.loads(json.dumps(answer_body([answered]))))
+    assert read.routed_experts_LJK is not None
+    assert read.routed_experts_LJK.dtype == torch.int16
+    assert torch.equal(read.routed_experts_LJK, experts)
+    assert torch.equal(read.logprobs, answered.logprobs)
 
 
 PARAMS = asdict(SHORT)
