@@ -59,8 +59,8 @@ def put(values: Values, key: str, value: object) -> None:
     section: Any = values
     for part in sections:
         section = section.get(part) if isinstance(section, dict) else None
-    if isinstance(section, dict):
-        section[name] = value
+    if isinstance(section, dict):  # a copy: a mapping put into itself would have no end
+        section[name] = dict(value) if isinstance(value, dict) else value
 
 
 # A quarter of the values for each key, another one for the next key; the others nightly.

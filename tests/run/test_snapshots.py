@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridrl.checkpoint.manifest import FileEntry, RunFingerprint, RunState
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.checkpoint import CheckpointConfig
-from hybridrl.data.sampler import SamplerState
+from hybridrl.data.sampler_state import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError
 from hybridrl.run.checkpoints import Checkpointer
 from hybridrl.workers.train import checkpoint
