@@ -55,6 +55,8 @@ class WeightGroup:
         self._clients: dict[int, ServerClient] = {}
         self._group: Any = None
         self._store: Any = None
+        self._ranks: dict[int, range] = {}
+        self._began_s = 0.0
         self._works: list[dist.Work] = []
         self._answers: dict[int, Future[Any]] = {}
 
@@ -73,7 +75,7 @@ class WeightGroup:
         self.leave()
         if not receivers:
             return
-        self._device = device
+        self._device, self._began_s = device, time.monotonic()
         self._name = f"hybridrl-{uuid.uuid4().hex}"
         own = {index: _address_towards(each.url) for index, each in receivers.items()}
         host = own[min(own)] if len(set(own.values())) == 1 else _ANYWHERE
@@ -105,6 +107,7 @@ class WeightGroup:
                 world_size=size,
                 backend="nccl" if self._device.type == "cuda" else "gloo",
             )
+            self._ranks[index] = range(first_rank, first_rank + receiver.num_ranks)
             first_rank += receiver.num_ranks
         self._form(host, size)
         self._await(self._have_answered)
@@ -187,6 +190,7 @@ class WeightGroup:
             EngineError: always.
         """
         refused = {i: e for i, e in _errors_of(self._answers).items() if e is not None}
+        self._wait_for_arrivals()
         self._destroy_at(refused)  # who refused takes no part, so nothing else ends the sending
         self._drop()
         wait(self._answers.values(), timeout=self._freed_s)
@@ -202,6 +206,23 @@ class WeightGroup:
             self._clients.pop(index).close()
         self.leave()
         raise EngineError(f"weights did not reach all servers: {reason}")
+
+    def _wait_for_arrivals(self) -> None:
+        """Let servers that form the group reach its store: its end frees those that wait in it.
+
+        One that comes later would look for it for minutes.
+        """
+        deadline_s = self._began_s + self._timeout_s + self._freed_s
+        while self._group is None and time.monotonic() < deadline_s:
+            ranks = [
+                rank
+                for index, answer in self._answers.items()
+                for rank in self._ranks[index]
+                if not answer.done()
+            ]
+            if not ranks or self._store.check([f"0/{rank}" for rank in ranks]):
+                return
+            time.sleep(_POLL_S)
 
     def _destroy_at(self, indices: Collection[int]) -> None:
         calls = []
