@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.rehearsal.cases import Shown
 
-TABLES = 2**17
-"""Bytes of rotary frequencies and counts of experts, 2 KiB a layer, which stay with the engine."""
+TABLES = 2**18
+"""Bytes of rotary frequencies and counts of experts, 3 KiB a layer, which stay with the engine."""
 
 _OVERLAP = ("workers/train/offload.py", "workers/train/shards.py", "workers/rollout/")
 """Where nothing may wait for the device besides the synchronisations that say so."""
