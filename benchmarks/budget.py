@@ -28,7 +28,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "report": (1639, 13),
     "rewards": (2716, 17),
     "run": (4986, 34),
-    "serving": (5233, 34),
+    "serving": (5229, 34),
     "single_controller": (2400, 14),
     "trainer": (3303, 26),
     "workers": (20056, 128),

@@ -31,7 +31,6 @@ from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.sglang.server_questions import BROKEN, ServerQuestions, other_form
 from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
 from hybridrl.workers.sharding.lifecycle import Action
-from hybridrl.workers.sharding.weight_files import WeightSource
 
 VERSION = 0
 """Of weights that never change."""
@@ -111,10 +110,6 @@ class ExternalEngine:
     def act(self, action: Action) -> NoReturn:
         """Refuse."""
         self._refuse("an edge of the life cycle")
-
-    def load_weights(self, source: WeightSource, *, version: int) -> NoReturn:
-        """Refuse."""
-        self._refuse("weights")
 
     def signal(self, number: int) -> NoReturn:
         """Refuse."""

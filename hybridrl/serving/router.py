@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 from torch import Tensor
@@ -307,21 +307,22 @@ class RoutedServers(ServingEngine):
 
     async def ask(self, path: str, body: Body, *, timeout_s: float | None) -> Any:  # noqa: ANN401 - JSON
         """Send requests for tokens to the router, one a response, and others to all servers."""
-        async with AsyncExitStack() as cancelled:
-            if path == _GENERATE:
-                calls = [
-                    self._router.generate(each, session=self._session)
-                    for each in single_bodies(body)
-                ]
-            else:
-                calls = [
-                    server.request(path, body, timeout_s=timeout_s, session=self._session)
-                    for server in self._router.living()
-                ]
-            tasks = [asyncio.ensure_future(call) for call in calls]
-            for task in tasks:
-                cancelled.callback(task.cancel)
+        if path != _GENERATE:
+            calls = [
+                server.request(path, body, timeout_s=timeout_s, session=self._session)
+                for server in self._router.living()
+            ]
+            # One that is gone keeps none of the others from its request.
+            return await asyncio.gather(*calls, return_exceptions=True)
+        tasks = [
+            asyncio.ensure_future(self._router.generate(each, session=self._session))
+            for each in single_bodies(body)
+        ]
+        try:
             return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def progress(self) -> object:
         """Return the loads of all servers; each has a monitor besides."""

@@ -126,7 +126,7 @@ def build_train_batch(
         old_logprobs_BL=logprobs.old_logprobs_BL,
         reference_logprobs_BL=logprobs.reference_logprobs_BL,
         routed_experts_BLJK=rollouts.routed_experts_BLJK,
-        routed_experts_at_B=rollouts.get("routed_experts_at_B"),
+        routed_experts_at_B=rollouts.routed_experts_at_B,
         sequence_lengths_BQ=rollouts.sequence_lengths_BQ,
         weight_versions_BL=rollouts.weight_versions_BL,
         batch_size=[len(rollouts)],

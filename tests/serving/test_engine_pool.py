@@ -21,7 +21,7 @@ from hybridrl.metrics import Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample
 from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes
+from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
 
 PARAMS = RequestParams(max_new_tokens=4, temperature=1.0)
 CUT: FinishReason = "interrupted"
@@ -191,6 +191,14 @@ def test_a_later_turn_returns_to_the_engine_with_its_prefix() -> None:
 
     assert asyncio.run(program(STAY))
     assert not asyncio.run(program(STAY + 1))
+
+
+def test_the_longest_known_beginning_counts() -> None:
+    known = KnownPrefixes()
+    known.add(prefix_sums([1, 2]), 0)
+    known.add(prefix_sums([1, 2, 3, 4]), 1)
+    contexts = [[1, 2, 3], [1, 2, 3, 4, 5], [2, 1]]
+    assert [known.find(prefix_sums(context)) for context in contexts] == [0, 1, None]
 
 
 @pytest.mark.shows("1.19")
