@@ -93,7 +93,9 @@ def test_once_settled_a_scope_is_measured_without_what_malloc_kept() -> None:
     with meter("settled"):
         pass
     found = peaks(meter.take_metrics())
-    assert found["settled"] < NOISE < BLOCK - NOISE < found["unsettled"]
+    # Some of the blocks may lie in pages that the process already held, and the collector of other
+    # tests' garbage may give some back meanwhile: so only half of them must have been kept.
+    assert found["settled"] < BLOCK // 4 < BLOCK // 2 < found["unsettled"]
     del last
 
 
