@@ -16,7 +16,7 @@ from benchmarks.gpu_parts.rank import Setup, read_setup, small, stand_alone
 from benchmarks.gpu_parts.shapes import shape_in
 from benchmarks.gpu_parts.transfers import synchronize
 from hybridrl.batch import TrainBatch, jagged_from, spread_over_tokens
-from hybridrl.config.architecture import Architecture
+from hybridrl.models.architecture import Architecture
 from hybridrl.planning.split import count_parameters
 from hybridrl.workers.build import build_policy_loss, build_train_engine
 from hybridrl.workers.process_group import start_process_group

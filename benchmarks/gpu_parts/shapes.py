@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
-from hybridrl.config.architecture import Architecture, read_architecture
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.models.architecture import Architecture, read_architecture
 
 _FILE_BYTES = 4 * 2**30
 _STD = 0.02

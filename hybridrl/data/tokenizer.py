@@ -8,13 +8,13 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.batch import RolloutBatch, last_turns, response_lengths
-from hybridrl.config.model_folder import (
+from hybridrl.errors import ModelError
+from hybridrl.models.model_folder import (
     CONFIG,
     missing_tokenizer_of,
     read_settings,
     read_stop_tokens,
 )
-from hybridrl.errors import ModelError
 
 
 def load_tokenizer(folder: Path, *, needs_chat_template: bool) -> PreTrainedTokenizerBase:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hybridrl.config.families import FAMILIES
+from hybridrl.models.families import FAMILIES
 
 _BLOCK = ".mlp."
 """Module of a layer that has the router and the experts, as transformers names it."""

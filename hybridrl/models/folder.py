@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles, load_model_config
+from hybridrl.models.model_folder import read_settings
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_PER_READ = 4096

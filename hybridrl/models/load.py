@@ -24,11 +24,11 @@ from transformers import (
 )
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from hybridrl.config.architecture import read_architecture
 from hybridrl.config.model import TRANSFORMERS_MODEL_TYPES
-from hybridrl.config.model_folder import CONFIG, INDEX, WEIGHTS, read_settings, read_weight_map
 from hybridrl.errors import ModelError, suggest_name
+from hybridrl.models.architecture import read_architecture
 from hybridrl.models.experts import StoredNames
+from hybridrl.models.model_folder import CONFIG, INDEX, WEIGHTS, read_settings, read_weight_map
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 
 SUPPORTED_MODEL_TYPES = TRANSFORMERS_MODEL_TYPES

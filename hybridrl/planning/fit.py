@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.plan import MemoryKind, MemoryPlan, Phase, capacity_bytes
 from hybridrl.planning.rollout import RolloutMemory
 from hybridrl.planning.served import engine_memory, plan_servers

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.fit import SHARE, Fit
 from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan
 from hybridrl.planning.split import count_parameters

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridrl.config.architecture import Architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.models.architecture import Architecture
 from hybridrl.planning.split import count_adapter, count_parameters
 from hybridrl.planning.workload import Workload
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hybridrl.config.architecture import Architecture, architecture_of, read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import PlacedGroup
+from hybridrl.models.architecture import Architecture, architecture_of, read_architecture
 from hybridrl.planning.plan import capacity_bytes
 from hybridrl.planning.rollout import RolloutMemory
 from hybridrl.planning.workload import Workload

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridrl.config.architecture import MLP_MODULES, Architecture
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
+from hybridrl.models.architecture import MLP_MODULES, Architecture
 
 _ROWS_PER_RANK = 8
 """The vocabulary is padded to a multiple of this many rows on each tensor-parallel rank."""

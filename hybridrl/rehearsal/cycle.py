@@ -19,10 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridrl import batch, env
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, jagged
-from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.models import load
+from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.served import engine_memory
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.rehearsal.memory import Block

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.config.architecture import Architecture
 from hybridrl.config.megatron import MegatronConfig
+from hybridrl.models.architecture import Architecture
 from hybridrl.planning.split import PipelineStage
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.workers.train.megatron import backend, export

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.model_folder import CONFIG, WEIGHTS, read_settings
 from hybridrl.errors import ModelError
 from hybridrl.json_text import to_json_text
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import build_empty_model
+from hybridrl.models.model_folder import CONFIG, WEIGHTS, read_settings
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.workers.rollout.sglang.rehearsal import starter_settings
 

@@ -21,9 +21,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.architecture import Architecture, architecture_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import HybridRLError, RehearsalError
+from hybridrl.models.architecture import Architecture, architecture_of
 from hybridrl.planning.plan import (
     WITH_ENGINE,
     MemoryItem,

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import PromptBatch
-from hybridrl.config.architecture import read_architecture
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Metrics
+from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.rehearsal.memory import Block

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.checkpoint.fingerprint import processor_name
-from hybridrl.config.architecture import architecture_of
 from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.errors import ModelError
 from hybridrl.json_text import to_json_text
+from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.split import count_parameters
 from hybridrl.report.history import parse_row
 from hybridrl.report.run import Run

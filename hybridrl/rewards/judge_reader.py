@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.reward import RewardPart
 from hybridrl.errors import ModelError
+from hybridrl.models.architecture import read_architecture
 from hybridrl.rewards.child import Reward
 from hybridrl.rewards.judge import judge
 from hybridrl.rewards.pool import RewardPool

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
-from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.conversations import (
     ConversationPair,
@@ -22,6 +21,7 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.supervised import assistant_mask
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.metrics import Metrics
+from hybridrl.models.architecture import read_architecture
 from hybridrl.run.loops import ProgressRecorder, Training
 from hybridrl.run.rows import (
     load_eval_pairs,

@@ -15,9 +15,9 @@ from tempfile import gettempdir
 from urllib.parse import urlsplit
 
 from hybridrl import env
-from hybridrl.config.architecture import find_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.summary import note_of_cut_sampling
+from hybridrl.models.architecture import find_architecture
 from hybridrl.planning.rollout import BYTES
 from hybridrl.planning.split import count_parameters
 

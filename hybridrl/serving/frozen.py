@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.models.architecture import read_architecture
 from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams
 from hybridrl.serving.answers import Answer, answer_all

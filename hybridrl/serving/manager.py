@@ -17,11 +17,11 @@ from torch import Tensor
 
 from hybridrl import log
 from hybridrl.batch import PromptBatch
-from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.models.architecture import read_architecture
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
 from hybridrl.serving.answers import Answer
 from hybridrl.serving.background import BackgroundSampling

@@ -10,7 +10,6 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import RewardBatch, SupervisedBatch
-from hybridrl.config.architecture import read_architecture
 from hybridrl.config.reward import RewardConfig
 from hybridrl.data.conversations import (
     lay_out_conversations,
@@ -21,6 +20,7 @@ from hybridrl.data.conversations import (
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.errors import DataError
+from hybridrl.models.architecture import read_architecture
 from hybridrl.rewards.child import Reward
 from hybridrl.workers.train.microbatch import balance_over_ranks
 

@@ -24,10 +24,10 @@ from hybridrl.batch import (
 )
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
 from hybridrl.errors import DriftError, PhaseError
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
+from hybridrl.models.model_folder import read_settings
 from hybridrl.network import Door
 from hybridrl.planning.frozen_base import BasePlan
 from hybridrl.sampler import Sample, SamplingParams

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridrl.config.architecture import Architecture
+from hybridrl.models.architecture import Architecture
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 from tests.megatron.stand_ins import install

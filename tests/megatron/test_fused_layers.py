@@ -164,7 +164,7 @@ def test_missing_transformer_engine_is_rejected_by_key() -> None:
 
 def test_microbatch_lengths_suit_eight_bit_products(tmp_path: Path) -> None:
     install()
-    from hybridrl.config.architecture import read_architecture
+    from hybridrl.models.architecture import read_architecture
     from hybridrl.workers.train.megatron.context import MegatronContext
     from hybridrl.workers.train.megatron.transformer import (
         Kernels,

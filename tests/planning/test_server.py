@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.architecture import architecture_of
+from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.rollout import RolloutMemory
 from hybridrl.planning.served import engine_memory
 from tests.config.values import config_of

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
-from hybridrl.config.architecture import architecture_of
 from hybridrl.config.load import read_config
 from hybridrl.errors import ConfigErrors
+from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.plan import capacity_bytes
 from hybridrl.rehearsal.cycle import Cycle
 from hybridrl.rehearsal.gpu import FakeGpu

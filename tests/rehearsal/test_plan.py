@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.architecture import Architecture, architecture_of
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.models.architecture import Architecture, architecture_of
 from hybridrl.planning.plan import MemoryPlan
 from hybridrl.rehearsal.plan import execute, layers_to_execute, plan_by_execution
 from tests.config.values import config_of

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from hybridrl.config.architecture import ATTENTION_MODULES, MLP_MODULES, find_architecture
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import ALL_LINEAR, ATTENTION_LINEAR, LINEAR_MODULES
 from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.errors import ConfigError, suggest_name
 from hybridrl.json_text import to_json_text
+from hybridrl.models.architecture import ATTENTION_MODULES, MLP_MODULES, find_architecture
 
 _OF_HEADS = ("q_proj", "k_proj", "v_proj")
 """Linear layers whose outputs are heads."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from hybridrl.config.actor import EngineConfig
-from hybridrl.config.architecture import find_architecture
 from hybridrl.config.checks.megatron_args import keys_of_transformer_engine
 from hybridrl.config.checks.messages import error, unused_keys
 from hybridrl.config.checks.parallel_sizes import check_parallel_sizes
@@ -14,6 +13,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError
+from hybridrl.models.architecture import find_architecture
 
 INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'hybridrl[transformer-engine]'"
 """Without isolation: else pip would compile it for the newest torch instead of the installed."""

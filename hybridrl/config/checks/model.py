@@ -7,10 +7,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.config.architecture import find_architecture
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.families import FAMILIES, unsupported_settings
 from hybridrl.config.foreign_names import answer_model
 from hybridrl.config.model import (
     CRITIC_MODEL_TYPES,
@@ -18,15 +16,17 @@ from hybridrl.config.model import (
     SGLANG_MODEL_TYPES,
     TRANSFORMERS_MODEL_TYPES,
 )
-from hybridrl.config.model_folder import (
+from hybridrl.config.paths import flaw_of_file, flaw_of_folder
+from hybridrl.config.spelling import to_override
+from hybridrl.errors import ConfigError, ModelError
+from hybridrl.models.architecture import find_architecture
+from hybridrl.models.families import FAMILIES, unsupported_settings
+from hybridrl.models.model_folder import (
     flaw_of_files,
     num_labels_of,
     problem_of,
     read_settings,
 )
-from hybridrl.config.paths import flaw_of_file, flaw_of_folder
-from hybridrl.config.spelling import to_override
-from hybridrl.errors import ConfigError, ModelError
 
 _MODEL_TYPES = {
     "fsdp2": TRANSFORMERS_MODEL_TYPES,

@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridrl.config import parts
-from hybridrl.config.architecture import find_architecture, read_architecture
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.families import FAMILIES, unsupported_settings
 from hybridrl.config.model import (
     MEGATRON_MODEL_TYPES,
     SGLANG_MODEL_TYPES,
     TRANSFORMERS_MODEL_TYPES,
 )
-from hybridrl.config.model_folder import (
+from hybridrl.config.paths import flaw_of_file, flaw_of_folder
+from hybridrl.config.serving import ServedModelConfig
+from hybridrl.errors import ConfigError, ModelError, suggest_name
+from hybridrl.models.architecture import find_architecture, read_architecture
+from hybridrl.models.families import FAMILIES, unsupported_settings
+from hybridrl.models.model_folder import (
     CONFIG,
     flaw_of_files,
     missing_tokenizer_of,
@@ -24,9 +27,6 @@ from hybridrl.config.model_folder import (
     problem_of,
     read_settings,
 )
-from hybridrl.config.paths import flaw_of_file, flaw_of_folder
-from hybridrl.config.serving import ServedModelConfig
-from hybridrl.errors import ConfigError, ModelError, suggest_name
 
 
 def check_frozen_models(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from hybridrl.config.architecture import Architecture, find_architecture
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
+from hybridrl.models.architecture import Architecture, find_architecture
 
 _TENSOR = "megatron.tensor_parallel_size"
 _SEQUENCE = "megatron.sequence_parallel"

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from hybridrl.config.architecture import find_architecture
 from hybridrl.config.checks.messages import error, refuse_own_arguments, removal
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.paths import flaw_of_folder
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.errors import ConfigError, instruction
+from hybridrl.models.architecture import find_architecture
 
 TYPED: Mapping[str, str] = {
     "model_path": "model.path",

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from hybridrl.config.architecture import read_architecture
 from hybridrl.errors import EngineError, ModelError
+from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import load_model_config, read_model_type
 from hybridrl.workers.rollout.embedded.kv_slots import ATTENTION_NAME, KVStep
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import EngineError, shown
+from hybridrl.models.model_folder import read_settings
 from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import read_capabilities

@@ -8,11 +8,11 @@ from contextlib import suppress
 
 import torch
 
-from hybridrl.config.architecture import Architecture, read_architecture
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.diagnostics import activity
 from hybridrl.errors import DeadlineError, EngineError, ModelError, PhaseError
 from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.models.architecture import Architecture, read_architecture
 from hybridrl.sampler import Program, Sampler, T
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import MemoryTag

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.architecture import read_architecture
 from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import matrix_names
+from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
 

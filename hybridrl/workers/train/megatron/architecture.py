@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.config.architecture import Architecture, read_architecture
-from hybridrl.config.families import rope_of
 from hybridrl.config.model import MEGATRON_MODEL_TYPES
-from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError
+from hybridrl.models.architecture import Architecture, read_architecture
+from hybridrl.models.families import rope_of
 from hybridrl.models.load import read_model_type
+from hybridrl.models.model_folder import read_settings
 
 
 def megatron_architecture(folder: Path) -> Architecture:

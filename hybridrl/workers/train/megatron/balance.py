@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybridrl.config.architecture import MoEConfig
 from hybridrl.metrics import Max, Metrics
+from hybridrl.models.architecture import MoEConfig
 from hybridrl.workers.train.megatron.megatron_core import MoEAuxLossAutoScaler
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.config.architecture import Architecture
 from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import is_adapter_name
+from hybridrl.models.architecture import Architecture
 from hybridrl.workers.train.megatron.hf_tensors import HEAD, hf_tensors
 from hybridrl.workers.train.megatron.shard_map import LocalShard, ShardMap
 from hybridrl.workers.train.protocol import WeightSpec

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import lru_cache
 
-from hybridrl.config.architecture import Architecture
-from hybridrl.config.families import ExpertNames
 from hybridrl.models.adapter_names import ADAPTER_NAME
+from hybridrl.models.architecture import Architecture
+from hybridrl.models.families import ExpertNames
 
 Shapes = dict[str, tuple[int, ...]]
 

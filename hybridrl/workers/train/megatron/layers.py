@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from hybridrl.config.architecture import Architecture
+from hybridrl.models.architecture import Architecture
 from hybridrl.workers.train.megatron.attention import FusedAttention, PackedAttention
 from hybridrl.workers.train.megatron.megatron_core import (
     AttnBackend,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hybridrl.config.architecture import Architecture
-from hybridrl.config.families import ExpertNames
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import ADAPTER_NAME
+from hybridrl.models.architecture import Architecture
+from hybridrl.models.families import ExpertNames
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
 from hybridrl.workers.train.shard_spec import ShardSpec

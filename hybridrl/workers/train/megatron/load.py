@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from hybridrl.config.architecture import Architecture
 from hybridrl.errors import ModelError
+from hybridrl.models.architecture import Architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.megatron.checkpoint import OwnedSpan
 from hybridrl.workers.train.megatron.hf_tensors import HEAD, hf_tensors

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridrl.config.architecture import Architecture
 from hybridrl.errors import ModelError
+from hybridrl.models.architecture import Architecture
 from hybridrl.workers.train.megatron.adapted_layers import LayerAdapter, adapt_layer
 from hybridrl.workers.train.megatron.context import Duty
 from hybridrl.workers.train.megatron.hf_tensors import adapter_tensors, hf_tensors

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hybridrl.config.architecture import Architecture
+from hybridrl.models.architecture import Architecture
 from hybridrl.models.logprobs import VocabShard, token_logprobs
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.megatron.architecture import inverse_frequencies

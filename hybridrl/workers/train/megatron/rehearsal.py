@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from hybridrl.config.actor import EngineConfig
-from hybridrl.config.architecture import Architecture, architecture_of
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.checks.megatron_args import (
     keys_of_transformer_engine,
@@ -18,6 +17,7 @@ from hybridrl.config.checks.megatron_args import (
 )
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError, ConfigErrors
+from hybridrl.models.architecture import Architecture, architecture_of
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
 from hybridrl.workers.train.megatron.configuration import ddp_config, optimizer_config
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext

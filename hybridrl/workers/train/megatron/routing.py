@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import row_offsets
-from hybridrl.config.architecture import Architecture
 from hybridrl.errors import DataError
+from hybridrl.models.architecture import Architecture
 from hybridrl.models.packed import PackLayout
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.megatron.balance import LoadBalance

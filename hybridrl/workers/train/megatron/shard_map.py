@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridrl.config.architecture import Architecture
 from hybridrl.errors import ModelError
+from hybridrl.models.architecture import Architecture
 from hybridrl.planning.split import padded_vocabulary
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.hf_tensors import (

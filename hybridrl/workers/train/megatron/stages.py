@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridrl.config.actor import ActorConfig
-from hybridrl.config.architecture import Architecture
 from hybridrl.config.critic import CriticConfig
+from hybridrl.models.architecture import Architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.backend import choose_kernel
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext

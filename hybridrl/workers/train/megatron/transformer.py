@@ -10,11 +10,11 @@ import torch
 from torch.nn.functional import silu
 
 from hybridrl.config.actor import EngineConfig
-from hybridrl.config.architecture import MLP_MODULES, Architecture
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.errors import ConfigError
+from hybridrl.models.architecture import MLP_MODULES, Architecture
 from hybridrl.workers.train.megatron.configuration import build_configuration
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.megatron_core import (

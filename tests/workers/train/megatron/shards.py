@@ -8,8 +8,8 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from hybridrl.config.architecture import Architecture, MoEConfig
-from hybridrl.config.families import FAMILIES
+from hybridrl.models.architecture import Architecture, MoEConfig
+from hybridrl.models.families import FAMILIES
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hybridrl.config.architecture import Architecture, read_architecture
 from hybridrl.errors import CheckpointError
+from hybridrl.models.architecture import Architecture, read_architecture
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.critic_engine import CriticEngine

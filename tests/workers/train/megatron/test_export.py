@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hybridrl.config.architecture import read_architecture
 from hybridrl.errors import ModelError
+from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.export import WeightExport

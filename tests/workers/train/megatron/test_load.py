@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridrl.config.architecture import read_architecture
 from hybridrl.errors import ModelError
+from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.load import check_files, load_weights

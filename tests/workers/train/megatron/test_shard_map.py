@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.config.architecture import Architecture
 from hybridrl.errors import ModelError
+from hybridrl.models.architecture import Architecture
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
 from hybridrl.workers.train.megatron.shard_map import (

@@ -24,8 +24,8 @@ from transformers import (
     SmolLM3Config,
 )
 
-from hybridrl.config.architecture import architecture_of, read_architecture
 from hybridrl.errors import ModelError
+from hybridrl.models.architecture import architecture_of, read_architecture
 from hybridrl.planning.split import count_parameters
 from hybridrl.run.starter import write_random_model
 from tests.config.values import config_of

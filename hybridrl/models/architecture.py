@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridrl.config.families import FAMILIES, ExpertNames, Family, rope_of, unsupported_settings
 from hybridrl.config.model import ModelConfig, StarterConfig
-from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError, shown, suggest_name
+from hybridrl.models.families import FAMILIES, ExpertNames, Family, rope_of, unsupported_settings
+from hybridrl.models.model_folder import read_settings
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 MLP_MODULES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
