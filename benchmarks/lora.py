@@ -27,6 +27,7 @@ from hybridrl.algorithms.policy_losses.ppo import ppo_clip
 from hybridrl.batch import PromptBatch, TrainBatch, spread_over_tokens
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
+from hybridrl.config.topology import even_engines
 from hybridrl.main import compose
 from hybridrl.models.adapter import Adapter
 from hybridrl.sampler import SamplingParams
@@ -34,8 +35,11 @@ from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.fused_engines import FusedEngines
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
@@ -82,11 +86,20 @@ class Way:
             device=_CPU,
             lora=lora,
         )
+        control = ControlGroup(timeout_s=60.0)
+        engines = FusedEngines(
+            ManagedEngine(rollout, config=self.config.rollout, device=_CPU),
+            engines=even_engines(1, 1),
+            config=self.config.rollout,
+            device=_CPU,
+            control=control,
+            others=Publisher(),
+        )
         self.manager = ShardingManager(
-            engine=rollout,
+            engines=engines,
             config=self.config.rollout,
             meter=PeakMeter(_CPU),
-            control=ControlGroup(timeout_s=60.0),
+            control=control,
             call_timeout_s=60.0,
             lora=lora,
         )

@@ -28,6 +28,7 @@ from hybridrl.main import compose
 from hybridrl.run.cluster import ray_cluster
 from hybridrl.run.starter import write_random_model
 from hybridrl.serving.starting import start_servers
+from hybridrl.workers.build import build_engines
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
@@ -101,11 +102,14 @@ def measure(config: ExperimentConfig, folder: Path, *, num_rounds: int) -> None:
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     memcpy_s = median_of([timed(partial(copy_of, weights)) for _ in range(1 + num_rounds)])
     with start_servers(config, folder, variables={}) as servers:
+        device = torch.device("cpu")
+        control = ControlGroup(timeout_s=config.rollout.stage_timeout_s)
+        engines = build_engines(config, folder, device, servers=servers, control=control)
         rank = ShardingManager(
-            engine=servers,
+            engines=engines,
             config=config.rollout,
-            meter=PeakMeter(torch.device("cpu")),
-            control=ControlGroup(timeout_s=config.rollout.stage_timeout_s),
+            meter=PeakMeter(device),
+            control=control,
             call_timeout_s=_CALL_S,
         )
         rank.attach_policy(Trainer(weights))  # type: ignore[arg-type]  # what a sync asks for

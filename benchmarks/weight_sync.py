@@ -142,7 +142,7 @@ def send(engine: SGLangEngine, weights: dict[str, Tensor], *, bucket_bytes: int)
         sender=engine,
         bucket_bytes=bucket_bytes,
         control=control,
-        neighbours=Neighbours(control, size=1),
+        neighbours=Neighbours(control, ranks=range(control.rank, control.rank + 1)),
     )
     if report.failures:
         raise RuntimeError(report.failures[0])

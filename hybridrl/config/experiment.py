@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -26,6 +28,16 @@ from hybridrl.config.reward_model import RewardModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import HALVES, PlacedGroup, ServingConfig
 from hybridrl.config.sft import SftConfig
+from hybridrl.config.topology import (
+    Absent,
+    Attached,
+    Colocated,
+    Fused,
+    LedEngine,
+    Own,
+    Topology,
+    even_engines,
+)
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.config.trainer import TrainerConfig
 
@@ -137,6 +149,37 @@ class ExperimentConfig:
         return self.mode != "eval" and self.algorithm.kl.placement != "none"
 
     @property
+    def topology(self) -> Topology:
+        """Where the rollout engines stand; decided here alone. Groups may still break rules."""
+        serving = self.serving
+        if not self.samples:
+            return Absent()
+        if not serving.models:
+            return Fused(even_engines(self.cluster.num_ranks, self.rollout.tensor_parallel_size))
+        if not serving.colocated:
+            return Attached() if serving.has_external_policy else Own()
+        has_others = serving.has_external_policy or any(
+            group.model == serving.policy and group.config.num_engines
+            for group in serving.placed_groups
+            if not self.is_on_trainer(group)
+        )
+        return Colocated(tuple(self._led_engines()), has_others)
+
+    def is_on_trainer(self, group: PlacedGroup) -> bool:
+        """Whether the devices of a group are the trainer's, too: it sleeps while that computes."""
+        device = group.first_device % max(1, self.serving.num_devices_per_node)
+        return device < self.num_shared_per_node
+
+    def _led_engines(self) -> Iterator[LedEngine]:
+        per_node = max(1, self.serving.num_devices_per_node)
+        for group in filter(self.is_on_trainer, self.serving.placed_groups):
+            path, size = self.serving.models[group.model].path, group.config.devices_per_engine
+            for number in range(group.config.num_engines):
+                node, device = divmod(group.first_device + number * size, per_node)
+                first = node * self.cluster.num_ranks_per_node + device
+                yield LedEngine(range(first, first + size), group, Path(path) if path else None)
+
+    @property
     def has_servers(self) -> bool:
         """Whether a rollout manager has the requests: of engines beside the ranks, or of theirs."""
         return self.samples and bool(self.serving.models)
@@ -144,8 +187,8 @@ class ExperimentConfig:
     @property
     def samples_ahead(self) -> bool:
         """Whether servers sample for later steps while the trainer learns."""
-        is_alone = self.has_own_engines and not self.has_fused_engines
-        return is_alone and self.mode != "eval" and self.trainer.max_staleness > 0
+        is_beside = isinstance(self.topology, Own | Attached)
+        return is_beside and self.mode != "eval" and self.trainer.max_staleness > 0
 
     @property
     def oversamples(self) -> bool:
@@ -194,28 +237,6 @@ class ExperimentConfig:
         """Devices of all servers that are not the trainer's; 0 without servers."""
         per_node = max(0, self.serving.num_devices_per_node - self.num_shared_per_node)
         return self.cluster.num_nodes * per_node if self.has_servers else 0
-
-    @property
-    def has_fused_engines(self) -> bool:
-        """Whether the ranks of the policy have rollout engines."""
-        return self.samples and (not self.serving.models or self.serving.colocated)
-
-    @property
-    def has_own_engines(self) -> bool:
-        """Whether the policy has engines that are not those of the ranks: on devices of their own,
-        or elsewhere. They get published weights."""
-        if self.serving.has_external_policy:
-            return self.has_servers
-        return self.has_servers and any(
-            group.model == self.serving.policy and group.config.num_engines
-            for group in self.serving.placed_groups
-            if not self.is_fused(group)
-        )
-
-    def is_fused(self, group: PlacedGroup) -> bool:
-        """Whether the engines of a group are those of the ranks: they share the devices."""
-        device = group.first_device % max(1, self.serving.num_devices_per_node)
-        return device < self.num_shared_per_node
 
     @property
     def num_devices(self) -> int:

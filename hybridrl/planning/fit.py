@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.topology import Colocated, Fused
 from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.plan import MemoryKind, MemoryPlan, Phase, capacity_bytes
 from hybridrl.planning.rollout import RolloutMemory
@@ -67,7 +68,7 @@ def find_fits(
     cache = (is_served and capacity is None) * (
         f"the KV cache, {SHARE}={config.rollout.memory_fraction} of the device less the weights"
     )
-    has_engine = is_served and (config.has_fused_engines or not config.has_servers)
+    has_engine = is_served and isinstance(config.topology, Fused | Colocated)
     yield _of_device("peak of a rank", plan, capacity, unknown=cache * has_engine)
     if has_engine:
         yield from _of_share(

@@ -1,4 +1,4 @@
-"""Memory of the devices of rollout servers that are not the trainer's, group by group."""
+"""Memory of the devices of rollout servers, group by group; those of ranks have their own plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def plan_servers(config: ExperimentConfig) -> Iterator[tuple[PlacedGroup, Rollou
         return
     for group in config.serving.placed_groups:
         path, size = config.serving.models[group.model].path, group.config.devices_per_engine
-        if not group.config.num_engines or config.is_fused(group):
+        is_of_rank = path is None and size == config.rollout.tensor_parallel_size
+        if not group.config.num_engines or (is_of_rank and config.is_on_trainer(group)):
             continue
         model = architecture_of(config.model) if path is None else read_architecture(Path(path))
         rollout = replace(config.rollout, tensor_parallel_size=size)

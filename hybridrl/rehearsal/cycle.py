@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hybridrl import batch, env
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, jagged
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.topology import Colocated, Fused
 from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.models import load
 from hybridrl.models.architecture import architecture_of
@@ -284,7 +285,7 @@ class Cycle:
             MemoryTag.KV_CACHE: memory.kv_cache + memory.computing,
             MemoryTag.CUDA_GRAPH: memory.server_graphs,
         }
-        if self.config.has_fused_engines or not self.config.has_servers:
+        if isinstance(self.config.topology, Fused | Colocated):
             self._gpu.hold(Block(0, GPU, "SGLang itself"), memory.server_resident)
 
         def start_server(*args: Any, **kwargs: Any) -> RehearsedServer:  # noqa: ANN401

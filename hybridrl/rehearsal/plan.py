@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.topology import Colocated, Fused
 from hybridrl.errors import HybridRLError, RehearsalError
 from hybridrl.models.architecture import Architecture, architecture_of
 from hybridrl.planning.plan import (
@@ -271,8 +272,7 @@ def _phases(
 def _outside(config: ExperimentConfig, model: Architecture, phase: str) -> Iterator[MemoryItem]:
     """Yield what a rank and its engine's server hold on the host besides large tensors."""
     yield MemoryItem("Python, torch, Ray", _PROCESS, MemoryKind.HOST)
-    is_served_elsewhere = config.has_servers and not config.has_fused_engines
-    if config.rollout.engine != "sglang" or is_served_elsewhere:
+    if config.rollout.engine != "sglang" or not isinstance(config.topology, Fused | Colocated):
         return
     engine = engine_memory(config, model)
     yield MemoryItem("SGLang's processes", _SERVER, MemoryKind.HOST)

@@ -24,6 +24,7 @@ from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles
+from hybridrl.network import LOOPBACK
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.rehearsal.memory import Block
 from hybridrl.rehearsal.model_folder import HollowFile
@@ -40,7 +41,7 @@ from hybridrl.workers.rollout.sglang.capabilities import (
 )
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
-from hybridrl.workers.sharding.served_engines import Servers
+from hybridrl.workers.sharding.publishing import NOBODY, Lent, Servers
 
 Body = dict[str, Any]
 
@@ -375,6 +376,11 @@ class RehearsedServers(Servers):
         self.received: frozenset[str] = frozenset()
         """Names of the last update's tensors."""
 
+    @property
+    def host(self) -> str:
+        """See ``Servers``."""
+        return LOOPBACK
+
     def need_weights(self, *, version: int) -> bool:
         """Whether the weights are older."""
         return version != self._version
@@ -389,7 +395,7 @@ class RehearsedServers(Servers):
         sampling: SamplingParams,
         *,
         version: int,
-        fused: Sequence[str] = (),
+        lent: Lent = NOBODY,
     ) -> tuple[list[Sample], Metrics]:
         """Answer with responses of full length."""
         if version != self._version:

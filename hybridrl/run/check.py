@@ -16,7 +16,7 @@ from hybridrl.planning.fit import find_fits
 from hybridrl.planning.page import memory_lines, plan_page
 from hybridrl.rehearsal.plan import plan_by_execution, plan_critic_pool
 from hybridrl.run.readiness import missing_here
-from hybridrl.serving.settings import rehearsed_configs
+from hybridrl.serving.rehearsal import rehearsed_configs
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
 _MEGATRON_REHEARSAL = "hybridrl.workers.train.megatron.rehearsal"  # 5 s, and may not be installed

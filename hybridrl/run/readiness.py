@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.summary import note_of_cut_sampling
+from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.models.architecture import find_architecture
 from hybridrl.planning.rollout import BYTES
 from hybridrl.planning.split import count_parameters
@@ -77,7 +78,12 @@ def _full_disk(config: ExperimentConfig) -> Iterator[str]:
     """Compare the weights with the room where files of them are written for engines to load."""
     rollout, model = config.rollout, find_architecture(config.model)
     is_written = rollout.verify_weights != "never" or rollout.transport == "disk"
-    is_written |= config.has_own_engines and config.serving.weights == "files"
+    match config.topology:
+        case Own() | Attached() | Colocated(has_others=True):
+            has_others = True
+        case _:
+            has_others = False
+    is_written |= has_others and config.serving.weights == "files"
     if model is None or not config.samples or not is_written:
         return
     needed = count_parameters(model) * BYTES[rollout.dtype]

@@ -31,7 +31,7 @@ from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.offline import PreferenceWorker, SupervisedWorker
 from hybridrl.workers.reward_model import RewardModelWorker
-from hybridrl.workers.sharding.served_engines import NoEngines, Servers
+from hybridrl.workers.sharding.publishing import Servers
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,6 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
     workers = Workers()
     with ExitStack() as opened:
         arguments: dict[str, dict[str, Servers | BasePlan]] = {"actor": {}}
-        if config.rollout.replay is not None:
-            arguments["actor"]["servers"] = NoEngines()
         if config.has_servers:
             environment = {**_rank_environment(config.cluster), **variables}
             servers = start_servers(config, model_folder, variables=environment)

@@ -16,18 +16,29 @@ from hybridrl.sampler import RequestParams
 from hybridrl.serving.answers import Answer, answer_all
 from hybridrl.serving.engine_handle import Launch
 from hybridrl.serving.plan import ServerPlan
+from hybridrl.serving.rank_engines import RankEngines
 from hybridrl.serving.recovery import Recovery, watch_engines
 from hybridrl.serving.server import RolloutServer
-from hybridrl.workers.sharding.served_engines import update_with_tries
+from hybridrl.workers.sharding.publishing import update_with_tries
 
 _VERSION = 0
 """Of weights that never change."""
 
 
 class FrozenModel:
-    """The server of one frozen model. New engines read its folder again."""
+    """The server of one frozen model, and engines of it that ranks lend.
 
-    def __init__(self, config: ExperimentConfig, plan: ServerPlan, launch: Launch) -> None:
+    New engines read its folder again. Those of ranks sleep while the trainer computes.
+    """
+
+    def __init__(
+        self, config: ExperimentConfig, plan: ServerPlan, launch: Launch, *, key: str
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            key: that engines of ranks require.
+        """
         self._name = plan.model
         self._config = config
         self._max_context_tokens = max_context_tokens(config, plan.model)
@@ -36,6 +47,12 @@ class FrozenModel:
         self._server = RolloutServer(plan, launch, config=config.rollout)
         self._recovery = Recovery(self._server, start_timeout_s=config.rollout.start_timeout_s)
         self._monitor = watch_engines(self._server, self._recovery, config.serving)
+        self._rank_engines = RankEngines(
+            key=key,
+            first_index=self._server.num_engines,
+            health_timeout_s=config.serving.health_timeout_s,
+        )
+        self._lent: Sequence[str] = ()
 
     def start(self) -> None:
         """Start all engines, with the weights of the folder.
@@ -46,16 +63,29 @@ class FrozenModel:
         self._server.start()
         update_with_tries(partial(self._server.update, self._folder, version=_VERSION))
 
+    def lend(self, urls: Sequence[str]) -> None:
+        """Take these engines of ranks, in their order, in place of those that were lent before."""
+        self._lent = urls
+        self._rank_engines.forget_lost()
+
+    def lost(self) -> tuple[int, ...]:
+        """Return the engines of ranks that did not work since they were lent, by their order."""
+        return self._rank_engines.lost()
+
     def ask(
         self, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
     ) -> list[Answer]:
-        """Answer each context once; engines that are lost meanwhile or before are replaced."""
+        """Answer each context once; own engines that are lost meanwhile or before are replaced."""
         pool = self._server.pool(
             max_context_tokens=self._max_context_tokens,
             vocab_size=self._vocab_size,
             version=_VERSION,
         )
-        with self._recovery.filling(pool), self._monitor.watching():
+        with (
+            self._recovery.filling(pool),
+            self._monitor.watching(),
+            self._rank_engines.joining(pool, self._lent),
+        ):
             return asyncio.run(
                 answer_all(
                     pool,
@@ -70,5 +100,6 @@ class FrozenModel:
     def shutdown(self) -> None:
         """End all engines."""
         self._monitor.end()
+        self._rank_engines.end()
         self._recovery.end()
         self._server.shutdown()

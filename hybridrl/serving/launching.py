@@ -11,14 +11,19 @@ import ray
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.serving import HALVES, ServedModelConfig
+from hybridrl.config.serving import ServedModelConfig
 from hybridrl.serving.engine_process import AttachedEngine, EngineProcess, RayEngine
 from hybridrl.serving.followers import FollowedEngine, FollowerProcess
 from hybridrl.serving.placement import EnginePlace
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan
 from hybridrl.serving.reserved_nodes import ReservedNode
 from hybridrl.serving.server_keys import ServerKeys
-from hybridrl.serving.settings import attached_config, engine_config, frozen_config
+from hybridrl.workers.engine_settings import (
+    attached_config,
+    engine_config,
+    frozen_config,
+    group_arguments,
+)
 from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerPlace
 
 _OTHER_CALLS = 100
@@ -144,15 +149,11 @@ class ActorLaunch:
         self, group: GroupPlan, engine: EnginePlan, rank: int
     ) -> dict[str, ArgumentValue]:
         """Return SGLang's arguments of the group, and those that follow from the engine's place."""
-        args: dict[str, ArgumentValue] = {}
-        if group.worker_type in HALVES:
-            args["disaggregation_mode"] = group.worker_type
-        args |= self._served.groups[group.name].engine_args
+        config = self._served.groups[group.name]
         place = self.devices.places.get(engine.first_device)
         if place is None:
-            return args
-        if (port := place.address.bootstrap_port) is not None:
-            args["disaggregation_bootstrap_port"] = port
+            return group_arguments(config)
+        args = group_arguments(config, bootstrap_port=place.address.bootstrap_port)
         return args | place.node_arguments(rank)
 
     def _place(self, group: GroupPlan, engine: EnginePlan, rank: int) -> ServerPlace | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.sharding.control import attempt
-from hybridrl.workers.sharding.served_engines import Servers
+from hybridrl.workers.sharding.publishing import NOBODY, Lent, Servers
 from hybridrl.workers.sharding.weight_files import Sent, WeightCopy
 
 log = logging.getLogger(__name__)
@@ -109,17 +109,17 @@ class ManagedServers(Servers):
         sampling: SamplingParams,
         *,
         version: int,
-        fused: Sequence[str] = (),
+        lent: Lent = NOBODY,
     ) -> tuple[list[Sample], Metrics]:
         """See ``Servers``."""
         answer: tuple[list[Sample], Metrics] = self._call(
-            "sample", self._manager.sample, prompts, sampling, version, list(fused)
+            "sample", self._manager.sample, prompts, sampling, version, lent
         )
         return answer
 
-    def lost_engines(self) -> Collection[int]:
+    def lost_engines(self) -> Mapping[str, Collection[int]]:
         """See ``Servers``."""
-        lost: Collection[int] = self._call("lost_engines", self._manager.lost_engines)
+        lost: Mapping[str, Collection[int]] = self._call("lost_engines", self._manager.lost_engines)
         return lost
 
     def exchange(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
@@ -44,6 +44,7 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.sharding.publishing import NOBODY, Lent
 from hybridrl.workers.sharding.weight_files import Sent, WeightSource
 
 
@@ -94,11 +95,16 @@ class RolloutManager:
             health_timeout_s=config.serving.health_timeout_s,
         )
         self._ahead: BackgroundSampling | None = None
-        self._frozen: dict[str, FrozenModel | ExternalModel] = {
+        external = config.serving.external
+        self._frozen = {
+            name: FrozenModel(config, launches[name].plan, launches[name], key=keys.own)
+            for name in config.serving.frozen
+            if name not in external
+        }
+        self._external = {
             name: ExternalModel(config, name, keys=keys)
-            if served.urls
-            else FrozenModel(config, launches[name].plan, launches[name])
-            for name, served in config.serving.frozen.items()
+            for name in config.serving.frozen
+            if name in external
         }
 
     def _sample_ahead(self) -> BackgroundSampling:
@@ -130,7 +136,7 @@ class RolloutManager:
         self._policy.start()
         if self._config.samples_ahead:
             self._ahead = self._sample_ahead()
-        for model in self._frozen.values():
+        for model in self._models():
             model.start()
 
     def need_weights(self, version: int) -> bool:
@@ -170,23 +176,27 @@ class RolloutManager:
         prompts: PromptBatch,
         sampling: SamplingParams,
         version: int,
-        fused: Sequence[str] = (),
+        lent: Lent = NOBODY,
     ) -> tuple[list[Sample], Metrics]:
         """Sample with all engines; see ``Servers.sample``."""
+        self._rank_engines.forget_lost()
+        for name, frozen in self._frozen.items():
+            frozen.lend(lent.get(name, ()))
         program = self._make_program(prompts, sampling)
         if self._ahead is not None:
             return self._ahead.run(program), {}
         pool = self._pool(version)
+        of_ranks = lent.get(self._policy.model, ())
         begin = time.perf_counter()
         with (
             self._recovery.filling(pool),
             self._monitor.watching(),
-            self._rank_engines.joining(pool, fused),
+            self._rank_engines.joining(pool, of_ranks),
         ):
             samples = self._run(program, pool, version=version)
         seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
-        of_ranks = self._rank_engines.take_metrics() if fused else {}
-        return samples, merge([pool.metrics(), self._take_metrics(), of_ranks]) | seconds
+        losses = self._rank_engines.take_metrics() if of_ranks else {}
+        return samples, merge([pool.metrics(), self._take_metrics(), losses]) | seconds
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, version: int
@@ -230,15 +240,20 @@ class RolloutManager:
         of_requests = self._requests.take_metrics()
         return merge([self._policy.take_metrics(), self._engine_metrics(), of_requests, of_agent])
 
-    def lost_engines(self) -> tuple[int, ...]:
-        """Return the lost ones of those that were lent to the last call, by their order."""
-        return self._rank_engines.lost()
+    def lost_engines(self) -> Mapping[str, Collection[int]]:
+        """Return, by model, the lost ones of those that were lent last, by their order."""
+        of_frozen = {name: model.lost() for name, model in self._frozen.items()}
+        return {self._policy.model: self._rank_engines.lost(), **of_frozen}
 
     def ask(
         self, model: str, contexts: Sequence[Tensor], params: RequestParams, timeout_s: float
     ) -> list[Answer]:
         """Answer contexts with a frozen model; see ``FrozenModel.ask``."""
-        return self._frozen[model].ask(contexts, params, timeout_s=timeout_s)
+        asked = self._frozen.get(model) or self._external[model]
+        return asked.ask(contexts, params, timeout_s=timeout_s)
+
+    def _models(self) -> list[FrozenModel | ExternalModel]:
+        return [*self._frozen.values(), *self._external.values()]
 
     def shutdown(self) -> None:
         """End engines and tools."""
@@ -248,7 +263,7 @@ class RolloutManager:
         self._monitor.end()
         self._rank_engines.end()
         self._recovery.end()
-        for model in self._frozen.values():
+        for model in self._models():
             model.shutdown()
         self._policy.shutdown()
         if self._router is not None:

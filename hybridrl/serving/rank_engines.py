@@ -117,7 +117,6 @@ class RankEngines:
             pool: whose own engines are replaced already if they are lost.
             urls: of the engines, by their order among the engines of the ranks.
         """
-        self._lost.clear()
         if not urls:
             yield
             return
@@ -145,6 +144,10 @@ class RankEngines:
     def lost(self) -> tuple[int, ...]:
         """Return the engines that were lost since they joined, by their order among them."""
         return tuple(sorted(self._lost))
+
+    def forget_lost(self) -> None:
+        """Others are lent, or the same ones again, that their ranks have seen to."""
+        self._lost.clear()
 
     def take_metrics(self) -> Metrics:
         """Return lost engines, and those that are back, since the last call; reset them."""

@@ -53,8 +53,8 @@ class Transfer:
 class RolloutServer:
     """Engines of all groups as one set, in the order of the plan.
 
-    It owns the order between groups: all engines end a stage before any begins the next. Engines
-    of groups that need no offload serve while the others sleep. An engine that is lost is replaced
+    It owns the order between groups: all engines end a stage before any begins the next. They have
+    devices of their own and serve while the trainer computes. An engine that is lost is replaced
     while the others serve: ``start_replacements``, then ``bring_up``. Thread-safe.
     """
 
@@ -87,8 +87,6 @@ class RolloutServer:
         self._weights: WeightSource | Transfer | None = None
         self._wanted_version = -1
         self._life: LifeCycle | None = None
-        self._stays: frozenset[int] = frozenset()
-        self._is_offloaded = False
         self._lock = threading.RLock()
         """Held while engines change their states."""
         self._replaced: set[int] = set()
@@ -116,17 +114,12 @@ class RolloutServer:
                 failures = self._start([(g, range(len(g.plan.engines))) for g in groups])
                 if failures:
                     raise StageError(_START, failures, of="engine")
-            self._stays = frozenset(
-                index
-                for index, (group, _) in enumerate(self._slots)
-                if not group.plan.needs_offload
-            )
             life = LifeCycle(
                 self,
                 host=None,
                 depth=SleepLevel.RELEASE_ALL,
                 observe=self._observe,
-                stays=self._stays,
+                stays=True,
                 may_miss=[
                     index
                     for index, (group, slot) in enumerate(self._slots)
@@ -163,26 +156,10 @@ class RolloutServer:
                 return
             self.version = -1
             self._weights, self._wanted_version = source, version
-            self._is_offloaded = False
-            life.sleep()  # a no-op, unless engines on the trainer's devices serve old weights
+            life.sleep()  # after an update that broke off
             life.wake()
             self.version = version
             self._losses.note_ready(self.ready_engines())
-
-    def offload(self) -> None:
-        """Let engines on the trainer's devices sleep; others serve on. Idempotent.
-
-        All pause before any drains, and all drain before any releases memory.
-
-        Raises:
-            PhaseError: the server was not started, or a stage is open.
-            StageError: an engine did not stop; nothing was released, and the others serve again.
-        """
-        with self._lock:
-            life = self._require_started()
-            self._note_dead(life)
-            self._is_offloaded = True
-            life.sleep()
 
     def serving_engines(self) -> Mapping[int, EngineHandle]:
         """Return the engines that answer requests, by index."""
@@ -249,7 +226,7 @@ class RolloutServer:
             lost = [
                 index
                 for index, state in enumerate(life.states)
-                if state is State.BROKEN and index not in self._replaced and self._may_wake(index)
+                if state is State.BROKEN and index not in self._replaced
             ]
             self._replaced.update(lost)
             futures: dict[int, Future[None]] = {}
@@ -272,7 +249,7 @@ class RolloutServer:
         """
         with self._lock:
             life = self._require_started()
-            if self.version >= 0 and self._may_wake(index):
+            if self.version >= 0:
                 life.recover([index], load=self._loading())
             is_ready = life.states[index] is State.READY
             if is_ready:
@@ -283,10 +260,6 @@ class RolloutServer:
         """Return lost and replaced engines since the last call, and reset them."""
         with self._lock:
             return self._losses.take_metrics()
-
-    def _may_wake(self, index: int) -> bool:
-        """Whether the device of an engine is not the trainer's now."""
-        return index in self._stays or not self._is_offloaded
 
     # -- the set of engines that the life cycle moves --------------------------------------------
 

@@ -20,8 +20,8 @@ from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.placement import find_places
 from hybridrl.serving.plan import plan_own_engines
 from hybridrl.serving.server_keys import ServerKeys
-from hybridrl.serving.settings import driver_variables
 from hybridrl.single_controller import RayResourcePool
+from hybridrl.workers.engine_settings import driver_variables
 
 
 @contextmanager

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +22,31 @@ from hybridrl.batch import (
 )
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.diagnostics import trace
-from hybridrl.errors import DriftError, PhaseError
+from hybridrl.errors import DriftError
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.models.model_folder import read_settings
-from hybridrl.network import Door
 from hybridrl.planning.frozen_base import BasePlan
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
-    build_agent_rollout,
-    build_follower,
+    build_engines,
     build_policy_loss,
     build_reference_engine,
     build_reward_engines,
-    build_rollout_engine,
+    build_sampling,
     build_teacher_engine,
     build_train_engine,
 )
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.rollout.assemble import Answered, assemble_rollouts, require_known_tokens
-from hybridrl.workers.rollout.oversampling import OpenResponses
-from hybridrl.workers.rollout.protocol import RolloutEngine
-from hybridrl.workers.rollout.request_listener import RequestListener
-from hybridrl.workers.rollout.sglang.arguments import ServerPlace, device_name
-from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.rollout.staleness import describe_staleness
+from hybridrl.workers.sampling import Sampling
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
-from hybridrl.workers.sharding.fused_engines import start_engine
-from hybridrl.workers.sharding.lent_engines import LentEngines
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.served_engines import MixedRollout, Servers
+from hybridrl.workers.sharding.publishing import Servers
 from hybridrl.workers.train.checkpoint import Notes
 from hybridrl.workers.train.protocol import LearningEngine, TokenLoss
 
@@ -90,7 +79,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         Args:
             config: of the run; ``model.path``, if it is set, is absolute.
             model_folder: Hugging Face folder to start from, absolute.
-            servers: that have the requests, instead of the ranks; None: there are none.
+            servers: the rollout manager, which then has all requests; None: there is none.
             base_plan: what ``lora.base=auto`` depends on; None: weights may stay resident.
         """
         device = start_process_group(
@@ -113,10 +102,9 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._load_parts()
         self._policy_version = 0
         self._carried: Metrics = {}
-        self._servers = servers
-        self._open = OpenResponses()
-        self._control = control
-        self.sharding = self._start_rollout(model_folder, device=device, meter=meter)
+        self.sharding, self._sampling = self._start_rollout(
+            model_folder, servers, meter=meter, control=control
+        )
         self._actor = build_train_engine(config, model_folder, device)
         self.sharding.attach_policy(self._actor)
         self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
@@ -131,69 +119,48 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._vocab_size = int(read_settings(model_folder)["vocab_size"])
         self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._actor)
-        has_requests = self._has_engine and servers is None
-        self._agent = build_agent_rollout(config, model_folder) if has_requests else None
         meter.end()
 
     def _start_rollout(
-        self, model_folder: Path, *, device: torch.device, meter: PeakMeter
-    ) -> ShardingManager:
-        """Start the rollout engine, if this rank has one; a collective call."""
-        config, control = self._config, self._control
-        servers = self._servers
-        size = config.rollout.tensor_parallel_size
-        self._has_engine = config.has_fused_engines and self.rank % size == 0
-        gpus = control.gather("devices", device_name(device))
-        build = partial(
-            build_rollout_engine,
-            # Engines of one seed would draw the same random numbers.
-            replace(config, seed=config.seed + self.rank),
-            model_folder,
-            device,
-            place=ServerPlace(gpus=tuple(gpus[self.rank : self.rank + size])),
+        self,
+        model_folder: Path,
+        servers: Servers | None,
+        *,
+        meter: PeakMeter,
+        control: ControlGroup,
+    ) -> tuple[ShardingManager, Sampling]:
+        """Start the rollout engine, if this rank owns one; a collective call."""
+        config = self._config
+        engines = build_engines(
+            config, model_folder, meter.device, servers=servers, control=control
         )
-        engine = start_engine(
-            build if self._has_engine else None, config=config.rollout, control=control
-        )
-        # Rank 0 asks the servers for all responses.
-        num_asking = self.world_size if servers is not None else size
+        # Rank 0 asks the manager for all responses; without one each engine has its own prompts.
+        num_asking = self.world_size
+        if servers is None and engines.num_engines:
+            num_asking //= engines.num_engines
         self.register_mesh(
             "rollout",
             dp_rank=self.rank // num_asking,
             dp_size=self.world_size // num_asking,
             is_output_rank=self.rank % num_asking == 0,
         )
-        follows = config.has_fused_engines and not self._has_engine
         sharding = ShardingManager(
-            engine=self._engines_of(engine),
-            follower=build_follower(config.rollout, device) if follows else None,
+            engines=engines,
             config=config.rollout,
             meter=meter,
             control=control,
             call_timeout_s=config.cluster.call_timeout_s,
             lora=config.lora if config.lora.sends_adapters else None,
         )
-        self._lent = None
-        if config.has_fused_engines and servers is not None:
-            door = Door(host=servers.host, key=servers.key)
-            self._lent = LentEngines(
-                servers,
-                listener=None if engine is None else RequestListener(engine, door=door),
-                engine=engine,
-                control=control,
-                mark_lost=sharding.mark_lost,
-            )
-        return sharding
-
-    def _engines_of(
-        self, engine: RolloutEngine | None
-    ) -> RolloutEngine | Servers | MixedRollout | None:
-        """Return whom the weights of this rank reach."""
-        if self._servers is None or not self._config.has_fused_engines:
-            return self._servers or engine
-        if not self._config.has_own_engines:
-            return engine
-        return MixedRollout(engine, self._servers)
+        sampling = build_sampling(
+            config,
+            model_folder,
+            engine=None if engines.managed is None else engines.managed.engine,
+            servers=servers,
+            sharding=sharding,
+            control=control,
+        )
+        return sharding, sampling
 
     def _load_parts(self) -> None:
         """Import the parts of the algorithm, and read what they ask for, once."""
@@ -217,12 +184,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         Raises:
             DriftError: the engine returned token ids that the model does not have.
         """
-        with self.sharding.rollout_phase() as engine, self._sampling(prompts):
-            answered = self._sample(engine, prompts, sampling)
-        if answered is None:
-            return None
-        if self._agent is not None:
-            self._carried = merge([self._carried, self._agent.take_metrics()])
+        with self.sharding.rollout_phase():
+            answered = self._sampling.sample(prompts, sampling, version=self._policy_version)
         return self._assemble(answered, has_versions=self._config.oversamples)
 
     @register(ROLLOUT)
@@ -241,20 +204,16 @@ class ActorRolloutWorker(CheckpointedWorker):
             DriftError: a response began with weights older than ``trainer.max_staleness``.
             PhaseError: the ranks have the rollout engines, or nothing is sampled ahead.
         """
-        servers = self._servers
-        if servers is None:
-            raise PhaseError("the ranks have the rollout engines: nothing can be sampled ahead")
-        version = self._policy_version
         with self.sharding.rollout_phase():
-            if self.rank != 0:
-                return None
-            with self.sharding.meter("generate"), trace.span("exchange"):
-                answered, metrics = servers.exchange(prompts, sampling, version=version)
-        self._carried = merge([self._carried, metrics])
-        self._require_recent(answered.samples)
+            answered = self._sampling.exchange(prompts, sampling, version=self._policy_version)
+        if answered is not None:
+            self._require_recent(answered.samples)
         return self._assemble(answered, has_versions=True)
 
-    def _assemble(self, answered: Answered, *, has_versions: bool) -> RolloutBatch:
+    def _assemble(self, answered: Answered | None, *, has_versions: bool) -> RolloutBatch | None:
+        self._carried = merge([self._carried, self._sampling.take_metrics()])
+        if answered is None:
+            return None
         rollouts = assemble_rollouts(
             answered.prompts,
             answered.samples,
@@ -273,45 +232,6 @@ class ActorRolloutWorker(CheckpointedWorker):
                 f"{self._policy_version}, more than trainer.max_staleness={limit} steps later; "
                 "nothing of this batch is used"
             )
-
-    @contextmanager
-    def _sampling(self, prompts: PromptBatch) -> Iterator[None]:
-        samples = self._has_engine if self._servers is None else self.rank == 0
-        if not samples:
-            yield
-            return
-        with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
-            yield
-
-    def _sample(
-        self, engine: RolloutEngine | None, prompts: PromptBatch, sampling: SamplingParams
-    ) -> Answered | None:
-        """Sample on the rank's engine, or with the manager; None where others do."""
-        if self._servers is None:
-            return None if engine is None else self._sample_here(engine, prompts, sampling)
-        version = self._policy_version
-        if self._lent is not None:
-            answer = self._lent.sample(prompts, sampling, version=version)
-        elif self.rank == 0:
-            answer = self._servers.sample(prompts, sampling, version=version)
-        else:
-            answer = None
-        if answer is None:
-            return None
-        samples, metrics = answer
-        self._carried = merge([self._carried, metrics])
-        return Answered(prompts, samples)
-
-    def _sample_here(
-        self, engine: RolloutEngine, prompts: PromptBatch, sampling: SamplingParams
-    ) -> Answered:
-        if sampling.num_complete is not None:
-            program = self._open.program(prompts, sampling, interrupt=engine.interrupt)
-            answered = engine.run(program)
-            self._carried = merge([self._carried, self._open.metrics()])
-            return answered
-        make_program = self._agent.program if self._agent else single_turn
-        return Answered(prompts, engine.run(make_program(prompts, sampling)))
 
     @register(TRAIN_METRICS)
     def take_agent_metrics(self) -> Metrics:
@@ -453,9 +373,6 @@ class ActorRolloutWorker(CheckpointedWorker):
     def close(self) -> None:
         """End tools and rollout engine, and leave the process group."""
         super().close()
-        if self._agent is not None:
-            self._agent.close()
-        if self._lent is not None:
-            self._lent.end()
+        self._sampling.close()
         self.sharding.shutdown()
         end_process_group()

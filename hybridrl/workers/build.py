@@ -5,9 +5,13 @@ Every function takes the run's configuration and the Hugging Face folder of the 
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import ray
 import torch
 
 from hybridrl.agents.rollout import AgentRollout
@@ -17,17 +21,29 @@ from hybridrl.config.actor import ActorConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
-from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.serving import HALVES
+from hybridrl.config.topology import Absent, Attached, Colocated, Fused, LedEngine, Own
 from hybridrl.data.conversations import pad_token_of
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
+from hybridrl.network import LOOPBACK, Door
+from hybridrl.workers.engine_settings import led_config
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
+from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.rollout.sglang.arguments import (
+    ServerAddress,
     ServerPlace,
     device_name,
     server_spec,
     show_devices,
 )
+from hybridrl.workers.rollout.sglang.process import free_port
+from hybridrl.workers.sampling import LentSampling, ManagerSampling, RankSampling, Sampling
+from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.fused_engines import FusedEngines, start_engine
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.publishing import Publisher, Servers, ServersPublisher
 from hybridrl.workers.train.backend import Backend
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
@@ -177,12 +193,158 @@ def build_rollout_engine(
     return engine
 
 
-def build_follower(rollout: RolloutConfig, device: torch.device) -> WeightSender | None:
-    """Make the weight sender of a rank without an engine.
+def build_engines(
+    config: ExperimentConfig,
+    model_folder: Path,
+    device: torch.device,
+    *,
+    servers: Servers | None,
+    control: ControlGroup,
+) -> FusedEngines:
+    """Start the rollout engines that ranks lead. A collective call."""
+    engines = led_engines(config)
+    engine = _start_led(config, model_folder, device, engines=engines, control=control)
+    return FusedEngines(
+        None if engine is None else ManagedEngine(engine, config=config.rollout, device=device),
+        engines=engines,
+        config=config.rollout,
+        device=device,
+        control=control,
+        others=_build_publisher(config, servers, device, control),
+        follower=_build_follower(config, device, engines, rank=control.rank),
+    )
+
+
+def led_engines(config: ExperimentConfig) -> tuple[LedEngine, ...]:
+    """Return the engines that ranks lead."""
+    match config.topology:
+        case Fused(engines) | Colocated(engines):
+            return engines
+        case Own() | Attached() | Absent():
+            return ()
+
+
+def _start_led(
+    config: ExperimentConfig,
+    model_folder: Path,
+    device: torch.device,
+    *,
+    engines: tuple[LedEngine, ...],
+    control: ControlGroup,
+) -> RolloutEngine | None:
+    """Start the rollout engine that this rank owns, if any. A collective call, as others start."""
+    own = next((engine for engine in engines if control.rank in engine.ranks), None)
+    is_leader = own is not None and own.leader == control.rank
+    gpus = control.gather("devices", device_name(device))
+    address = _address_of(config, own) if own is not None and is_leader else None
+    addresses = control.gather("addresses", address)
+    build = None
+    if own is not None and is_leader:
+        port = None if address is None else address.bootstrap_port
+        is_decode = own.group is not None and own.group.config.worker_type == "decode"
+        place = ServerPlace(
+            gpus=tuple(gpus[rank] for rank in own.ranks),
+            address=address,
+            prefills=tuple(_prefills(own, engines, addresses)) if is_decode else (),
+        )
+        build = partial(
+            build_rollout_engine,
+            led_config(config, own, bootstrap_port=port),
+            own.folder or model_folder,
+            device,
+            place=place,
+        )
+    alone = range(control.rank, control.rank + 1)
+    ranks = alone if own is None else own.ranks
+    return start_engine(build, ranks=ranks, config=config.rollout, control=control)
+
+
+def _address_of(config: ExperimentConfig, engine: LedEngine) -> ServerAddress | None:
+    """Choose where a half of a request is reached by the others; None for other engines."""
+    if engine.group is None or engine.group.config.worker_type not in HALVES:
+        return None
+    port = bootstrap_port = free_port()
+    while bootstrap_port == port:
+        bootstrap_port = free_port()
+    is_alone = config.cluster.num_nodes == 1
+    return ServerAddress(
+        host=LOOPBACK if is_alone else ray.util.get_node_ip_address(),
+        port=port,
+        key=secrets.token_urlsafe(),
+        bootstrap_port=bootstrap_port if engine.group.config.worker_type == "prefill" else None,
+    )
+
+
+def _prefills(
+    decode: LedEngine, engines: Sequence[LedEngine], addresses: Sequence[ServerAddress | None]
+) -> Iterator[ServerAddress]:
+    """Yield the addresses of the other halves of the same model."""
+    for engine in engines:
+        address = addresses[engine.leader]
+        if engine.model == decode.model and address is not None and address.bootstrap_port:
+            yield address
+
+
+def build_sampling(
+    config: ExperimentConfig,
+    model_folder: Path,
+    *,
+    engine: RolloutEngine | None,
+    servers: Servers | None,
+    sharding: ShardingManager,
+    control: ControlGroup,
+) -> Sampling:
+    """Choose who samples for the ranks.
+
+    Args:
+        engine: that this rank owns.
+        servers: of a run that has a rollout manager.
+    """
+    meter = sharding.meter
+    if servers is None:
+        if engine is None:
+            return Sampling()
+        agent = build_agent_rollout(config, model_folder)
+        return RankSampling(engine, agent=agent, meter=meter)
+    engines = led_engines(config)
+    if not engines:
+        return ManagerSampling(servers, control=control, meter=meter)
+    own = next((each for each in engines if each.leader == control.rank), None)
+    door = Door(host=servers.host, key=servers.key)
+    lent = LentSampling(
+        servers,
+        engines=engines,
+        listener=RequestListener(engine, door=door) if engine and own and own.answers else None,
+        engine=engine,
+        control=control,
+        meter=meter,
+        mark_lost=sharding.mark_lost,
+    )
+    sharding.end_requests = lent.end_phase
+    return lent
+
+
+def _build_publisher(
+    config: ExperimentConfig, servers: Servers | None, device: torch.device, control: ControlGroup
+) -> Publisher:
+    """Choose how weights reach engines that no rank owns."""
+    match config.topology:
+        case Own() | Attached() | Colocated(has_others=True) if servers is not None:
+            return ServersPublisher(servers, config=config.rollout, device=device, control=control)
+        case _:
+            return Publisher()
+
+
+def _build_follower(
+    config: ExperimentConfig, device: torch.device, engines: Sequence[LedEngine], *, rank: int
+) -> WeightSender | None:
+    """Make the weight sender of a rank that shares an engine of the policy and has none.
 
     None if the engine needs no bytes of that rank.
     """
-    if rollout.engine == "hf":
+    rollout = config.rollout
+    follows = any(rank in each.ranks[1:] and each.folder is None for each in engines)
+    if rollout.engine == "hf" or not follows:
         return None
     transport: WeightSender = import_module(_SGLANG_WEIGHTS).build_transport(
         rollout, device=device, is_sender=False, from_disk=rollout.transport == "disk"

@@ -212,48 +212,41 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "1 of these devices are the trainer's and the others are not",
     ),
     (
-        (*COLOCATED, _groups(a="num_devices: 1, worker_type: placeholder", b="num_devices: 1")),
-        "serving.models.policy.groups.a.worker_type",
-        "the ranks lead regular engines alone",
-    ),
-    (
         (
-            *(*SGLANG, *COLOCATED),
-            _groups(
-                a="num_devices: 1, engine_args: {chunked_prefill_size: 64}", b="num_devices: 1"
-            ),
+            *(*SGLANG, *COLOCATED, "cluster.num_nodes=2", "serving.num_devices_per_node=1"),
+            "cluster.ray_address=auto",
+            _groups(main="num_devices: 2, devices_per_engine: 2"),
         ),
-        "serving.models.policy.groups.a.engine_args",
-        "would be ignored: the engines of ranks take those of rollout.engine_args",
+        "serving.models.policy.groups.main.devices_per_engine",
+        "ranks that share an engine lie on one node, which has 1",
     ),
     (
         (
             *(*SGLANG, *COLOCATED, "cluster.num_ranks_per_node=2"),
-            _groups(main="num_devices: 2, devices_per_engine: 2"),
+            *("rollout.tensor_parallel_size=2", _groups(main="num_devices: 2")),
         ),
-        "serving.models.policy.groups.main.devices_per_engine",
-        "its engines are those of the ranks, with rollout.tensor_parallel_size=1",
-    ),
-    (
-        (
-            *COLOCATED,
-            "serving.models={judge: {path: model, groups: {m: {num_devices: 1}}}, "
-            "p: {groups: {m: {num_devices: 1}}}}",
-        ),
-        "serving.models.judge.path",
-        "group m is on devices of the trainer",
+        "rollout.tensor_parallel_size",
+        "would be ignored: devices_per_engine of a group sets the devices of its engines",
     ),
     (
         (
             *(*SGLANG, *COLOCATED, "serving.num_devices_per_node=3"),
             _groups(
-                a="num_devices: 1",
-                b="num_devices: 1, worker_type: prefill",
-                c="num_devices: 1, worker_type: decode",
+                a="num_devices: 1, worker_type: prefill",
+                b="num_devices: 2, worker_type: decode",
             ),
         ),
         "serving.colocated",
-        "halves of a request are not built beside engines of the ranks",
+        "halves of a request stand all on devices of the trainer, or all on their own",
+    ),
+    (
+        (
+            *(*COLOCATED, "algorithm=ppo", "critic.placement=fused", *ASKING),
+            "serving.models={judge: {path: judge, groups: {m: {num_devices: 1}}}, "
+            "p: {groups: {m: {num_devices: 1}}}}",
+        ),
+        "critic.placement",
+        "group m of judge answers until the trainer computes",
     ),
     (("serving.router=sglang",), "serving.router", "would be ignored: the ranks have the rollout"),
     ((*SERVERS, "serving.router=sglang"), "serving.router", "it passes requests to SGLang alone"),

@@ -48,13 +48,29 @@ def test_the_score_of_a_judge_is_a_reward(tmp_path: Path) -> None:
 def require_judged(lines: list[dict[str, float]]) -> None:
     before, *steps = lines
     assert "eval/reward/mean" in before
-    assert len(steps) == 2
+    assert len(steps) >= 2
     for line in steps:
         assert line["reward/failed_fraction"] == 0.0
         assert 0.0 <= line["reward/unreadable_fraction"] <= 1.0
         mixed = 0.5 * line["reward/right/mean"] + line["reward/judge/mean"]
         assert line["reward/mean"] == pytest.approx(mixed)
         assert 0.0 < line["reward/judge/mean"] <= 9.0
+
+
+@pytest.mark.shows("2.1", "2.2", "4.3", "4.11")
+def test_a_judge_on_a_device_of_the_trainer_sleeps_with_the_other_engines(tmp_path: Path) -> None:
+    lines = judged(
+        tmp_path,
+        *("cluster.num_ranks_per_node=2", "serving.colocated=true", "rollout.sleep=true"),
+        *("trainer.num_steps=3", "reward.function=null"),
+    )
+    require_judged(lines)
+    alone = judged(tmp_path / "alone", "cluster.num_ranks_per_node=2", "trainer.num_steps=3")
+    # Asleep it kept its weights, in all phases: the same texts get the same scores.
+    scores = [[line["reward/judge/mean"] for line in steps] for _, *steps in (lines, alone)]
+    assert scores[0] == scores[1]
+    assert all(line["memory/weight_backup_bytes"] > 0 for line in lines[1:])
+    assert all(line["policy/sampler_mismatch_nats/max"] < 1e-3 for line in lines[1:])
 
 
 @pytest.mark.shows("4.23")
@@ -74,5 +90,17 @@ def test_a_judge_elsewhere_scores_and_its_key_is_in_no_file(
 @pytest.mark.shows("4.1", "4.11")
 def test_a_judge_and_a_policy_of_sglang_run_at_once(tmp_path: Path) -> None:
     _, *steps = judged(tmp_path, "rollout=sglang")
+    assert [line["reward/failed_fraction"] for line in steps] == [0.0, 0.0]
+    assert all(line["reward/judge/mean"] > 0.0 for line in steps)
+
+
+@pytest.mark.nightly
+@pytest.mark.shows("4.3", "4.11")
+def test_a_judge_of_sglang_sleeps_on_a_device_of_the_trainer(tmp_path: Path) -> None:
+    _, *steps = judged(
+        tmp_path,
+        *("rollout=sglang", "cluster.num_ranks_per_node=2", "serving.colocated=true"),
+        "rollout.sleep=true",
+    )
     assert [line["reward/failed_fraction"] for line in steps] == [0.0, 0.0]
     assert all(line["reward/judge/mean"] > 0.0 for line in steps)

@@ -50,7 +50,7 @@ class DecodingHandle(RecordingHandle):
     """Samples a token of each open response in a step of its thread."""
 
     def __init__(self, index: int, journal: Journal) -> None:
-        super().__init__(index, journal, releases=False)
+        super().__init__(index, journal)
         self.version = -1
         self.refusal: RequestError | None = None
         """Of all requests."""

@@ -25,11 +25,11 @@ _THREADS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="engine")
 class RecordingHandle:
     """An engine whose calls run in a thread; it dies when a test says so."""
 
-    def __init__(self, index: int, journal: Journal, *, releases: bool) -> None:
+    def __init__(self, index: int, journal: Journal) -> None:
         self.index = index
         self.journal = journal
         self.engine = RecordingEngine(index, journal)
-        self._managed = managed_engine(self.engine, sleep=releases)
+        self._managed = managed_engine(self.engine, sleep=False)
         self._is_dead = threading.Event()
         self.is_silent = False
         self.signals: list[int] = []

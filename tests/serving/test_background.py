@@ -34,7 +34,7 @@ from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.served_engines import update_with_tries
+from hybridrl.workers.sharding.publishing import update_with_tries
 from tests.config.values import config_of
 from tests.serving.decoding_handle import MOST_TOKENS, DecodingHandle, length_of, token_of
 from tests.serving.test_server import plan_of

@@ -63,7 +63,7 @@ class RecordingLaunch:
         self.of_model = self.launched.setdefault(plan.model, [])
 
     def __call__(self, group: GroupPlan, engine: EnginePlan) -> RecordingHandle:
-        self.of_model.append(RecordingHandle(engine.first_device, Journal(), releases=False))
+        self.of_model.append(RecordingHandle(engine.first_device, Journal()))
         return self.of_model[-1]
 
 
@@ -133,7 +133,7 @@ def test_a_frozen_engine_is_watched_while_it_is_asked(tmp_path: Path) -> None:
     weights_in(judge, 7)
     launch = AnsweringLaunch()
     plan = next(each for each in plan_servers(config) if each.model == "judge")
-    model = FrozenModel(config, plan, launch)
+    model = FrozenModel(config, plan, launch, key="")
     model.start()
     assert model.ask([], GREEDY, timeout_s=60) == []
     num_probes = len(launch.launched[0].probes)

@@ -29,9 +29,7 @@ class Rig:
 
     def __init__(self, num_engines: int, *, timeout_s: float = TIMEOUT_S) -> None:
         journal = Journal()
-        self.engines = [
-            RecordingHandle(index, journal, releases=False) for index in range(num_engines)
-        ]
+        self.engines = [RecordingHandle(index, journal) for index in range(num_engines)]
         self.reports: list[tuple[int, str]] = []
         self.now_s = 0.0
         self.monitor = HealthMonitor(self._serving, self._report, timeout_s=timeout_s)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hybridrl.config.load import load_config
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig
+from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.errors import ResourceError
 from hybridrl.main import compose
 from hybridrl.network import host_and_port
@@ -21,6 +22,7 @@ from hybridrl.serving.plan import (
     plan_servers,
 )
 from hybridrl.serving.ports import PortCursor, assign_addresses
+from hybridrl.workers.build import led_engines
 from tests.config.values import config_of
 
 TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
@@ -135,18 +137,18 @@ def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
     assert [group.name for group in plan_servers(config)[0].groups] == ["main", "own"]
     (own,) = plan_own_engines(config)
     assert [engine.first_device for engine in own.engines] == [1]
-    assert config.has_fused_engines
-    assert config.has_own_engines
+    (led,) = led_engines(config)
+    assert config.topology == Colocated((led,), has_others=True)
+    assert (led.ranks, led.folder) == (range(1), None)
     assert (config.num_devices, config.num_own_server_devices) == (2, 1)
     config = load_config(compose(["recipes=colocated_cpu"]))
     assert plan_own_engines(config)[0].engines == ()
-    assert config.has_fused_engines
-    assert not config.has_own_engines
+    assert config.topology == Colocated(led_engines(config), has_others=False)
+    assert [led.ranks for led in led_engines(config)] == [range(1), range(1, 2)]
     assert (config.num_devices, config.num_own_server_devices) == (2, 0)
     config = load_config(compose(["serving=own"]))
     assert plan_own_engines(config) == plan_servers(config)
-    assert not config.has_fused_engines
-    assert config.has_own_engines
+    assert config.topology == Own()
 
 
 @pytest.mark.shows("4.7")
@@ -203,9 +205,8 @@ def test_servers_of_others_are_engines_without_devices() -> None:
     assert {engine.num_devices for engine in plan.engines} == {0}
     assert [(group.answers, group.needs_offload) for group in plan.groups] == [(True, False)]
     assert find_places(config, [plan], (), variables={}) == {}
-    assert config.has_own_engines
+    assert config.topology == Attached()
     assert config.samples_ahead
-    assert not config.has_fused_engines
     assert not config.has_router
     assert config.num_own_server_devices == 0
     assert config.num_devices == config.cluster.num_ranks

@@ -221,6 +221,7 @@ def test_requests_of_a_lost_engine_go_to_another(
     assert pool.metrics()["rollout/repeated_requests"].value > 0
     assert lent.take_metrics()["rollout/lost_engines"] == Sum(1)
     ranks[1][1].open()
+    lent.forget_lost()
     with lent.joining(new_pool(), urls):
         assert lent.lost() == ()
         assert list(lent.serving()) == [FIRST, FIRST + 1]

@@ -39,7 +39,7 @@ class AnsweringHandle(RecordingHandle):
     """Answers with its index, once its gate is open; a dead one fails its requests."""
 
     def __init__(self, index: int, journal: Journal, *, process: int) -> None:
-        super().__init__(index, journal, releases=False)
+        super().__init__(index, journal)
         self.process = process
         self.open: list[tuple[int, Future[list[Sample]]]] = []
         self.version = 0

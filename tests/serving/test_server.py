@@ -47,19 +47,17 @@ FOLDER = Path("/unused")
 RELEASES = ("release", "resume")
 
 
-def plan_of(*groups: tuple[WorkerType, int], num_offloaded: int = 0) -> ServerPlan:
+def plan_of(*groups: tuple[WorkerType, int]) -> ServerPlan:
     named = {
         f"g{number}": ServerGroupConfig(num_devices=count, worker_type=kind)
         for number, (kind, count) in enumerate(groups)
     }
     serving = ServingConfig(
         num_devices_per_node=64,
-        colocated=bool(num_offloaded),
+        colocated=False,
         models={"policy": ServedModelConfig(groups=named)},
     )
-    (plan,) = lay_out(
-        serving.placed_groups, num_devices_per_node=64, num_shared_per_node=num_offloaded
-    )
+    (plan,) = lay_out(serving.placed_groups, num_devices_per_node=64, num_shared_per_node=0)
     return plan
 
 
@@ -90,15 +88,10 @@ class Rig:
             config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=stage_timeout_s),
             observe=self._observe,
         )
-        self.stays = {
-            index
-            for index, engine in enumerate(plan.engines)
-            if not next(g for g in plan.groups if engine in g.engines).needs_offload
-        }
 
     def _launch(self, group: GroupPlan, engine: EnginePlan) -> RecordingHandle:
         index = self.plan.engines.index(engine)
-        handle = RecordingHandle(index, self.journal, releases=group.needs_offload)
+        handle = RecordingHandle(index, self.journal)
         handle.is_silent = index in self.silent
         handle.engine.load_s = self.load_s
         self.launched.append(handle)
@@ -133,10 +126,7 @@ class Rig:
             asked = self.journal.events[begin:end]
             calls = {f"{event.call} {event.part}".strip() for event in asked}
             assert calls <= CALLS[stage], stage
-            if stage in ("release", "offload"):
-                assert not {event.engine for event in asked} & self.stays
-        asked_to_release = {e.engine for e in self.journal.events if e.call in RELEASES}
-        assert not asked_to_release & self.stays
+        assert not [event for event in self.journal.events if event.call in RELEASES]
 
     def check_served(self, version: int) -> None:
         assert set(self.server.states) == {State.READY}
@@ -195,21 +185,6 @@ def test_encoders_start_before_the_groups_that_ask_them() -> None:
 # -- order --------------------------------------------------------------------------------------
 
 
-@pytest.mark.shows("2.1", "2.2", "2.3", "2.4", "4.3")
-def test_groups_on_devices_of_the_trainer_alone_are_drained_and_released() -> None:
-    rig = started(plan_of(("regular", 2), ("regular", 2), ("regular", 2), num_offloaded=3))
-    assert rig.stays == {4, 5}
-    first, begin = len(rig.stages), len(rig.journal.events)
-    rig.server.offload()
-    assert names_since(rig, first) == ["pause", "drain", "release"]
-    assert {event.engine for event in rig.journal.events[begin:]} == {0, 1, 2, 3}
-    assert rig.server.states == (*[State.ASLEEP] * 4, *[State.READY] * 2)
-    rig.check_stages()
-    rig.update(1)
-    rig.check_stages()
-    rig.check_served(1)
-
-
 @pytest.mark.shows("2.5", "2.14")
 def test_an_update_pauses_drains_loads_and_continues_all_groups() -> None:
     rig = started(plan_of(("regular", 2), ("regular", 1)))
@@ -222,14 +197,10 @@ def test_an_update_pauses_drains_loads_and_continues_all_groups() -> None:
 
 
 @pytest.mark.shows("2.13")
-def test_a_repeated_update_or_offload_asks_no_engine() -> None:
-    rig = started(plan_of(("regular", 1), ("regular", 1), num_offloaded=1))
+def test_a_repeated_update_asks_no_engine() -> None:
+    rig = started(plan_of(("regular", 1), ("regular", 1)))
     begin = len(rig.journal.events)
     rig.update(0)
-    assert len(rig.journal.events) == begin
-    rig.server.offload()
-    begin = len(rig.journal.events)
-    rig.server.offload()
     assert len(rig.journal.events) == begin
 
 
@@ -239,10 +210,10 @@ def test_a_repeated_update_or_offload_asks_no_engine() -> None:
 @pytest.mark.shows("2.7")
 @pytest.mark.parametrize("call", ["pause", "drain"])
 def test_if_an_engine_of_a_group_does_not_stop_all_serve_again(call: str) -> None:
-    rig = started(plan_of(("regular", 2), ("regular", 2), num_offloaded=4))
+    rig = started(plan_of(("regular", 2), ("regular", 2)))
     rig.journal.fail(2, call)
     with pytest.raises(StageError, match=f"{call} failed on engine 2: InjectedFault"):
-        rig.server.offload()
+        rig.update(1)
     rig.check_served(0)
     rig.check_stages()
 
@@ -252,11 +223,7 @@ def test_dead_engines_alone_are_replaced_and_get_the_weights() -> None:
     rig = started(plan_of(("regular", 2), ("regular", 2)))
     rig.newest[0].kill()
     rig.newest[3].kill()
-    begin = len(rig.journal.events)
     assert set(rig.server.serving_engines()) == {0, 1, 2, 3}  # nobody has looked yet
-    rig.server.offload()
-    assert set(rig.server.serving_engines()) == {1, 2}
-    assert len(rig.journal.events) == begin
     rig.update(0)  # the same weights
     assert [handle.index for handle in rig.launched[4:]] == [0, 3]
     rig.check_served(0)
@@ -414,16 +381,6 @@ def test_at_the_start_all_servers_of_others_must_be_there() -> None:
         rig.server.start()
 
 
-def test_a_sleeping_group_gets_no_replacement_on_the_trainers_device() -> None:
-    rig = started(plan_of(("regular", 1), ("regular", 1), num_offloaded=1))
-    rig.server.offload()
-    rig.newest[0].kill()
-    rig.newest[1].kill()
-    assert rig.recover() == {1: True}
-    rig.update(1)
-    rig.check_served(1)
-
-
 def test_a_load_from_files_may_take_as_long_as_a_start() -> None:
     rig = Rig(plan_of(("regular", 2)), stage_timeout_s=0.2)
     rig.load_s = 0.5
@@ -475,11 +432,10 @@ class RandomFaults(RuleBasedStateMachine):
             st.tuples(st.sampled_from(["regular", "placeholder"]), st.integers(1, 3)),
             max_size=3,
         ),
-        num_offloaded=st.integers(0, 8),
     )
-    def boot(self, groups: list[tuple[WorkerType, int]], num_offloaded: int) -> None:
+    def boot(self, groups: list[tuple[WorkerType, int]]) -> None:
         self.version = 0
-        self.rig = started(plan_of(("regular", 1), *groups, num_offloaded=num_offloaded))
+        self.rig = started(plan_of(("regular", 1), *groups))
 
     @rule(shots=SHOTS, is_new=st.booleans())
     def update(self, shots: list[tuple[str, int, str, int]], *, is_new: bool) -> None:
@@ -490,17 +446,6 @@ class RandomFaults(RuleBasedStateMachine):
         except StageError:
             return
         self.rig.check_served(self.version)
-
-    @rule(shots=SHOTS)
-    def offload(self, shots: list[tuple[str, int, str, int]]) -> None:
-        self._fire(shots)
-        try:
-            self.rig.server.offload()
-        except StageError:
-            return
-        states = self.rig.server.states
-        awake = {index for index, state in enumerate(states) if state is State.READY}
-        assert awake <= self.rig.stays
 
     @rule(victim=st.integers(0, 7))
     def kill(self, victim: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridrl.config.lora import LoraConfig
+from hybridrl.config.topology import even_engines
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
@@ -16,6 +17,7 @@ from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.train.protocol import TrainEngine
 from tests.sglang.engines import sglang_config
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice
@@ -39,11 +41,13 @@ def fused(engine: SGLangEngine, trainer: TrainEngine) -> FusedEngines:
     engine.drain(timeout_s=10.0)
     engines = FusedEngines(
         ManagedEngine(engine, config=config, device=CPU),
+        engines=even_engines(1, 1),
         config=config,
         device=CPU,
         control=ControlGroup(timeout_s=60.0),
+        others=Publisher(),
     )
-    engines.attach(trainer)
+    engines.attach(trainer, resends_base=True)
     return engines
 
 

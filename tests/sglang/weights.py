@@ -50,7 +50,7 @@ def stream(
         sender=engine or follower,
         bucket_bytes=BUCKET_BYTES,
         control=control,
-        neighbours=Neighbours(control, size=num_ranks),
+        neighbours=Neighbours(control, ranks=range(num_ranks)),
     )
 
 

@@ -20,10 +20,10 @@ from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.protocol import WeightSet
 from tests.workers.rollout.engines import make_prompts, sampling_params
+from tests.workers.sharding.managers import sharding_manager
 from tests.workers.train.engines import CPU, make_rows, update
 from tests.workers.train.lora_engines import LORA, build_lora
 
@@ -67,12 +67,11 @@ class Device:
         self.trainer = trainer
         self.version = 0
         self.control = ControlGroup(timeout_s=150.0)
-        self.manager = ShardingManager(
-            engine=engine,
+        self.manager = sharding_manager(
+            engine,
             config=config,
             meter=PeakMeter(CPU),
             control=self.control,
-            call_timeout_s=60.0,
             lora=lora,
         )
         self.manager.attach_policy(trainer)

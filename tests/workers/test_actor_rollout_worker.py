@@ -16,7 +16,7 @@ from hybridrl.errors import DriftError, PhaseError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import Sample
 from hybridrl.trainer.train_batch import build_train_batch
-from hybridrl.workers import actor_rollout
+from hybridrl.workers import build as build_module
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.build import build_rollout_engine
 from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
@@ -151,13 +151,16 @@ def _keep_seeds(rank: int, folder: Path, config: ExperimentConfig) -> None:
         seeds.append(config.seed)
         return build_rollout_engine(config, *args, **options)
 
-    actor_rollout.build_rollout_engine = build  # type: ignore[attr-defined]
+    build_module.build_rollout_engine = build
     worker = _build(config, folder)
-    gathered = worker._control.gather("seeds", str(seeds))
+    gathered = worker.sharding._control.gather("seeds", str(seeds))
     assert gathered == [f"[{config.seed}]", f"[{config.seed + 1}]"]
     worker.close()
 
 
 def test_engines_of_two_ranks_draw_other_random_numbers(tmp_path: Path) -> None:
-    config = config_of("rollout.max_response_tokens=6", "data.max_digits=4")
+    config = config_of(
+        *("rollout.max_response_tokens=6", "data.max_digits=4"),
+        "cluster.num_ranks_per_node=2",
+    )
     run_ranks(2, _keep_seeds, make_tiny_model(tmp_path / "model"), config)

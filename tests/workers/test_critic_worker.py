@@ -83,5 +83,9 @@ def test_a_fused_critic_leaves_the_device_in_each_rollout_phase_and_learns_after
         "trainer.num_prompts_per_step=3",
         "rollout.num_responses_per_prompt=2",
     )
-    config = replace(config, rollout=replace(config.rollout, num_slots=4, stage_timeout_s=30.0))
+    config = replace(
+        config,
+        cluster=replace(config.cluster, num_ranks_per_node=num_ranks),
+        rollout=replace(config.rollout, num_slots=4, stage_timeout_s=30.0),
+    )
     run_ranks(num_ranks, _three_cycles, make_tiny_model(tmp_path / "model"), config)

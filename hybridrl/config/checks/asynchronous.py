@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hybridrl.config.agent import PROXY
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.topology import Attached, Own
 from hybridrl.errors import ConfigError
 
 _STALENESS = "trainer.max_staleness"
@@ -24,7 +25,7 @@ def check_sampling_ahead(config: ExperimentConfig) -> Iterator[ConfigError]:
         return
     if config.rollout.replay is not None:
         yield error(config, _STALENESS, "rollout.replay samples nothing", off)
-    elif config.has_fused_engines or not config.has_own_engines:
+    elif not isinstance(config.topology, Own | Attached):
         rule = "the ranks of the policy have the rollout engines, which sleep while the ranks learn"
         yield error(config, _STALENESS, rule, off, f"serving=own rollout.sleep=false {_WEIGHED}")
     if config.rollout.dump:

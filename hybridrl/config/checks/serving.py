@@ -174,7 +174,7 @@ def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
     serving, rollout = config.serving, config.rollout
     if not serving.models:
         return
-    fused = [group for group in serving.placed_groups if config.is_fused(group)]
+    fused = [group for group in serving.placed_groups if config.is_on_trainer(group)]
     if serving.colocated and not rollout.sleep:
         names = ", ".join(f"{group.model}.{group.name}" for group in fused)
         rule = (
@@ -185,17 +185,6 @@ def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
     if not serving.colocated and rollout.sleep:
         rule = "would be ignored: servers have devices of their own (serving.colocated=false)"
         yield error(config, "rollout.sleep", rule, "rollout.sleep=false")
-    halves = [
-        group.name
-        for group in serving.placed_groups
-        if group not in fused and group.config.worker_type in HALVES
-    ]
-    if serving.colocated and halves:
-        rule = (
-            "halves of a request are not built beside engines of the ranks (groups "
-            f"{', '.join(halves)})"
-        )
-        yield error(config, _COLOCATED, rule, _OWN_DEVICES)
     for name, fault in serving.faults.items():
         if fused and fault.kind in _FAULTS_OF_OWN_ENGINES:
             key = f"serving.faults.{name}.kind"
@@ -222,11 +211,12 @@ def check_router(config: ExperimentConfig) -> Iterator[ConfigError]:
             yield error(config, "serving.router", rule, "serving.router=none")
 
 
-def check_fused_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """On devices of the trainer, ranks lead engines of the policy with the settings of rollout."""
-    size = config.rollout.tensor_parallel_size
-    per_node = max(1, config.serving.num_devices_per_node)  # 0 is refused with groups
-    for group in config.serving.placed_groups:
+def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """On devices of the trainer, the ranks of a node lead the engines."""
+    serving, size = config.serving, config.rollout.tensor_parallel_size
+    per_node = max(1, serving.num_devices_per_node)  # 0 is refused with groups
+    led = [group for group in serving.placed_groups if config.is_on_trainer(group)]
+    for group in serving.placed_groups:
         section, key = group.config, group.key
         devices = range(group.first_device, group.first_device + section.num_devices)
         num_shared = sum(device % per_node < config.num_shared_per_node for device in devices)
@@ -237,26 +227,31 @@ def check_fused_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
             )
             fix = f"make two groups of it, one for each kind, or set {_OWN_DEVICES}"
             yield error(config, f"{key}.num_devices", rule, _OWN_DEVICES, fix=fix)
-        if not config.is_fused(group):
-            continue
-        if config.serving.models[group.model].path is not None:
+        elif num_shared and section.devices_per_engine > config.cluster.num_ranks_per_node:
             rule = (
-                f"group {group.name} is on devices of the trainer, whose ranks lead engines of the "
-                "policy alone"
+                f"ranks that share an engine lie on one node, which has "
+                f"{config.cluster.num_ranks_per_node}"
             )
-            fix = f"list {group.model} behind the policy, whose groups take these devices"
-            yield error(config, f"serving.models.{group.model}.path", rule, fix=fix)
-        if section.worker_type != "regular":
-            rule = "the ranks lead regular engines alone, one for each group of their devices"
-            yield error(config, f"{key}.worker_type", rule, f"{key}.worker_type=regular")
-        if section.engine_args:
-            args_key = f"{key}.engine_args"
-            rule = "would be ignored: the engines of ranks take those of rollout.engine_args"
-            yield error(config, args_key, rule, removal(args_key, section.engine_args))
-        if section.devices_per_engine != size:
             sizes = f"{key}.devices_per_engine"
-            rule = f"its engines are those of the ranks, with rollout.tensor_parallel_size={size}"
-            yield error(config, sizes, rule, f"{sizes}={size}")
+            yield error(config, sizes, rule, f"{sizes}={config.cluster.num_ranks_per_node}")
+    policies = [group for group in led if group.model == serving.policy]
+    if led and size > 1 and all(group.config.devices_per_engine != size for group in policies):
+        key = "rollout.tensor_parallel_size"
+        rule = "would be ignored: devices_per_engine of a group sets the devices of its engines"
+        yield error(config, key, rule, f"{key}=1")
+    for model in serving.models:
+        halves = [g for g in serving.placed_groups if g.config.worker_type in HALVES]
+        kinds = {config.is_on_trainer(half) for half in halves if half.model == model}
+        if len(kinds) > 1:
+            rule = "halves of a request stand all on devices of the trainer, or all on their own"
+            yield error(config, _COLOCATED, rule, _OWN_DEVICES)
+    if led and led != policies and config.has_critic and not config.has_critic_pool:
+        frozen = next(group for group in led if group not in policies)
+        rule = (
+            f"group {frozen.name} of {frozen.model} answers until the trainer computes, and a "
+            "critic on its devices computes values while rewards are asked for"
+        )
+        yield error(config, "critic.placement", rule, "critic.placement=own_pool", _OWN_DEVICES)
 
 
 RULES = (
@@ -266,5 +261,5 @@ RULES = (
     check_keys_of_servers,
     check_shared_devices,
     check_router,
-    check_fused_groups,
+    check_led_groups,
 )

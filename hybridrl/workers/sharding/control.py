@@ -202,19 +202,18 @@ class ControlGroup:
 class Neighbours:
     """The ranks that share an engine: adjacent ones; the first owns the engine."""
 
-    def __init__(self, control: ControlGroup, *, size: int) -> None:
+    def __init__(self, control: ControlGroup, *, ranks: range) -> None:
         """Create the group of this rank's engine; a collective call of its ranks the first time.
 
         Args:
-            size: ranks that share an engine.
+            ranks: that share an engine; this one alone where it has none.
         """
         self._control = control
-        self.size = size
+        self.size = len(ranks)
         """Ranks that share an engine."""
-        self.leader = control.rank // size * size
+        self.leader = ranks.start
         """Rank that owns the engine."""
-        ranks = range(self.leader, self.leader + size)
-        self._group = control.subgroup(ranks) if size > 1 else None
+        self._group = control.subgroup(ranks) if self.size > 1 else None
 
     def gather(self, item: T) -> list[T]:
         """Return, on the engine's rank, the values of all ranks in rank order; elsewhere nothing.

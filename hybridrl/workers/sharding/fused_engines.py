@@ -11,15 +11,25 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.topology import LedEngine
 from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
 from hybridrl.workers.rollout.stage_time import stage_time
-from hybridrl.workers.sharding.control import ControlGroup, Failures, Limit, Neighbours, attempt
+from hybridrl.workers.sharding.control import (
+    ControlGroup,
+    Failures,
+    Limit,
+    Neighbours,
+    StageError,
+    attempt,
+)
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.states import RESTART
+from hybridrl.workers.sharding.publishing import Publisher
+from hybridrl.workers.sharding.states import RESTART, SYNC
+from hybridrl.workers.sharding.weight_files import load_weights
 from hybridrl.workers.sharding.weight_proof import folder_on_each_node
 from hybridrl.workers.sharding.weight_stream import (
     Load,
@@ -33,72 +43,87 @@ log = logging.getLogger(__name__)
 
 _START = "start of the rollout engines"
 
+FROZEN_VERSION = 0
+"""Of weights that never change."""
+
 
 class FusedEngines:
     """An ``EngineSet`` whose members live in the ranks of one worker group.
 
-    ``tensor_parallel_size`` adjacent ranks share an engine, and the first of them owns it. The
-    others still take part in every status exchange and every gather.
+    Adjacent ranks share an engine, and the first of them owns it. The others, and ranks without
+    an engine, still take part in every status exchange and every gather. Engines of the policy get
+    the weights of each sync; frozen ones have those of their folder, and a host copy while they
+    sleep. Then engines get the weights that no rank owns.
     """
 
     def __init__(
         self,
         managed: ManagedEngine | None,
         *,
+        engines: Sequence[LedEngine],
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
+        others: Publisher,
         follower: WeightSender | None = None,
-        resends_base: bool = True,
     ) -> None:
         """Assemble the set.
 
         Args:
-            managed: this rank's engine; None on a rank without one.
-            config: ranks per engine, size of a bucket, and which syncs to an engine are compared
-                with the same weights from files.
+            managed: the engine that this rank owns; None on a rank that has none.
+            engines: of all ranks.
+            config: size of a bucket, and which syncs to an engine are compared with the same
+                weights from files.
             device: where the buckets lie.
-            follower: stages the bytes of a rank without an engine; None if none are needed.
-            resends_base: weights that no step changes are sent again after their release,
-                instead of being kept on the host.
-
-        Raises:
-            EngineError: an engine's first rank has none, or another rank has one.
+            others: brings the weights to engines that no rank owns.
+            follower: stages the bytes of a rank that shares an engine and has none; None if none
+                are needed.
         """
-        tensor_parallel_size = config.tensor_parallel_size
-        is_leader = control.rank % tensor_parallel_size == 0
-        if is_leader != (managed is not None):
-            raise EngineError(
-                f"rank {control.rank} was given {'no' if managed is None else 'a'} rollout engine; "
-                f"with rollout.tensor_parallel_size={tensor_parallel_size} the first of every "
-                f"{tensor_parallel_size} ranks has one, and no other"
-            )
         self.managed = managed
-        self.num_engines = control.world_size // tensor_parallel_size
+        self.num_engines = len(engines)
+        self._engines = engines
+        self._index_of = {rank: i for i, engine in enumerate(engines) for rank in engine.ranks}
+        self._own_index = self._index_of.get(control.rank)
+        own = None if self._own_index is None else engines[self._own_index]
+        self._folder = None if own is None else own.folder
+        self._learns = managed if self._folder is None else None
+        """The engine of this rank, if it gets the weights of the policy."""
+        self._policy = [index for index, engine in enumerate(engines) if engine.folder is None]
+        self._frozen = [index for index, engine in enumerate(engines) if engine.folder is not None]
         self.trained_version = 0
         self._synced_version: int | None = None
         self._source: TrainEngine | None = None
-        self._ranks_per_engine = tensor_parallel_size
-        self._resends_base = resends_base
         self._names: dict[WeightSet, frozenset[str]] = {}
         self._config = config
         self._device = device
         self._control = control
-        self._sender = follower if managed is None else managed.engine
-        self._neighbours = Neighbours(control, size=tensor_parallel_size)
+        self._others = others
+        self._sender = follower if self._learns is None else self._learns.engine
+        alone = range(control.rank, control.rank + 1)
+        self._neighbours = Neighbours(control, ranks=alone if own is None else own.ranks)
         self._metrics: Metrics = {}
         self._unanswered_bytes = 0
 
-    def attach(self, source: TrainEngine) -> None:
-        """Make ``source`` the training engine whose weights a sync sends."""
+    def attach(self, source: TrainEngine, *, resends_base: bool) -> None:
+        """Make ``source`` the training engine whose weights a sync sends.
+
+        Args:
+            resends_base: weights that no step changes are sent again after their release,
+                instead of being kept on the host.
+        """
         self._source = source
         self._names = {
             part: frozenset(spec.name for spec in source.weight_specs(part))
             for part in source.weight_sets
         }
-        if self.managed is not None:
-            resent = source.weight_sets if self._resends_base else source.weight_sets[-1:]
-            self.managed.sent_names = frozenset().union(*(self._names[part] for part in resent))
+        if self._learns is not None:
+            resent = source.weight_sets if resends_base else source.weight_sets[-1:]
+            self._learns.sent_names = frozenset().union(*(self._names[part] for part in resent))
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some of the engines are frozen models, which answer after a phase, too."""
+        return bool(self._frozen)
 
     def run(
         self,
@@ -113,7 +138,7 @@ class FusedEngines:
         is_start = stage == RESTART.name
         limit = start_limit(self._config) if is_start or loads_files else None
         own_s = self._config.start_timeout_s if loads_files else self._control.timeout_s
-        if managed is not None and self._control.rank // self._ranks_per_engine in members:
+        if managed is not None and self._own_index in members:
             with nullcontext() if is_start else stage_time(own_s):
                 _, error = attempt(lambda: action(managed))
         return self._of_engines(self._control.exchange(stage, error, limit=limit))
@@ -129,7 +154,36 @@ class FusedEngines:
         return self._source
 
     def sync(self) -> Failures:
+        """Bring the weights to all engines that lack them. A collective call.
+
+        Raises:
+            StageError: on all ranks, if a rank without an engine failed, or engines that no rank
+                owns.
+        """
+        failures = self._load_frozen() or self._sync_policy()
+        if not failures:
+            self._others.bring(self.require_source(), version=self.trained_version)
+        return failures
+
+    def _load_frozen(self) -> Failures:
+        """Let frozen models read their folders that have no copy on the host: new engines."""
+        managed, folder = self.managed, self._folder
+        lacks = managed is not None and folder is not None and not managed.ledger.is_covered
+        stage = "load_frozen"
+        if not self._frozen or not self._control.is_true_anywhere(stage, flag=lacks):
+            return {}
+
+        def load(managed: ManagedEngine) -> None:
+            if folder is not None and lacks:
+                size = bucket_bytes_for(self._config.bucket_mib, self._device)
+                load_weights(managed, source=folder, version=FROZEN_VERSION, bucket_bytes=size)
+
+        return self.run(stage, load, members=self._frozen, loads_files=True)
+
+    def _sync_policy(self) -> Failures:
         """Stream the training weights that engines lack, with a comparison if one is due."""
+        if not self._policy:
+            return {}
         unproved = self._unproved()
         if not unproved:
             return self._stream()
@@ -154,15 +208,15 @@ class FusedEngines:
             report = self._send(part, source)
             if report.failures:
                 return self._of_engines(report.failures)
-            num_bytes += 0 if self.managed is None else report.num_bytes
+            num_bytes += 0 if self._learns is None else report.num_bytes
         if WeightSet.ADAPTER in due:
-            failures = self.run("load_adapter", ManagedEngine.load_adapter, members=self._everyone)
+            failures = self.run("load_adapter", ManagedEngine.load_adapter, members=self._policy)
             if failures:
                 return failures
         failures = self.run(
             "finish_sync",
             self._finish,
-            members=self._everyone,
+            members=self._policy,
             loads_files=self._config.transport == "disk",
         )
         if not failures:
@@ -176,21 +230,27 @@ class FusedEngines:
         metrics, self._metrics = self._metrics, {}
         if self.managed is not None:
             metrics |= self.managed.take_metrics()
-        return metrics
+        return merge([metrics, self._others.take_metrics()])
+
+    def close(self) -> None:
+        """End this rank's engine, and leave the others. Idempotent."""
+        self._others.close()
+        if self.managed is not None:
+            self.managed.engine.shutdown()
 
     def _unproved(self) -> list[int]:
         """Return, alike on all ranks, the engines whose next weights are compared."""
-        is_unproved = self.managed is not None and self.managed.is_proof_due
+        is_unproved = self._learns is not None and self._learns.is_proof_due
         stage = "proof needed"
         is_off = self._config.verify_weights == "never"
         if is_off or not self._control.is_true_anywhere(stage, flag=is_unproved):
             return []
         flags = self._control.gather(stage, is_unproved)
-        return [rank // self._ranks_per_engine for rank, flag in enumerate(flags) if flag]
+        return [self._index_of[rank] for rank, flag in enumerate(flags) if flag]
 
     def _load_reference(self, source: TrainEngine, unproved: Sequence[int]) -> Failures:
         """Write the weights to files first, and let engines load them from there."""
-        leaders = [engine * self._ranks_per_engine for engine in unproved]
+        leaders = [self._engines[engine].leader for engine in unproved]
         dtype = self._dtype
         with folder_on_each_node(leaders, dtype=dtype, control=self._control) as (folder, path):
             weights = source.full_weights(source.weight_sets[0], dtype=dtype)
@@ -205,7 +265,7 @@ class FusedEngines:
             return self.run("load_reference_weights", load, members=unproved, loads_files=True)
 
     def _send(self, part: WeightSet, source: TrainEngine) -> StreamReport:
-        managed, load = self.managed, None
+        managed, load = self._learns, None
         is_adapter = part is WeightSet.ADAPTER
         if managed is not None:
             managed.begin_part(self._names[part])
@@ -244,10 +304,6 @@ class FusedEngines:
     def _dtype(self) -> torch.dtype:
         return DTYPES[self._config.dtype]
 
-    @property
-    def _everyone(self) -> range:
-        return range(self.num_engines)
-
     def _finish(self, managed: ManagedEngine) -> None:
         managed.finish_update(version=self.trained_version)
 
@@ -258,7 +314,7 @@ class FusedEngines:
 
     def _is_due(self, part: WeightSet, trained: WeightSet) -> bool:
         """Return, alike on all ranks, whether an engine of any rank lacks the weight set."""
-        ledger = None if self.managed is None else self.managed.ledger
+        ledger = None if self._learns is None else self._learns.ledger
         is_due = ledger is not None and not ledger.covers(self._names[part])
         if part is trained:
             is_due |= self._synced_version != self.trained_version
@@ -267,10 +323,9 @@ class FusedEngines:
 
     def _of_engines(self, failures: Failures) -> Failures:
         """Name engines instead of ranks; of several failed ranks of one engine the first counts."""
-        return {
-            rank // self._ranks_per_engine: failures[rank]
-            for rank in sorted(failures, reverse=True)
-        }
+        if not failures.keys() <= self._index_of.keys():
+            raise StageError(SYNC.name, failures)
+        return {self._index_of[rank]: failures[rank] for rank in sorted(failures, reverse=True)}
 
 
 def start_limit(config: RolloutConfig) -> Limit:
@@ -283,12 +338,17 @@ def start_limit(config: RolloutConfig) -> Limit:
 
 
 def start_engine(
-    build: Callable[[], RolloutEngine] | None, *, config: RolloutConfig, control: ControlGroup
+    build: Callable[[], RolloutEngine] | None,
+    *,
+    ranks: range,
+    config: RolloutConfig,
+    control: ControlGroup,
 ) -> RolloutEngine | None:
     """Start the engine of this rank, and wait until all have started. A collective call.
 
     Args:
         build: starts it; None on a rank without an engine.
+        ranks: that share it with this one.
 
     Raises:
         Exception: on all ranks, the error of ``build`` from the first rank that failed; the caller
@@ -297,7 +357,7 @@ def start_engine(
     """
     # Now, while all ranks are here: to make a group, ranks wait for each other no longer than a
     # stage, and to start a server takes longer.
-    Neighbours(control, size=config.tensor_parallel_size)
+    Neighbours(control, ranks=ranks)
     engine, error = (None, None) if build is None else attempt(build)
     limit = start_limit(config)
     control.meet(_START, timeout_s=limit.timeout_s, key=limit.key)

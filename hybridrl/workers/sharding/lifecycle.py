@@ -82,7 +82,7 @@ class LifeCycle:
         host: ColocatedEngines | None,
         depth: SleepLevel,
         observe: Callable[[str], AbstractContextManager[None]],
-        stays: Collection[int] = (),
+        stays: bool = False,
         may_miss: Collection[int] = (),
     ) -> None:
         """Take over engines that have just started.
@@ -91,8 +91,8 @@ class LifeCycle:
             engines: the set; all its engines are at BOOT.
             host: the training engines that share the device with them; None if others move them.
             observe: called with a stage's name; wraps the stage to time and trace it.
-            stays: engines on devices of their own. They serve on while others sleep, and stop only
-                to take weights.
+            stays: whether the engines have devices of their own. They serve on while training
+                computes, and stop only to take weights.
             may_miss: engines that the others do not wait for while they are BROKEN: other people
                 start them. They are restarted by ``recover``, or when no other engine is left.
         """
@@ -100,7 +100,7 @@ class LifeCycle:
         self._host = host
         self._depth = depth
         self._observe = observe
-        self._stays = frozenset(stays)
+        self._stays = stays
         self._may_miss = frozenset(may_miss)
         self._states = [State.BOOT] * engines.num_engines
         self._is_host_home = True
@@ -393,9 +393,8 @@ class LifeCycle:
 
     def _awake(self) -> list[int]:
         """Return the engines that must sleep before training, and do not."""
-        resting = set(self._where(*RESTING))
-        serving = self._stays.intersection(self._where(State.READY))
-        return [i for i in self._everyone if i not in resting and i not in serving]
+        may_stay = (*RESTING, State.READY) if self._stays else RESTING
+        return [i for i in self._everyone if self._states[i] not in may_stay]
 
     def _where(self, *states: State) -> list[int]:
         return [index for index, state in enumerate(self._states) if state in states]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hybridrl.config.lora import LoraConfig
@@ -12,15 +12,13 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import activity, trace
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics
-from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
+from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup, Limit
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
-from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.served_engines import MixedRollout, ServedEngines, Servers
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import OffloadableModel, TrainEngine
 
@@ -34,62 +32,53 @@ _MOVES_MEMORY = {
 process costs some 40 us, and the others allocate nothing."""
 
 
+def _nothing() -> None:
+    """End no requests: each rank has asked its own engine."""
+
+
 class ShardingManager:
     """Owns the device of this process. One per process; every fused role registers with it."""
 
     def __init__(
         self,
         *,
-        engine: RolloutEngine | Servers | MixedRollout | None,
+        engines: FusedEngines,
         config: RolloutConfig,
         meter: PeakMeter,
         control: ControlGroup,
         call_timeout_s: float,
         lora: LoraConfig | None = None,
-        follower: WeightSender | None = None,
     ) -> None:
-        """Take over a rollout engine that has just started and put it to sleep. A collective call.
+        """Take over rollout engines that have just started, and let them sleep. A collective call.
 
         Call it before the training engine is built: the rollout engine sizes itself on an empty
         device.
 
         Args:
-            engine: this rank's rollout engine; None on a rank without one. Servers if no rank has
-                one, or both if there are both.
             meter: of the device that all share; one made before the engine includes its memory.
             call_timeout_s: seconds of one call of the driver (``cluster.call_timeout_s``).
             lora: given if the engine applies an adapter: how its frozen weights sleep.
         """
-        self.meter, device = meter, meter.device
+        self.meter = meter
         self._control = control
         # A rank without an engine waits while others sample, one with an engine after its own end.
-        self._sampled = Limit(call_timeout_s, "cluster.call_timeout_s")
+        self._sampled = (
+            Limit(call_timeout_s, "cluster.call_timeout_s")
+            if engines.managed is None
+            else Limit(config.skew_timeout_s, "rollout.skew_timeout_s")
+        )
         self._sleeps = config.sleep
         self._stages: Metrics = {}
         self._is_rollout_open = False
-        self._colocated = ColocatedEngines(device=device, control=control)
-        self._engines: FusedEngines | ServedEngines
-        if isinstance(engine, Servers):
-            self._engines = ServedEngines(engine, config=config, device=device, control=control)
-        else:
-            led = engine.engine if isinstance(engine, MixedRollout) else engine
-            if led is not None:
-                self._sampled = Limit(config.skew_timeout_s, "rollout.skew_timeout_s")
-            self._engines = fused = FusedEngines(
-                None if led is None else ManagedEngine(led, config=config, device=device),
-                config=config,
-                device=device,
-                control=control,
-                follower=follower,
-                resends_base=lora is None or lora.base == "resend",
-            )
-            self._colocated.engine_bytes = fused.torch_bytes
-            if isinstance(engine, MixedRollout):
-                self._engines = ServedEngines(
-                    engine.servers, config=config, device=device, control=control, fused=fused
-                )
-        if self._engines.managed is not None:
-            self._engines.managed.neighbours = self._colocated.holders
+        self.end_requests: Callable[[], None] = _nothing
+        """Called at the end of a phase, on all ranks, before engines sleep."""
+        self._engines = engines
+        self._resends_base = lora is None or lora.base == "resend"
+        self._colocated = ColocatedEngines(device=meter.device, control=control)
+        if engines.num_engines:
+            self._colocated.engine_bytes = engines.torch_bytes
+        if engines.managed is not None:
+            engines.managed.neighbours = self._colocated.holders
         self._life = LifeCycle(
             self._engines,
             host=self._colocated,
@@ -100,7 +89,7 @@ class ShardingManager:
 
     def attach_policy(self, source: TrainEngine) -> None:
         """Make ``source`` the engine whose weights are streamed; register it as ``actor``."""
-        self._engines.attach(source)
+        self._engines.attach(source, resends_base=self._resends_base)
         self.register("actor", source)
 
     def register(self, name: str, model: OffloadableModel) -> None:
@@ -130,28 +119,40 @@ class ShardingManager:
         self._is_rollout_open = True
         try:
             with ordinary_segments():
-                # sleep is a no-op, unless the last phase could not put the engines to sleep
-                self._life.sleep()
+                # sleep is a no-op, unless engines stayed awake after the last phase, or it could
+                # not put them to sleep
+                self._sleep()
                 self._life.wake()
                 try:
                     yield None if self._engines.managed is None else self._engines.managed.engine
                 finally:
                     self._wait_for_ranks()
-                    self._life.sleep()
+                    if not self._engines.has_frozen:
+                        self._sleep()
         finally:
             self._is_rollout_open = False
 
     def require_training(self) -> None:
         """Refuse to compute while the rollout engine has the device.
 
+        Frozen models on devices of the trainer answer after a phase, too, until this is called: it
+        puts all engines to sleep then, and is a collective call.
+
         Raises:
             PhaseError: names the owner of the device, and how to get it back.
+            StageError: an engine did not go to sleep.
         """
+        if self._engines.has_frozen and not self._is_rollout_open:
+            self._sleep()
         if not self._life.may_train:
             raise PhaseError(
                 f"the rollout engine holds the device ({self._life.describe()}); "
                 "training may compute again when a rollout phase has ended without an error"
             )
+
+    def _sleep(self) -> None:
+        self.end_requests()
+        self._life.sleep()
 
     def weights_changed(self, *, version: int) -> None:
         """The optimizer stepped: the next rollout phase sends the weights again, as ``version``."""
@@ -179,10 +180,7 @@ class ShardingManager:
 
     def shutdown(self) -> None:
         """End this rank's rollout engine, and remove the weights published for others."""
-        if isinstance(self._engines, ServedEngines):
-            self._engines.close()
-        if self._engines.managed is not None:
-            self._engines.managed.engine.shutdown()
+        self._engines.close()
 
     def _wait_for_ranks(self) -> None:
         """Wait for all ranks without a stage's deadline: their responses differ in length."""

@@ -90,7 +90,7 @@ def test_a_bucket_is_whole_for_the_last_who_reads_it(name: str) -> None:
         sender=reader,
         bucket_bytes=32,
         control=control,
-        neighbours=Neighbours(control, size=1),
+        neighbours=Neighbours(control, ranks=range(control.rank, control.rank + 1)),
     )
     assert not report.failures
     sent = [[float(number)] * 8 for number in range(NUM_BUCKETS)]

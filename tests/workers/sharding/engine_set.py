@@ -14,10 +14,12 @@ from typing import TypeVar
 import torch
 
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.topology import even_engines
 from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.train.protocol import TrainEngine
 
 T = TypeVar("T")
@@ -89,15 +91,16 @@ class LocalSet:
         self.ranks = [
             SmallBuckets(
                 managed,
+                engines=even_engines(self.num_engines, 1),
                 config=config,
                 device=CPU,
                 control=ThreadControl(index, self._meeting),
-                resends_base=resends_base,
+                others=Publisher(),
             )
             for index, managed in enumerate(self.engines)
         ]
         for rank, source in zip(self.ranks, sources, strict=True):
-            rank.attach(source)
+            rank.attach(source, resends_base=resends_base)
 
     @property
     def trained_version(self) -> int:

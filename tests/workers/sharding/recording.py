@@ -36,6 +36,7 @@ from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
 from tests.workers.rollout import engines
 from tests.workers.sharding.engine_set import LocalSet
+from tests.workers.sharding.managers import sharding_manager
 
 CPU = torch.device("cpu")
 BUFFER = "rotary.inv_freq"
@@ -575,7 +576,7 @@ class Rig:
 
 @dataclass
 class RecordingDevice:
-    """One rank's device: a manager, an engine (unless another rank leads it), the trainer."""
+    """One rank's device: a manager, an engine (unless another rank owns it), the trainer."""
 
     journal: Journal
     engine: RecordingEngine | None
@@ -613,12 +614,11 @@ def recording_device(
     journal = Journal()
     config = rollout_config(**keys)
     engine = None if rank % config.tensor_parallel_size else kind(rank, journal)
-    manager = ShardingManager(
-        engine=engine,
+    manager = sharding_manager(
+        engine,
         config=config,
         meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=timeout_s),
-        call_timeout_s=60.0,
     )
     trainer = RecordingTrainEngine(journal)
     manager.attach_policy(trainer)

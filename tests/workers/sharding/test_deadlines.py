@@ -11,10 +11,10 @@ from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineErro
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.fused_engines import start_engine
-from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
+from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
     CPU,
     WEIGHTS,
@@ -71,12 +71,12 @@ def _two_ranks_of_an_engine_that_starts_late(rank: int) -> bool:
         assert (0, 1) in control._subgroups  # made while no rank was late
         return _late_engine()
 
-    engine = start_engine(build if rank == 0 else None, config=config, control=control)
+    engine = start_engine(
+        build if rank == 0 else None, ranks=range(2), config=config, control=control
+    )
     assert (engine is None) == (rank == 1)
     assert engine is None or isinstance(engine, SlowEngine)
-    manager = ShardingManager(
-        engine=engine, config=config, meter=PeakMeter(CPU), control=control, call_timeout_s=60.0
-    )
+    manager = sharding_manager(engine, config=config, meter=PeakMeter(CPU), control=control)
     manager.attach_policy(RecordingTrainEngine(Journal()))
     with manager.rollout_phase():
         served = {} if engine is None else engine.serve()
@@ -168,7 +168,7 @@ def _one_engine_does_not_start(rank: int, error: Exception) -> tuple[str, list[s
         return started[0]
 
     with pytest.raises((ConfigErrors, EngineError)) as raised:
-        start_engine(build, config=rollout_config(), control=control)
+        start_engine(build, ranks=range(rank, rank + 1), config=rollout_config(), control=control)
     is_left = any(engine.is_alive for engine in started)
     return f"{type(raised.value).__name__}: {raised.value}", raised.value.__notes__, is_left
 
@@ -194,12 +194,11 @@ def _phases_of_slow_engines(rank: int, fault: str) -> tuple[list[str], list[Stat
     """Two phases, in the first of which rank 1 is at fault; both ranks must come through both."""
     engine = SlowEngine(rank, Journal())
     config = rollout_config(stage_timeout_s=STAGE_S)
-    manager = ShardingManager(
-        engine=engine,
+    manager = sharding_manager(
+        engine,
         config=config,
         meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=STAGE_S),
-        call_timeout_s=60.0,
     )
     manager.attach_policy(RecordingTrainEngine(Journal()))
     endings = []

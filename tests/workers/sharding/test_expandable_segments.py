@@ -11,9 +11,9 @@ from torch import Tensor
 from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.meter import PeakMeter
+from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
     CPU,
     Journal,
@@ -77,12 +77,11 @@ class Looking(RecordingEngine):
 @pytest.mark.shows("3.12")
 def test_in_a_phase_memory_is_ordinary_and_in_training_as_it_was_set() -> None:
     engine = Looking(0, Journal())
-    manager = ShardingManager(
-        engine=engine,
+    manager = sharding_manager(
+        engine,
         config=rollout_config(),
         meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=5.0),
-        call_timeout_s=60.0,
     )
     manager.attach_policy(RecordingTrainEngine(engine.journal))
     torch._C._accelerator_setAllocatorSettings(ON)

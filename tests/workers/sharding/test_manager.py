@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from hybridrl.errors import EngineError, PhaseError
+from hybridrl.config.topology import even_engines
+from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Sum, check_declared
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.fused_engines import FusedEngines
-from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
+from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
     CPU,
     TENANT,
@@ -71,12 +73,11 @@ def test_training_and_sampling_exclude_each_other() -> None:
 
 
 def test_there_is_no_phase_without_a_policy() -> None:
-    manager = ShardingManager(
-        engine=RecordingEngine(0, Journal()),
+    manager = sharding_manager(
+        RecordingEngine(0, Journal()),
         config=rollout_config(),
         meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=1.0),
-        call_timeout_s=60.0,
     )
     for _ in range(2):
         with pytest.raises(PhaseError, match="call attach_policy first"), manager.rollout_phase():
@@ -284,10 +285,12 @@ def test_all_ranks_go_through_the_same_calls() -> None:
 def _agreed_bucket_bytes(rank: int) -> int:
     engines = FusedEngines(
         managed_engine(RecordingEngine(rank, Journal())),
+        engines=even_engines(2, 1),
         # As if taken from free memory, of which rank 1 has less.
         config=rollout_config(bucket_mib=3 - rank),
         device=CPU,
         control=ControlGroup(timeout_s=20.0),
+        others=Publisher(),
     )
     return engines._bucket_bytes()
 
@@ -311,7 +314,7 @@ def _two_engines_on_four_ranks(rank: int) -> tuple[int, int, float, list[str]]:
     with pytest.raises(StageError) as raised:
         device.serve()
     texts = [str(raised.value)]
-    if rank == 3:  # leads no engine, gathers all the same
+    if rank == 3:  # owns no engine, gathers all the same
         device.journal.fail(TENANT, "full_weights")
     with pytest.raises(StageError) as raised:
         device.serve()
@@ -329,14 +332,3 @@ def test_only_leaders_have_engines_and_all_ranks_gather() -> None:
         assert bytes_sent == (0 if rank % 2 else 3 * WEIGHT_BYTES)
         assert texts[0].startswith("sync failed on engine 1: InjectedFault: load")
         assert texts[1].startswith("sync failed on engine 1: InjectedFault: full_weights")
-
-
-def test_a_leader_without_an_engine_is_refused() -> None:
-    with pytest.raises(EngineError, match=r"rank 0 was given no rollout engine; with rollout.tens"):
-        ShardingManager(
-            engine=None,
-            config=rollout_config(),
-            meter=PeakMeter(CPU),
-            control=ControlGroup(timeout_s=1.0),
-            call_timeout_s=60.0,
-        )

@@ -7,9 +7,9 @@ import pytest
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.memory import Holder, device_figures, memory_table
 from hybridrl.workers.sharding.meter import PeakMeter
+from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
     CPU,
     Journal,
@@ -49,12 +49,11 @@ def test_the_largest_holder_of_each_section_comes_first() -> None:
 def test_a_resume_without_room_names_who_holds_the_memory() -> None:
     journal = Journal()
     engine = CrampedEngine(0, journal)
-    manager = ShardingManager(
-        engine=engine,
+    manager = sharding_manager(
+        engine,
         config=rollout_config(),
         meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=1.0),
-        call_timeout_s=60.0,
     )
     manager.attach_policy(RecordingTrainEngine(journal))
     for num_phases in (1, 2):

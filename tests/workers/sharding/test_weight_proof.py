@@ -17,12 +17,12 @@ from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding import weight_proof
 from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
 from tests.workers.sharding.faulty_streams import tear
+from tests.workers.sharding.managers import sharding_manager
 from tests.workers.train.engines import CPU, build_fsdp2
 
 Verified = Literal["never", "first", "always"]
@@ -40,12 +40,11 @@ def _sync_with_a_torn_pass(
     """Sample three times; return what went wrong each time."""
     config = replace(rollout_config(), verify_weights=verified)
     engine = HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
-    manager = ShardingManager(
-        engine=engine,
+    manager = sharding_manager(
+        engine,
         config=config,
         meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=30.0),
-        call_timeout_s=60.0,
     )
     trainer = build_fsdp2(folder)
     manager.attach_policy(trainer)
@@ -131,12 +130,11 @@ def _proofs_on_two_nodes(rank: int, model: Path, folder: Path) -> list[tuple[str
     config = replace(rollout_config(), verify_weights="first", dtype="bfloat16")
     engine = Noting(model, config=config, max_context_tokens=32, device=CPU)
     engine.proofs = []
-    manager = ShardingManager(
-        engine=engine,
+    manager = sharding_manager(
+        engine,
         config=config,
         meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=30.0),
-        call_timeout_s=60.0,
     )
     manager.attach_policy(build_fsdp2(model))
     for phase in range(2):

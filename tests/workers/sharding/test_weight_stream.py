@@ -101,13 +101,14 @@ def _stream(
     bucket_bytes: int = 32,
 ) -> StreamReport:
     control = ControlGroup(timeout_s=20.0)
+    first = control.rank // num_neighbours * num_neighbours
     return stream_weights(
         weights,
         load,
         sender=sender,
         bucket_bytes=bucket_bytes,
         control=control,
-        neighbours=Neighbours(control, size=num_neighbours),
+        neighbours=Neighbours(control, ranks=range(first, first + num_neighbours)),
     )
 
 
@@ -211,13 +212,13 @@ def test_an_interrupt_frees_no_buffer_that_is_still_read() -> None:
 def _two_streams(rank: int, copies: bool, at_fault: int, place: str) -> list[object]:
     """Two streams, of which the first breaks off in the middle if a rank is at fault."""
     answers: list[object] = []
-    leads = rank % 2 == 0
+    owns = rank % 2 == 0
     for attempt in range(2):
         fails = rank == at_fault and attempt == 0
         engine = DictionaryEngine(rank, copies=copies, fails_to=place if fails else "")
-        sender = engine if copies or leads else None
+        sender = engine if copies or owns else None
         weights = _weights(fails=fails and place == "gather")
-        report = _stream(weights, engine.load if leads else None, sender, num_neighbours=2)
+        report = _stream(weights, engine.load if owns else None, sender, num_neighbours=2)
         assert engine.num_ended == (sender is not None)
         answers.append((report, engine.handles, engine.loaded, engine.num_handles))
     return answers

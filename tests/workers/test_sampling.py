@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,18 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.batch import PromptBatch
+from hybridrl.config.topology import even_engines
 from hybridrl.errors import EngineError, ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.request_listener import RequestListener
+from hybridrl.workers.sampling import LentSampling
 from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.lent_engines import LentEngines
-from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.served_engines import MixedRollout
+from hybridrl.workers.sharding.publishing import NOBODY, Lent
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
 from tests.workers.rollout.engines import make_prompts, sampling_params
+from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
     CPU,
     TENANT,
@@ -37,8 +38,8 @@ from tests.workers.sharding.recording import (
     recording_device,
     rollout_config,
 )
+from tests.workers.sharding.test_publishing import RecordingServers, require_sent
 from tests.workers.sharding.test_random_fire import ENGINE_CALLS, TENANT_CALLS
-from tests.workers.sharding.test_served_engines import RecordingServers, require_sent
 
 PROMPTS = make_prompts([3])
 SAMPLING = sampling_params(group=1, tokens=1)
@@ -85,31 +86,35 @@ class Manager(RecordingServers):
         sampling: SamplingParams,
         *,
         version: int,
-        fused: Sequence[str] = (),
+        lent: Lent = NOBODY,
     ) -> tuple[list[Sample], Metrics]:
         with self.journal.entry(0, "sample"):
-            self.calls.append((version, list(fused)))
+            self.calls.append((version, list(lent[""])))
             if self.dies is not None:
                 self.journal.dead.add(self.dies)
         if self.failure is not None:
             raise self.failure
         return [], {}
 
-    def lost_engines(self) -> Collection[int]:
-        return self.lost
+    def lost_engines(self) -> Mapping[str, Collection[int]]:
+        return {"": self.lost}
 
 
-def lend(device: RecordingDevice, manager: Manager, *, rank: int) -> LentEngines:
-    return LentEngines(
+def lend(device: RecordingDevice, manager: Manager, *, rank: int) -> LentSampling:
+    lent = LentSampling(
         manager,
+        engines=even_engines(2, 1),
         listener=cast(RequestListener, RecordingListener(rank, device.journal)),
         engine=device.engine,
         control=device.manager._control,
+        meter=device.manager.meter,
         mark_lost=device.manager.mark_lost,
     )
+    device.manager.end_requests = lent.end_phase
+    return lent
 
 
-def phase(device: RecordingDevice, lent: LentEngines) -> None:
+def phase(device: RecordingDevice, lent: LentSampling) -> None:
     with device.manager.rollout_phase() as engine:
         assert engine is device.engine
         lent.sample(PROMPTS, SAMPLING, version=device.version)
@@ -236,12 +241,12 @@ class Mixed:
         self.servers = RecordingServers()
         journal = Journal()
         engine = RecordingEngine(0, journal)
-        manager = ShardingManager(
-            engine=MixedRollout(engine, self.servers),
+        manager = sharding_manager(
+            engine,
+            servers=self.servers,
             config=rollout_config(sleep=sleep),
             meter=PeakMeter(CPU),
             control=ControlGroup(timeout_s=20.0),
-            call_timeout_s=60.0,
         )
         trainer = RecordingTrainEngine(journal)
         manager.attach_policy(trainer)
@@ -282,7 +287,7 @@ def test_own_engines_load_after_the_fused_and_before_these_serve() -> None:
     mixed = Mixed()
     assert mixed.device.engine is not None
     servers = WatchingServers(mixed.device.engine)
-    mixed.device.manager._engines._servers = servers  # type: ignore[union-attr]
+    mixed.device.manager._engines._others._servers = servers  # type: ignore[attr-defined]
     mixed.servers = servers
     for _ in range(3):
         mixed.cycle()

@@ -1,10 +1,9 @@
-"""Rollout engines outside of the ranks: rank 0 writes or sends the weights of all ranks to them."""
+"""The rollout manager as the ranks call it, and the weights that its engines get from rank 0."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,25 +13,19 @@ import torch
 from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import WeightRoute
-from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.dtypes import DTYPES
-from hybridrl.network import LOOPBACK
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import (
     ControlGroup,
-    Failures,
     Limit,
     Neighbours,
     StageError,
     attempt,
 )
-from hybridrl.workers.sharding.fused_engines import FusedEngines
-from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.states import SYNC
 from hybridrl.workers.sharding.weight_stream import (
     Load,
@@ -47,11 +40,14 @@ log = logging.getLogger(__name__)
 _NUM_UPDATES = 3
 """Tries of one update."""
 
-_NO_ENGINES = "a run with rollout.replay has no rollout engines, and nothing samples"
+Lent = Mapping[str, Sequence[str]]
+"""Addresses of engines that ranks lend, in their order, by frozen model; by "" of the policy."""
+
+NOBODY: Lent = {}
 
 
 class Servers:
-    """The rollout servers of a run, as rank 0 calls them. These refuse all that is asked.
+    """The rollout manager of a run, as rank 0 calls it.
 
     Methods raise ServerDiedError if the servers, or all engines, are gone, and DeadlineError if no
     answer comes in time.
@@ -72,11 +68,11 @@ class Servers:
     @property
     def host(self) -> str:
         """Address at which all engines reach this process."""
-        return LOOPBACK
+        raise NotImplementedError
 
     def need_weights(self, *, version: int) -> bool:
         """Return whether an engine of the policy does not serve with this version."""
-        raise PhaseError(_NO_ENGINES)
+        raise NotImplementedError
 
     def update(self, source: Path, *, version: int) -> None:
         """Bring all engines of the policy to these weights; see ``RolloutServer.update``.
@@ -84,7 +80,7 @@ class Servers:
         Raises:
             StageError: names the engines that could not.
         """
-        raise PhaseError(_NO_ENGINES)
+        raise NotImplementedError
 
     def begin_update(self, *, version: int, device: torch.device) -> None:
         """Stop all engines, and form a group with their servers; ``end_update`` ends that.
@@ -95,7 +91,7 @@ class Servers:
         Raises:
             StageError: names the engines that could not.
         """
-        raise PhaseError(_NO_ENGINES)
+        raise NotImplementedError
 
     def send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Send one bucket, staged by reference, to all servers.
@@ -103,7 +99,7 @@ class Servers:
         Raises:
             EngineError: it did not reach all of them.
         """
-        raise PhaseError(_NO_ENGINES)
+        raise NotImplementedError
 
     def end_update(self, *, reason: str = "") -> None:
         """Let all engines serve the weights that were sent.
@@ -114,7 +110,7 @@ class Servers:
         Raises:
             StageError: names the engines that lack weights; always with a ``reason``.
         """
-        raise PhaseError(_NO_ENGINES)
+        raise NotImplementedError
 
     def leave(self) -> None:
         """End the group with the servers. Idempotent."""
@@ -125,13 +121,14 @@ class Servers:
         sampling: SamplingParams,
         *,
         version: int,
-        fused: Sequence[str] = (),
+        lent: Lent = NOBODY,
     ) -> tuple[list[Sample], Metrics]:
         """Sample G responses to each of P prompts.
 
         Args:
             version: of the policy that must sample them.
-            fused: addresses of engines of the ranks, lent for this call; they serve this version.
+            lent: engines that ranks lend: of the policy for this call, and they serve this version;
+                of others until the next call, or as long as their rank lets them answer.
 
         Returns:
             P * G samples in prompt order, those to the same prompt adjacent; and metrics.
@@ -139,11 +136,11 @@ class Servers:
         Raises:
             DriftError: an engine sampled with other weights.
         """
-        raise PhaseError(_NO_ENGINES)
+        raise NotImplementedError
 
-    def lost_engines(self) -> Collection[int]:
-        """Return which of the engines that were lent to the last call did not work."""
-        return ()
+    def lost_engines(self) -> Mapping[str, Collection[int]]:
+        """Return, by model, which of the engines that were lent to the last call did not work."""
+        raise NotImplementedError
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
@@ -160,7 +157,7 @@ class Servers:
             PhaseError: the servers sample for the present step alone.
             DriftError: an engine sampled with weights that it does not have.
         """
-        raise PhaseError("these servers do not sample ahead; set trainer.max_staleness above 0")
+        raise NotImplementedError
 
 
 def update_with_tries(update: Callable[[], None]) -> None:
@@ -180,22 +177,28 @@ def update_with_tries(update: Callable[[], None]) -> None:
             return
 
 
-@dataclass(frozen=True, slots=True)
-class MixedRollout:
-    """The engine of a rank, and servers that have engines beside those of the ranks."""
+class Publisher:
+    """Brings weights to engines that no rank owns. This one knows none."""
 
-    engine: RolloutEngine | None
-    """Of this rank; None on a rank without one."""
+    def bring(self, source: TrainEngine, *, version: int) -> None:
+        """Bring the weights to all of them that lack them. A collective call.
 
-    servers: Servers
-    """Whose own engines get the weights, too."""
+        Raises:
+            StageError: on all ranks, if the weights could not be written, sent or loaded.
+        """
+
+    def close(self) -> None:
+        """Remove what was published, and leave the engines. Idempotent."""
+
+    def take_metrics(self) -> Metrics:
+        """Return the metrics of the updates since the last call, and reset them."""
+        return {}
 
 
-class ServedEngines:
-    """An ``EngineSet`` whose sync brings the weights to servers: beside engines of the ranks, or
-    without any.
+class ServersPublisher(Publisher):
+    """Brings them to the rollout manager's engines, which stop only to take weights.
 
-    The servers' engines belong to the rollout manager, and stop only to take weights.
+    Rank 0 writes or sends the weights of all ranks.
     """
 
     def __init__(
@@ -205,97 +208,61 @@ class ServedEngines:
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
-        fused: FusedEngines | None = None,
     ) -> None:
-        """Assemble the set.
+        """Publish nothing yet.
 
         Args:
-            fused: engines of the ranks; None if no rank has one.
+            device: where the buckets lie.
         """
-        self.managed = None if fused is None else fused.managed
-        self.num_engines = 0 if fused is None else fused.num_engines
-        self._fused = fused
-        self._trained_version = 0
         self._servers = servers
-        self._source: TrainEngine | None = None
         self._config = config
         self._device = device
         self._control = control
-        self._neighbours = Neighbours(control, size=1)
+        alone = range(control.rank, control.rank + 1)
+        self._neighbours = Neighbours(control, ranks=alone)
         self._metrics: Metrics = {}
         self._published: WeightFolder | None = None
 
-    @property
-    def trained_version(self) -> int:
-        """Policy version of the weights that a sync sends."""
-        return self._trained_version
-
-    @trained_version.setter
-    def trained_version(self, version: int) -> None:
-        self._trained_version = version
-        if self._fused is not None:
-            self._fused.trained_version = version
-
-    def attach(self, source: TrainEngine) -> None:
-        """Make ``source`` the training engine whose weights a sync sends."""
-        self._source = source
-        if self._fused is not None:
-            self._fused.attach(source)
-
-    def require_source(self) -> TrainEngine:
-        """Return the training engine; see ``FusedEngines``."""
-        if self._source is None:
-            raise PhaseError("there are no weights to sample from: call attach_policy first")
-        return self._source
-
-    def run(self, stage: str, action: Action, *, members: Collection[int]) -> Failures:
-        """Run ``action`` on engines of the ranks."""
-        return {} if self._fused is None else self._fused.run(stage, action, members=members)
-
-    def sync(self) -> Failures:
-        """Bring the weights to the ranks' engines, then to the servers. A collective call.
-
-        Nothing is sent if all engines serve with these weights.
-
-        Raises:
-            StageError: on all ranks, if the weights could not be written, sent or loaded.
-        """
-        if self._fused is not None and (failures := self._fused.sync()):
-            return failures
-        need = partial(self._servers.need_weights, version=self.trained_version)
+    def bring(self, source: TrainEngine, *, version: int) -> None:
+        """See ``Publisher``. Nothing is sent if all engines serve with these weights."""
+        need = partial(self._servers.need_weights, version=version)
         is_due, error = attempt(need) if self._is_writer else (False, None)
         self._require_success(error)
         if self._control.is_true_anywhere("sync of servers needed", flag=bool(is_due)):
             if self._servers.weights == "broadcast":
-                update_with_tries(self._broadcast)
+                update_with_tries(partial(self._broadcast, source, version))
             else:
-                self._publish()
-        return {}
+                self._publish(source, version)
 
     def close(self) -> None:
-        """Remove the published weights, and leave the servers. Idempotent."""
+        """See ``Publisher``."""
         self._servers.leave()
         if self._published is not None:
             self._published.remove()
             self._published = None
 
+    def take_metrics(self) -> Metrics:
+        """See ``Publisher``."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
     @property
     def _is_writer(self) -> bool:
         return self._control.rank == 0
 
-    def _publish(self) -> None:
+    def _publish(self, source: TrainEngine, version: int) -> None:
         """Write all weights to a folder, and let the servers load it; the one before goes."""
         before = self._published
         _, error = attempt(self._make_folder if self._is_writer else lambda: None)
         self._require_success(error)
         folder = self._published if self._is_writer else None
         try:
-            report = self._stream(None if folder is None else folder.write)
+            report = self._stream(source, None if folder is None else folder.write)
             if report.failures:
                 raise StageError(SYNC.name, report.failures)
             error = None
             if folder is not None:
-                update = partial(self._servers.update, folder.folder, version=self.trained_version)
+                update = partial(self._servers.update, folder.folder, version=version)
                 _, error = attempt(partial(update_with_tries, update))
                 self._count(report)
             self._require_success(error)
@@ -310,14 +277,12 @@ class ServedEngines:
             if_full=", or serving.weights=broadcast",
         )
 
-    def _broadcast(self) -> None:
+    def _broadcast(self, source: TrainEngine, version: int) -> None:
         """Send all weights to the servers; in the next try a lost one has a successor."""
-        begin = partial(
-            self._servers.begin_update, version=self.trained_version, device=self._device
-        )
+        begin = partial(self._servers.begin_update, version=version, device=self._device)
         _, error = attempt(begin if self._is_writer else lambda: None)
         self._require_success(error)
-        report = self._stream(self._servers.send if self._is_writer else None)
+        report = self._stream(source, self._servers.send if self._is_writer else None)
         error = None
         if self._is_writer:
             reasons = "; ".join(f"rank {r}: {text}" for r, text in report.failures.items())
@@ -325,9 +290,8 @@ class ServedEngines:
         self._require_success(error)
         self._count(report)
 
-    def _stream(self, load: Load | None) -> StreamReport:
+    def _stream(self, source: TrainEngine, load: Load | None) -> StreamReport:
         """Gather all weights on all ranks; one of them passes them on."""
-        source = self.require_source()
         return stream_weights(
             source.full_weights(source.weight_sets[0], dtype=DTYPES[self._config.dtype]),
             load,
@@ -341,11 +305,6 @@ class ServedEngines:
         if self._is_writer:
             self._metrics = merge([self._metrics, {"memory/synced_bytes": Sum(report.num_bytes)}])
 
-    def take_metrics(self) -> Metrics:
-        """Return the metrics of the syncs since the last call, and reset them."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics if self._fused is None else merge([self._fused.take_metrics(), metrics])
-
     def _require_success(self, error: Exception | None) -> None:
         limit = Limit(self._servers.timeout_s, "cluster.call_timeout_s")
         failures = self._control.exchange(SYNC.name, error, limit=limit)
@@ -356,9 +315,3 @@ class ServedEngines:
         """The size for which all ranks have the memory: all must divide the stream alike."""
         own_bytes = bucket_bytes_for(self._config.bucket_mib, self._device)
         return -self._control.largest("bucket size", -own_bytes)
-
-
-class NoEngines(Servers):
-    """Refuses all that needs an engine, as a run that replays needs none."""
-
-    timeout_s = 1.0

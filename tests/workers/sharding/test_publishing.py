@@ -19,12 +19,13 @@ from hybridrl.models.load import WeightFiles
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout import weight_folder
 from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.sharding import served_engines
+from hybridrl.workers.sharding import publishing
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.served_engines import Servers
+from hybridrl.workers.sharding.publishing import NOBODY, Lent, Servers
 from tests.ranks import run_ranks
+from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
     CPU,
     WEIGHTS,
@@ -96,7 +97,7 @@ class RecordingServers(Servers):
         sampling: SamplingParams,
         *,
         version: int,
-        fused: Sequence[str] = (),
+        lent: Lent = NOBODY,
     ) -> tuple[list[Sample], Metrics]:
         raise NotImplementedError
 
@@ -104,12 +105,13 @@ class RecordingServers(Servers):
 def rank_with(
     servers: Servers, *, stage_timeout_s: float = 20.0
 ) -> tuple[ShardingManager, RecordingTrainEngine]:
-    manager = ShardingManager(
-        engine=servers,
+    manager = sharding_manager(
+        None,
+        engines=(),
+        servers=servers,
         config=rollout_config(sleep=False),
         meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=stage_timeout_s),
-        call_timeout_s=60.0,
     )
     trainer = RecordingTrainEngine(Journal())
     manager.attach_policy(trainer)
@@ -269,7 +271,7 @@ def test_weights_that_cannot_be_written_are_never_sent(monkeypatch: pytest.Monke
 
 def _divide_a_stream(rank: int) -> int:
     """Ranks find room for buckets of other sizes."""
-    served_engines.bucket_bytes_for = lambda *_: 2**20 if rank else 40  # type: ignore[attr-defined]
+    publishing.bucket_bytes_for = lambda *_: 2**20 if rank else 40  # type: ignore[attr-defined]
     servers = RecordingServers()
     manager, trainer = rank_with(servers)
     pass_phase(manager)

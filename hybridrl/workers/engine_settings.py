@@ -1,15 +1,16 @@
-"""Settings of engines on devices of their own: those of the run, changed by group and place."""
+"""Settings of the engines of a group: those of the run, changed by group and place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.serving import HALVES, PlacedGroup
+from hybridrl.config.serving import HALVES, ServerGroupConfig
+from hybridrl.config.topology import LedEngine
 from hybridrl.rewards.judge_reader import max_context_tokens
-from hybridrl.serving.plan import plan_servers
 
 _TRANSFER_ON_CPU = {"disaggregation_transfer_backend": "mooncake_tcp"}
 """The only way of keys and values from engine to engine that needs no device."""
@@ -21,8 +22,6 @@ admits none, not even its own first request."""
 _READ_BY_ENGINES = ("SGLANG_", "NCCL_", "GLOO_", "UCX_", "MC_")
 """Beginnings of the variables of SGLang, its collectives, and its transfers of keys and values."""
 
-_REHEARSED_PORT = 20_000
-
 
 def engine_config(
     config: ExperimentConfig,
@@ -30,13 +29,15 @@ def engine_config(
     *,
     num_devices: int = 1,
     number: int = 0,
+    sleeps: bool = False,
 ) -> ExperimentConfig:
-    """Return the configuration of an engine on devices of its own, which never sleeps.
+    """Return the configuration of an engine of a group.
 
     Args:
         engine_args: of its group and place; they replace those of the run.
         num_devices: that share the engine.
         number: of the engine. Engines of one seed would draw the same random numbers.
+        sleeps: whether a rank owns it, on devices of the trainer; others never sleep.
     """
     defaults: dict[str, ArgumentValue] = {}
     if "disaggregation_mode" in engine_args and config.cluster.device == "cpu":
@@ -48,11 +49,48 @@ def engine_config(
         config.rollout,
         engine_args={**defaults, **config.rollout.engine_args, **engine_args},
         tensor_parallel_size=num_devices,
-        # A handle of shared memory is for one process of a server; a file is for all.
-        transport="auto" if num_devices == 1 else "disk",
-        sleep=False,
     )
+    if not sleeps:
+        # A handle of shared memory is for one process of a server; a file is for all.
+        transport: Literal["auto", "disk"] = "auto" if num_devices == 1 else "disk"
+        rollout = replace(rollout, transport=transport, sleep=False)
     return replace(config, rollout=rollout, seed=config.seed + number)
+
+
+def led_config(
+    config: ExperimentConfig, engine: LedEngine, *, bootstrap_port: int | None = None
+) -> ExperimentConfig:
+    """Return the configuration of an engine that a rank owns.
+
+    Args:
+        bootstrap_port: of a prefill engine.
+    """
+    if engine.group is None:
+        return replace(config, seed=config.seed + engine.leader)
+    if engine.folder is not None:  # no sync sends its weights again
+        transport: Literal["auto", "disk"] = "auto" if len(engine.ranks) == 1 else "disk"
+        rollout = replace(config.rollout, backup_weights="always", transport=transport)
+        config = frozen_config(replace(config, rollout=rollout), engine.model)
+    return engine_config(
+        config,
+        group_arguments(engine.group.config, bootstrap_port=bootstrap_port),
+        num_devices=len(engine.ranks),
+        number=engine.leader,
+        sleeps=True,
+    )
+
+
+def group_arguments(
+    group: ServerGroupConfig, *, bootstrap_port: int | None = None
+) -> dict[str, ArgumentValue]:
+    """Return SGLang's arguments of a group: of its half of the work, and its own."""
+    args: dict[str, ArgumentValue] = {}
+    if group.worker_type in HALVES:
+        args["disaggregation_mode"] = group.worker_type
+    args |= group.engine_args
+    if bootstrap_port is not None:
+        args["disaggregation_bootstrap_port"] = bootstrap_port
+    return args
 
 
 def attached_config(config: ExperimentConfig) -> ExperimentConfig:
@@ -85,32 +123,3 @@ def driver_variables(config: ExperimentConfig, environment: Mapping[str, str]) -
     if config.cluster.address is None:
         return {}
     return {name: text for name, text in environment.items() if name.startswith(_READ_BY_ENGINES)}
-
-
-def rehearsed_configs(
-    config: ExperimentConfig,
-) -> Iterator[tuple[PlacedGroup, ExperimentConfig]]:
-    """Yield each group with engines, and the configuration of one with ports that nobody opens."""
-    plans = {
-        (plan.model, group.name): group for plan in plan_servers(config) for group in plan.groups
-    }
-    for placed in config.serving.placed_groups:
-        group = plans[placed.model, placed.name]
-        if not group.engines:
-            continue
-        if group.needs_offload:  # as its rank starts it
-            yield placed, config
-            continue
-        args: dict[str, ArgumentValue] = dict(placed.config.engine_args)
-        if group.worker_type in HALVES:
-            args["disaggregation_mode"] = group.worker_type
-        if group.worker_type == "prefill":
-            args["disaggregation_bootstrap_port"] = _REHEARSED_PORT
-        if group.num_nodes_per_engine > 1:
-            args |= {
-                "nnodes": group.num_nodes_per_engine,
-                "node_rank": 0,
-                "dist_init_addr": f"127.0.0.1:{_REHEARSED_PORT}",
-                "nccl_port": _REHEARSED_PORT,
-            }
-        yield placed, engine_config(config, args, num_devices=placed.config.devices_per_engine)

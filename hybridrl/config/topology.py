@@ -1,0 +1,77 @@
+"""Where the rollout engines of a run stand, and which of them ranks lead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridrl.config.serving import PlacedGroup
+
+
+@dataclass(frozen=True, slots=True)
+class LedEngine:
+    """A rollout engine on devices of the trainer: the first of their ranks owns it."""
+
+    ranks: range
+    """Adjacent ranks of one node, whose devices it has while the trainer does not compute."""
+
+    group: PlacedGroup | None = None
+    """Of ``serving.models``. None: it is an engine of the run's own settings."""
+
+    folder: Path | None = None
+    """Of a frozen model; None: of the policy, which gets weights in each step."""
+
+    @property
+    def leader(self) -> int:
+        """The rank that owns it."""
+        return self.ranks.start
+
+    @property
+    def model(self) -> str:
+        """Name of its model; empty without ``serving.models``."""
+        return "" if self.group is None else self.group.model
+
+    @property
+    def answers(self) -> bool:
+        """Whether requests for responses go to it."""
+        return self.group is None or self.group.config.worker_type in ("regular", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Each engine is led by a rank, which asks it for the responses to its own prompts."""
+
+    engines: tuple[LedEngine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Colocated:
+    """Ranks lead engines and lend them to the rollout manager, which may have others beside."""
+
+    engines: tuple[LedEngine, ...]
+
+    has_others: bool
+    """Whether the policy has engines that no rank owns, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The rollout manager has all engines, on devices of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Other people run the servers of the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Nothing is sampled: the run learns from rows, or replays a dump."""
+
+
+Topology = Fused | Colocated | Own | Attached | Absent
+
+
+def even_engines(num_ranks: int, size: int) -> tuple[LedEngine, ...]:
+    """Return engines of ``size`` ranks each, over all ranks."""
+    return tuple(LedEngine(range(first, first + size)) for first in range(0, num_ranks, size))

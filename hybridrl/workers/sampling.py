@@ -1,0 +1,265 @@
+"""Who samples for the ranks: each rank on the engine that it owns, or the rollout manager."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from hybridrl.agents.rollout import AgentRollout
+from hybridrl.batch import PromptBatch
+from hybridrl.config.topology import LedEngine
+from hybridrl.diagnostics import trace
+from hybridrl.errors import PhaseError
+from hybridrl.metrics import Metrics, merge
+from hybridrl.sampler import SamplingParams
+from hybridrl.workers.rollout.assemble import Answered
+from hybridrl.workers.rollout.oversampling import OpenResponses
+from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.rollout.request_listener import RequestListener
+from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.sharding.control import ControlGroup, StageError, attempt
+from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.publishing import Servers
+
+log = logging.getLogger(__name__)
+
+_OPEN = "open the engines"
+_TAKE_BACK = "take the engines back"
+
+
+class Sampling:
+    """Samples within a rollout phase; all methods but ``close`` are collective calls.
+
+    This one belongs to a rank without an engine that nobody asks.
+    """
+
+    def sample(
+        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
+    ) -> Answered | None:
+        """Sample with the weights of this version; None where other ranks get the answers."""
+        return None
+
+    def exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
+    ) -> Answered | None:
+        """Admit prompts, and wait for a batch of those admitted so far.
+
+        Raises:
+            PhaseError: nothing is sampled ahead.
+        """
+        raise PhaseError("the ranks have the rollout engines: nothing can be sampled ahead")
+
+    def end_phase(self) -> None:
+        """No more requests come until the next phase: engines may sleep. Idempotent."""
+
+    def take_metrics(self) -> Metrics:
+        """Return the metrics since the last call, and reset them."""
+        return {}
+
+    def close(self) -> None:
+        """End tools and listeners. Idempotent, and no collective call."""
+
+
+class RankSampling(Sampling):
+    """A rank asks the engine that it owns."""
+
+    def __init__(
+        self, engine: RolloutEngine, *, agent: AgentRollout | None, meter: PeakMeter
+    ) -> None:
+        self._engine = engine
+        self._agent = agent
+        self._meter = meter
+        self._open = OpenResponses()
+        self._metrics: Metrics = {}
+
+    def sample(
+        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
+    ) -> Answered | None:
+        """See ``Sampling``."""
+        with _measured(self._meter, prompts):
+            if sampling.num_complete is not None:
+                program = self._open.program(prompts, sampling, interrupt=self._engine.interrupt)
+                answered = self._engine.run(program)
+                self._metrics = merge([self._metrics, self._open.metrics()])
+                return answered
+            make_program = self._agent.program if self._agent else single_turn
+            answered = Answered(prompts, self._engine.run(make_program(prompts, sampling)))
+        if self._agent is not None:
+            self._metrics = merge([self._metrics, self._agent.take_metrics()])
+        return answered
+
+    def take_metrics(self) -> Metrics:
+        """See ``Sampling``."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def close(self) -> None:
+        """See ``Sampling``."""
+        if self._agent is not None:
+            self._agent.close()
+
+
+class ManagerSampling(Sampling):
+    """Rank 0 asks the rollout manager, which has all engines."""
+
+    def __init__(self, servers: Servers, *, control: ControlGroup, meter: PeakMeter) -> None:
+        self._servers = servers
+        self._control = control
+        self._meter = meter
+        self._metrics: Metrics = {}
+
+    def sample(
+        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
+    ) -> Answered | None:
+        """See ``Sampling``."""
+        if self._control.rank:
+            return None
+        with _measured(self._meter, prompts):
+            samples, metrics = self._servers.sample(prompts, sampling, version=version)
+        self._metrics = merge([self._metrics, metrics])
+        return Answered(prompts, samples)
+
+    def exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
+    ) -> Answered | None:
+        """See ``Sampling``."""
+        if self._control.rank:
+            return None
+        with self._meter("generate"), trace.span("exchange"):
+            answered, metrics = self._servers.exchange(prompts, sampling, version=version)
+        self._metrics = merge([self._metrics, metrics])
+        return answered
+
+    def take_metrics(self) -> Metrics:
+        """See ``Sampling``."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+
+class LentSampling(ManagerSampling):
+    """Rank 0 asks the manager, to which all ranks lend their engines for the phase."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        engines: tuple[LedEngine, ...],
+        listener: RequestListener | None,
+        engine: RolloutEngine | None,
+        control: ControlGroup,
+        meter: PeakMeter,
+        mark_lost: Callable[[Collection[int]], None],
+    ) -> None:
+        """Lend nothing yet.
+
+        Args:
+            engines: of all ranks.
+            listener: for requests to the engine of this rank; None if it has none that answers.
+            engine: of this rank; None if it has none.
+            mark_lost: takes engines of the group for lost, by index; called on all ranks alike.
+        """
+        super().__init__(servers, control=control, meter=meter)
+        self._engines = engines
+        self._listener = listener
+        self._engine = engine
+        self._mark_lost = mark_lost
+        self._is_lent = False
+
+    def sample(
+        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
+    ) -> Answered | None:
+        """See ``Sampling``. All engines serve the newest weights.
+
+        Raises:
+            StageError: an engine cannot be asked.
+            EngineError: on rank 0, as ``Servers.sample``.
+            DeadlineError: a rank is gone, or late.
+        """
+        self._is_lent = True
+        url, error = (None, None) if self._listener is None else attempt(self._listener.open)
+        failures = self._control.exchange(_OPEN, error)
+        if failures:
+            raise StageError(_OPEN, failures)
+        urls = self._control.gather(_OPEN, url)
+        lent = {
+            model: [str(urls[self._engines[index].leader]) for index in indexes]
+            for model, indexes in self._answering().items()
+        }
+        try:
+            if self._control.rank:
+                return None
+            with _measured(self._meter, prompts):
+                samples, metrics = self._servers.sample(
+                    prompts, sampling, version=version, lent=lent
+                )
+        finally:
+            self._control.meet(
+                "generate", timeout_s=self._servers.timeout_s, key="cluster.call_timeout_s"
+            )
+        self._metrics = merge([self._metrics, metrics])
+        return Answered(prompts, samples)
+
+    def exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
+    ) -> Answered | None:
+        """Refuse: these engines sleep while the trainer learns; see ``Sampling``."""
+        return Sampling.exchange(self, prompts, sampling, version=version)
+
+    def end_phase(self) -> None:
+        """Close all engines, and let all ranks know which are lost: the manager's word, or gone."""
+        if not self._is_lent:
+            return
+        self._is_lent = False
+        reported: Mapping[str, Collection[int]] = {}
+        if not self._control.rank:
+            answer, error = attempt(self._servers.lost_engines)
+            if error is not None:
+                log.warning("the manager does not say which engines it lost: %s", error)
+            reported = answer or {}
+        is_gone = self._is_gone()
+        if not self._control.is_true_anywhere(_TAKE_BACK, flag=is_gone or any(reported.values())):
+            return
+        answering = self._answering()
+        lost = {
+            answering[model][number]
+            for model, numbers in self._control.gather(_TAKE_BACK, dict(reported))[0].items()
+            for number in numbers
+        }
+        gone = self._control.gather(_TAKE_BACK, is_gone)
+        lost |= {index for index, engine in enumerate(self._engines) if gone[engine.leader]}
+        self._mark_lost(sorted(lost))
+
+    def close(self) -> None:
+        """See ``Sampling``."""
+        if self._listener is not None:
+            self._listener.end()
+
+    def _answering(self) -> dict[str, list[int]]:
+        """Return the engines that answer requests, by model."""
+        by_model: dict[str, list[int]] = {}
+        for index, engine in enumerate(self._engines):
+            if engine.answers:
+                by_model.setdefault(engine.model, []).append(index)
+        return by_model
+
+    def _is_gone(self) -> bool:
+        """Close the engine of this rank; return whether that, or the engine, fails.
+
+        No error may leave this: the other ranks are about to exchange what they know.
+        """
+        works: list[Callable[[], object]] = []
+        works += [] if self._listener is None else [self._listener.close]
+        works += [] if self._engine is None else [self._engine.progress]
+        for work in works:
+            _, error = attempt(work)
+            if error is not None:
+                log.warning("the engine of this rank is gone: %s", error)
+                return True
+        return False
+
+
+@contextmanager
+def _measured(meter: PeakMeter, prompts: PromptBatch) -> Iterator[None]:
+    with meter("generate"), trace.span("sample", prompts=len(prompts)):
+        yield

@@ -1,0 +1,55 @@
+"""The sharding manager of a rank, put together as ``workers/build.py`` does."""
+
+from __future__ import annotations
+
+from hybridrl.config.lora import LoraConfig
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.topology import LedEngine, even_engines
+from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.fused_engines import FusedEngines
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.publishing import Publisher, Servers, ServersPublisher
+
+
+def sharding_manager(
+    engine: RolloutEngine | None,
+    *,
+    config: RolloutConfig,
+    meter: PeakMeter,
+    control: ControlGroup,
+    call_timeout_s: float = 60.0,
+    engines: tuple[LedEngine, ...] | None = None,
+    servers: Servers | None = None,
+    lora: LoraConfig | None = None,
+) -> ShardingManager:
+    """Return the manager of this rank.
+
+    Args:
+        engine: that this rank owns.
+        engines: of all ranks; None: each ``rollout.tensor_parallel_size`` ranks share one.
+        servers: that get the weights, too.
+    """
+    device = meter.device
+    if engines is None:
+        engines = even_engines(control.world_size, config.tensor_parallel_size)
+    others = Publisher()
+    if servers is not None:
+        others = ServersPublisher(servers, config=config, device=device, control=control)
+    return ShardingManager(
+        engines=FusedEngines(
+            None if engine is None else ManagedEngine(engine, config=config, device=device),
+            engines=engines,
+            config=config,
+            device=device,
+            control=control,
+            others=others,
+        ),
+        config=config,
+        meter=meter,
+        control=control,
+        call_timeout_s=call_timeout_s,
+        lora=lora,
+    )

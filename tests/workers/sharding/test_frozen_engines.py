@@ -1,0 +1,110 @@
+"""A frozen model on a device of the trainer: it sleeps with the others and keeps its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hybridrl.config.serving import PlacedGroup, ServerGroupConfig
+from hybridrl.config.topology import LedEngine
+from hybridrl.errors import EngineError
+from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.meter import PeakMeter
+from tests.ranks import run_ranks
+from tests.workers.sharding.managers import sharding_manager
+from tests.workers.sharding.recording import (
+    CPU,
+    WEIGHTS,
+    Journal,
+    RecordingDevice,
+    RecordingEngine,
+    RecordingTrainEngine,
+    rollout_config,
+)
+
+JUDGE = PlacedGroup("judge", "main", ServerGroupConfig(num_devices=1), 1)
+
+
+def device_of(rank: int, folder: Path) -> RecordingDevice:
+    """Rank 0 owns the engine of the policy, rank 1 that of a judge."""
+    journal = Journal()
+    engine = RecordingEngine(rank, journal)
+    manager = sharding_manager(
+        engine,
+        engines=(LedEngine(range(1)), LedEngine(range(1, 2), JUDGE, folder)),
+        config=rollout_config(sleep=True, verify_weights="never"),
+        meter=PeakMeter(CPU),
+        control=ControlGroup(timeout_s=20.0),
+    )
+    trainer = RecordingTrainEngine(journal)
+    manager.attach_policy(trainer)
+    return RecordingDevice(journal, engine, trainer, manager)
+
+
+def require_weights(device: RecordingDevice, rank: int) -> None:
+    assert device.engine is not None
+    served = device.engine.serve()
+    for name, size in WEIGHTS.items():
+        expected = 100.0 if rank else size + device.version
+        assert served[name].tolist() == [expected] * size
+
+
+def _three_cycles(rank: int, folder: Path) -> list[list[str]]:
+    device = device_of(rank, folder)
+    assert device.engine is not None
+    by_cycle = []
+    for _ in range(3):
+        device.journal.events.clear()
+        with device.manager.rollout_phase():
+            require_weights(device, rank)
+        require_weights(device, rank)  # it answers until the trainer computes
+        device.train()
+        with pytest.raises(EngineError, match="is paused"):
+            device.engine.serve()
+        by_cycle.append(device.journal.calls(rank))
+    return by_cycle
+
+
+@pytest.mark.shows("2.1", "2.2", "4.3", "4.11")
+def test_a_judge_reads_its_folder_once_and_comes_back_from_the_host(tmp_path: Path) -> None:
+    weights = {name: torch.full((size,), 100.0) for name, size in WEIGHTS.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    policy, judge = run_ranks(2, _three_cycles, tmp_path)
+    for of_rank in (policy, judge):
+        for calls in of_rank:
+            order = ["resume weights", "resume kv_cache", "continue_generation", "pause", "drain"]
+            places = [calls.index(call) for call in [*order, "release kv_cache"]]
+            assert places == sorted(places)
+    assert ["load" in calls for calls in policy] == [True, True, True]
+    assert ["load" in calls for calls in judge] == [True, False, False]
+
+
+def _lose_the_judge(rank: int, folder: Path) -> list[str]:
+    device = device_of(rank, folder)
+    endings = []
+    for cycle in range(4):
+        if rank == 1 and cycle == 1:
+            device.journal.fail(1, "resume", "weights")
+        if rank == 1 and cycle == 2:
+            device.journal.fail(1, "release", "weights", when="after")
+        try:
+            with device.manager.rollout_phase():
+                require_weights(device, rank)
+            endings.append("well")
+        except StageError as error:
+            endings.append(str(error))
+        device.train()
+    return endings
+
+
+@pytest.mark.shows("4.11", "4.12")
+def test_a_judge_that_failed_is_started_again_and_reads_its_folder(tmp_path: Path) -> None:
+    weights = {name: torch.full((size,), 100.0) for name, size in WEIGHTS.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    first, second = run_ranks(2, _lose_the_judge, tmp_path)
+    assert first == second
+    assert first[0] == first[2] == first[3] == "well"
+    assert first[1].startswith("resume_weights failed on engine 1: InjectedFault: resume weights")
