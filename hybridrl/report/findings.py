@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Literal
 
 from hybridrl.report.run import Run
-from hybridrl.serving.losses import LOST, REPLACED
+from hybridrl.serving.health import LOST, REPLACED
 
 RECENT_STEPS = 10
 """A present value is the mean over this many steps."""

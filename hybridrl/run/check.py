@@ -9,18 +9,22 @@ from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
+from hybridrl.config.serving import PlacedGroup
 from hybridrl.config.summary import sentence, summarize
+from hybridrl.config.topology import Colocated
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.planning.advice import find_misfits
 from hybridrl.planning.fit import find_fits
 from hybridrl.planning.page import memory_lines, plan_page
 from hybridrl.rehearsal.plan import plan_by_execution, plan_critic_pool
 from hybridrl.run.readiness import missing_here
-from hybridrl.serving.rehearsal import rehearsed_configs
+from hybridrl.serving.plan import plan_servers
+from hybridrl.workers.engine_settings import engine_config, group_arguments, led_config
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
 _MEGATRON_REHEARSAL = "hybridrl.workers.train.megatron.rehearsal"  # 5 s, and may not be installed
 _REWARD_REHEARSAL = "hybridrl.rewards.rehearsal"  # torch takes a second
+_REHEARSED_PORT = 20_000
 _ROWS_CHECK = "hybridrl.run.rows_check"  # it imports torch, to tokenize as a run does
 _WEIGHTS_CHECK = "hybridrl.run.weights_check"  # and so does this, for the model without memory
 
@@ -130,3 +134,35 @@ def _rehearse(config: ExperimentConfig) -> Iterator[str]:
         for group, of_engine in groups:
             keys = {name: f"{group.key}.engine_args.{name}" for name in group.config.engine_args}
             yield f"SGLang, {group.key}: {rehearse_server(of_engine, keys=keys)}"
+
+
+_REHEARSED_PORT = 20_000
+
+
+def rehearsed_configs(
+    config: ExperimentConfig,
+) -> Iterator[tuple[PlacedGroup, ExperimentConfig]]:
+    """Yield each group with engines, and the configuration of one with ports that nobody opens."""
+    topology = config.topology
+    led = topology.engines if isinstance(topology, Colocated) else ()
+    first_of = {each.group.key: each for each in reversed(led) if each.group is not None}
+    plans = {
+        (plan.model, group.name): group for plan in plan_servers(config) for group in plan.groups
+    }
+    for placed in config.serving.placed_groups:
+        if not placed.config.num_engines:
+            continue
+        port = _REHEARSED_PORT if placed.config.worker_type == "prefill" else None
+        if placed.key in first_of:
+            yield placed, led_config(config, first_of[placed.key], bootstrap_port=port)
+            continue
+        args = group_arguments(placed.config, bootstrap_port=port)
+        num_nodes = plans[placed.model, placed.name].num_nodes_per_engine
+        if num_nodes > 1:
+            args |= {
+                "nnodes": num_nodes,
+                "node_rank": 0,
+                "dist_init_addr": f"127.0.0.1:{_REHEARSED_PORT}",
+                "nccl_port": _REHEARSED_PORT,
+            }
+        yield placed, engine_config(config, args, num_devices=placed.config.devices_per_engine)

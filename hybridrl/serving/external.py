@@ -13,11 +13,11 @@ from torch import Tensor
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DeadlineError, EngineError, ExternalEngineError, first_of
 from hybridrl.sampler import RequestParams
-from hybridrl.serving.answers import Answer, answer_all
 from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.external_engine import VERSION, ExternalEngine
-from hybridrl.serving.server_keys import ServerKeys
+from hybridrl.serving.frozen import Answer, answer_all
+from hybridrl.serving.launching import ServerKeys
 from hybridrl.workers.rollout.sglang.comparison import expect_server
 
 log = logging.getLogger(__name__)

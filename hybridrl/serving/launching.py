@@ -9,15 +9,19 @@ from typing import Any
 
 import ray
 
+from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.serving import ServedModelConfig
-from hybridrl.serving.engine_process import AttachedEngine, EngineProcess, RayEngine
-from hybridrl.serving.followers import FollowedEngine, FollowerProcess
-from hybridrl.serving.placement import EnginePlace
+from hybridrl.serving.engine_process import (
+    AttachedEngine,
+    EngineProcess,
+    FollowedEngine,
+    FollowerProcess,
+    RayEngine,
+)
+from hybridrl.serving.placement import EnginePlace, ReservedNode
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan
-from hybridrl.serving.reserved_nodes import ReservedNode
-from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.workers.engine_settings import (
     attached_config,
     engine_config,
@@ -29,6 +33,28 @@ from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerPla
 _OTHER_CALLS = 100
 """Calls to an engine beside its requests: stages, probes, and requests that were given up. Ray runs
 1,000 at a time by default, and an engine whose probe waits behind them would count as hung."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """API keys of rollout servers, for the manager. Never shown, logged or written."""
+
+    own: str = field(default="", repr=False)
+    """Of the router, of its servers, and of the engines of the ranks; made for the run."""
+
+    by_model: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Of servers that run elsewhere, by the name of their model."""
+
+    @classmethod
+    def read(cls, config: ExperimentConfig, *, own: str) -> ServerKeys:
+        """Read those of servers elsewhere from the environment of this process."""
+        external = config.serving.external
+        by_model = {name: env.get(model.key_variable or "") for name, model in external.items()}
+        return cls(own, by_model)
+
+    def of(self, model: str) -> str:
+        """Return the key of a model's servers elsewhere; empty if they require none."""
+        return self.by_model.get(model, "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

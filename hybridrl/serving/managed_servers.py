@@ -19,7 +19,7 @@ from hybridrl.errors import DeadlineError, ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.network import rendezvous_address
 from hybridrl.sampler import RequestParams, Sample, SamplingParams
-from hybridrl.serving.answers import Answer
+from hybridrl.serving.frozen import Answer
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup

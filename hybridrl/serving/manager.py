@@ -23,21 +23,19 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.architecture import read_architecture
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
-from hybridrl.serving.answers import Answer
 from hybridrl.serving.background import BackgroundSampling
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.external import ExternalModel
-from hybridrl.serving.frozen import FrozenModel
-from hybridrl.serving.launching import ActorLaunch, ServerDevices
+from hybridrl.serving.frozen import Answer, FrozenModel
+from hybridrl.serving.launching import ActorLaunch, ServerDevices, ServerKeys
 from hybridrl.serving.open_groups import OpenGroups
+from hybridrl.serving.placement import find_reserved_nodes
 from hybridrl.serving.plan import plan_own_engines
 from hybridrl.serving.rank_engines import RankEngines
 from hybridrl.serving.recovery import Recovery, watch_engines
 from hybridrl.serving.requests import PolicyRequests
-from hybridrl.serving.reserved_nodes import find_reserved_nodes
 from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer, Transfer
-from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_agent_rollout
 from hybridrl.workers.rollout.assemble import Answered

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
+from ray.util import placement_group_table
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import HALVES
 from hybridrl.errors import ResourceError
-from hybridrl.network import LOOPBACK
+from hybridrl.network import LOOPBACK, host_and_port
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan
-from hybridrl.serving.ports import EngineListeners, PortCursor, assign_addresses
 from hybridrl.workers.rollout.sglang.arguments import ServerAddress
 from hybridrl.workers.rollout.sglang.process import is_port_free
 
@@ -180,3 +183,176 @@ def _look(ports: range) -> Device:
         gpu=str(gpus[0]) if gpus else "",
         free_ports=tuple(port for port in ports if is_port_free(port)),
     )
+
+
+_NUM_DIST_INIT = 31
+"""Consecutive ports that SGLang counts up from the port of ``dist_init_addr``: 30, and one for each
+data-parallel rank of an engine, of which there is one."""
+
+_LAST_PORT = 65_535
+
+
+class PortCursor:
+    """Deals out the free ports of one node, upwards, each once."""
+
+    def __init__(self, node: str, *, first: int, is_free: Callable[[int], bool]) -> None:
+        """Begin at a port.
+
+        Args:
+            node: address, for messages.
+            first: lowest port to deal out.
+            is_free: whether nothing listens on a port of the node.
+        """
+        self._node = node
+        self._next = self._first = first
+        self._is_free = is_free
+
+    def take(self, count: int = 1) -> int:
+        """Take consecutive ports; return the lowest.
+
+        Raises:
+            ResourceError: not so many are free in a row.
+        """
+        begin = end = self._next
+        while end - begin < count:
+            if end > _LAST_PORT:
+                raise ResourceError(
+                    f"node {self._node} has no {count} free ports in a row from {self._first} on; "
+                    "end what listens there"
+                )
+            end += 1
+            if not self._is_free(end - 1):
+                begin = end
+        self._next = end
+        return begin
+
+
+@dataclass(frozen=True, slots=True)
+class EngineListeners:
+    """Where the processes of one engine meet and listen."""
+
+    hosts: tuple[str, ...]
+    """Address of each of its nodes."""
+
+    port: int
+    """Of HTTP, on the first node."""
+
+    nccl_ports: tuple[int, ...]
+    """One on each node."""
+
+    dist_init_port: int
+    """First of the consecutive ports of the rendezvous, on the first node."""
+
+    bootstrap_port: int | None
+    """Where decode engines fetch the entries of a prefill engine, on the first node; None for other
+    types."""
+
+    @property
+    def url(self) -> str:
+        """Base URL of HTTP."""
+        return f"http://{host_and_port(self.hosts[0], self.port)}"
+
+    @property
+    def dist_init_addr(self) -> str:
+        """Address of the rendezvous of its processes."""
+        return host_and_port(self.hosts[0], self.dist_init_port)
+
+
+def assign_addresses(
+    group: GroupPlan,
+    hosts: Sequence[str],
+    cursors: Mapping[str, PortCursor],
+) -> tuple[EngineListeners, ...]:
+    """Give each engine of a group its addresses and ports, in order.
+
+    Args:
+        hosts: address of each node, by the node's index.
+        cursors: of each address; shared by all groups, so that no port is dealt out twice.
+
+    Raises:
+        ResourceError: a node lacks free ports.
+    """
+
+    def address_of(engine: EnginePlan) -> EngineListeners:
+        of_engine = tuple(hosts[part.node] for part in engine.slices)
+        first = cursors[of_engine[0]]
+        return EngineListeners(
+            hosts=of_engine,
+            port=first.take(),
+            nccl_ports=tuple(cursors[host].take() for host in of_engine),
+            dist_init_port=first.take(_NUM_DIST_INIT),
+            bootstrap_port=first.take() if group.worker_type == "prefill" else None,
+        )
+
+    return tuple(address_of(engine) for engine in group.engines)
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedNode:
+    """Reserved resources of one process. If their node is lost, Ray looks for another one."""
+
+    reservation: Any
+    """Ray's placement group; the resources of all its bundles lie on one node."""
+
+    host: str
+    """Address of the node that it was on when the run started."""
+
+    wait_s: float
+    """Seconds to wait for another node that joins the cluster."""
+
+    def missing(self) -> Future[None]:
+        """Return a future that fails if there is no node for the process; else it never ends.
+
+        Raises:
+            ResourceError: by the future: names the lost node, and what to do.
+        """
+        answer: Future[None] = Future()
+
+        def watch() -> None:
+            try:
+                # Ray drops the fraction
+                has_node = bool(self.reservation.wait(math.ceil(self.wait_s)))
+            except Exception as error:  # Ray has no class for a reservation that it dropped
+                answer.set_exception(error)
+                return
+            if not has_node:
+                answer.set_exception(self._error())
+
+        threading.Thread(target=watch, name="reserved node", daemon=True).start()
+        return answer
+
+    def _error(self) -> ResourceError:
+        return ResourceError(
+            f"its node {self.host} is lost, and no other one has free resources for it: none "
+            f"joined within cluster.start_timeout_s={self.wait_s:g} s. Start Ray there again, "
+            "or on another one, and resume the run; or resume it with fewer devices: "
+            "serving.num_devices_per_node, cluster.num_nodes, and num_devices of the groups"
+        )
+
+
+def find_reserved_nodes(
+    placements: Sequence[Mapping[str, Any]], *, wait_s: float
+) -> dict[int, ReservedNode]:
+    """Return the nodes of processes that Ray starts with these options, by their index.
+
+    Those without a reservation have none. Ask while the nodes are there: afterwards nobody knows
+    their addresses.
+
+    Args:
+        placements: options of each process.
+        wait_s: see ``ReservedNode``.
+    """
+    strategies = {
+        index: options["scheduling_strategy"]
+        for index, options in enumerate(placements)
+        if "scheduling_strategy" in options
+    }
+    if not strategies:
+        return {}
+    hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    nodes = {}
+    for index, strategy in strategies.items():
+        of_bundles = placement_group_table(strategy.placement_group)["bundles_to_node_id"]
+        host = hosts[of_bundles[strategy.placement_group_bundle_index]]
+        nodes[index] = ReservedNode(strategy.placement_group, host, wait_s)
+    return nodes

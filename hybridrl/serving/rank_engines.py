@@ -15,8 +15,7 @@ from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import SamplingEngine, answered
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.health import HealthMonitor
-from hybridrl.serving.losses import Losses
+from hybridrl.serving.health import HealthMonitor, Losses
 from hybridrl.workers.rollout.sample_messages import (
     DRIFTED,
     SAMPLE_ROUTE,

@@ -18,7 +18,7 @@ from hybridrl.metrics import Metrics
 from hybridrl.serving.engine_handle import EngineHandle, Launch, SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.group import Futures, ServerGroup
-from hybridrl.serving.losses import Losses
+from hybridrl.serving.health import Losses
 from hybridrl.serving.plan import ServerPlan
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.sharding.control import Failures, StageError

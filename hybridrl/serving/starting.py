@@ -14,12 +14,11 @@ import ray
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.serving.launching import ServerDevices
+from hybridrl.serving.launching import ServerDevices, ServerKeys
 from hybridrl.serving.managed_servers import ManagedServers
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.placement import find_places
 from hybridrl.serving.plan import plan_own_engines
-from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import driver_variables
 

@@ -19,9 +19,9 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriftError, ExternalEngineError
 from hybridrl.sampler import RequestParams
 from hybridrl.serving import external
-from hybridrl.serving.answers import Answer
 from hybridrl.serving.external import ExternalModel
-from hybridrl.serving.server_keys import ServerKeys
+from hybridrl.serving.frozen import Answer
+from hybridrl.serving.launching import ServerKeys
 from hybridrl.workers.rollout.sglang import server_questions
 from hybridrl.workers.rollout.sglang.comparison import differences, expect_server
 from tests.config.values import config_of

@@ -16,12 +16,10 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import manager as manager_module
-from hybridrl.serving.answers import Answer
-from hybridrl.serving.frozen import FrozenModel
-from hybridrl.serving.launching import ServerDevices
+from hybridrl.serving.frozen import Answer, FrozenModel
+from hybridrl.serving.launching import ServerDevices, ServerKeys
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, plan_servers
-from hybridrl.serving.server_keys import ServerKeys
 from hybridrl.serving.starting import start_servers
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.config.values import config_of

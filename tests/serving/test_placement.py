@@ -10,9 +10,9 @@ import pytest
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ResourceError
+from hybridrl.run.check import rehearsed_configs
 from hybridrl.serving.placement import Device, EnginePlace, look_at, place_engines
 from hybridrl.serving.plan import plan_servers
-from hybridrl.serving.rehearsal import rehearsed_configs
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import driver_variables
 from hybridrl.workers.rollout.sglang.arguments import build_arguments, server_spec

@@ -12,7 +12,7 @@ from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.errors import ResourceError
 from hybridrl.main import compose
 from hybridrl.network import host_and_port
-from hybridrl.serving.placement import find_places
+from hybridrl.serving.placement import PortCursor, assign_addresses, find_places
 from hybridrl.serving.plan import (
     EnginePlan,
     GroupPlan,
@@ -21,7 +21,6 @@ from hybridrl.serving.plan import (
     plan_own_engines,
     plan_servers,
 )
-from hybridrl.serving.ports import PortCursor, assign_addresses
 from hybridrl.workers.build import led_engines
 from tests.config.values import config_of
 

@@ -13,7 +13,7 @@ import torch
 from hybridrl.errors import ExternalEngineError
 from hybridrl.sampler import RequestParams
 from hybridrl.serving.external import ExternalModel
-from hybridrl.serving.server_keys import ServerKeys
+from hybridrl.serving.launching import ServerKeys
 from hybridrl.workers.rollout.sglang.arguments import build_arguments, environment
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.process import free_port
