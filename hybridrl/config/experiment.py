@@ -18,16 +18,14 @@ from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import DataConfig
-from hybridrl.config.dpo import DpoConfig
 from hybridrl.config.eval import EvalConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import ModelConfig
+from hybridrl.config.offline import DpoConfig, RewardModelConfig, SftConfig
 from hybridrl.config.reward import RewardConfig
-from hybridrl.config.reward_model import RewardModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import HALVES, PlacedGroup, ServingConfig
-from hybridrl.config.sft import SftConfig
 from hybridrl.config.topology import (
     Absent,
     Attached,

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from hybridrl.config.actor import EngineConfig
+from hybridrl.config.actor import EngineConfig, FSDP2Config
 from hybridrl.config.checks.messages import error, unused_keys
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.fsdp2 import FSDP2Config
 from hybridrl.config.model import LIGER_MODEL_TYPES
 from hybridrl.errors import ConfigError
 from hybridrl.models.architecture import find_architecture

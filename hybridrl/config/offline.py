@@ -1,9 +1,10 @@
-"""The ``dpo`` section."""
+"""The sections of modes that learn from rows of a data set: ``sft``, ``dpo``, ``reward_model``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from hybridrl.config import parts
 from hybridrl.config.limits import (
@@ -61,3 +62,46 @@ class DpoConfig:
     def with_absolute_files(self) -> DpoConfig:
         """Return the same section with an absolute path of the loss's file, if it has one."""
         return replace(self, loss=parts.absolute(self.loss))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftConfig:
+    """Supervised fine-tuning (``mode=sft``). Mirrors hydra_configs/sft/*.yaml."""
+
+    num_steps: Count
+    """Optimizer steps."""
+
+    batch_size: Rows
+    """Rows per step over all ranks."""
+
+    turns: Literal["last", "all"]
+    """Turns of the assistant that are learned: the answer alone, or also those in chat prompts."""
+
+    eval_every_num_steps: CountOrZero
+    """Steps between losses on held-out rows. 0: never."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelConfig:
+    """Training of a reward model. Mirrors hydra_configs/reward_model/*.yaml.
+
+    ``mode=reward_model`` gives ``model.path`` a head of one number; ``actor`` says how all weights
+    are trained.
+    """
+
+    num_steps: Count
+    """Optimizer steps."""
+
+    batch_size: Rows
+    """Pairs per step over all ranks."""
+
+    center_coefficient: NotNegative
+    """Weight of the squared sum of a pair's scores, which keeps scores near 0
+    (arXiv:2312.09244, eq. 2). 0 is off; 0.01 is usual."""
+
+    margin_key: str | None
+    """Column of numbers: by how much the score of the chosen answer must be higher (Llama 2,
+    arXiv:2307.09288, eq. 2). Null: 0."""
+
+    eval_every_num_steps: CountOrZero
+    """Steps between measurements on held-out pairs. 0: never."""
