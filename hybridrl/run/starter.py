@@ -26,7 +26,7 @@ from hybridrl.config.actor import ActorConfig, OptimizerConfig
 from hybridrl.config.checks import fsdp2 as fsdp2_checks
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import ModelConfig, StarterConfig
-from hybridrl.config.sft import SftConfig
+from hybridrl.config.offline import SftConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.json_text import to_json_text

@@ -1,0 +1,158 @@
+"""Reads what a user types for another framework: shell scripts, Python with a config, YAML."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+_ARRAY = re.compile(
+    r"^[ \t]*(\w+)\+?=\((?:[ \t]*\n(.*?)^[ \t]*\)|([^\n]*)\)[ \t]*$)", re.MULTILINE | re.DOTALL
+)
+_SCALAR = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=((?!\()[^\n]*)$", re.MULTILINE)
+_SUM = re.compile(r"\$\(\(([^()$]*)\)\)")
+_FROM_ELSEWHERE = re.compile(r"\$\{\w+\[@\]\}|\$@")
+_VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\])?(?::?-([^}]*))?\}|\$(\w+)")
+_MOST_EXPANSIONS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """One key of a command."""
+
+    key: str
+    """As it was typed."""
+
+    value: str
+
+    @property
+    def name(self) -> str:
+        """The key without dashes: flags have underscores."""
+        name = self.key.lstrip("+~")
+        return name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
+
+    @property
+    def shown(self) -> str:
+        """The value, as it stood behind the key."""
+        return f" {self.value}" if self.key.startswith("--") else f"={self.value}"
+
+
+def read_script(text: str, *, suffix: str) -> list[Typed]:
+    """Return the keys of a script, in their order.
+
+    Args:
+        suffix: of the file: ``.py`` and ``.yaml`` are read as such, all else as a shell script.
+
+    Raises:
+        SyntaxError, YAMLError: it is not Python, or not YAML.
+        ValueError: a quote of a shell script is not closed.
+    """
+    if suffix == ".py":
+        return list(_of_python(text))
+    if suffix in (".yaml", ".yml"):
+        return list(_of_mapping(yaml.safe_load(text) or {}))
+    return list(_of_words(_words_of(text)))
+
+
+def _of_python(text: str) -> Iterator[Typed]:
+    """Yield the arguments of ``GRPOConfig(...)``, and the model of ``GRPOTrainer``."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name == "load_dataset" and node.args and isinstance(node.args[0], ast.Constant):
+            yield Typed("dataset_name", str(node.args[0].value))
+        for keyword in node.keywords:
+            is_model = name.endswith("Trainer") and keyword.arg == "model"
+            if keyword.arg is None or not (name.endswith("Config") or is_model):
+                continue
+            try:
+                value = ast.literal_eval(keyword.value)
+            except ValueError:
+                value = f"$({ast.unparse(keyword.value)})"
+            yield Typed(keyword.arg, str(value))
+
+
+def _of_mapping(values: Mapping[str, Any], prefix: str = "") -> Iterator[Typed]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _of_mapping(value, f"{prefix}{name}.")
+        else:
+            yield Typed(f"{prefix}{name}", str(value))
+
+
+def _words_of(text: str) -> list[str]:
+    """Return the words of the command with the most keys, its variables in their places."""
+    text = re.sub(r"\\\n", " ", re.sub(r"(^|\s)#[^\n]*", r"\1", text))
+    variables = {
+        m[1]: (m[2] or m[3] or "").replace("\n", " ").strip() for m in _ARRAY.finditer(text)
+    }
+    commands = _ARRAY.sub("", text)
+    for name, value in _SCALAR.findall(commands):
+        own_default = re.fullmatch(rf"\$\{{{name}:?-(.*)\}}", value.strip().strip("\"'"))
+        variables[name] = own_default[1] if own_default else value
+    variables = {
+        name: value if "--" in value else value.strip().strip("\"'")
+        for name, value in variables.items()
+    }
+    lines = [_expanded(line, variables) for line in commands.splitlines()]
+    words = max((shlex.split(line) for line in lines), key=_num_keys, default=[])
+    words = [word for word in words if not _FROM_ELSEWHERE.fullmatch(word)]  # of a sourced file
+    return words[len(words) - words[::-1].index("--") :] if "--" in words else words
+
+
+def _expanded(line: str, variables: Mapping[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[3], match[2]
+        return variables.get(name, match[0] if default is None else default)
+
+    for _ in range(_MOST_EXPANSIONS):
+        # An array in quotes is several words.
+        before, line = line, re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", line)
+        line = _SUM.sub(lambda match: _sum_of(match[1], variables), _VARIABLE.sub(value, line))
+        if line == before:
+            break
+    return line
+
+
+def _sum_of(text: str, variables: Mapping[str, str]) -> str:
+    """Return the value of a shell's ``$((...))`` of numbers and known names; else the text."""
+    text = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], m[0]), text)
+    text = _SUM.sub(lambda match: _sum_of(match[1], variables), text)
+    if not re.fullmatch(r"[\d\s+*/-]+", text):
+        return f"$(({text}))"
+    total: list[int] = []
+    for term in re.split(r"\s*\+\s*", text.strip()):
+        numbers = [int(word) for word in re.split(r"\s*\*\s*", term) if word.strip().isdigit()]
+        if len(numbers) != len(re.split(r"\*", term)):
+            return f"$(({text}))"
+        total.append(math.prod(numbers))
+    return str(sum(total))
+
+
+def _num_keys(words: list[str]) -> int:
+    return sum(word.startswith("--") or "." in word.partition("=")[0] for word in words)
+
+
+def _of_words(words: list[str]) -> Iterator[Typed]:
+    """Yield ``KEY=VALUE``, ``--key=value``, ``--key value ...`` and ``--flag``."""
+    index = 0
+    while index < len(words):
+        word, index = words[index], index + 1
+        key, equals, value = word.partition("=")
+        if word.startswith("--") and not equals:
+            values: list[str] = []
+            while index < len(words) and not words[index].startswith("--"):
+                if words[index].endswith(".py") and values:
+                    break  # the program, behind the flags of what starts it
+                values.append(words[index])
+                index += 1
+            yield Typed(word, " ".join(values) or "true")
+        elif equals and re.fullmatch(r"--[\w.-]+|[+~]*\w+(\.\w+)+", key):
+            yield Typed(key, value)

@@ -1,0 +1,498 @@
+"""Commands of other frameworks as recipes of the same meaning; ``port.yaml`` says what keys mean.
+
+A rule is a function of the command and a typed value. Like the texts of ``port.yaml`` it gives what
+to write: assignments, ``out WHY`` where nothing need be written, ``none WHY`` where nothing can be.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridrl.config.foreign_names import answer_key, foreign_keys
+from hybridrl.config.foreign_scripts import Typed
+from hybridrl.config.yaml_text import read_yaml
+
+Rule = Callable[["Command", str], str]
+
+_MOST = 10**9
+_COMPUTED = "computed from the same command"
+_MATHS = ("math", "dapo", "aime", "deepscaler", "numina", "orz")
+_GROUPS = ("algorithm", "rollout", "actor", "critic", "data", "model", "cluster", "reward", "lora")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """All that the user typed, by the names of the framework."""
+
+    framework: str
+    typed: Sequence[Typed]
+
+    def get(self, *names: str, default: str = "") -> str:
+        """Return the typed value of the first of these keys, named by their last words."""
+        for name in names:
+            for one in self.typed:
+                if one.name == name or one.name.endswith("." + name):
+                    return one.value
+        return default
+
+    def number(self, *names: str, default: float = 0) -> float:
+        """Return a typed number; ``default`` where it is not typed, or is no number."""
+        try:
+            return float(self.get(*names))
+        except ValueError:
+            return default
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Prompt and response of full length."""
+        prompt = self.number("max_prompt_length", "prompt_max_len", default=512)
+        names = ("max_response_length", "generate_max_len", "max_completion_length")
+        return int(prompt + self.number(*names, default=512))
+
+    @property
+    def num_samples(self) -> float:
+        """Responses to a prompt."""
+        names = ("n_samples_per_prompt", "num_generations", "rollout.n")
+        return self.number(*names, default=8 if self.framework == "trl" else 1)
+
+
+@dataclass(slots=True)
+class Recipe:
+    """Groups and values with the original beside them, and what has no place in a recipe."""
+
+    groups: dict[str, tuple[str, str]] = field(default_factory=dict)
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    none: list[str] = field(default_factory=list)
+    out: list[str] = field(default_factory=list)
+
+    def write(self, text: str, value: str, origin: str) -> None:
+        """Enter a text of ``port.yaml`` for a typed value."""
+        kind, _, why = text.partition(" ")
+        if kind in ("out", "none"):
+            (self.out if kind == "out" else self.none).append(f"{origin}: {why}".rstrip(": "))
+            return
+        for assignment in text.split(" "):
+            key, _, word = assignment.removeprefix("+").partition("=")
+            meant = {"<V>": value_of(value), "<L>": list_of(value)}.get(word, value_of(word))
+            if isinstance(meant, str):
+                meant = meant.replace("<V>", value)
+            if key in _GROUPS:
+                self.groups[key] = str(meant), origin
+            else:
+                self.values[key] = meant, origin
+
+    def text(self, title: str) -> str:
+        """Return the YAML of the recipe."""
+        lines = ["# @package _global_", *(f"# {line}" for line in title.splitlines()), "defaults:"]
+        for group, (name, origin) in self.groups.items():
+            lines.append(f"  - override /{group}: {name}  # {origin}")
+        tree: dict[str, Any] = {}
+        for key, leaf in self.values.items():
+            *above, last = key.split(".")
+            node = tree
+            for part in above:
+                node = node.setdefault(part, {})
+            node[last] = leaf
+        lines += _lines_of(tree)
+        for head, notes in (("Without a counterpart:", self.none), ("Left out:", self.out)):
+            lines += ["", f"# {head}"] * bool(notes) + [f"#   {note}" for note in notes]
+        return "\n".join(lines) + "\n"
+
+
+def _lines_of(tree: Mapping[str, Any], indent: str = "") -> list[str]:
+    lines = []
+    for key, node in tree.items():
+        if isinstance(node, dict):
+            lines += [f"{indent}{key}:", *_lines_of(node, indent + "  ")]
+        else:
+            value, origin = node
+            text = yaml.safe_dump(value, default_flow_style=True, width=_MOST)
+            text = text.removesuffix("...\n").strip()
+            lines.append(f"{indent}{key}: {text}  # {origin}")
+    return lines
+
+
+def value_of(text: str) -> Any:  # noqa: ANN401 - of YAML
+    """Return a typed value: a number, true or false, a list, or text."""
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        number = float(text)
+    except ValueError:
+        read = yaml.safe_load(text) if text[:1] in "[{'\"" or text in ("true", "false") else text
+        return text if read is None else read
+    is_whole = math.isfinite(number) and number == int(number) and "e" not in text.lower()
+    return int(number) if is_whole and "." not in text else number
+
+
+def list_of(text: str) -> list[str]:
+    """Return the entries of ``a``, ``a,b``, ``a b`` or ``['a','b']``."""
+    words = (word.strip("'\"") for word in re.split(r"[\s,]+", text.strip("[]()")))
+    return [word for word in words if word]
+
+
+@cache
+def frameworks() -> Mapping[str, Any]:
+    """Read ``port.yaml``."""
+    return read_yaml(Path(__file__).with_name("port.yaml").read_text(encoding="utf-8"))
+
+
+def port(framework: str, typed: Sequence[Typed]) -> Recipe:
+    """Return the recipe of a command."""
+    table, command, recipe = frameworks()[framework], Command(framework, typed), Recipe()
+    for key, text in table["defaults"].items():
+        if not command.get(key):
+            name, _, argument = text.removeprefix("rule ").partition(" ")
+            is_rule = text.startswith("rule ")
+            meant = RULES[name](command, argument) if is_rule else text
+            recipe.write(meant, argument, f"{framework}'s default of {key}")
+    from_json = table.get("config_json", ())
+    for one in typed:
+        origin = f"{one.key}{one.shown}"
+        if one.name in from_json:
+            recipe.out.append(f"{origin}: config.json of the model has it")
+        elif unknown := re.search(r"\$\(.*|\$\{?\w+\}?", one.value):
+            recipe.none.append(f"{origin}: {unknown[0]} is known to the shell alone; write it")
+        else:
+            recipe.write(_meaning(table["names"], command, one), one.value, origin)
+    _complete(recipe)
+    return recipe
+
+
+def _meaning(names: Mapping[str, str], command: Command, one: Typed) -> str:
+    parts = one.name.split(".")
+    for first in range(len(parts)):
+        text = names.get(".".join(parts[first:]))
+        if text is not None:
+            return RULES[text[5:]](command, one.value) if text.startswith("rule ") else text
+    answer = answer_key(one.name, one.value)
+    match = re.fullmatch(r"set ((?:[\w.]+=[^ ,;]+ ?)+)", answer)
+    if match and not re.search(r"=\[?(VALUE|NAME|FOLDER|FILE)", answer):
+        return match[1].strip()
+    if answer.startswith("leave it out"):
+        return "out" + answer.removeprefix("leave it out").replace(":", "")
+    return f"none {answer or 'no key of hybridrl means this'}"
+
+
+def _complete(recipe: Recipe) -> None:
+    """Write what follows from several keys together."""
+    values = recipe.values
+    counts = ("algorithm.num_minibatches", "algorithm.num_epochs")
+    num_updates = math.prod(values[key][0] for key in counts if key in values)
+    if num_updates > 1 or "algorithm.rollout_correction" in values:
+        values["algorithm.old_logprobs"] = "recompute", "as there, once before the updates"
+    schedule, origin = values.get("actor.optimizer.schedule", ("constant", ""))
+    if schedule != "constant" and values.get("trainer.num_steps", (0, ""))[0] == _MOST:
+        recipe.none.append(
+            f"{origin}: a {schedule} schedule ends with trainer.num_steps; set that to rows x "
+            "epochs / prompts of a step"
+        )
+    prompt, _ = values.get("data.max_prompt_tokens", (512, ""))
+    longest = int(prompt) + int(values.get("rollout.max_response_tokens", (512, ""))[0])
+    for role in ("actor", "critic"):
+        key = f"{role}.max_tokens_per_microbatch"
+        if key in values and values[key][0] < longest:
+            origin = f"{values[key][1]}; a prompt and a response of full length fit"
+            values[key] = longest, origin
+
+
+# -- rules ---------------------------------------------------------------------------------------
+
+
+def _share(total: float, part: str, key: str) -> str:
+    count = total / float(part)
+    if count < 1 or count != int(count):
+        return f"none {key} counts parts of a rollout, and {total:g} / {part} does not divide"
+    return f"{key}={int(count)}"
+
+
+def _minibatches_of_prompts(command: Command, value: str) -> str:
+    prompts = command.number("train_batch_size", default=1024)
+    return _share(prompts, value, "algorithm.num_minibatches")
+
+
+def _minibatches_of_critic(command: Command, value: str) -> str:
+    prompts = command.number("train_batch_size", default=1024)
+    return _share(prompts, value, "critic.num_minibatches")
+
+
+def _minibatches_of_responses(command: Command, value: str) -> str:
+    prompts = command.number("rollout_batch_size", default=1024)
+    return _share(prompts * command.num_samples, value, "algorithm.num_minibatches")
+
+
+def _tokens_of_rows(command: Command, value: str) -> str:
+    if command.get("use_dynamic_bsz").lower() == "true":
+        return "out micro-batches are packed by tokens"
+    return f"actor.max_tokens_per_microbatch={int(float(value)) * command.num_row_tokens}"
+
+
+def _tokens_of_critic_rows(command: Command, value: str) -> str:
+    return _tokens_of_rows(command, value).replace("actor.", "critic.")
+
+
+def _tokens_of_ranks(command: Command, value: str) -> str:
+    ranks = command.number("context_parallel_size", default=1)
+    return f"actor.max_tokens_per_microbatch={int(float(value) * ranks)}"
+
+
+def _offload(command: Command, value: str) -> str:
+    return "out rollout.sleep moves training state to the host while engines sample"
+
+
+def _overlong(command: Command, value: str) -> str:
+    if command.get("filter_overlong_prompts").lower() == "true":
+        return "data.overlong_prompts=drop"
+    cut = command.get("data.truncation", default="error")
+    known = {"error": "error", "left": "keep_end"}
+    return f"data.overlong_prompts={known[cut]}" if cut in known else f"none no cut at the {cut}"
+
+
+def _verl_rows(command: Command, value: str) -> str:
+    return f"data.train_files=<L> {_reward_of(command, value)}".strip()
+
+
+def _dataset(command: Command, value: str) -> str:
+    return f"data.train_files=[data/{value.rpartition('/')[2]}/train.parquet]"
+
+
+def _gae(number: str) -> Rule:
+    def rule(command: Command, value: str) -> str:
+        estimator = command.get("adv_estimator", "advantage_estimator", default="gae")
+        if estimator != "gae":
+            return f"out {estimator} has no such number"
+        return f"algorithm.advantage_args.{number}={value}"
+
+    return rule
+
+
+def _reward_of(command: Command, files: str) -> str:
+    """Return the reward of verl by data source, as far as file names say it."""
+    own = command.get("custom_reward_function.path")
+    if own:
+        name = command.get("custom_reward_function.name", default="compute_score")
+        return f"reward.function={own}:{name}"
+    if "gsm8k" in files.lower():  # the last number of the response
+        return "reward.function=numeric"
+    return "reward=math" if any(word in files.lower() for word in _MATHS) else ""
+
+
+def _rm_type(command: Command, value: str) -> str:
+    return "reward=math" if value in _MATHS else f"none reward.function=FILE.py:NAME for {value}"
+
+
+def _estimator(command: Command, value: str) -> str:
+    names = foreign_keys().typed["adv_estimator"]
+    name = names.get(value)
+    return f"algorithm={name}" if name else f"none there is no estimator {value} here"
+
+
+def _is_on(value: str) -> bool:
+    return value.lower() not in ("", "false", "0", "0.0", "0.00")
+
+
+def _kl(command: Command, placement: str, coefficient: str) -> str:
+    if not _is_on(coefficient):
+        return "out no KL penalty"
+    return f"algorithm.kl.placement={placement} algorithm.kl.coefficient={coefficient}"
+
+
+def _kl_in_loss(command: Command, value: str) -> str:
+    if not _is_on(command.get("use_kl_loss")):
+        return "out no KL penalty in the loss"
+    coefficient = "0.001" if command.framework == "verl" else "0"
+    return _kl(command, "loss", command.get("kl_loss_coef", default=coefficient))
+
+
+def _kl_in_reward(command: Command, value: str) -> str:
+    if command.framework == "verl" and not _is_on(command.get("use_kl_in_reward")):
+        return "out no KL penalty in rewards"
+    return _kl(command, "reward", command.get("kl_ctrl.kl_coef", "kl_coef", default="0.001"))
+
+
+def _kl_openrlhf(command: Command, value: str) -> str:
+    placement = "loss" if _is_on(command.get("use_kl_loss")) else "reward"
+    return _kl(command, placement, command.get("init_kl_coef", default="0.01"))
+
+
+def _kl_type(command: Command, value: str) -> str:
+    coefficient = command.get("kl_loss_coef", "init_kl_coef", default="1")
+    if not _is_on(coefficient):
+        return "out no KL penalty"
+    name = foreign_keys().typed["kl_loss_type"].get(value, value)
+    return f"algorithm.kl.estimator={name}"
+
+
+def _trl_beta(command: Command, value: str) -> str:
+    return _kl(command, "loss", value)
+
+
+def _group_filter(command: Command, value: str) -> str:
+    if not _is_on(value):
+        return "out groups are not filtered"
+    rounds = int(command.number("max_num_gen_batches")) or 100
+    return f"algorithm.group_filter=zero_variance algorithm.max_sampling_rounds={rounds}"
+
+
+def _sampling_rounds(command: Command, value: str) -> str:
+    return "out see algorithm.max_sampling_rounds"
+
+
+def _penalty(command: Command, value: str) -> str:
+    is_one = float(value) == 1.0
+    return "out it is 1" if is_one else "none at the limit a response pays 1"
+
+
+def _top_k(command: Command, value: str) -> str:
+    return f"rollout.top_k={max(0, int(value))}"
+
+
+def _checkpointing(command: Command, value: str) -> str:
+    return f"actor.gradient_checkpointing={str(_is_on(value or 'true')).lower()}"
+
+
+def _model(command: Command, value: str) -> str:
+    is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", value) and not Path(value).exists()
+    path = f"models/{value.rpartition('/')[2]}" if is_on_hub else value
+    return f"model=hf_folder model.path={path}"
+
+
+def _warmup(command: Command, value: str) -> str:
+    return f"actor.optimizer.num_warmup_steps={max(0, int(float(value)))}"
+
+
+def _aggregation(command: Command, value: str) -> str:
+    return f"algorithm.loss_aggregation={foreign_keys().typed['loss_agg_mode'].get(value, value)}"
+
+
+def _trl_loss(command: Command, value: str) -> str:
+    meant = foreign_keys().typed["loss_type"].get(value, "")
+    if meant.startswith("set "):
+        return meant.removeprefix("set ")
+    return f"algorithm.loss_aggregation={meant}" if meant else f"none no loss is called {value}"
+
+
+def _scale(command: Command, value: str) -> str:
+    name = foreign_keys().typed["scale_rewards"].get(value.lower(), value)
+    return f"algorithm.advantage_args.scale={name}"
+
+
+def _trackers(command: Command, value: str) -> str:
+    known = [name for name in list_of(value) if name in ("tensorboard", "wandb", "mlflow")]
+    return f"tracking.trackers=[{','.join(dict.fromkeys(['tensorboard', *known]))}]"
+
+
+def _nodes(command: Command, value: str) -> str:
+    one = "out one machine is the default"
+    return one if value == "1" else f"cluster.num_nodes={value} cluster.ray_address=auto"
+
+
+def _epochs(command: Command, value: str) -> str:
+    steps = command.number("total_training_steps", "num_rollout", "max_steps", default=0)
+    if steps > 0:
+        return f"trainer.num_epochs={value}"
+    return f"trainer.num_steps={_MOST} trainer.num_epochs={value}"
+
+
+def _trl_steps(command: Command, value: str) -> str:
+    return f"trainer.num_steps={value}" if int(value) > 0 else "out epochs say when to end"
+
+
+def _every(key: str) -> Rule:
+    return lambda _, value: f"{key}={max(0, int(float(value)))}"
+
+
+def _first_evaluation(command: Command, value: str) -> str:
+    if _is_on(value):
+        return "out an evaluation comes before step 1"
+    return "none with eval.every_num_steps above 0 an evaluation comes before step 1"
+
+
+def _slime_eval(command: Command, value: str) -> str:
+    words = value.split()
+    pairs = zip(words[::2], words[1::2], strict=False)
+    return " ".join(f"eval.sets.{name}.files=[{file}]" for name, file in pairs)
+
+
+def _oversample(command: Command, value: str) -> str:
+    return "none further prompts are drawn as the group filter needs them"
+
+
+def _eps_clip(command: Command, value: str) -> str:
+    has_high = command.get("eps_clip_high", "epsilon_high")
+    return f"algorithm.clip_low={value}" + (f" algorithm.clip_high={value}" * (not has_high))
+
+
+def _trl_batches(command: Command, value: str) -> str:
+    per_device = command.number("per_device_train_batch_size", default=8)
+    world = command.number("num_processes", default=1)
+    accumulated = command.number("gradient_accumulation_steps", default=1)
+    steps = command.number("steps_per_generation", default=accumulated)
+    rows = command.number("generation_batch_size", default=per_device * world * steps)
+    update = per_device * world * accumulated
+    tokens = int(per_device) * command.num_row_tokens
+    return (
+        f"{_share(rows, str(command.num_samples), 'trainer.num_prompts_per_step')} "
+        f"{_share(rows, str(min(rows, update)), 'algorithm.num_minibatches')} "
+        f"cluster.num_ranks_per_node={int(world)} actor.max_tokens_per_microbatch={tokens}"
+    )
+
+
+def _remote_reward(command: Command, value: str) -> str:
+    if value.endswith(".py"):
+        return f"none reward.function={value}:NAME, a function of responses and answers"
+    return f"reward.function=http reward.args.url={value}"
+
+
+RULES: Mapping[str, Rule] = {
+    "minibatches_of_prompts": _minibatches_of_prompts,
+    "minibatches_of_critic": _minibatches_of_critic,
+    "minibatches_of_responses": _minibatches_of_responses,
+    "tokens_of_rows": _tokens_of_rows,
+    "tokens_of_critic_rows": _tokens_of_critic_rows,
+    "tokens_of_ranks": _tokens_of_ranks,
+    "offload": _offload,
+    "overlong": _overlong,
+    "verl_rows": _verl_rows,
+    "dataset": _dataset,
+    "gamma": _gae("gamma"),
+    "lam": _gae("lam"),
+    "rm_type": _rm_type,
+    "estimator": _estimator,
+    "kl_in_loss": _kl_in_loss,
+    "kl_in_reward": _kl_in_reward,
+    "kl_openrlhf": _kl_openrlhf,
+    "kl_type": _kl_type,
+    "trl_beta": _trl_beta,
+    "group_filter": _group_filter,
+    "sampling_rounds": _sampling_rounds,
+    "penalty": _penalty,
+    "top_k": _top_k,
+    "checkpointing": _checkpointing,
+    "model": _model,
+    "warmup": _warmup,
+    "aggregation": _aggregation,
+    "trl_loss": _trl_loss,
+    "scale": _scale,
+    "trackers": _trackers,
+    "nodes": _nodes,
+    "epochs": _epochs,
+    "trl_steps": _trl_steps,
+    "first_evaluation": _first_evaluation,
+    "slime_eval": _slime_eval,
+    "oversample": _oversample,
+    "eps_clip": _eps_clip,
+    "trl_batches": _trl_batches,
+    "remote_reward": _remote_reward,
+    "every_checkpoint": _every("checkpoint.every_num_steps"),
+    "every_evaluation": _every("eval.every_num_steps"),
+}
+"""By the name in ``port.yaml``."""

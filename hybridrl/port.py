@@ -1,0 +1,68 @@
+"""``python -m hybridrl.port SCRIPT``: a command of another framework as a recipe of this one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import yaml
+
+from hybridrl.atomic_io import atomic_write_text
+from hybridrl.config.foreign_scripts import read_script
+from hybridrl.config.port import frameworks, port
+from hybridrl.env import CONFIG_ROOT
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the recipe, and say what to do next. Returns 2 for a script that cannot be read."""
+    names = list(frameworks())
+    parser = argparse.ArgumentParser(prog="python -m hybridrl.port", description=__doc__)
+    parser.add_argument("script", type=Path, help="shell script, Python or YAML that you run today")
+    parser.add_argument("--output", type=Path, help="default: recipes/SCRIPT.yaml")
+    parser.add_argument("--from", dest="framework", choices=names, help="default: as its words say")
+    options = parser.parse_args(arguments)
+    script: Path = options.script
+    output: Path = options.output or CONFIG_ROOT / "recipes" / f"{script.stem}.yaml"
+    try:
+        text = script.read_text(encoding="utf-8")
+        typed = read_script(text, suffix=script.suffix)
+    except (OSError, ValueError, SyntaxError, yaml.YAMLError) as error:
+        return _refuse(f"{script} cannot be read: {error}")
+    by_words = [name for name, table in frameworks().items() if _is_in(text, table["marks"])]
+    framework = options.framework or next(iter(by_words), "")
+    if not framework or not typed:
+        marks = "; ".join(f"{name}: {', '.join(t['marks'])}" for name, t in frameworks().items())
+        return _refuse(
+            f"{script} has no keys of a framework that is known by its words ({marks}); name it "
+            f"with --from {'|'.join(names)}"
+        )
+    if output.exists():
+        return _refuse(f"{output} exists; name another file with --output FILE.yaml")
+    recipe = port(framework, typed)
+    title = (
+        f"{script.name} of {framework}, by python -m hybridrl.port; its key stands beside a line.\n"
+        f"Run:    python -m hybridrl.main recipes={output.stem}"
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(output, recipe.text(title))
+    lines = [
+        f"{output}: {len(typed)} keys of {framework}, {len(recipe.none)} without a counterpart",
+        *(f"  {line}" for line in recipe.none),
+        f"next: python -m hybridrl.main recipes={output.stem} mode=check",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _is_in(text: str, marks: list[str]) -> bool:
+    return any(mark in text for mark in marks)
+
+
+def _refuse(reason: str) -> int:
+    sys.stderr.write(reason + "\n")
+    return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

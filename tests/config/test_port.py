@@ -1,0 +1,228 @@
+"""Commands of other frameworks become recipes of the same meaning.
+
+The scripts in ``scripts/`` have the keys of these files, shortened: verl's
+examples/grpo_trainer/run_qwen3-8b.sh, recipe/dapo/run_dapo_qwen2.5_7b_math.sh and
+examples/ppo_trainer/run_deepseek7b_llm.sh; slime's scripts/run-qwen3-4B.sh and
+run-qwen3-30B-A3B.sh; TRL's quick start of GRPO; OpenRLHF's train_ppo_ray_hybrid_engine.sh.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.foreign_scripts import Typed, read_script
+from hybridrl.config.load import free_keys, known_keys, load_config
+from hybridrl.config.port import RULES, frameworks, port
+from hybridrl.config.spelling import to_override
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.errors import ConfigErrors
+from hybridrl.main import compose
+from hybridrl.port import main
+from tests.tiny_models import Family, make_tiny_model
+
+SCRIPTS = Path(__file__).parent / "scripts"
+MODELS = {
+    "verl_gsm8k.sh": "Qwen3-8B",
+    "verl_dapo.sh": "Qwen2.5-7B",
+    "verl_ppo.sh": "deepseek-llm-7b-chat",
+    "slime_qwen3_4b.sh": "Qwen3-4B",
+    "slime_qwen3_30b_a3b.sh": "Qwen3-30B-A3B",
+    "trl_grpo.py": "Qwen2.5-0.5B",
+    "openrlhf_ppo.sh": "Llama-3-8b",
+}
+ROWS = (
+    *("gsm8k/train.parquet", "gsm8k/test.parquet", "tldr/train.parquet", "train.jsonl"),
+    *("dapo-math-17k.parquet", "aime-2024.parquet", "dapo-math-17k.jsonl", "aime-2024.jsonl"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in SCRIPTS.iterdir():
+        shutil.copy(file, tmp_path / file.name.removesuffix(".txt"))
+    for name in ROWS:
+        Path("data", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("data", name).write_text("rows")
+
+
+def ported(script: str, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The values of the recipe by dotted key, groups among them; and its text."""
+    assert main([script, "--output", "recipe.yaml", *arguments]) == 0
+    text = Path("recipe.yaml").read_text()
+    tree = yaml.safe_load(text)
+    groups = {
+        key.removeprefix("override /"): name
+        for group in tree.pop("defaults")
+        for key, name in group.items()
+    }
+    return {**groups, **flat(tree)}, text
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        is_node = isinstance(value, dict) and value
+        values |= flat(value, f"{prefix}{name}.") if is_node else {prefix + name: value}
+    return values
+
+
+def checked(values: dict[str, Any], model: str) -> ExperimentConfig | None:
+    """Load the recipe; None where nothing but packages is missing on this machine."""
+    family: Family = "qwen3_moe" if "A3B" in model else "qwen3"
+    sizes: dict[str, Any] = {"vocab_size": 260, "max_position_embeddings": 2**16}
+    sizes |= {"num_experts": 8} if "A3B" in model else {}
+    folder = make_tiny_model(Path("models", model), family, **sizes)
+    settings = folder / "config.json"
+    untied = settings.read_text().replace('embeddings": true', 'embeddings": false')
+    settings.write_text(untied)
+    tokenizer = build_starter_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    groups = [f"{key}={value}" for key, value in values.items() if "." not in key]
+    keys = [f"++{key}={to_override(value)}" for key, value in values.items() if "." in key]
+    try:
+        return load_config(compose([*groups, *keys]))
+    except ConfigErrors as errors:
+        missing = [each for each in errors.violations if "not installed" in str(each)]
+        assert list(errors.violations) == missing
+        return None
+
+
+@pytest.mark.parametrize("script", MODELS)
+def test_a_ported_command_passes_the_check_in_one_round(script: str) -> None:
+    values, _ = ported(script)
+    checked(values, MODELS[script])
+
+
+def test_verls_gsm8k_keeps_its_meaning() -> None:
+    values, text = ported("verl_gsm8k.sh")
+    assert values["reward.function"] == "numeric"  # by the rule `#### 42`, not exact_match
+    assert (values["trainer.num_epochs"], values["trainer.num_steps"]) == (15, 10**9)
+    assert values["rollout.sleep"] is True
+    assert values["eval.num_prompts"] == 2**20  # all rows
+    assert values["actor.optimizer.beta2"] == 0.999
+    assert values["actor.optimizer.weight_decay"] == 0.01
+    assert values["algorithm.policy_loss_args.dual_clip"] == 3.0
+    assert values["algorithm.num_minibatches"] == 4
+    assert values["algorithm.old_logprobs"] == "recompute"
+    assert values["data.overlong_prompts"] == "drop"  # not the error of data.truncation
+    assert values["data.answer_key"] == "reward_model.ground_truth"
+    assert "actor.fsdp2.cpu_offload" not in values
+    assert "num_minibatches: 4  # actor_rollout_ref.actor.ppo_mini_batch_size=256" in text
+    assert "#   actor_rollout_ref.ref.fsdp_config.param_offload=True: the reference alone" in text
+
+
+def test_verls_dapo_has_its_variables_and_sums_in_their_places() -> None:
+    values, _ = ported("verl_dapo.sh")
+    assert values["data.max_prompt_tokens"] == 2048
+    assert values["rollout.max_response_tokens"] == 8192
+    assert values["actor.max_tokens_per_microbatch"] == 10240
+    assert values["algorithm.soft_overlong_tokens"] == 4096
+    assert values["algorithm.num_minibatches"] == 16
+    assert values["algorithm.policy_loss_args.dual_clip"] == 10.0
+    assert (values["algorithm.clip_low"], values["algorithm.clip_high"]) == (0.2, 0.28)
+    assert values["algorithm.group_filter"] == "zero_variance"
+    assert values["algorithm.max_sampling_rounds"] == 10
+    assert values["rollout.top_k"] == 0
+    assert (values["cluster.num_nodes"], values["cluster.ray_address"]) == (8, "auto")
+    assert values["data.overlong_prompts"] == "keep_end"
+    assert "algorithm.kl.coefficient" not in values
+    assert values["eval.temperature"] == 1.0
+
+
+def test_verls_ppo_trains_a_critic() -> None:
+    values, _ = ported("verl_ppo.sh")
+    assert values["algorithm"] == "ppo"
+    assert values["critic.optimizer.lr"] == 1e-5
+    assert values["critic.max_tokens_per_microbatch"] == 32 * 1024
+    assert values["critic.num_warmup_steps"] == 0
+
+
+def test_slimes_units_are_converted_and_its_model_is_read_from_the_folder() -> None:
+    values, text = ported("slime_qwen3_4b.sh")
+    assert values["actor"] == "megatron"
+    assert values["algorithm.num_minibatches"] == 1  # 32 x 8 responses, 256 an update
+    assert values["rollout.max_response_tokens"] == 8192  # not that of evaluation
+    assert values["eval.sets.aime.files"] == ["data/aime-2024.jsonl"]
+    assert "algorithm.kl.coefficient" not in values  # --use-kl-loss with 0.00
+    assert values["trainer.num_steps"] == 3000
+    assert values["actor.optimizer.beta2"] == 0.98
+    assert values["actor.max_tokens_per_microbatch"] == 8192 + 2048
+    assert "--eval-max-response-len 16384: an evaluation has the length limit of training" in text
+    assert "--load /root/Qwen3-4B_slime/: checkpoint.resume=auto" in text
+
+
+def test_slimes_experts_and_what_a_shell_alone_knows() -> None:
+    values, text = ported("slime_qwen3_30b_a3b.sh")
+    assert values["megatron.expert_parallel_size"] == 8
+    assert values["megatron.optimizer_args.optimizer_cpu_offload"] is True
+    assert "$(seq 16 8 256)" in text.partition("# Without a counterpart:")[2]
+
+
+def test_trls_batches_count_responses() -> None:
+    values, text = ported("trl_grpo.py")
+    assert values["trainer.num_prompts_per_step"] == 4  # 4 x 8 responses, 8 to a prompt
+    assert values["algorithm.loss_aggregation"] == "token_mean"
+    assert values["algorithm.kl.coefficient"] == 0.04
+    assert values["data.train_files"] == ["data/tldr/train.parquet"]
+    assert "a cosine schedule ends with trainer.num_steps" in text
+
+
+def test_openrlhfs_batches_and_its_reward() -> None:
+    values, text = ported("openrlhf_ppo.sh")
+    assert values["algorithm"] == "grpo"
+    assert values["algorithm.num_minibatches"] == 8
+    assert values["actor.optimizer.lr"] == 5e-7
+    assert values["algorithm.kl.placement"] == "loss"
+    assert "algorithm.advantage_args.gamma" not in values  # GRPO has none
+    assert "--remote_rm_url reward_func.py: reward.function=reward_func.py:NAME" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("echo hello", "name it with --from"), ("python -m verl.trainer.main_ppo 'a", "No closing")],
+)
+def test_a_script_that_cannot_be_read_is_refused_with_what_to_type(
+    text: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("it.sh").write_text(text)
+    assert main(["it.sh", "--output", "recipe.yaml"]) == 2
+    assert reason in capsys.readouterr().err
+    assert not Path("recipe.yaml").exists()
+
+
+def test_a_recipe_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    ported("verl_ppo.sh")
+    before = Path("recipe.yaml").read_text()
+    assert main(["verl_gsm8k.sh", "--output", "recipe.yaml"]) == 2
+    assert "recipe.yaml exists; name another file with --output" in capsys.readouterr().err
+    assert Path("recipe.yaml").read_text() == before
+
+
+def test_a_command_is_never_run(tmp_path: Path) -> None:
+    script = "python -m verl.trainer.main_ppo data.train_files=$(touch made) trainer.nnodes=1"
+    typed = read_script(script, suffix=".sh")
+    assert Typed("trainer.nnodes", "1") in typed
+    port("verl", typed)
+    assert not Path("made").exists()
+
+
+@pytest.mark.parametrize("framework", frameworks())
+def test_each_line_of_the_table_writes_keys_that_exist(framework: str) -> None:
+    known = {*known_keys(), "algorithm", "rollout", "actor", "data", "model", "cluster", "lora"}
+    open_sections = tuple(f"{key}." for key in free_keys())
+    table = frameworks()[framework]
+    for key, text in {**table["names"], **table["defaults"]}.items():
+        if text.startswith("rule "):
+            assert text.split()[1] in RULES, key
+        elif text.split(" ")[0] not in ("out", "none"):
+            written = [each.removeprefix("+").partition("=")[0] for each in text.split()]
+            unknown = [name for name in written if name not in known]
+            assert [name for name in unknown if not name.startswith(open_sections)] == [], key
