@@ -19,7 +19,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (3794, 25),
     "algorithms": (2818, 39),
     "checkpoint": (697, 5),
-    "config": (8410, 62),
+    "config": (8439, 62),
     "data": (3191, 24),
     "diagnostics": (1130, 7),
     "models": (2814, 19),

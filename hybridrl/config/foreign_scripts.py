@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import yaml
@@ -56,7 +57,8 @@ def read_script(text: str, *, suffix: str) -> list[Typed]:
     if suffix == ".py":
         return list(_of_python(text))
     if suffix in (".yaml", ".yml"):
-        return list(_of_mapping(yaml.safe_load(text) or {}))
+        values = yaml.safe_load(text)
+        return list(_of_mapping(values)) if isinstance(values, dict) else []
     return list(_of_words(_words_of(text)))
 
 
@@ -101,8 +103,8 @@ def _words_of(text: str) -> list[str]:
         name: value if "--" in value else value.strip().strip("\"'")
         for name, value in variables.items()
     }
-    lines = [_expanded(line, variables) for line in commands.splitlines()]
-    words = max((shlex.split(line) for line in lines), key=_num_keys, default=[])
+    line = max(commands.splitlines(), key=partial(_num_keys, variables=variables), default="")
+    words = shlex.split(_expanded(line, variables))
     words = [word for word in words if not _FROM_ELSEWHERE.fullmatch(word)]  # of a sourced file
     return words[len(words) - words[::-1].index("--") :] if "--" in words else words
 
@@ -136,8 +138,10 @@ def _sum_of(text: str, variables: Mapping[str, str]) -> str:
     return str(sum(total))
 
 
-def _num_keys(words: list[str]) -> int:
-    return sum(word.startswith("--") or "." in word.partition("=")[0] for word in words)
+def _num_keys(line: str, variables: Mapping[str, str]) -> int:
+    """Count what may be keys; a line may be part of a text over several ones, and in quotes."""
+    words = _expanded(line, variables).split()
+    return sum(bool(re.match(r"--\w|[+~]*\w+(\.\w+)+=", word)) for word in words)
 
 
 def _of_words(words: list[str]) -> Iterator[Typed]:

@@ -23,7 +23,6 @@ from hybridrl.config.yaml_text import read_yaml
 Rule = Callable[["Command", str], str]
 
 _MOST = 10**9
-_COMPUTED = "computed from the same command"
 _MATHS = ("math", "dapo", "aime", "deepscaler", "numina", "orz")
 _GROUPS = ("algorithm", "rollout", "actor", "critic", "data", "model", "cluster", "reward", "lora")
 
@@ -89,11 +88,16 @@ class Recipe:
             else:
                 self.values[key] = meant, origin
 
+    def number(self, key: str, default: int) -> int:
+        """Return a written number; ``default`` where there is none, or what is written is none."""
+        value, _ = self.values.get(key, (default, ""))
+        return int(value) if isinstance(value, int | float) and math.isfinite(value) else default
+
     def text(self, title: str) -> str:
         """Return the YAML of the recipe."""
         lines = ["# @package _global_", *(f"# {line}" for line in title.splitlines()), "defaults:"]
         for group, (name, origin) in self.groups.items():
-            lines.append(f"  - override /{group}: {name}  # {origin}")
+            lines.append(f"  - override /{group}: {name}  # {_one_line(origin)}")
         tree: dict[str, Any] = {}
         for key, leaf in self.values.items():
             *above, last = key.split(".")
@@ -103,7 +107,7 @@ class Recipe:
             node[last] = leaf
         lines += _lines_of(tree)
         for head, notes in (("Without a counterpart:", self.none), ("Left out:", self.out)):
-            lines += ["", f"# {head}"] * bool(notes) + [f"#   {note}" for note in notes]
+            lines += ["", f"# {head}"] * bool(notes) + [f"#   {_one_line(note)}" for note in notes]
         return "\n".join(lines) + "\n"
 
 
@@ -116,8 +120,12 @@ def _lines_of(tree: Mapping[str, Any], indent: str = "") -> list[str]:
             value, origin = node
             text = yaml.safe_dump(value, default_flow_style=True, width=_MOST)
             text = text.removesuffix("...\n").strip()
-            lines.append(f"{indent}{key}: {text}  # {origin}")
+            lines.append(f"{indent}{key}: {text}  # {_one_line(origin)}")
     return lines
+
+
+def _one_line(comment: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in comment)
 
 
 def value_of(text: str) -> Any:  # noqa: ANN401 - of YAML
@@ -127,8 +135,12 @@ def value_of(text: str) -> Any:  # noqa: ANN401 - of YAML
     try:
         number = float(text)
     except ValueError:
-        read = yaml.safe_load(text) if text[:1] in "[{'\"" or text in ("true", "false") else text
-        return text if read is None else read
+        if text[:1] not in tuple("[{'\"") and text not in ("true", "false"):
+            return text
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
     is_whole = math.isfinite(number) and number == int(number) and "e" not in text.lower()
     return int(number) if is_whole and "." not in text else number
 
@@ -152,7 +164,7 @@ def port(framework: str, typed: Sequence[Typed]) -> Recipe:
         if not command.get(key):
             name, _, argument = text.removeprefix("rule ").partition(" ")
             is_rule = text.startswith("rule ")
-            meant = RULES[name](command, argument) if is_rule else text
+            meant = _by_rule(name, command, argument) if is_rule else text
             recipe.write(meant, argument, f"{framework}'s default of {key}")
     from_json = table.get("config_json", ())
     for one in typed:
@@ -167,12 +179,20 @@ def port(framework: str, typed: Sequence[Typed]) -> Recipe:
     return recipe
 
 
+def _by_rule(name: str, command: Command, value: str) -> str:
+    try:
+        return RULES[name](command, value)
+    except (ValueError, ArithmeticError):
+        return "none it should be a number, or one that divides others"
+
+
 def _meaning(names: Mapping[str, str], command: Command, one: Typed) -> str:
     parts = one.name.split(".")
     for first in range(len(parts)):
         text = names.get(".".join(parts[first:]))
         if text is not None:
-            return RULES[text[5:]](command, one.value) if text.startswith("rule ") else text
+            name = text.removeprefix("rule ")
+            return text if name == text else _by_rule(name, command, one.value)
     answer = answer_key(one.name, one.value)
     match = re.fullmatch(r"set ((?:[\w.]+=[^ ,;]+ ?)+)", answer)
     if match and not re.search(r"=\[?(VALUE|NAME|FOLDER|FILE)", answer):
@@ -186,20 +206,25 @@ def _complete(recipe: Recipe) -> None:
     """Write what follows from several keys together."""
     values = recipe.values
     counts = ("algorithm.num_minibatches", "algorithm.num_epochs")
-    num_updates = math.prod(values[key][0] for key in counts if key in values)
+    num_updates = math.prod(recipe.number(key, 1) for key in counts)
     if num_updates > 1 or "algorithm.rollout_correction" in values:
         values["algorithm.old_logprobs"] = "recompute", "as there, once before the updates"
+    if recipe.groups.get("algorithm", ("", ""))[0] != "ppo":  # there is no critic
+        for key in [key for key in values if key.startswith("critic.")]:
+            _, origin = values.pop(key)
+            if "'s default of " not in origin:
+                recipe.out.append(f"{origin}: the algorithm has no critic")
     schedule, origin = values.get("actor.optimizer.schedule", ("constant", ""))
-    if schedule != "constant" and values.get("trainer.num_steps", (0, ""))[0] == _MOST:
+    if schedule != "constant" and recipe.number("trainer.num_steps", 0) == _MOST:
         recipe.none.append(
             f"{origin}: a {schedule} schedule ends with trainer.num_steps; set that to rows x "
             "epochs / prompts of a step"
         )
-    prompt, _ = values.get("data.max_prompt_tokens", (512, ""))
-    longest = int(prompt) + int(values.get("rollout.max_response_tokens", (512, ""))[0])
+    longest = recipe.number("data.max_prompt_tokens", 512)
+    longest += recipe.number("rollout.max_response_tokens", 512)
     for role in ("actor", "critic"):
         key = f"{role}.max_tokens_per_microbatch"
-        if key in values and values[key][0] < longest:
+        if recipe.number(key, longest) < longest:
             origin = f"{values[key][1]}; a prompt and a response of full length fit"
             values[key] = longest, origin
 
@@ -417,9 +442,9 @@ def _first_evaluation(command: Command, value: str) -> str:
 
 
 def _slime_eval(command: Command, value: str) -> str:
-    words = value.split()
-    pairs = zip(words[::2], words[1::2], strict=False)
-    return " ".join(f"eval.sets.{name}.files=[{file}]" for name, file in pairs)
+    pairs = re.findall(r"([A-Za-z][\w-]*)\s+(\S+)", value)
+    sets = " ".join(f"eval.sets.{name}.files=[{file}]" for name, file in pairs)
+    return sets or "none it should be NAME FILE"
 
 
 def _oversample(command: Command, value: str) -> str:

@@ -115,6 +115,7 @@ def test_verls_gsm8k_keeps_its_meaning() -> None:
     assert values["data.overlong_prompts"] == "drop"  # not the error of data.truncation
     assert values["data.answer_key"] == "reward_model.ground_truth"
     assert "actor.fsdp2.cpu_offload" not in values
+    assert not [key for key in values if key.startswith("critic.")]  # GRPO has none
     assert "num_minibatches: 4  # actor_rollout_ref.actor.ppo_mini_batch_size=256" in text
     assert "#   actor_rollout_ref.ref.fsdp_config.param_offload=True: the reference alone" in text
 
@@ -196,6 +197,13 @@ def test_a_script_that_cannot_be_read_is_refused_with_what_to_type(
     assert main(["it.sh", "--output", "recipe.yaml"]) == 2
     assert reason in capsys.readouterr().err
     assert not Path("recipe.yaml").exists()
+
+
+@pytest.mark.parametrize("value", ["", "0", "-3", "abc", "1e400", "[1", "'", "{a: b", "nan", "\0"])
+@pytest.mark.parametrize("framework", frameworks())
+def test_no_value_of_any_key_ends_in_a_traceback(framework: str, value: str) -> None:
+    for name in frameworks()[framework]["names"]:
+        yaml.safe_load(port(framework, [Typed(name, value)]).text("title"))
 
 
 def test_a_recipe_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
