@@ -1277,7 +1277,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "megatron.transformer_args.attention_dropout",
         "not be the one that sampled",
     ),
-    ((*_GEMMA, "rollout=sglang"), "rollout.engine", "model.path=gemma is gemma3_text"),
+    (
+        (*_FOLDER, "model.path=phi", "rollout=sglang"),
+        "rollout.engine",
+        "model.path=phi is phi3",
+    ),
     ((*_GEMMA, "actor=megatron"), "actor.engine", "model.path=gemma is gemma3_text"),
     ((*_GEMMA, "algorithm=ppo"), "algorithm.advantage", "no gemma3_text with a value head"),
     (
