@@ -2,7 +2,7 @@
 
 Releases of SGLang differ in the functions of an RL loop. Routes are read from ``/openapi.json``.
 Behaviour that no answer shows follows from the version, as read in the sources of the tested
-releases and seen on running servers (docs/sglang-versions.md).
+releases and seen on running servers (docs/versions.md).
 """
 
 from __future__ import annotations
