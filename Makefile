@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SGLANG_STAMP := $(VENV)/.sglang-cpu
 ARGS ?=
+CONSTRAINTS ?= constraints.txt
+TORCH ?= torch
 # The first Python that is new enough; `make train PYTHON=/path/to/python3.12` chooses another.
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -41,16 +43,16 @@ $(STAMP): setup.py constraints.txt
 		echo "hybridrl needs Python 3.11 or newer, and none was found as '$(or $(PYTHON),python3)'."; \
 		echo "Install one, then: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable '.[dev,docs,megatron,search]'
+	$(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS) $(TORCH)
+	$(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS) --editable '.[dev,docs,megatron,search]'
 	@touch $@
 
 # SGLang, its router, torchvision and triton go in without their dependencies: those pull CUDA. The stand-ins
 # take the place of SGLang's compiled kernels, which no index has for a CPU.
 SGLANG := tests/sglang
 $(SGLANG_STAMP): $(STAMP) $(SGLANG)/requirements.txt $(wildcard $(SGLANG)/stand_ins/*.py $(SGLANG)/stand_ins/site/*.py $(SGLANG)/stand_ins/site/*/*.py)
-	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --no-deps sglang sglang-router torchvision triton
-	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --requirement $(SGLANG)/requirements.txt
+	$(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS) --no-deps sglang sglang-router torchvision triton
+	$(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS) --requirement $(SGLANG)/requirements.txt
 	$(BIN)/python $(SGLANG)/stand_ins/install.py
 	@touch $@
 
@@ -91,8 +93,9 @@ test-torch-next:
 test-newest: # SGLang 0.5.23 cannot be imported with them
 	@$(MAKE) test-stack VENV=.venv-newest PACKAGES="torch==2.15.0 transformers==5.23.0" STACK_TESTS="$(NUMERICAL)"
 test-megatron-next:
-	@$(MAKE) test-stack VENV=.venv-megatron-next PYTHON=$(PYTHON312) PACKAGES=megatron-core==0.19.2 \
-		STACK_TESTS="tests/megatron tests/contract"
+	@mkdir -p .cache && grep -vE "^(torch|triton|megatron-core)==" constraints.txt > .cache/constraints-next.txt
+	@$(MAKE) test-stack VENV=.venv-megatron-next PYTHON=$(PYTHON312) CONSTRAINTS=.cache/constraints-next.txt \
+		TORCH=torch==2.14.1 PACKAGES=megatron-core==0.19.2 STACK_TESTS="tests/megatron tests/contract"
 
 PYTHON312 ?= python3.12
 NUMERICAL := $(addprefix tests/,algorithms models contract megatron workers trainer end_to_end)

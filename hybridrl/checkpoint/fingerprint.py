@@ -56,6 +56,9 @@ _FORMER = {
 }
 """By a former key of ``sft``, ``dpo`` and ``reward_model``."""
 
+_MOVED = {"megatron.replay_routing": "actor.replay_routing"}
+"""By a former key."""
+
 _SAMPLE_BYTES = 2**20
 
 TOKENIZER_FILES = (
@@ -196,14 +199,14 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 
 
 def _in_keys_of_today(saved: Recipe) -> Recipe:
-    """Return a recipe of a run that began when modes had such keys of their own."""
+    """Return a recipe of a run that began when some keys had other names."""
     recipe = {}
     for key, value in saved.items():
         section, _, name = key.partition(".")
         if section == saved.get("mode") and name in _FORMER:
             recipe[_FORMER[name]] = value
         elif section not in OFFLINE_MODES or section == saved.get("mode"):
-            recipe.setdefault(key, value)
+            recipe.setdefault(_MOVED.get(key, key), value)
     return recipe
 
 

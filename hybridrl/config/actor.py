@@ -108,3 +108,7 @@ class ActorConfig(EngineConfig):
 
     logprob_chunk_tokens: PackedTokens
     """Tokens whose logits are in memory at one time, in float32."""
+
+    replay_routing: bool
+    """Route each token of the policy through the experts that the rollout engine chose for it.
+    Needs ``rollout.routed_experts=true``. The reference and the critic choose their own."""

@@ -71,10 +71,6 @@ class MegatronConfig:
     """Weight of the load-balance loss of mixture-of-experts layers (arXiv:2006.16668), summed over
     layers; 0 only measures it. See docs/mixture-of-experts.md."""
 
-    replay_routing: bool
-    """Route each token of the policy through the experts that the rollout engine chose for it.
-    Needs ``rollout.routed_experts=true``. The reference and the critic choose their own."""
-
     transformer_args: Arguments
     """Further fields of megatron-core's TransformerConfig by their names, as fp8; passed on
     unchanged. Fields that have a key here are refused."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hybridrl.models.logprobs import token_logprobs
 from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed import PackLayout
+from hybridrl.models.routing_replay import RoutingReplay
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,14 @@ class PolicyModel(PackedModel):
         self._chunk_tokens = chunk_tokens
         # A factor of the logits is one more temperature: Granite divides, Cohere multiplies.
         settings = hf.config.to_dict()
+        self._replay = RoutingReplay(hf)
         self._temperature = settings.get("logits_scaling", 1.0) / settings.get("logit_scale", 1.0)
 
     def forward(
         self, tokens: PackedTokens, temperature: float, *, needs_entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the scored tokens, both float32 [S] nats."""
+        self._replay.experts_TJK = tokens.experts_TJK
         return token_logprobs(
             self.hidden_before_scored(tokens),
             self.hf.lm_head.weight,

@@ -155,6 +155,7 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             reduce_dtype="float32",
             gradient_checkpointing=False,
             logprob_chunk_tokens=4096,
+            replay_routing=False,
             fsdp2=fsdp2_checks.UNUSED,
             optimizer=optimizer,
         ),

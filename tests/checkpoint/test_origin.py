@@ -82,6 +82,7 @@ def test_a_run_whose_mode_had_steps_of_its_own_goes_on(
     is_other = mode != "train"
     shared = {"trainer.num_prompts_per_step": 1, "eval.every_num_steps": 1} if is_other else {}
     saved = {**now, **shared, **own, "sft.turns": "last"}
+    saved["megatron.replay_routing"] = saved.pop("actor.replay_routing")
     changes = check_recipe(saved, now, where=WHERE, accept=True)
     assert [words in change for change in changes] == [True] * bool(words and is_other)
 

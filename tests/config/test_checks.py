@@ -1012,11 +1012,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*ADAPTER, "lora.init_from=dora"), "lora.init_from", "use_dora=True is not supported"),
     (TP2, "megatron.tensor_parallel_size", "would be ignored"),
     (("megatron.transformer_args={fp8: hybrid}",), "megatron.transformer_args", "would be ignored"),
-    (
-        ("critic.engine=megatron", "megatron.replay_routing=true"),
-        "megatron.replay_routing",
-        "would be ignored",
-    ),
     ((*MEGATRON, *TP2), "cluster.num_ranks_per_node", "multiple of 2: tensor 2 x pipeline 1"),
     (
         ("algorithm=ppo", "critic=megatron", *TP2, "cluster.num_ranks_per_node=3"),
@@ -1199,14 +1194,14 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "no experts to route",
     ),
     (
-        (*MEGATRON, *SGLANG, "megatron.replay_routing=true", "rollout.routed_experts=true"),
-        "megatron.replay_routing",
+        (*MEGATRON, *SGLANG, "actor.replay_routing=true", "rollout.routed_experts=true"),
+        "actor.replay_routing",
         "no experts to route",
     ),
-    ((*MOE, "megatron.replay_routing=true"), "megatron.replay_routing", "does not return"),
+    ((*MOE, "actor.replay_routing=true"), "actor.replay_routing", "does not return"),
     (
-        (*MOE, "mode=sft", "megatron.replay_routing=true"),
-        "megatron.replay_routing",
+        (*MOE, "mode=sft", "actor.replay_routing=true"),
+        "actor.replay_routing",
         "mode=sft learns from a file",
     ),
     (
@@ -1649,7 +1644,7 @@ def test_a_section_that_divides_is_accepted_and_counts_its_data_parallel_ranks()
     assert config.megatron_worlds == {"cluster.num_ranks_per_node": 8}
     moe = config_of(
         *(*MOE, *GPUS, *TP2, "megatron.sequence_parallel=true", "rollout.routed_experts=true"),
-        *("megatron.expert_parallel_size=8", "megatron.replay_routing=true"),
+        *("megatron.expert_parallel_size=8", "actor.replay_routing=true"),
         "megatron.load_balance_coefficient=0.001",
     )
     assert moe.num_train_groups == 4

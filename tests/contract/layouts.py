@@ -49,6 +49,9 @@ class Layout:
     fsdp2: Mapping[str, int | bool | str] = field(default_factory=dict)
     """Changes of ``actor.fsdp2`` and ``critic.fsdp2``."""
 
+    replays_routes: bool = False
+    """As ``actor.replay_routing``."""
+
     max_share: float = 1.1
     """Of the model's bytes that one rank may hold on its device between computations; buffers are
     filled up to whole blocks."""

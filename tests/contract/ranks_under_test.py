@@ -60,8 +60,7 @@ class Rank:
 
     def free_routes(self) -> None:
         """Let models choose their experts, whatever the layout says."""
-        megatron = replace(self._config.megatron, replay_routing=False)
-        self._config = replace(self._config, megatron=megatron)
+        self.layout = replace(self.layout, replays_routes=False)
 
     def reference(
         self, folder: Path, *, policy: PolicyEngine, lora: LoraConfig = NO_ADAPTER
@@ -94,7 +93,10 @@ class Rank:
 
     def _with_layout(self, config: Config) -> Config:
         options = replace(config.fsdp2, **self.layout.fsdp2)  # type: ignore[arg-type]
-        return replace(config, engine=self.layout.engine, fsdp2=options)  # type: ignore[arg-type]
+        whole = replace(config, engine=self.layout.engine, fsdp2=options)  # type: ignore[arg-type]
+        if isinstance(whole, ActorConfig):
+            return replace(whole, replay_routing=self.layout.replays_routes)
+        return whole
 
 
 class RanksUnderTest:

@@ -66,7 +66,7 @@ DENSE = {
     "all activations": ("actor.gradient_checkpointing=false",),
 }
 SPARSE = {
-    "one rank": ("megatron.replay_routing=true", "rollout.routed_experts=true"),
+    "one rank": ("actor.replay_routing=true", "rollout.routed_experts=true"),
     "experts on ranks": ("megatron.expert_parallel_size=2", *TENSOR),
     "parts of experts": ("megatron.expert_tensor_parallel_size=2", *TENSOR),
     "pipeline": ("megatron.pipeline_parallel_size=2", "megatron.expert_parallel_size=2"),
@@ -135,6 +135,11 @@ def test_option_of_megatron_goes_through_a_cycle(rehearse: Rehearse, option: str
 @pytest.mark.parametrize("option", marked(SPARSE, SPARSE_BY_NIGHT))
 def test_experts_on_megatron_go_through_a_cycle(rehearse: Rehearse, option: str) -> None:
     assert_sound(rehearse(tiny_case(*MEGATRON, *SPARSE[option], family="qwen3_moe")))
+
+
+def test_routes_are_replayed_on_fsdp2(rehearse: Rehearse) -> None:
+    replays = ("actor.replay_routing=true", "rollout.routed_experts=true")
+    assert_sound(rehearse(tiny_case(*replays, family="qwen3_moe")))
 
 
 def test_last_stage_of_a_pipeline_goes_through_a_cycle(rehearse: Rehearse) -> None:

@@ -122,7 +122,7 @@ def test_a_trainer_that_replays_routes_agrees_with_the_engine_over_steps(
     folder = make_tiny_model(tmp_path / "0", "qwen3_moe", seed=5, tie_embeddings=False)
     (folder / "tokenizer.json").write_text("{}")
     sampling = replace(sampling_params(group=4, tokens=8), temperature=0.7)
-    with running("tp2-sp-ep2", replay_routing=True) as ranks:
+    with running("tp2-sp-ep2", replays_routes=True) as ranks:
         for version in range(2):
             sync(family_engine, weights_of(folder), version=version)
             responses = family_engine.run(single_turn(PROMPTS, sampling))

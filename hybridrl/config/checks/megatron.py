@@ -11,14 +11,11 @@ from hybridrl.config.checks.messages import error, unused_keys
 from hybridrl.config.checks.parallel_sizes import check_parallel_sizes
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.megatron import MegatronConfig
-from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError
 from hybridrl.models.architecture import find_architecture
 
 INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'hybridrl[transformer-engine]'"
 """Without isolation: else pip would compile it for the newest torch instead of the installed."""
-
-_REPLAY = "megatron.replay_routing"
 
 UNUSED = MegatronConfig(
     tensor_parallel_size=1,
@@ -35,7 +32,6 @@ UNUSED = MegatronConfig(
     recompute_modules=(),
     overlap_communication="auto",
     load_balance_coefficient=0.0,
-    replay_routing=False,
     transformer_args={},
     optimizer_args={},
     ddp_args={},
@@ -152,33 +148,12 @@ def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, "model.dtype", rule, "model.dtype=float32")
 
 
-def check_routing(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Only layers with experts have routes to balance or to replay."""
-    megatron, model = config.megatron, find_architecture(config.model)
-    if not config.megatron_worlds or model is None or model.experts is not None:
-        return
-    rule = "the model has no experts to route tokens to"
-    if megatron.load_balance_coefficient:
-        key = "megatron.load_balance_coefficient"
-        yield error(config, key, rule, f"{key}=0.0")
-    if megatron.replay_routing:
-        yield error(config, _REPLAY, rule, f"{_REPLAY}=false")
-
-
-def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A replay of routes needs recorded routes. For modes that sample."""
-    rollout = config.rollout
-    if not config.megatron_worlds or not config.megatron.replay_routing:
-        return
-    if rollout.engine != "sglang" or not rollout.routed_experts:
-        rule = (
-            f"rollout.engine={rollout.engine} with rollout.routed_experts="
-            f"{to_override(rollout.routed_experts)} does not return the experts that it used"
-        )
-        records = "rollout.routed_experts=true"
-        if rollout.engine != "sglang":
-            records = f"rollout=sglang {records}"
-        yield error(config, _REPLAY, rule, records, f"{_REPLAY}=false")
+def check_load_balance(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Only layers with experts have routes to balance."""
+    model, key = find_architecture(config.model), "megatron.load_balance_coefficient"
+    is_dense = model is not None and model.experts is None
+    if config.megatron_worlds and is_dense and config.megatron.load_balance_coefficient:
+        yield error(config, key, "the model has no experts to route tokens to", f"{key}=0.0")
 
 
 RULES = (
@@ -187,5 +162,5 @@ RULES = (
     check_kernels,
     check_recompute_modules,
     check_master_weights,
-    check_routing,
+    check_load_balance,
 )

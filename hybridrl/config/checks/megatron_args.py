@@ -25,7 +25,7 @@ _TRANSFORMER_TYPED = by_argument(
         "megatron.layers": "transformer_impl moe_grouped_gemm",
         "megatron.attention": "attention_backend",
         "megatron.load_balance_coefficient": "moe_aux_loss_coeff moe_router_load_balancing_type",
-        "megatron.replay_routing": "moe_enable_routing_replay",
+        "actor.replay_routing": "moe_enable_routing_replay",
         "actor.compute_dtype": (
             "bf16 fp16 params_dtype pipeline_dtype enable_autocast autocast_dtype"
         ),

@@ -17,8 +17,8 @@ def check_rows_of_a_step(config: ExperimentConfig) -> Iterator[ConfigError]:
         key, legal = "trainer.num_prompts_per_step", -(-size // num_ranks) * num_ranks
         rule = f"must be a multiple of {num_ranks} data-parallel ranks"
         yield error(config, key, rule, f"{key}={legal}")
-    if config.megatron_worlds and config.megatron.replay_routing:
-        key = "megatron.replay_routing"
+    if config.actor.replay_routing:
+        key = "actor.replay_routing"
         rule = f"mode={config.mode} learns from a file, which holds no routes of experts"
         yield error(config, key, rule, f"{key}=false")
 

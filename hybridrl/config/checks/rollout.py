@@ -179,8 +179,26 @@ def check_sglang_computes_the_model(config: ExperimentConfig) -> Iterator[Config
             "SGLang before 0.5.23 gives routers of mixtral no layer number, so its server ends "
             "when it records the experts of a layer"
         )
-        remedy = "rollout.routed_experts=false megatron.replay_routing=false"
+        remedy = "rollout.routed_experts=false actor.replay_routing=false"
         yield error(config, "rollout.routed_experts", rule, remedy)
+
+
+def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A replay of routes needs experts, and an engine that records them."""
+    rollout, model, key = config.rollout, find_architecture(config.model), "actor.replay_routing"
+    if not config.actor.replay_routing or config.mode == "eval":
+        return
+    if model is not None and model.experts is None:
+        yield error(config, key, "the model has no experts to route tokens to", f"{key}=false")
+    elif rollout.engine != "sglang" or not rollout.routed_experts:
+        rule = (
+            f"rollout.engine={rollout.engine} with rollout.routed_experts="
+            f"{str(rollout.routed_experts).lower()} does not return the experts that it used"
+        )
+        records = "rollout.routed_experts=true"
+        if rollout.engine != "sglang":
+            records = f"rollout=sglang {records}"
+        yield error(config, key, rule, records, f"{key}=false")
 
 
 def check_recording(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -215,6 +233,7 @@ RULES = (
     check_sglang_is_installed,
     check_sglang,
     check_sglang_computes_the_model,
+    check_routing_replay,
     check_recording,
     check_replayed_run,
 )

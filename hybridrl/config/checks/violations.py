@@ -104,7 +104,6 @@ _REINFORCING_RULES: Groups = {
     "algorithm": (*algorithm.RULES, other_models.check_teacher),
     "asynchronous": asynchronous.RULES,
     "batch sizes": batch_sizes.RULES,
-    "routing": (megatron.check_routing_replay,),
 }
 _OF_A_RUN: frozenset[Rule] = frozenset(
     {

@@ -22,9 +22,10 @@ from hybridrl.diagnostics import trace
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
+from hybridrl.models.architecture import read_architecture
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.experts import StoredNames
-from hybridrl.models.packed_model import PackedModel
+from hybridrl.models.packed_model import PackedModel, PolicyModel
 from hybridrl.workers.train.backend import (
     Compute,
     LossOf,
@@ -41,6 +42,7 @@ from hybridrl.workers.train.export import Configuration, configs_of
 from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
+from hybridrl.workers.train.routes import routes_of
 from hybridrl.workers.train.shard_spec import CheckpointTensor
 from hybridrl.workers.train.shards import (
     as_fsdp,
@@ -134,9 +136,18 @@ class FSDP2Backend:
         return self._batcher.divide(
             rows.token_ids_BL,
             rows.response_mask_BL,
+            self._routes(rows),
             sequence_lengths_BQ=sequence_lengths(rows),
             num_together=num_together(rows),
         )
+
+    def _routes(self, rows: Rows) -> Tensor | None:
+        """Return the experts that tokens must go through; None lets the model choose."""
+        if not isinstance(self._config, ActorConfig) or not isinstance(self.model, PolicyModel):
+            return None
+        if self._optimizer is None or not self._config.replay_routing:
+            return None
+        return routes_of(rows, read_architecture(self.folder))
 
     @torch.no_grad()
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:

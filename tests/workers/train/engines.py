@@ -52,6 +52,7 @@ ACTOR = ActorConfig(
     reduce_dtype="float32",
     gradient_checkpointing=False,
     logprob_chunk_tokens=16,
+    replay_routing=False,
     fsdp2=FSDP2,
     optimizer=OPTIMIZER,
 )

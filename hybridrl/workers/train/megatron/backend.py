@@ -20,7 +20,6 @@ from transformers import (
     GenerationConfig,
 )
 
-from hybridrl.batch import RolloutBatch, TrainBatch, routed_experts_of
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.diagnostics import activity
@@ -48,11 +47,11 @@ from hybridrl.workers.train.megatron.export import WeightExport
 from hybridrl.workers.train.megatron.load import fill_masters
 from hybridrl.workers.train.megatron.lora import StageAdapter
 from hybridrl.workers.train.megatron.optimizer import DistributedAdamW, use_gradient_buffers
-from hybridrl.workers.train.megatron.routing import require_routes
 from hybridrl.workers.train.megatron.schedule import Schedule
 from hybridrl.workers.train.megatron.stages import Stages
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
+from hybridrl.workers.train.routes import routes_of
 from hybridrl.workers.train.shard_spec import CheckpointTensor
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
@@ -311,11 +310,11 @@ class MegatronBackend:
 
     def _routes(self, rows: Rows) -> Tensor | None:
         """Return the experts that tokens must go through; None lets the model choose."""
-        is_policy = isinstance(self._config, ActorConfig) and not self._is_reward_model
-        if not (is_policy and self._optimizer is not None and self.parallel.config.replay_routing):
+        if not isinstance(self._config, ActorConfig) or self._is_reward_model:
             return None
-        experts = routed_experts_of(rows) if isinstance(rows, RolloutBatch | TrainBatch) else None
-        return require_routes(experts, self.stages.shard_map.architecture)
+        if self._optimizer is None or not self._config.replay_routing:
+            return None
+        return routes_of(rows, self.stages.shard_map.architecture)
 
     def _measure_balance(self, microbatches: MicroBatches) -> LoadBalance | None:
         """Begin to measure how tokens fall on experts, if there are any; a collective call."""

@@ -17,9 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.batch import row_offsets
-from hybridrl.errors import DataError
-from hybridrl.models.architecture import Architecture
 from hybridrl.models.packed import PackLayout
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.megatron.balance import LoadBalance
@@ -163,40 +160,3 @@ class _Replay:
         # Padding goes through the router's own choice: experts then see the same batches.
         experts_TK = torch.where(self.experts_TK < 0, experts_TK, self.experts_TK)
         return scores_TE.gather(1, experts_TK), experts_TK
-
-
-def require_routes(experts_BLJK: Tensor | None, architecture: Architecture) -> Tensor:
-    """Check that rows name experts of this model, and return them.
-
-    Args:
-        experts_BLJK: jagged integers, the experts of all tokens but the last of each row.
-
-    Raises:
-        DataError: rows without experts, or with those of another model.
-    """
-    remedy = "set rollout.routed_experts=true, or megatron.replay_routing=false"
-    if experts_BLJK is None:
-        raise DataError(f"the rows do not contain the experts of their tokens; {remedy}")
-    experts = architecture.experts
-    num_experts, num_per_token = (
-        (0, 0) if experts is None else (experts.num_experts, experts.num_per_token)
-    )
-    shape, expected = experts_BLJK.values().shape[1:], (architecture.num_layers, num_per_token)
-    if shape != expected:
-        raise DataError(
-            f"the rows contain experts of {shape[0]} layers, {shape[1]} per token, and the model "
-            f"has {expected[0]} layers, {expected[1]} per token; {remedy}"
-        )
-    ends_B = row_offsets(experts_BLJK)[1:]
-    sparse = [] if experts is None else list(experts.sparse_layers)
-    used = experts_BLJK.values()[:, sparse]
-    is_wrong_T = ((used < 0) | (used >= num_experts)).flatten(1).any(dim=1)
-    is_wrong_T[ends_B - 1] = False  # the last token was not an input
-    if is_wrong_T.any():
-        index = int(is_wrong_T.nonzero()[0])
-        row = int((ends_B <= index).sum())
-        raise DataError(
-            f"token {index - int(row_offsets(experts_BLJK)[row])} of row {row} names an expert "
-            f"outside of the {num_experts} of each layer; {remedy}"
-        )
-    return experts_BLJK

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -14,10 +15,17 @@ from tests.contract.ranks_under_test import RanksUnderTest
 from tests.tiny_models import Family, make_tiny_model
 
 
-def _cut(name: str, *, num_ranks: int, dp_size: int = 1, **megatron: int | bool) -> Layout:
+def _cut(
+    name: str,
+    *,
+    num_ranks: int,
+    dp_size: int = 1,
+    engine: Literal["fsdp2", "megatron"] = "megatron",
+    **megatron: int | bool,
+) -> Layout:
     return Layout(
         name=name,
-        engine="megatron",
+        engine=engine,
         num_ranks=num_ranks,
         dp_size=dp_size,
         family="qwen3_moe",
@@ -41,6 +49,8 @@ LAYOUTS = {
         _cut("pp2", num_ranks=2, pipeline_parallel_size=2),
         _cut("cp2-ep2", num_ranks=2, context_parallel_size=2, expert_parallel_size=2),
         _cut("pp2-vp2", num_ranks=2, pipeline_parallel_size=2, num_virtual_stages=2),
+        _cut("fsdp2", num_ranks=1, engine="fsdp2"),
+        _cut("fsdp2 x 2", num_ranks=2, dp_size=2, engine="fsdp2"),
         _cut("pp2-ep2", num_ranks=4, dp_size=2, pipeline_parallel_size=2, expert_parallel_size=2),
     )
 }
@@ -50,30 +60,25 @@ BY_NIGHT = {"ep2", "pp2-vp2", "pp2-ep2", "cp2-ep2"}
 """What the others, or the contract suite, show in part."""
 
 
-def cut_as(*names: str, **megatron: float | bool) -> pytest.MarkDecorator:
+def cut_as(
+    *names: str, replays_routes: bool = False, **megatron: float | bool
+) -> pytest.MarkDecorator:
     """Run a test on the layouts of these names, with changes of the ``megatron`` section."""
+    changes = megatron | {"replays_routes": replays_routes}
     params = [
-        pytest.param((name, megatron), id=name, marks=[pytest.mark.nightly] * (name in BY_NIGHT))
+        pytest.param((name, changes), id=name, marks=[pytest.mark.nightly] * (name in BY_NIGHT))
         for name in names
     ]
     return pytest.mark.parametrize("ranks", params, indirect=True)
 
 
 @contextmanager
-def running(name: str, **megatron: object) -> Iterator[RanksUnderTest]:
+def running(
+    name: str, *, replays_routes: bool = False, **megatron: object
+) -> Iterator[RanksUnderTest]:
     layout = LAYOUTS[name]
     changed = dict(layout.megatron) | megatron
-    ranks = RanksUnderTest(
-        Layout(
-            name=name,
-            engine="megatron",
-            num_ranks=layout.num_ranks,
-            dp_size=layout.dp_size,
-            family=layout.family,
-            num_layers=layout.num_layers,
-            megatron=changed,
-        )
-    )
+    ranks = RanksUnderTest(replace(layout, megatron=changed, replays_routes=replays_routes))
     try:
         yield ranks
     finally:
@@ -101,5 +106,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 NORMALISED, SPARSE = MODELS
-BY_DAY = {(NORMALISED, "1"), (SPARSE, "tp2-sp-ep2"), (SPARSE, "pp2"), (NORMALISED, "ep2")}
+BY_DAY = {
+    *((NORMALISED, "1"), (SPARSE, "tp2-sp-ep2"), (SPARSE, "pp2"), (NORMALISED, "ep2")),
+    (SPARSE, "fsdp2 x 2"),
+}
 """Models with the layouts, or the layouts that saved them, which are not nightly."""

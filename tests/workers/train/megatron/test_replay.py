@@ -32,7 +32,7 @@ from tests.workers.train.engines import (
 from tests.workers.train.megatron.expert_layouts import MODELS, cut_as, make_expert_model
 from tests.workers.train.megatron.routes import RoutedPolicy
 
-ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2", "cp2-ep2")
+ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2", "cp2-ep2", "fsdp2", "fsdp2 x 2")
 FIRST = 5  # rows of the first of two data-parallel ranks, of eleven
 
 
@@ -69,7 +69,7 @@ def _scores(answers: list[Learned], step: int) -> Tensor:
 
 
 @pytest.mark.shows("6.6")
-@cut_as(*ALL, replay_routing=True)
+@cut_as(*ALL, replays_routes=True)
 @pytest.mark.parametrize("budget", [pytest.param(10_000, marks=pytest.mark.nightly), 30])
 def test_replay_of_own_routes_is_bitwise_identical(
     ranks: RanksUnderTest, folder: Path, budget: int
@@ -95,7 +95,7 @@ def _train_freely(
 
 
 @pytest.mark.shows("6.6")
-@cut_as(*ALL, replay_routing=True)
+@cut_as(*ALL, replays_routes=True)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -138,7 +138,7 @@ def _score_by_both(rank: Rank, folder: Path, batch: TrainBatch) -> tuple[Tensor,
     return tuple(score.logprobs_BL.values() for score in (*scores, free))
 
 
-@cut_as("1", replay_routing=True)
+@cut_as("1", replays_routes=True)
 def test_the_reference_chooses_its_own_experts(ranks: RanksUnderTest, folder: Path) -> None:
     batch = RoutedPolicy(folder).with_random_routes(_lessons()[0], seed=3)
     for policy, reference, free in ranks.run(_score_by_both, folder, batch):
@@ -180,7 +180,7 @@ def _spoil(experts_TJK: Tensor, wrong: int) -> Tensor:
     return experts_TJK
 
 
-@cut_as("1", replay_routing=True)
+@cut_as("1", replays_routes=True)
 def test_rows_without_experts_are_rejected(ranks: RanksUnderTest, folder: Path) -> None:
     batch = RoutedPolicy(folder).with_own_routes(_lessons()[0])
     ranks.run(_be_refused, folder, batch)

@@ -1,0 +1,76 @@
+"""Sends tokens of a transformers model through given experts instead of those its routers choose.
+
+All routers of transformers choose by one ``torch.topk`` over the scores of their experts. While a
+router runs, that call is answered with the given experts and their scores: their weights follow the
+family's own formula, and carry a gradient.
+
+Legend: T packed tokens, E experts of a layer, J layers, K experts that a token goes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+
+class RoutingReplay:
+    """The routers of a model; without experts in its layers it has none."""
+
+    experts_TJK: Tensor | None = None
+    """Experts of the tokens in the next passes, kept for activations that are computed again. The
+    routers choose where it is -1, and everywhere if it is None."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take the place of the routers' forward passes."""
+        for number, layer in enumerate(model.model.layers):
+            router = getattr(layer.mlp, "gate", None)
+            if router is not None:
+                route = partial(self._route, router.forward, number, router.weight.shape[0])
+                router.forward = route
+
+    def _route(
+        self,
+        choose: Callable[..., object],
+        layer: int,
+        num_experts: int,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        if self.experts_TJK is None:
+            return choose(*args, **kwargs)
+        with _Given(self.experts_TJK[:, layer], num_experts):
+            return choose(*args, **kwargs)
+
+
+class _Given(TorchFunctionMode):
+    """Answers a choice of K of E experts for each token; a choice of groups has other sizes."""
+
+    def __init__(self, experts_TK: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._experts_TK = experts_TK
+        self._num_experts = num_experts
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        scores_TE, (_, chosen_TK) = args[0], result
+        is_of_experts = scores_TE.ndim == 2 and scores_TE.shape[1] == self._num_experts
+        if not is_of_experts or chosen_TK.shape != self._experts_TK.shape:
+            return result
+        given_TK = self._experts_TK.to(chosen_TK.device, torch.int64)
+        # Padding goes through the router's own choice: experts then see the same batches.
+        experts_TK = torch.where(given_TK < 0, chosen_TK, given_TK)
+        return torch.return_types.topk((scores_TE.gather(1, experts_TK), experts_TK))
