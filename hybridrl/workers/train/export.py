@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +21,12 @@ from hybridrl.checkpoint.fingerprint import TOKENIZER_FILES
 from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
 from hybridrl.models.adapter_names import WEIGHTS_FILE
+from hybridrl.models.model_folder import CONFIG
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.protocol import NamedTensors, WeightSpec
+
+_WRITTEN_ANEW = {"torch_dtype", "rope_theta", "rope_scaling", "num_labels", "auto_map"}
+"""Settings that transformers 5 writes under other names, or that name files beside config.json."""
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
@@ -90,9 +95,24 @@ def write_hf_folder(
         _write_weights(unfinished, weights, _divide_into_files(specs, max_file_bytes))
         for config in configs:
             config.save_pretrained(unfinished)
+        _keep_settings(source / CONFIG, unfinished / CONFIG)
         for pattern in TOKENIZER_FILES:
             for path in source.glob(pattern):
                 shutil.copyfile(path, unfinished / path.name)
+
+
+def _keep_settings(source: Path, target: Path) -> None:
+    """Add the settings of the source that transformers does not write: SGLang reads some of them.
+
+    DeepSeek's ``topk_method`` is one, MiniMax's ``use_qk_norm`` another.
+    """
+    if not source.is_file():  # a made model
+        return
+    written = json.loads(target.read_text(encoding="utf-8"))
+    given = json.loads(source.read_text(encoding="utf-8"))
+    missing = {name: given[name] for name in given.keys() - written.keys() - _WRITTEN_ANEW}
+    text = to_json_text({**written, **dict(sorted(missing.items()))}, indent=2)
+    target.write_text(f"{text}\n", encoding="utf-8")
 
 
 def write_adapter_folder(
