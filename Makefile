@@ -95,7 +95,7 @@ test-newest: # SGLang 0.5.23 cannot be imported with them
 test-megatron-next:
 	@mkdir -p .cache && grep -vE "^(torch|triton|megatron-core)==" constraints.txt > .cache/constraints-next.txt
 	@$(MAKE) test-stack VENV=.venv-megatron-next PYTHON=$(PYTHON312) CONSTRAINTS=.cache/constraints-next.txt \
-		TORCH=torch==2.14.1 PACKAGES=megatron-core==0.19.2 STACK_TESTS="tests/megatron tests/contract"
+		TORCH=torch==2.14.1 PACKAGES=megatron-core==0.19.2 STACK_TESTS="tests/megatron tests/contract tests/workers/train/megatron"
 
 PYTHON312 ?= python3.12
 NUMERICAL := $(addprefix tests/,algorithms models contract megatron workers trainer end_to_end)
