@@ -92,14 +92,18 @@ class Pending(Protocol[Result]):
 
 
 class Learner(Protocol):
-    """A worker group of ``SupervisedWorker``."""
+    """A worker group of a mode that learns from a data set; see ``workers/offline.py``."""
 
-    def fit(self, batch: SupervisedBatch) -> Metrics:
+    def update(self, batch: SupervisedBatch | PreferenceBatch) -> Metrics:
         """Take one optimizer step."""
         ...
 
-    def evaluate(self, batch: SupervisedBatch) -> Metrics:
-        """Return the loss on held-out rows."""
+    def evaluate(self, batch: SupervisedBatch | PreferenceBatch) -> Metrics:
+        """Measure the loss on held-out rows."""
+        ...
+
+    def compute_reference(self, batch: PreferenceBatch) -> Tensor:
+        """Return the reference's log-prob of each answer, float32 [B] nats."""
         ...
 
     def export_hf(self, folder: Path) -> list[None]:
@@ -108,22 +112,6 @@ class Learner(Protocol):
 
     def export_adapter(self, folder: Path) -> list[None]:
         """Write a peft folder; there must be an adapter."""
-        ...
-
-
-class PreferenceLearner(Protocol):
-    """A worker group of ``PreferenceWorker``."""
-
-    def compute_reference(self, batch: PreferenceBatch) -> Tensor:
-        """Return the reference's log-prob of each answer, float32 [B] nats."""
-        ...
-
-    def update(self, batch: PreferenceBatch) -> Metrics:
-        """Take one optimizer step."""
-        ...
-
-    def evaluate(self, batch: PreferenceBatch) -> Metrics:
-        """Return loss and accuracy on held-out pairs."""
         ...
 
 
