@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 from hybridrl.batch import PreferenceBatch, SupervisedBatch, row_lengths
 from hybridrl.data.sampler import RowOrder
 from hybridrl.metrics import Mean, Metrics
+from hybridrl.trainer.balance import balance_over_ranks
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.policy import Learner
-from hybridrl.workers.train.microbatch import balance_over_ranks
 
 Example = TypeVar("Example")
 """A row of the data set: one with an answer, or a pair of answers."""

@@ -14,29 +14,20 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hybridrl.batch import (
-    CriticBatch,
-    PreferenceBatch,
-    RolloutBatch,
-    SupervisedBatch,
-    TrainBatch,
-)
 from hybridrl.errors import ConfigError
 from hybridrl.metrics import Metrics
 from hybridrl.models.packed import AttentionKernel
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration
-from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
+from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
 from hybridrl.workers.train.optimizer import StepResult
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.shard_spec import CheckpointTensor
+from hybridrl.workers.train.shard_spec import RankShards
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
 
-
-Rows: TypeAlias = RolloutBatch | TrainBatch | SupervisedBatch | CriticBatch | PreferenceBatch
 
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
 """Columns of scored tokens: a tuple of float [S], one float [columns, S], or [S] for one column.
@@ -48,18 +39,6 @@ Compute: TypeAlias = Callable[[nn.Module, PackedTokens], Output]
 LossOf: TypeAlias = Callable[[MicroBatch, Output], tuple[Tensor, Metrics]]
 """From a micro-batch and its output to its share of the global loss, to be *summed*, and metrics.
 For a dummy micro-batch the share is a 0 that carries a gradient, and metrics are empty."""
-
-
-def num_together(rows: Rows) -> int:
-    """Return how many adjacent rows one micro-batch must compute: both of a preference pair."""
-    return 2 if isinstance(rows, PreferenceBatch) else 1
-
-
-def sequence_lengths(rows: Rows) -> Tensor | None:
-    """Return the lengths of the sequences of each row; None where each row is one sequence."""
-    if isinstance(rows, SupervisedBatch | PreferenceBatch):
-        return None
-    return rows.sequence_lengths_BQ
 
 
 def as_columns(output: Output, num_columns: int) -> Tensor:
@@ -159,7 +138,7 @@ class Backend(Protocol):
         """Optimizer steps taken, skipped ones not counted."""
         ...
 
-    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
+    def checkpoint_tensors(self) -> Mapping[str, RankShards]:
         """List the tensors of a resumed run; see ``LearningEngine.checkpoint_tensors``."""
         ...
 

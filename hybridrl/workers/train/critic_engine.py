@@ -5,17 +5,18 @@ Legend: S scored (response) tokens.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.value_loss import clipped_value_loss
 from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
 from hybridrl.metrics import Mean, Metrics
-from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.backend import Backend, Output
 from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine
+from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine, values_of
 from hybridrl.workers.train.protocol import TrainState
 
 
@@ -34,7 +35,7 @@ class CriticEngine(ModelEngine):
     def compute_values(self, rows: RolloutBatch) -> ValueBatch:
         """Value the state before each response token of this rank's rows; values on the host."""
         self._require("compute_values()", TrainState.PARAMETERS)
-        [values_BL] = self._compute_columns(rows, _compute, num_columns=1)
+        [values_BL] = self._compute_columns(rows, values_of, num_columns=1)
         return ValueBatch(values_BL=values_BL, batch_size=rows.batch_size)
 
     def update(
@@ -51,30 +52,25 @@ class CriticEngine(ModelEngine):
             return value_loss(
                 batch,
                 microbatch,
-                values_S=output,
+                values_S=cast(Tensor, output),
                 weights_S=weights_S,
                 value_clip=self._value_clip,
             )
 
         return self._take_step(
             batch,
-            _compute,
+            values_of,
             weighted_loss,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
         )
 
 
-def _compute(model: nn.Module, tokens: PackedTokens) -> Tensor:
-    values: Tensor = model(tokens)
-    return values
-
-
 def value_loss(
     batch: CriticBatch,
     microbatch: MicroBatch,
     *,
-    values_S: Output,
+    values_S: Tensor,
     weights_S: Tensor,
     value_clip: float,
 ) -> tuple[Tensor, Metrics]:
@@ -84,12 +80,7 @@ def value_loss(
         microbatch: for a dummy one the share is a 0 with a gradient, and metrics are empty.
         values_S: with gradient, reward units.
         weights_S: share in the global loss.
-
-    Raises:
-        TypeError: the model has several columns, so it is not a value model.
     """
-    if isinstance(values_S, tuple):
-        raise TypeError(f"a value head has one column, and this output has {len(values_S)}")
     device = values_S.device
     loss = clipped_value_loss(
         values_S,

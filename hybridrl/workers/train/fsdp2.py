@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,27 +26,23 @@ from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.backend import (
     Compute,
     LossOf,
-    Rows,
     StepOutcome,
     as_columns,
     choose_kernel,
-    num_together,
-    sequence_lengths,
 )
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.expert_shards import stored_shards
 from hybridrl.workers.train.export import Configuration, configs_of
-from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches
+from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches, Rows
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.shard_spec import CheckpointTensor
+from hybridrl.workers.train.shard_spec import RankShards
 from hybridrl.workers.train.shards import (
     as_fsdp,
     build_model,
-    build_reward_model,
     full_tensor,
     local_shard,
     reshard,
+    stored_shards,
 )
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
@@ -102,15 +97,14 @@ class FSDP2Backend:
             ranks=self.data_ranks,
             device=device,
         )
-        adapt = None if adapter is None else adapter.inject
-        build = build_reward_model if is_reward_model else partial(build_model, adapt=adapt)
-        self.model = build(
+        self.model = build_model(
             folder,
             config=config,
             dtype=DTYPES[model_config.dtype],
-            device=device,
-            num_ranks=self.data_ranks.size,
+            ranks=self.data_ranks,
             is_trainable=num_total_steps is not None,
+            adapt=None if adapter is None else adapter.inject,
+            is_reward_model=is_reward_model,
         )
         self._names = StoredNames(self.model.hf.config.model_type)
         self._optimizer: GuardedAdamW | None = None
@@ -130,12 +124,7 @@ class FSDP2Backend:
 
     def microbatches(self, rows: Rows) -> MicroBatches:
         """Divide this rank's rows; every rank gets as many micro-batches."""
-        return self._batcher.divide(
-            rows.token_ids_BL,
-            rows.response_mask_BL,
-            sequence_lengths_BQ=sequence_lengths(rows),
-            num_together=num_together(rows),
-        )
+        return self._batcher.divide(rows)
 
     @torch.no_grad()
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
@@ -224,11 +213,11 @@ class FSDP2Backend:
         """Optimizer steps taken, skipped ones not counted."""
         return self.optimizer.num_steps
 
-    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+    def checkpoint_tensors(self) -> dict[str, RankShards]:
         """List the parameters that learn, and their moments; see ``LearningEngine``."""
         optimizer = self.optimizer
         learning = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        tensors: dict[str, CheckpointTensor] = {}
+        tensors: dict[str, RankShards] = {}
         for name, parameter in learning.items():
             tensors |= stored_shards("model.", name, parameter, parameter, self._names)
         for name, parameter in learning.items():

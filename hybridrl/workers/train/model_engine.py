@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridrl.algorithms.aggregate import token_mean
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import jagged_from, row_lengths
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Last, Max, Metrics, Sum, merge
-from hybridrl.workers.train.backend import Backend, Compute, Output, Rows
+from hybridrl.models.packed_model import PackedTokens
+from hybridrl.workers.train.backend import Backend, Compute, Output
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration, write_hf_folder, write_on_first
-from hybridrl.workers.train.microbatcher import MicroBatch
+from hybridrl.workers.train.microbatcher import MicroBatch, Rows
 from hybridrl.workers.train.offload import OffloadedTensors, resident_bytes
 from hybridrl.workers.train.optimizer import StepResult
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.shard_spec import CheckpointTensor
+from hybridrl.workers.train.shard_spec import RankShards
 
 WeightedLoss: TypeAlias = Callable[[MicroBatch, Output, Tensor], tuple[Tensor, Metrics]]
 """From a micro-batch, its output and the weight of each scored token [S] in the global loss, to the
@@ -66,6 +67,8 @@ class ModelEngine:
         self.dp_rank, self.dp_size = backend.data_ranks.rank, backend.data_ranks.size
         self.is_output_rank = backend.is_output_rank
         self._area = area
+        # One of the ranks that share a micro-batch counts its tokens, once for policy and critic.
+        self._counts_tokens = area == "policy" and self.is_output_rank
         self._offloaded: dict[TrainState, OffloadedTensors] = {}
 
     def offload(self, state: TrainState) -> None:
@@ -133,7 +136,7 @@ class ModelEngine:
         """Optimizer steps taken, skipped ones not counted."""
         return self.backend.num_updates
 
-    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
+    def checkpoint_tensors(self) -> Mapping[str, RankShards]:
         """List the parameters that learn, and their moments; see ``LearningEngine``."""
         self._require("checkpoint_tensors()", *TrainState)
         return self.backend.checkpoint_tensors()
@@ -199,7 +202,14 @@ class ModelEngine:
         ).to(self.backend.device)
 
         def loss_of(microbatch: MicroBatch, output: Output) -> tuple[Tensor, Metrics]:
-            return weighted_loss(microbatch, output, microbatch.rows.spread(weights_B))
+            share, metrics = weighted_loss(microbatch, output, microbatch.rows.spread(weights_B))
+            if self._counts_tokens and microbatch.num_tokens:
+                metrics = metrics | {
+                    "data/train_tokens": Sum(microbatch.num_tokens),
+                    "data/loss_tokens": Sum(microbatch.rows.num_tokens),
+                    "data/microbatches": Sum(1),
+                }
+            return share, metrics
 
         outcome = self.backend.train_step(microbatches, compute, loss_of)
         counts = self.is_output_rank and self.dp_rank == 0
@@ -214,6 +224,12 @@ class ModelEngine:
     def _model_metrics(self, _metrics: Metrics) -> Metrics:
         """Return the model's own metrics; a role that reports them overrides this."""
         return {}
+
+
+def values_of(model: nn.Module, tokens: PackedTokens) -> Tensor:
+    """Compute a value model: the ``Compute`` of critics and reward models."""
+    values: Tensor = model(tokens)
+    return values
 
 
 def step_metrics(result: StepResult, *, area: str, counts: bool) -> Metrics:

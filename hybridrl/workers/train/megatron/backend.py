@@ -32,11 +32,8 @@ from hybridrl.workers.train.backend import (
     Compute,
     LossOf,
     Output,
-    Rows,
     StepOutcome,
     as_columns,
-    num_together,
-    sequence_lengths,
 )
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
@@ -51,9 +48,9 @@ from hybridrl.workers.train.megatron.optimizer import DistributedAdamW, use_grad
 from hybridrl.workers.train.megatron.routing import require_routes
 from hybridrl.workers.train.megatron.schedule import Schedule
 from hybridrl.workers.train.megatron.stages import Stages
-from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
+from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.shard_spec import CheckpointTensor
+from hybridrl.workers.train.shard_spec import RankShards
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
@@ -152,13 +149,7 @@ class MegatronBackend:
         Raises:
             DataError: see ``Backend.microbatches``; or rows lack the experts that a replay needs.
         """
-        return self.stages.batcher.divide(
-            rows.token_ids_BL,
-            rows.response_mask_BL,
-            self._routes(rows),
-            sequence_lengths_BQ=sequence_lengths(rows),
-            num_together=num_together(rows),
-        )
+        return self.stages.batcher.divide(rows, self._routes(rows))
 
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
         """Compute without gradient; see ``Backend.forward``."""
@@ -279,7 +270,7 @@ class MegatronBackend:
         """Optimizer steps taken, skipped ones not counted."""
         return self.optimizer.num_steps
 
-    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
+    def checkpoint_tensors(self) -> Mapping[str, RankShards]:
         """List the parameters that learn, and their moments; see ``LearningEngine``."""
         export = self._export if self._stage_adapter is None else self._adapter_export
         return checkpoint_tensors(
