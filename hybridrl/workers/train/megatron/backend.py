@@ -37,7 +37,6 @@ from hybridrl.workers.train.backend import (
 )
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
-from hybridrl.workers.train.megatron.balance import LoadBalance
 from hybridrl.workers.train.megatron.checkpoint import OwnedSpan, checkpoint_tensors
 from hybridrl.workers.train.megatron.configuration import ddp_config
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext
@@ -45,7 +44,7 @@ from hybridrl.workers.train.megatron.export import WeightExport
 from hybridrl.workers.train.megatron.load import fill_masters
 from hybridrl.workers.train.megatron.lora import StageAdapter
 from hybridrl.workers.train.megatron.optimizer import DistributedAdamW, use_gradient_buffers
-from hybridrl.workers.train.megatron.routing import require_routes
+from hybridrl.workers.train.megatron.routing import LoadBalance, require_routes
 from hybridrl.workers.train.megatron.schedule import Schedule
 from hybridrl.workers.train.megatron.stages import Stages
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
@@ -163,7 +162,7 @@ class MegatronBackend:
         for token_index_S, scores in outputs:
             columns[:, token_index_S.to(self.device)] = scores
         if self.parallel.is_last_stage:
-            self.parallel.ranks_with_other_tokens().sum(columns)
+            self.parallel.context.sum(columns)
         pipeline = self.parallel.pipeline
         if pipeline.size > 1:
             with activity.scope("broadcast", waits=True):
@@ -192,7 +191,7 @@ class MegatronBackend:
         loss_metrics: Metrics = {}
         if self.parallel.counts:
             of_own_tokens = merge(metrics for _, metrics in losses)
-            loss_metrics = self.parallel.ranks_with_other_tokens().merge(of_own_tokens)
+            loss_metrics = self.parallel.context.merge(of_own_tokens)
         return StepOutcome(
             result,
             loss_metrics if self.is_output_rank else {},
@@ -215,18 +214,18 @@ class MegatronBackend:
             return
         self._gather_weights()
         if weight_set is WeightSet.BASE:
-            yield from self._export.full_weights(self.stages.model_tensors())
+            yield from self._export.full_weights(self.stages.model_tensors().__getitem__)
             return
-        for name, tensor in self._adapter_export.full_weights(self.stages.adapter_tensors()):
+        adapters = self.stages.adapter_tensors()
+        for name, tensor in self._adapter_export.full_weights(adapters.__getitem__):
             yield file_name(name), tensor
 
     def merged_weights(self) -> NamedTensors:
         """Yield the weights of the same model without adapters, one tensor at a time."""
         self._gather_weights()
-        weights: Mapping[str, Tensor] = self.stages.model_tensors()
-        if self._stage_adapter is not None:
-            weights = self._stage_adapter.merged_with(weights)
-        yield from self._export.full_weights(weights)
+        weights, adapter = self.stages.model_tensors(), self._stage_adapter
+        read = weights.__getitem__ if adapter is None else adapter.merged_with(weights)
+        yield from self._export.full_weights(read)
 
     def hf_configs(self) -> Sequence[Configuration]:
         """Return the configurations of an exported folder."""
@@ -298,7 +297,7 @@ class MegatronBackend:
             self._optimizer.gather.finish()
 
     def _plan_export(self, local: Mapping[str, Tensor]) -> WeightExport:
-        return WeightExport(local, self.stages.shard_map, group=self.parallel.replica.group)
+        return WeightExport(local, self.stages.shard_map, group=self.parallel.replica)
 
     def _routes(self, rows: Rows) -> Tensor | None:
         """Return the experts that tokens must go through; None lets the model choose."""

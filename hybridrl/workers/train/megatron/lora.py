@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,9 +92,17 @@ class StageAdapter:
                 "as an entry of megatron.transformer_args, or train with actor=fsdp2"
             )
 
-    def merged_with(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return this rank's weights; reading one merges its adapters."""
-        return _MergedTensors(weights, self._layers, self._adapter.merge)
+    def merged_with(self, weights: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+        """Return a function that reads this rank's weights and merges their adapters."""
+
+        @lru_cache(maxsize=1)  # the shards of a weight are read one by one
+        def read(name: str) -> Tensor:
+            adapter = self._layers.get(name)
+            if adapter is None:
+                return weights[name]
+            return adapter.merged(weights[name].detach(), self._adapter.merge)
+
+        return read
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -105,35 +114,6 @@ class StageAdapter:
         finally:
             for layer in self._layers.values():
                 layer.is_active = True
-
-
-class _MergedTensors(Mapping[str, Tensor]):
-    """This rank's weights; reading one merges its adapters, and the last one is kept."""
-
-    def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        adapted: Mapping[str, LayerAdapter],
-        merge: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> None:
-        self._weights = weights
-        self._adapted = adapted
-        self._merge = merge
-        self._last: tuple[str, Tensor] | None = None  # its shards are read one by one
-
-    def __getitem__(self, name: str) -> Tensor:
-        adapter = self._adapted.get(name)
-        if adapter is None:
-            return self._weights[name]
-        if self._last is None or self._last[0] != name:
-            self._last = name, adapter.merged(self._weights[name].detach(), self._merge)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def _linear_layers(architecture: Architecture) -> dict[str, tuple[int, int]]:

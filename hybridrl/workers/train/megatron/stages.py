@@ -73,7 +73,7 @@ class Stages:
             if kernels.has_attention
             else choose_kernel(context.model.attention, config.compute_dtype, device),
             max_tokens=config.max_tokens_per_microbatch,
-            ranks=self.parallel.ranks_with_other_rows(),
+            ranks=self.parallel.data,
             device=device,
             multiple=token_multiple(self.transformer),
             share=self.parallel.token_share,
