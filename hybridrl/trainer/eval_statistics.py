@@ -22,11 +22,8 @@ def pass_at_k(is_correct_PG: Tensor, *, k: int) -> Tensor:
 
     Returns:
         float64 [P].
-
-    Raises:
-        ValueError: k is not 1 to n.
     """
-    n = _require_k(is_correct_PG, k)
+    n = is_correct_PG.shape[1]
     num_left = torch.arange(n, 0, -1, dtype=torch.float64)  # n - i, i = 0 ... n - 1
     missed = torch.cat(
         [torch.ones(1).double(), ((num_left - k).clamp(min=0) / num_left).cumprod(0)]
@@ -44,8 +41,7 @@ def majority_at_k(answer_PG: Tensor, is_correct_PG: Tensor, *, k: int) -> Tensor
     Args:
         answer_PG: int64 [P, n], the same number for the same answer; -1 is no answer.
     """
-    n = _require_k(is_correct_PG, k)
-    num_groups = n // k
+    num_groups = is_correct_PG.shape[1] // k
     answer_NK = answer_PG[:, : num_groups * k].reshape(-1, k)
     is_correct_NK = is_correct_PG[:, : num_groups * k].reshape(-1, k)
     group_N1 = torch.arange(len(answer_NK))[:, None]
@@ -87,10 +83,3 @@ def bootstrap_intervals(
     tail = (1.0 - _COVERAGE) / 2
     low_M, high_M = torch.cat(means).quantile(torch.tensor([tail, 1 - tail]).double(), dim=0)
     return low_M, high_M
-
-
-def _require_k(is_correct_PG: Tensor, k: int) -> int:
-    n = is_correct_PG.shape[1]
-    if not 1 <= k <= n:
-        raise ValueError(f"k={k} must be 1 to n={n}, the responses to each prompt")
-    return n

@@ -20,8 +20,7 @@ from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.eval_statistics import bootstrap_intervals, majority_at_k, pass_at_k
 from hybridrl.trainer.policy import Generates
-from hybridrl.trainer.sources import rewards_by_source
-from hybridrl.trainer.step_metrics import describe_lengths
+from hybridrl.trainer.step_metrics import describe_lengths, rewards_by_source
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,14 +37,6 @@ def test_majority_counts_votes_in_groups_of_k() -> None:
     assert majority_at_k(answers, right, k=1).tolist() == pytest.approx([3 / 7, 2 / 7, 3 / 7])
 
 
-@pytest.mark.parametrize("function", [pass_at_k, lambda right, k: majority_at_k(right, right, k=k)])
-@pytest.mark.parametrize("k", [0, 4])
-def test_k_beyond_the_responses_is_refused(function: object, k: int) -> None:
-    assert callable(function)
-    with pytest.raises(ValueError, match=f"k={k} must be 1 to n=3"):
-        function(torch.ones(2, 3, dtype=torch.bool), k=k)
-
-
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     generator = torch.Generator().manual_seed(0)
     samples = (torch.rand(300, 60, 1, generator=generator) < 0.4).double()

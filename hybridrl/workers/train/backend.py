@@ -5,7 +5,7 @@ Legend: B rows of a batch, L tokens of a row, S scored (response) tokens of a mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +22,13 @@ from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
 from hybridrl.workers.train.optimizer import StepResult
-from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.shard_spec import RankShards
+from hybridrl.workers.train.protocol import (
+    LearningEngine,
+    NamedTensors,
+    TrainState,
+    WeightSet,
+    WeightSpec,
+)
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
@@ -61,7 +66,7 @@ class StepOutcome:
     """Of the model itself, such as the load of its experts; the same on all ranks."""
 
 
-class Backend(Protocol):
+class Backend(LearningEngine, Protocol):
     """A model in shards and, if it learns, its optimizer.
 
     Every method is a collective: all ranks call it in the same order, whatever their rows.
@@ -131,23 +136,6 @@ class Backend(Protocol):
 
     def tensors(self, state: TrainState) -> list[Tensor]:
         """Return this rank's plain tensors of a state, those that can leave the device."""
-        ...
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted."""
-        ...
-
-    def checkpoint_tensors(self) -> Mapping[str, RankShards]:
-        """List the tensors of a resumed run; see ``LearningEngine.checkpoint_tensors``."""
-        ...
-
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments for the caller to fill."""
-        ...
-
-    def end_restore(self) -> None:
-        """Use the filled values."""
         ...
 
 

@@ -24,7 +24,6 @@ class CriticEngine(ModelEngine):
     """A value model with its optimizer.
 
     Args:
-        backend: of a value model, built from a ``CriticConfig``.
         value_clip: reward units that a value may move before its loss is clipped; 0 is off.
     """
 
@@ -49,13 +48,21 @@ class CriticEngine(ModelEngine):
         def weighted_loss(
             microbatch: MicroBatch, output: Output, weights_S: Tensor
         ) -> tuple[Tensor, Metrics]:
-            return value_loss(
-                batch,
-                microbatch,
-                values_S=cast(Tensor, output),
-                weights_S=weights_S,
+            values_S, index_S = cast(Tensor, output), microbatch.token_index_S
+            loss = clipped_value_loss(
+                values_S,
+                old_values_T=batch.old_values_BL.values()[index_S].to(values_S.device),
+                returns_T=batch.returns_BL.values()[index_S].to(values_S.device),
                 value_clip=self._value_clip,
             )
+            share = (loss.losses_T * weights_S).sum()
+            if not len(index_S):
+                return share, {}
+            sums = torch.stack([share, weights_S.sum(), loss.is_clipped_T.sum()]).detach().tolist()
+            return share, {
+                "loss/value": Mean(sums[0], sums[1]),
+                "critic/clip_fraction": Mean(sums[2], len(index_S)),
+            }
 
         return self._take_step(
             batch,
@@ -64,36 +71,3 @@ class CriticEngine(ModelEngine):
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
         )
-
-
-def value_loss(
-    batch: CriticBatch,
-    microbatch: MicroBatch,
-    *,
-    values_S: Tensor,
-    weights_S: Tensor,
-    value_clip: float,
-) -> tuple[Tensor, Metrics]:
-    """Return a micro-batch's share of the global loss, to be *summed*, and its metrics.
-
-    Args:
-        microbatch: for a dummy one the share is a 0 with a gradient, and metrics are empty.
-        values_S: with gradient, reward units.
-        weights_S: share in the global loss.
-    """
-    device = values_S.device
-    loss = clipped_value_loss(
-        values_S,
-        old_values_T=batch.old_values_BL.values()[microbatch.token_index_S].to(device),
-        returns_T=batch.returns_BL.values()[microbatch.token_index_S].to(device),
-        value_clip=value_clip,
-    )
-    share = (loss.losses_T * weights_S).sum()
-    num_tokens = len(microbatch.token_index_S)
-    if not num_tokens:
-        return share, {}
-    sums = torch.stack([share, weights_S.sum(), loss.is_clipped_T.sum()]).detach().tolist()
-    return share, {
-        "loss/value": Mean(sums[0], sums[1]),
-        "critic/clip_fraction": Mean(sums[2], num_tokens),
-    }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.critic import CriticConfig
@@ -37,7 +38,6 @@ from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 from hybridrl.workers.train.shard_spec import RankShards
 from hybridrl.workers.train.shards import (
-    as_fsdp,
     build_model,
     full_tensor,
     local_shard,
@@ -71,7 +71,7 @@ class FSDP2Backend:
     is_output_rank = True  # every rank has rows of its own
 
     model: PackedModel
-    """The weights of this rank: all of them, or shards (see ``as_fsdp``)."""
+    """The weights of this rank: all of them, or shards if it is an ``FSDPModule``."""
 
     def __init__(
         self,
@@ -147,7 +147,10 @@ class FSDP2Backend:
         total_loss = torch.zeros((), device=self.device)
         metrics: list[Metrics] = []
         for number, microbatch in enumerate(trace.each("microbatch", microbatches), 1):
-            self._reduce_gradients(now=reduces_every or number == len(microbatches))
+            if isinstance(self.model, FSDPModule):
+                # Without an exchange every rank keeps the gradients of all weights.
+                is_last = number == len(microbatches)
+                self.model.set_requires_gradient_sync(reduces_every or is_last)
             share, of_loss = loss_of(microbatch, compute(self.model, microbatch.tokens))
             torch.autograd.backward(share)
             total_loss += share.detach()
@@ -250,12 +253,3 @@ class FSDP2Backend:
         rename = file_name if is_adapter else hf_name
         named = self.model.hf.named_parameters()
         return [(rename(name), p) for name, p in named if is_adapter_name(name) == is_adapter]
-
-    def _reduce_gradients(self, *, now: bool) -> None:
-        """Let ranks exchange gradients in the next backward pass, or let each sum its own.
-
-        Without an exchange every rank keeps the gradients of all weights.
-        """
-        fsdp = as_fsdp(self.model)
-        if fsdp is not None:
-            fsdp.set_requires_gradient_sync(now)

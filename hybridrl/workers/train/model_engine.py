@@ -6,7 +6,6 @@ Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from hybridrl.algorithms.aggregate import token_mean
 from hybridrl.algorithms.load import Part
-from hybridrl.batch import jagged_from, row_lengths
+from hybridrl.batch import TrainBatch, jagged_from, row_lengths
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Last, Max, Metrics, Sum, merge
 from hybridrl.models.packed_model import PackedTokens
@@ -35,17 +34,6 @@ micro-batch's share of that loss and metrics."""
 
 TOKEN_MEAN = Part.of(token_mean)
 """Each token of an optimizer step weighs the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSizes:
-    """The group of each row: all rows of the step that answer its prompt."""
-
-    tokens_B: Tensor
-    """int64, response tokens of the group."""
-
-    rows_B: Tensor
-    """int64, rows of the group with response tokens; 0 for a row that has none."""
 
 
 class ModelEngine:
@@ -177,28 +165,28 @@ class ModelEngine:
         *,
         aggregation: Part = TOKEN_MEAN,
         max_response_tokens: int = 1,
-        groups: GroupSizes | None = None,
     ) -> Metrics:
         """Take one optimizer step on the union of all ranks' rows, or skip it.
 
         Each token's loss is multiplied by its weight in the *global* loss, then summed over tokens,
         micro-batches and ranks. So the result does not depend on how rows are divided.
-
-        Args:
-            groups: of the rows, for an aggregation over prompts.
         """
         self._require("update()", *TrainState)
         microbatches = self.backend.microbatches(batch)
         response_lengths_B = microbatches.response_lengths_B
         own_counts = [int(response_lengths_B.sum()), int(response_lengths_B.count_nonzero())]
         num_tokens, num_rows = self.backend.data_ranks.gather(own_counts).sum(dim=0).tolist()
+        group_tokens_B, num_prompts = None, None
+        if isinstance(batch, TrainBatch) and batch.group_rows_B is not None:
+            group_tokens_B = batch.group_tokens_B
+            num_prompts = self._count_prompts(batch.group_rows_B)
         weights_B = aggregation(
             response_lengths_B=response_lengths_B,
             num_tokens_global=num_tokens,
             num_sequences_global=num_rows,
             max_response_tokens=max_response_tokens,
-            group_tokens_B=None if groups is None else groups.tokens_B,
-            num_prompts_global=None if groups is None else self._count_prompts(groups),
+            group_tokens_B=group_tokens_B,
+            num_prompts_global=num_prompts,
         ).to(self.backend.device)
 
         def loss_of(microbatch: MicroBatch, output: Output) -> tuple[Tensor, Metrics]:
@@ -216,9 +204,9 @@ class ModelEngine:
         of_step = step_metrics(outcome.result, area=self._area, counts=counts)
         return merge([outcome.loss_metrics, self._model_metrics(outcome.model_metrics) | of_step])
 
-    def _count_prompts(self, groups: GroupSizes) -> float:
+    def _count_prompts(self, group_rows_B: Tensor) -> float:
         """Return the prompts of all ranks' rows; a part of a prompt's rows counts as that part."""
-        shares_B = torch.where(groups.rows_B > 0, 1 / groups.rows_B.double(), 0.0)
+        shares_B = torch.where(group_rows_B > 0, 1 / group_rows_B.double(), 0.0)
         return float(self.backend.data_ranks.sum(shares_B.sum().to(self.backend.device)))
 
     def _model_metrics(self, _metrics: Metrics) -> Metrics:

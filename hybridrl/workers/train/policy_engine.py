@@ -28,7 +28,7 @@ from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_adapter_folder
 from hybridrl.workers.train.losses import supervised_loss
 from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.model_engine import GroupSizes, ModelEngine
+from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.preference_objective import (
     PairLogprobs,
     PairValues,
@@ -50,9 +50,6 @@ class PolicyEngine(ModelEngine):
     """A language model that scores tokens and, if its back end has an optimizer, learns.
 
     Without an optimizer it is a reference.
-
-    Args:
-        backend: of a language model, built from an ``ActorConfig``.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -119,7 +116,6 @@ class PolicyEngine(ModelEngine):
             weighted_loss,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
-            groups=group_sizes(batch),
         )
 
     def fit(self, batch: SupervisedBatch) -> Metrics:
@@ -241,10 +237,3 @@ def loss_inputs(
         sampler_weights_T=None if weights_BL is None else at_scored(weights_BL),
         weight_versions_T=None if versions_BL is None else at_scored(versions_BL),
     )
-
-
-def group_sizes(batch: TrainBatch) -> GroupSizes | None:
-    """Return the groups of the rows, if the batch has them."""
-    if batch.group_tokens_B is None or batch.group_rows_B is None:
-        return None
-    return GroupSizes(batch.group_tokens_B, batch.group_rows_B)

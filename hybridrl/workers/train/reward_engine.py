@@ -11,7 +11,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from hybridrl.algorithms.reward_model_loss import bradley_terry
 from hybridrl.batch import (
@@ -42,7 +41,6 @@ class RewardEngine(ModelEngine):
     Batches are those of ``data/conversations.py``.
 
     Args:
-        backend: of a reward model.
         center_coefficient: of the loss; see ``algorithms/reward_model_loss.py``.
         pad_token_id: goes into the configuration of an export, by which other programs find the
             last token of a padded row. None leaves it as it is.
@@ -91,7 +89,7 @@ class RewardEngine(ModelEngine):
         """Return the configurations of an exported folder."""
         configs = self.backend.hf_configs()
         if self._pad_token_id is not None:
-            cast(PretrainedConfig, configs[0]).pad_token_id = self._pad_token_id
+            configs[0].pad_token_id = self._pad_token_id
         return configs
 
     def _values(self, scores_P2: Tensor, margins_P: Tensor | None) -> PairValues:

@@ -102,9 +102,8 @@ def _fill_and_shard(
 ) -> None:
     """Fill a model without memory, and shard each block as soon as it is filled.
 
-    One rank whose storage and compute types are equal keeps a plain module, if it does not offload;
-    ``as_fsdp`` distinguishes the two. FSDP2 would cost a small model 4 % of its update (1.7 M
-    parameters, 2 threads).
+    One rank whose storage and compute types are equal keeps a plain module, if it does not offload.
+    FSDP2 would cost a small model 4 % of its update (1.7 M parameters, 2 threads).
     """
     hf, options, device = model.hf, config.fsdp2, ranks.device
     if options.liger_kernels:
@@ -175,11 +174,6 @@ def _prefetch(blocks: Sequence[FSDPModule], num_ahead: int) -> None:
         preceding = blocks[max(0, number - num_ahead) : number]
         block.set_modules_to_forward_prefetch(list(following))
         block.set_modules_to_backward_prefetch(list(reversed(preceding)))
-
-
-def as_fsdp(model: PackedModel) -> FSDPModule | None:
-    """Return the model's FSDP2 face, or None if it is a plain module."""
-    return model if isinstance(model, FSDPModule) else None
 
 
 def reshard(model: PackedModel) -> None:
@@ -295,9 +289,6 @@ def compile_blocks(hf: PreTrainedModel, *, backend: str = "inductor") -> None:
 
     Attention is not compiled: its layout differs between micro-batches, and each would need a new
     graph. The hooks of FSDP2 and checkpointing around a block are not compiled either.
-
-    Args:
-        hf: the model, with or without memory.
     """
     keep_attention_eager()
     for block in hf.model.layers:

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    GenerationConfig,
-)
+from transformers import GenerationConfig
 
 from hybridrl.batch import RolloutBatch, TrainBatch, routed_experts_of
 from hybridrl.config.actor import ActorConfig
@@ -27,7 +22,13 @@ from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import file_name
-from hybridrl.models.load import WeightFiles
+from hybridrl.models.load import (
+    WeightFiles,
+    build_empty_critic,
+    build_empty_reward_model,
+    load_model_config,
+)
+from hybridrl.models.model_folder import GENERATION
 from hybridrl.workers.train.backend import (
     Compute,
     LossOf,
@@ -183,7 +184,7 @@ class MegatronBackend:
         optimizer.gradients.allocate()
         balance = self._measure_balance(microbatches)
         with optimizer.gather.in_background():
-            losses = self._schedule.train(microbatches, compute, finish)
+            losses = self._schedule.run(microbatches, compute, finish)
         total_loss = torch.zeros((), device=self.device)
         for share, _ in losses:
             total_loss += share
@@ -229,23 +230,19 @@ class MegatronBackend:
 
     def hf_configs(self) -> Sequence[Configuration]:
         """Return the configurations of an exported folder."""
-        is_classifier = self._is_reward_model or isinstance(self._config, CriticConfig)
-        changes = {"num_labels": 1} if is_classifier else {}
-        config = AutoConfig.from_pretrained(self.folder, local_files_only=True, **changes)
-        config.dtype = self.stages.transformer.params_dtype
-        if is_classifier:
-            scores_sequences = (
-                self._is_reward_model and self.stages.shard_map.architecture.classifier != "token"
-            )
-            classifiers = (
-                MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-                if scores_sequences
-                else MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-            )
-            config.architectures = [classifiers[type(config)].__name__]
-        if is_classifier or not (self.folder / "generation_config.json").is_file():
+        folder, dtype = self.folder, self.stages.transformer.params_dtype
+        meta = torch.device("meta")
+        if self._is_reward_model:
+            files = WeightFiles(folder)
+            model = build_empty_reward_model(folder, files=files, dtype=dtype, device=meta)
+            return [model.config]
+        if isinstance(self._config, CriticConfig):
+            return [build_empty_critic(folder, dtype=dtype, device=meta).config]
+        config = load_model_config(folder)
+        config.dtype = dtype
+        if not (folder / GENERATION).is_file():
             return [config]
-        return [config, GenerationConfig.from_pretrained(self.folder, local_files_only=True)]
+        return [config, GenerationConfig.from_pretrained(folder, local_files_only=True)]
 
     def without_adapter(self) -> AbstractContextManager[None]:
         """Compute without the adapter inside the ``with``."""

@@ -7,7 +7,7 @@ each shard; a batch is then gathered over tensor, pipeline and expert ranks at o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,6 +19,7 @@ from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.models.architecture import Architecture
+from hybridrl.workers.train.export import divide_by_bytes
 from hybridrl.workers.train.megatron.hf_tensors import HEAD, hf_tensors
 from hybridrl.workers.train.megatron.shard_map import LocalShard, ShardMap
 from hybridrl.workers.train.protocol import WeightSpec
@@ -120,7 +121,7 @@ class WeightExport:
         self.specs = tuple(_weight_spec(name, shards) for name, shards in holders.items())
         self._batches = [
             self._plan({spec.name: holders[spec.name] for spec in batch}, len(shards_by_rank))
-            for batch in _batches(self.specs, batch_bytes)
+            for batch in divide_by_bytes(self.specs, batch_bytes)
         ]
         self.buffer_bytes = max((batch.segments[-1][1] for batch in self._batches), default=0)
 
@@ -248,16 +249,3 @@ def _order(name: str, numbers: Mapping[str, int]) -> tuple[int, str]:
         return numbers.get(name, len(numbers)), "" if name in numbers else name
     module, _, matrix = name.partition(".lora_")
     return numbers[f"{module}.weight"], matrix
-
-
-def _batches(specs: Iterable[WeightSpec], batch_bytes: int) -> Iterator[list[WeightSpec]]:
-    batch: list[WeightSpec] = []
-    num_bytes = 0
-    for spec in specs:
-        if batch and num_bytes + spec.num_bytes > batch_bytes:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(spec)
-        num_bytes += spec.num_bytes
-    if batch:
-        yield batch

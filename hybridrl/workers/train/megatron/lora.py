@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import Architecture
-from hybridrl.workers.train.megatron.adapted_layers import LayerAdapter, adapt_layer
+from hybridrl.workers.train.megatron.adapted_layers import LayerAdapter
 from hybridrl.workers.train.megatron.context import Duty
 from hybridrl.workers.train.megatron.hf_tensors import adapter_tensors, hf_tensors
 from hybridrl.workers.train.megatron.megatron_core import COLUMN_PARALLEL, ROW_PARALLEL
@@ -54,18 +54,14 @@ class StageAdapter:
                 weight_name, weight.shape
             )
             rows = [(shard.name.split(".")[-2], shard.spec.shape[0]) for shard in shards]
-            is_expert = ".experts." in name
-            adapter = adapt_layer(layer, rows, config=self._adapter.config, is_expert=is_expert)
-            if adapter is not None:
+            config, is_expert = self._adapter.config, ".experts." in name
+            if any(leaf in config.modules for leaf, _ in rows):
+                adapter = LayerAdapter(layer, rows, config=config, is_expert=is_expert)
                 self._layers[weight_name] = adapter
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor], shard_map: ShardMap) -> None:
-        """Give this rank's part of A and B their first values.
-
-        Args:
-            tensors: of the adapter, by megatron-core's names with global layer numbers.
-        """
+        """Give this rank's part of A and B, by megatron-core's names, their first values."""
         values = self._adapter.initial_values()
         for name, tensor in tensors.items():
             flat = tensor.view(-1)

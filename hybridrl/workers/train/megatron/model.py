@@ -41,8 +41,6 @@ class PackedStage(LanguageModule):
     Parameters are named as in megatron-core's GPTModel.
 
     Args:
-        config: of megatron-core's layers.
-        architecture: of the full model.
         vp_stage: number of the virtual stage on this rank; None where there is one stage.
         is_tied: whether the output embedding is the input embedding.
     """
