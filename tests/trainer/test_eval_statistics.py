@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from hybridrl.trainer.eval_statistics import bootstrap_intervals, majority_at_k, pass_at_k
+from hybridrl.trainer.evaluate import bootstrap_intervals, majority_at_k, pass_at_k
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hybridrl.errors import ConfigError
 from hybridrl.metrics import Metrics
 from hybridrl.models.packed import AttentionKernel
 from hybridrl.models.packed_model import PackedTokens
@@ -140,17 +139,6 @@ class Backend(LearningEngine, Protocol):
 
 
 def choose_kernel(attention: str, compute_dtype: str, device: torch.device) -> AttentionKernel:
-    """Choose the attention kernel for ``model.attention`` on a device.
-
-    Raises:
-        ConfigError: the kernel does not run on the device in the compute type.
-    """
+    """Choose the attention kernel for ``model.attention`` on a device."""
     has_varlen = device.type == "cuda" and compute_dtype == "bfloat16"
-    if attention == "varlen" and not has_varlen:
-        raise ConfigError(
-            "model.attention",
-            attention,
-            rule=f"the varlen kernel runs on CUDA in bfloat16, not on {device} in {compute_dtype}",
-            fix="set model.attention=auto",
-        )
     return "varlen" if has_varlen and attention != "padded" else "padded"

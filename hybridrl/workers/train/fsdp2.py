@@ -65,7 +65,6 @@ class FSDP2Backend:
 
     Raises:
         ModelError: the folder is not usable, or the adapter does not fit the model.
-        ConfigError: ``model.attention`` does not run on the device in the compute type.
     """
 
     is_output_rank = True  # every rank has rows of its own

@@ -40,8 +40,7 @@ class Stages:
         is_reward_model: makes a value model, whose head has a bias if that of the files has one.
 
     Raises:
-        ConfigError: ``model.attention`` does not run on the device in the compute type, or
-            megatron-core rejects ``megatron.transformer_args``.
+        ConfigError: megatron-core rejects ``megatron.transformer_args``.
     """
 
     models: list[PackedStage]
