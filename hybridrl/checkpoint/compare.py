@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
@@ -26,6 +25,9 @@ _NOT_LEARNT = frozenset(("elapsed_s", "agent/tool_s/mean", "reward/early_fractio
 
 _NUM_NAMED = 5
 """Differences of each kind that the command names."""
+
+_Digests = Mapping[tuple[str, str], tuple[int, int]]
+"""Bytes and checksum of every tensor, and every random generator's state, by file and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,53 +95,39 @@ def _compare_samples(first: Path, second: Path) -> Difference:
 
 
 def _compare_checkpoints(first: Path, second: Path) -> Iterator[Difference]:
-    first_checkpoint, second_checkpoint = (_newest(folder) for folder in (first, second))
+    checkpoint, other = _newest(first), _newest(second)
+    run, other_run = checkpoint.manifest.run, other.manifest.run
     positions = [
-        f"{key} is {first_value} and {second_value}"
-        for key, first_value, second_value in (
-            ("step", first_checkpoint.manifest.run.step, second_checkpoint.manifest.run.step),
-            (
-                "sampler",
-                first_checkpoint.manifest.run.sampler,
-                second_checkpoint.manifest.run.sampler,
-            ),
-            (
-                "skipped",
-                first_checkpoint.manifest.run.num_skipped,
-                second_checkpoint.manifest.run.num_skipped,
-            ),
+        f"{key} is {value} and {other_value}"
+        for key, value, other_value in (
+            ("step", run.step, other_run.step),
+            ("sampler", run.sampler, other_run.sampler),
+            ("skipped", run.num_skipped, other_run.num_skipped),
         )
-        if first_value != second_value
+        if value != other_value
     ]
-    drawn = first_checkpoint.manifest.run.sampler.num_drawn
-    yield Difference("position in the data", f"{drawn:,} rows drawn", tuple(positions))
-    first_digests = _digests(first_checkpoint.folder, first_checkpoint.manifest.files)
-    second_digests = _digests(second_checkpoint.folder, second_checkpoint.manifest.files)
-    for kind in sorted({name.partition(".")[0] for _, name in first_digests | second_digests}):
-        yield _compare_tensors(kind, first_digests, second_digests)
+    amount = f"{run.sampler.num_drawn:,} rows drawn"
+    yield Difference("position in the data", amount, tuple(positions))
+    digests, other_digests = _digests(checkpoint), _digests(other)
+    for kind in sorted({name.partition(".")[0] for _, name in {*digests, *other_digests}}):
+        yield _compare_tensors(kind, digests, other_digests)
 
 
 def _compare_tensors(
     kind: str,
-    first_files: Mapping[tuple[str, str], _Digest],
-    second_files: Mapping[tuple[str, str], _Digest],
+    digests: _Digests,
+    other_digests: _Digests,
 ) -> Difference:
     """Compare the tensors whose name begins with ``kind``, and the notes of each file."""
     names = sorted(
-        key for key in first_files.keys() | second_files.keys() if key[1].partition(".")[0] == kind
+        key for key in digests.keys() | other_digests.keys() if key[1].partition(".")[0] == kind
     )
     different = [
-        f"{key[0]}: {key[1]}" for key in names if first_files.get(key) != second_files.get(key)
+        f"{key[0]}: {key[1]}" for key in names if digests.get(key) != other_digests.get(key)
     ]
-    num_bytes = sum(first_files[key].num_bytes for key in names if key in first_files)
+    num_bytes = sum(digests[key][0] for key in names if key in digests)
     title = {"model": "weights", "random": "random generators"}.get(kind, kind)
     return Difference(title, f"{len(names):,} entries, {num_bytes:,} bytes", tuple(different))
-
-
-@dataclass(frozen=True, slots=True)
-class _Digest:
-    num_bytes: int
-    crc32: int
 
 
 def _newest(folder: Path) -> Checkpoint:
@@ -149,20 +137,19 @@ def _newest(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def _digests(folder: Path, files: tuple[FileEntry, ...]) -> dict[tuple[str, str], _Digest]:
-    """Digest every tensor, and every random generator's state, by file and name."""
+def _digests(checkpoint: Checkpoint) -> _Digests:
     digests = {}
-    for entry in files:
-        data = memoryview((folder / entry.name).read_bytes())
+    for entry in checkpoint.manifest.files:
+        data = memoryview((checkpoint.folder / entry.name).read_bytes())
         begin = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(bytes(data[8:begin]))
         metadata = header.pop("__metadata__")
         for name, tensor in header.items():
             low, high = tensor["data_offsets"]
             values = data[begin + low : begin + high]
-            digests[entry.name, name] = _Digest(len(values), zlib.crc32(values))
+            digests[entry.name, name] = len(values), zlib.crc32(values)
         state = to_json_text(json.loads(metadata["notes"])["random"]).encode()
-        digests[entry.name, "random"] = _Digest(len(state), zlib.crc32(state))
+        digests[entry.name, "random"] = len(state), zlib.crc32(state)
     return digests
 
 

@@ -174,13 +174,7 @@ def _digest(folder: Path, patterns: Iterable[str]) -> str:
 
 
 def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> list[str]:
-    """Compare recipes.
-
-    Args:
-        saved: of the run that was begun.
-        now: of the run that would resume.
-        where: the folder they meet in, for the message.
-        accept: ``checkpoint.accept_changes``.
+    """Compare recipes of a run that was begun and of the run that would resume.
 
     Raises:
         CheckpointError: they differ and that was not accepted; names the keys.

@@ -70,7 +70,7 @@ def lay_out_conversations(token_lists: Sequence[Sequence[int]]) -> SupervisedBat
     Engines compute the state before a marked token. So one more token, which nobody reads, is
     marked behind each conversation.
     """
-    token_ids_BL, mask_BL = _with_marked_ends(token_lists, [True] * len(token_lists))
+    token_ids_BL, mask_BL = _with_marked_ends(token_lists)
     return SupervisedBatch(
         token_ids_BL=token_ids_BL, response_mask_BL=mask_BL, batch_size=[len(token_lists)]
     )
@@ -118,14 +118,10 @@ def tokenize_conversation_pairs(
     return tokenized
 
 
-def build_conversation_batch(
-    pairs: Sequence[ConversationPair], *, is_counted: Sequence[bool] | None = None
-) -> PreferenceBatch:
+def build_conversation_batch(pairs: Sequence[ConversationPair]) -> PreferenceBatch:
     """Lay pairs out as ``lay_out_conversations`` does, else as ``build_preference_batch``."""
-    counted = is_counted or [True] * len(pairs)
     token_ids_BL, mask_BL = _with_marked_ends(
-        [tokens for pair in pairs for tokens in (pair.chosen, pair.rejected)],
-        [counts for counts in counted for _ in range(2)],
+        [tokens for pair in pairs for tokens in (pair.chosen, pair.rejected)]
     )
     margins_B = torch.tensor([pair.row.margin for pair in pairs for _ in range(2)])
     return PreferenceBatch(
@@ -144,15 +140,9 @@ def pad_token_of(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None)
     return token if isinstance(token, int) and token >= 0 else None
 
 
-def _with_marked_ends(
-    token_lists: Sequence[Sequence[int]], is_marked: Sequence[bool]
-) -> tuple[Tensor, Tensor]:
+def _with_marked_ends(token_lists: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     rows = [torch.tensor([*tokens, tokens[-1]]) for tokens in token_lists]
-    masks = [
-        (torch.arange(len(row)) == len(row) - 1) & marked
-        for row, marked in zip(rows, is_marked, strict=True)
-    ]
-    return jagged(rows), jagged(masks)
+    return jagged(rows), jagged([torch.arange(len(row)) == len(row) - 1 for row in rows])
 
 
 def _flaw_of(pair: ConversationPair, *, max_tokens: int) -> str:

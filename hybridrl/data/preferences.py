@@ -81,25 +81,19 @@ def tokenize_pairs(
     return kept
 
 
-def build_preference_batch(
-    pairs: Sequence[PreferencePair], *, is_counted: Sequence[bool] | None = None
-) -> PreferenceBatch:
+def build_preference_batch(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
     """Lay prompt and answer of each row end to end, with the chosen before the rejected answer.
-
-    Args:
-        is_counted: of each pair; False masks it out. None counts all.
 
     Returns:
         2 P rows; the mask is on the answer and on the end-of-sequence token.
     """
     rows = [
-        (pair.token_ids, answer, counts)
-        for pair, counts in zip(pairs, is_counted or [True] * len(pairs), strict=True)
+        (pair.token_ids, answer)
+        for pair in pairs
         for answer in (pair.chosen_ids, pair.rejected_ids)
     ]
-    masks = [(torch.arange(len(p) + len(a)) >= len(p)) & counts for p, a, counts in rows]
     return PreferenceBatch(
-        token_ids_BL=jagged([torch.cat([prompt, answer]) for prompt, answer, _ in rows]),
-        response_mask_BL=jagged(masks),
+        token_ids_BL=jagged([torch.cat(row) for row in rows]),
+        response_mask_BL=jagged([torch.arange(len(p) + len(a)) >= len(p) for p, a in rows]),
         batch_size=[len(rows)],
     )

@@ -7,7 +7,7 @@ meanwhile is never complete in the memory of one process.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from transformers import (
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from hybridrl.config.model import TRANSFORMERS_MODEL_TYPES
-from hybridrl.errors import ModelError, suggest_name
+from hybridrl.errors import ModelError, first_of, suggest_name
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.model_folder import CONFIG, INDEX, WEIGHTS, read_settings, read_weight_map
@@ -36,6 +36,7 @@ SUPPORTED_MODEL_TYPES = TRANSFORMERS_MODEL_TYPES
 """Architectures whose packed forward pass equals that of single rows, which tests prove."""
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
+_NUM_NAMED = 20
 
 
 class WeightSource(Protocol):
@@ -139,6 +140,43 @@ class WeightFiles:
                     f"{', '.join(_FLOATS)} are supported: the scales of quantised weights would be "
                     "ignored; point model.path at a folder with float weights"
                 )
+
+    def require(
+        self, wanted: Mapping[str, Sequence[int]], *, known: Collection[str], model: str
+    ) -> None:
+        """Compare names and shapes of all tensors with those of a model.
+
+        Args:
+            wanted: full shapes by name.
+            known: further names, such as copies of tied weights, that do no harm.
+            model: what the tensors are of, for the message.
+
+        Raises:
+            ModelError: tensors are missing, unexpected or of another shape; or one is quantised.
+        """
+        self.require_floats()
+        misshapen = [
+            f"{name} is {list(stored)}, and by config.json it must be {list(shape)}"
+            for name, shape in wanted.items()
+            if name in self.names and (stored := self.shape_of(name)) != tuple(shape)
+        ]
+        # Old llama folders have rotary frequencies.
+        surplus = {n for n in self.names - wanted.keys() if not n.endswith("rotary_emb.inv_freq")}
+        problems = [
+            f"{len(names)} {problem}: {first_of(names, at_most=_NUM_NAMED)}"
+            for problem, names in (
+                ("missing", [name for name in wanted if name not in self.names]),
+                ("not of this model", sorted(surplus.difference(known))),
+                ("of another shape", misshapen),
+            )
+            if names
+        ]
+        if problems:
+            raise ModelError(
+                f"{self._folder}: the safetensors are not those of a {model}: "
+                f"{'; '.join(problems)}; point model.path at a folder whose files belong together, "
+                "as save_pretrained() writes it"
+            )
 
     def _require_finite(self, name: str, values: Tensor) -> None:
         file = self._folder / self._file_of[name]
@@ -311,9 +349,8 @@ def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
     """Compare names and shapes of the model's weights with those in the files.
 
     Raises:
-        ModelError: weights are missing, unexpected, quantised or of other shapes.
+        ModelError: see ``WeightFiles.require``.
     """
-    files.require_floats()
     weights = ModelFiles(files, model.config.model_type)
     wanted, known = (
         {
@@ -323,24 +360,10 @@ def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
         }
         for is_once in (True, False)
     )
-    # Copies of tied weights and, in old llama folders, rotary frequencies do no harm. What
-    # transformers leaves out is of layers that predict further tokens, after the last one.
-    left_out = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
-    unexpected = {
-        name
-        for name in files.names - known.keys()
-        if not any(re.search(pattern, name) for pattern in left_out)
-    }
-    for problem, names in (("missing", wanted.keys() - files.names), ("unexpected", unexpected)):
-        if names:
-            first = ", ".join(sorted(names)[:3])
-            raise ModelError(
-                f"{len(names)} {problem} weights for {type(model).__name__} in the folder's "
-                f"safetensors, first: {first}; point model.path at a folder written by "
-                f"save_pretrained() of a {type(model).__name__}"
-            )
-    for name, size in wanted.items():
-        files.require_shape(name, size)
+    # Layers that predict further tokens, after the last one.
+    left_out = model._keys_to_ignore_on_load_unexpected or ()
+    further = {name for name in files.names if any(re.search(each, name) for each in left_out)}
+    files.require(wanted, known={*known, *further}, model=type(model).__name__)
 
 
 def fill_weights(

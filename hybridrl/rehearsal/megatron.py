@@ -122,7 +122,7 @@ def _tensors_of(
 
 def _tell_lengths(hidden_size: int, sizes: MegatronConfig) -> None:
     """Let a neighbour's tensors have the tokens of the micro-batch that this rank has next."""
-    run = Schedule._run
+    run = Schedule.run
     shares = sizes.tensor_parallel_size if sizes.sequence_parallel else 1
     coming: dict[str, Iterator[int]] = {}
 
@@ -145,7 +145,7 @@ def _tell_lengths(hidden_size: int, sizes: MegatronConfig) -> None:
             for way, is_coming in (("forward", recv_prev), ("backward", recv_next))
         ]
 
-    Schedule._run = run_and_note  # type: ignore[method-assign,assignment]
+    Schedule.run = run_and_note  # type: ignore[method-assign,assignment]
     P2PCommunicator._communicate_shapes = shapes
 
 

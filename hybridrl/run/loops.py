@@ -34,7 +34,7 @@ from hybridrl.run.rows import load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.batches import AheadBatches, Batches, DrawnBatches
+from hybridrl.trainer.batches import AheadBatches, Batches, DrawnBatches, OversampledBatches
 from hybridrl.trainer.build_algorithm import (
     Algorithm,
     Ingredients,
@@ -46,11 +46,10 @@ from hybridrl.trainer.evaluate import EvalTask
 from hybridrl.trainer.judges import load_judges
 from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
-from hybridrl.trainer.oversampled_batches import OversampledBatches
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.reward_models import load_reward_models
-from hybridrl.trainer.rollout_dump import Rollouts
+from hybridrl.trainer.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
 
@@ -189,16 +188,16 @@ class _ReinforcementLearning:
         config, trainer = self.config, self.config.trainer
         if config.samples_ahead:
             return AheadBatches(
-                self.source,
-                cast(Policy, workers["actor"]),
+                source=self.source,
+                engines=cast(Policy, workers["actor"]),
                 num_prompts=trainer.num_prompts_per_step,
-                num_ahead=trainer.max_staleness,
+                num_open=(trainer.max_staleness + 1) * trainer.num_prompts_per_step,
                 num_steps=trainer.num_steps,
             )
         if config.oversamples:
             return OversampledBatches(
-                self.source,
-                rollouts,
+                source=self.source,
+                engines=rollouts,
                 num_prompts=trainer.num_prompts_per_step,
                 num_open=config.num_open_prompts,
                 num_engines=num_rollout_engines(config),

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
+from hybridrl.batch import PreferenceBatch, SupervisedBatch
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.conversations import (
     ConversationPair,
@@ -16,9 +17,10 @@ from hybridrl.data.conversations import (
     pad_token_of,
     tokenize_conversation_pairs,
 )
-from hybridrl.data.preferences import PreferencePair
+from hybridrl.data.preferences import PreferencePair, build_preference_batch
 from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.supervised import assistant_mask
+from hybridrl.data.sampler import RowOrder
+from hybridrl.data.supervised import assistant_mask, build_supervised_batch
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import read_architecture
@@ -31,10 +33,11 @@ from hybridrl.run.rows import (
     within_epochs,
 )
 from hybridrl.run.workers import Workers
-from hybridrl.trainer.dpo import PreferenceOptimization
 from hybridrl.trainer.loop import Loop, UpdateGuard
-from hybridrl.trainer.policy import Learner, PreferenceLearner
-from hybridrl.trainer.sft import SupervisedFineTuning
+from hybridrl.trainer.offline import OfflineTraining
+from hybridrl.trainer.policy import Learner
+
+Example = TypeVar("Example", TokenizedRow, PreferencePair, ConversationPair)
 
 
 @contextmanager
@@ -61,22 +64,13 @@ def open_sft(
         for row in chain(train_rows.rows, held_out):
             assistant_mask(row, tokenizer)
 
-    def loop_of(workers: Workers) -> Loop:
-        fine_tuning = SupervisedFineTuning(
-            learner=cast(Learner, workers["actor"]),
-            tokenizer=tokenizer,
-            rows=train_rows.rows,
-            sampler=train_rows.sampler,
-            batch_size=config.trainer.num_prompts_per_step,
-            learns_all_turns=config.sft.turns == "all",
-            dp_size=config.num_train_groups,
-            on_phase=record.phase,
-        )
-        return _loop(
-            config, fine_tuning.step, lambda: fine_tuning.evaluate(held_out), record=record
-        )
-
-    yield Training(config=config, stream=train_rows.sampler, loop_of=loop_of)
+    lay_out = partial(
+        build_supervised_batch, tokenizer=tokenizer, learns_all_turns=config.sft.turns == "all"
+    )
+    yield _training(
+        *(config, train_rows.rows, train_rows.sampler, held_out, lay_out),
+        record=record,
+    )
 
 
 @contextmanager
@@ -91,21 +85,11 @@ def open_dpo(
     if config.eval.every_num_steps:
         held_out = load_eval_pairs(config, config.eval.own_set(), tokenizer)
 
-    def loop_of(workers: Workers) -> Loop:
-        optimization = PreferenceOptimization(
-            learner=cast(PreferenceLearner, workers["actor"]),
-            pairs=train_pairs.rows,
-            sampler=train_pairs.sampler,
-            batch_size=config.trainer.num_prompts_per_step,
-            needs_reference=config.needs_reference,
-            dp_size=config.num_train_groups,
-            on_phase=record.phase,
-        )
-        return _loop(
-            config, optimization.step, lambda: optimization.evaluate(held_out), record=record
-        )
-
-    yield Training(config=config, stream=train_pairs.sampler, loop_of=loop_of)
+    yield _training(
+        *(config, train_pairs.rows, train_pairs.sampler, held_out),
+        build_preference_batch,
+        record=record,
+    )
 
 
 @contextmanager
@@ -127,20 +111,11 @@ def open_reward_model(
     if config.eval.every_num_steps:
         held_out = tokenize(load_eval_pairs(config, config.eval.own_set(), tokenizer))
 
-    def loop_of(workers: Workers) -> Loop:
-        training = PreferenceOptimization(
-            learner=cast(PreferenceLearner, workers["actor"]),
-            pairs=pairs,
-            sampler=train_pairs.sampler,
-            batch_size=config.trainer.num_prompts_per_step,
-            needs_reference=False,
-            dp_size=config.num_train_groups,
-            lay_out=build_conversation_batch,
-            on_phase=record.phase,
-        )
-        return _loop(config, training.step, lambda: training.evaluate(held_out), record=record)
-
-    yield Training(config=config, stream=train_pairs.sampler, loop_of=loop_of)
+    yield _training(
+        *(config, pairs, train_pairs.sampler, held_out),
+        build_conversation_batch,
+        record=record,
+    )
 
 
 OPEN_OFFLINE: Mapping[
@@ -149,24 +124,38 @@ OPEN_OFFLINE: Mapping[
 """Loads a run, by mode that learns from a data set; see ``config.offline``."""
 
 
-def _loop(
+def _training(
     config: ExperimentConfig,
-    step: Callable[[], Metrics],
-    measure: Callable[[], Metrics],
+    examples: Sequence[Example],
+    sampler: RowOrder,
+    held_out: Sequence[Example],
+    lay_out: Callable[[Sequence[Example]], SupervisedBatch | PreferenceBatch],
     *,
     record: ProgressRecorder,
-) -> Loop:
-    """Return the loop of a mode: its step, and its measurement on held-out rows."""
+) -> Training:
+    def loop_of(workers: Workers) -> Loop:
+        training = OfflineTraining(
+            learner=cast(Learner, workers["actor"]),
+            examples=examples,
+            lay_out=lay_out,
+            sampler=sampler,
+            batch_size=config.trainer.num_prompts_per_step,
+            dp_size=config.num_train_groups,
+            needs_reference=config.needs_reference,
+            on_phase=record.phase,
+        )
 
-    def evaluate(_: int) -> Metrics:
-        record.phase("evaluate")
-        return measure()
+        def evaluate(_: int) -> Metrics:
+            record.phase("evaluate")
+            return training.evaluate(held_out)
 
-    return Loop(
-        take_step=lambda _: step(),
-        evaluate=evaluate,
-        recorder=record,
-        num_steps=config.num_steps,
-        eval_every=config.eval.every_num_steps,
-        guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
-    )
+        return Loop(
+            take_step=lambda _: training.step(),
+            evaluate=evaluate,
+            recorder=record,
+            num_steps=config.num_steps,
+            eval_every=config.eval.every_num_steps,
+            guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
+        )
+
+    return Training(config=config, stream=sampler, loop_of=loop_of)

@@ -14,9 +14,16 @@ from hybridrl.errors import ReplayError, first_of
 from hybridrl.run.resume import newest_step
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.policy import Generates
-from hybridrl.trainer.rollout_dump import DumpedRollouts, Origin, Rollouts, SampledRollouts
 from hybridrl.trainer.rollout_files import CallFacts, RolloutFiles, Split, name_of
-from hybridrl.trainer.rollout_replay import ReplayedRollouts, head_and_tail, require_same_origin
+from hybridrl.trainer.rollouts import (
+    Dump,
+    Origin,
+    ReplayedRollouts,
+    Rollouts,
+    SampledRollouts,
+    head_and_tail,
+    require_same_origin,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +37,14 @@ _SPLITS: tuple[Split, Split] = ("train", "eval")
 
 
 class Recording:
-    """Neither writes rollouts nor reads them."""
+    """Samples all rollouts; with ``rollout.dump`` they are written to the run folder."""
+
+    def __init__(self, dump: Dump | None = None) -> None:
+        self._dump = dump
 
     def rollouts_of(self, engines: Generates, reward: Reward) -> Rollouts:
         """Return the responses of these engines, with these scores."""
-        return SampledRollouts(engines, reward)
+        return SampledRollouts(engines, reward, self._dump)
 
     def num_prompts(self, config: ExperimentConfig) -> int:
         """Return the number of prompts that one draw takes from the source."""
@@ -46,19 +56,6 @@ class Recording:
 
     def begin(self, source: PromptSource, step: int) -> None:
         """Bring the source to the position of a step, if it is known."""
-
-
-class Dump(Recording):
-    """``rollout.dump``: writes all rollouts to the run folder."""
-
-    def __init__(self, files: RolloutFiles, origin: Origin) -> None:
-        """Write to ``files``, with the facts of this run."""
-        self._files = files
-        self._origin = origin
-
-    def rollouts_of(self, engines: Generates, reward: Reward) -> Rollouts:
-        """Return the responses of these engines, which are written, too."""
-        return DumpedRollouts(engines, reward, self._files, self._origin)
 
 
 class Replay(Recording):
@@ -73,6 +70,7 @@ class Replay(Recording):
             steps: the recorded facts about the first call of each training step, at least one.
             wanted: prompts a step, at most the recorded ones.
         """
+        super().__init__()
         self._files = files
         self._origin = origin
         self._steps = steps
@@ -109,7 +107,7 @@ def open_recording(config: ExperimentConfig, model_folder: Path) -> Recording:
     if not rollout.dump:
         return Recording()
     files = RolloutFiles(Path(config.trainer.run_dir).absolute() / FOLDER)
-    return Dump(files, _origin_of(config, model_folder))
+    return Recording(Dump(files, _origin_of(config, model_folder)))
 
 
 def _open_replay(config: ExperimentConfig, files: RolloutFiles, origin: Origin) -> Recording:

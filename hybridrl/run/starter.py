@@ -46,7 +46,7 @@ _CONVERSATION_TOKENS = 96
 _PACKAGE = Path(hybridrl.__file__).parent
 _CODE = (
     *("data/sampler.py", "data/starter_tokenizer.py", "data/supervised.py", "data/tasks.py"),
-    *("run/offline.py", "run/rows.py", "run/starter.py", "trainer/sft.py"),
+    *("run/offline.py", "run/rows.py", "run/starter.py", "trainer/offline.py"),
     *("workers/train/optimizer.py",),
 )
 """Versions that decide a starter's weights: another version makes another starter."""

@@ -1,10 +1,11 @@
-"""Batches of prompts with responses to them: those drawn now, or the oldest of several steps."""
+"""Batches of prompts with responses: those drawn now, the oldest, or those complete first."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from hybridrl.batch import RolloutBatch
@@ -52,48 +53,90 @@ class DrawnBatches:
             return Sampled(task, self.engines.generate(task.prompts, reported))
 
 
-class AheadBatches:
-    """Draws prompts ahead of the steps that learn from them; engines sample in the background.
+@dataclass(kw_only=True, slots=True)
+class _OpenBatches:
+    """Keeps prompts open, never more than the steps that are left will learn from."""
 
-    Before each batch as many prompts are open as ``num_ahead`` steps and this one need, and never
-    more than the steps that are left. The engines choose which of them make the batch.
-    """
+    source: PromptSource
+    """It knows the prompts that are open."""
 
-    def __init__(
-        self,
-        source: PromptSource,
-        engines: Exchanges,
-        *,
-        num_prompts: int,
-        num_ahead: int,
-        num_steps: int,
-    ) -> None:
-        """Draw nothing yet.
+    num_prompts: int
+    """P, prompts of a batch."""
 
-        Args:
-            source: of the prompts; it knows those that are open.
-            num_prompts: P, prompts of a batch.
-            num_ahead: prompts that are open beside those of the batch, in steps, >= 1.
-        """
-        self._source = source
-        self._engines = engines
-        self._num_prompts = num_prompts
-        self._num_ahead = num_ahead
-        self._num_steps = num_steps
-        self._step = 1
+    num_open: int
+    """Prompts that are open before a batch, >= P."""
+
+    num_steps: int
+    step: int = 1
 
     def begin(self, step: int) -> None:
         """Begin a step: it says how many are left."""
-        self._step = step
+        self.step = step
+
+    def draw(self) -> PromptStep | None:
+        """Open further prompts, as many as are missing."""
+        is_open = self.source.open
+        wanted = min(self.num_open, (self.num_steps - self.step + 1) * self.num_prompts)
+        if wanted <= len(is_open):
+            return None
+        drawn = self.source.next(wanted - len(is_open))
+        is_open.add(drawn)
+        return drawn
+
+    def take(self, rollouts: RolloutBatch, sampling: SamplingParams) -> Sampled:
+        """Close the prompts of these responses."""
+        first_B = rollouts.prompt_index_B[:: sampling.num_responses_per_prompt]
+        return Sampled(self.source.open.take(first_B.tolist()), rollouts)
+
+
+@dataclass(kw_only=True, slots=True)
+class AheadBatches(_OpenBatches):
+    """Draws prompts ahead of the steps that learn from them; engines sample in the background.
+
+    The engines choose which of the open prompts make the batch.
+    """
+
+    engines: Exchanges
 
     def __call__(self, sampling: SamplingParams) -> Sampled:
         """Hand drawn prompts to the engines, and wait for a batch."""
-        is_open = self._source.open
-        num_left = self._num_steps - self._step
-        wanted = (min(self._num_ahead, num_left) + 1) * self._num_prompts
-        drawn = self._source.next(wanted - len(is_open)) if wanted > len(is_open) else None
-        if drawn is not None:
-            is_open.add(drawn)
-        rollouts = self._engines.exchange(None if drawn is None else drawn.prompts, sampling)
-        size = sampling.num_responses_per_prompt
-        return Sampled(is_open.take(rollouts.prompt_index_B[::size].tolist()), rollouts)
+        drawn = self.draw()
+        rollouts = self.engines.exchange(None if drawn is None else drawn.prompts, sampling)
+        return self.take(rollouts, sampling)
+
+
+@dataclass(kw_only=True, slots=True)
+class OversampledBatches(_OpenBatches):
+    """Learns from the open prompts whose responses end first.
+
+    An open prompt stays with the engine that began it, whose rank keeps the tokens of its
+    responses. Each engine gets its prompts oldest first, and completes its share of the batch.
+    """
+
+    engines: Generates
+    """Each gets an equal share of a call's prompts, in order."""
+
+    num_engines: int
+    """It divides ``num_prompts`` and ``num_open``."""
+
+    engine_of: dict[int, int] = field(default_factory=dict)
+    """The engine of each open prompt, by the prompt's index."""
+
+    def __call__(self, sampling: SamplingParams) -> Sampled:
+        """Let engines continue open prompts and begin drawn ones, until a batch is complete."""
+        self.draw()
+        enough = replace(sampling, num_complete=self.num_prompts // self.num_engines)
+        prompts = self.source.open.of(self._deal()).prompts
+        return self.take(self.engines.generate(prompts, enough), sampling)
+
+    def _deal(self) -> list[int]:
+        """Return the open prompts, engine by engine, oldest first; new ones fill the shares."""
+        indices = self.source.open.indices
+        self.engine_of = {i: self.engine_of[i] for i in indices if i in self.engine_of}
+        loads = Counter(self.engine_of.values())
+        for index in indices:
+            if index not in self.engine_of:
+                engine = min(range(self.num_engines), key=lambda engine: loads[engine])
+                self.engine_of[index] = engine
+                loads[engine] += 1
+        return sorted(indices, key=lambda index: (self.engine_of[index], index))

@@ -26,9 +26,9 @@ from hybridrl.trainer.policy import (
     Critic,
     Generates,
     Policy,
-    SamplerLogprobs,
-    WithoutLogprobs,
-    WithoutUpdate,
+    sampler_logprobs,
+    without_logprobs,
+    without_update,
 )
 from hybridrl.trainer.step import ActorCriticOptimization, PolicyOptimization
 from hybridrl.trainer.step_metrics import StepReport
@@ -103,7 +103,7 @@ def build_actor_critic(
         update_policy=given.policy.update,
         on_phase=given.on_phase,
     )
-    warm_up = replace(actor_critic, update_policy=WithoutUpdate())
+    warm_up = replace(actor_critic, update_policy=without_update)
     return lambda step: warm_up if step <= config.critic.num_warmup_steps else actor_critic
 
 
@@ -111,8 +111,8 @@ def _choose_logprobs(
     config: ExperimentConfig, policy: Policy
 ) -> Callable[[RolloutBatch], LogprobBatch]:
     algorithm = config.algorithm
-    score = policy.compute_logprobs if algorithm.scores_rollouts else WithoutLogprobs()
-    return SamplerLogprobs(score) if algorithm.old_logprobs == "sampler" else score
+    score = policy.compute_logprobs if algorithm.scores_rollouts else without_logprobs
+    return partial(sampler_logprobs, score) if algorithm.old_logprobs == "sampler" else score
 
 
 def _build_advantages(config: ExperimentConfig) -> Advantages:
@@ -152,12 +152,7 @@ def _build_batches(config: ExperimentConfig) -> TrainBatches:
 
 
 def with_time_limit(part: Part, *, timeout_s: float) -> Part:
-    """Return the part; one of the user's raises `TrainingError` if a call takes too long.
-
-    Args:
-        part: built-in ones are returned as they are.
-        timeout_s: seconds of one call (``cluster.call_timeout_s``).
-    """
+    """Return the part; one of the user's raises `TrainingError` if a call takes too long."""
     if ":" not in part.spelled:
         return part
     message = (

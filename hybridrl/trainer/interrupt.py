@@ -102,7 +102,17 @@ def ended_by_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[N
     ``on_signal`` is called before anything ends. Ray's own handlers, which this replaces, end the
     driver with other statuses. As `listening`, it does nothing outside the main thread.
     """
-    with _handled_by(_InterruptOnce(on_signal)):
+    since_s = -math.inf
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        nonlocal since_s
+        now_s = time.monotonic()
+        if now_s - since_s > ECHO_S:  # an echo would hit the clearing up
+            since_s = now_s
+            on_signal()
+            raise RunInterrupted(number)
+
+    with _handled_by(interrupt):
         yield
 
 
@@ -117,21 +127,6 @@ def hangups_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-class _InterruptOnce:
-    """Raises at the first signal, and not at its echo, which would hit the clearing up."""
-
-    def __init__(self, on_signal: Callable[[], None]) -> None:
-        self._since_s = -math.inf
-        self._on_signal = on_signal
-
-    def __call__(self, number: int, _: FrameType | None) -> None:
-        now_s = time.monotonic()
-        if now_s - self._since_s > ECHO_S:
-            self._since_s = now_s
-            self._on_signal()
-            raise RunInterrupted(number)
 
 
 @contextmanager

@@ -92,14 +92,18 @@ class Pending(Protocol[Result]):
 
 
 class Learner(Protocol):
-    """A worker group of ``SupervisedWorker``."""
+    """A worker group of a mode that learns from a data set; see ``workers/offline.py``."""
 
-    def fit(self, batch: SupervisedBatch) -> Metrics:
+    def update(self, batch: SupervisedBatch | PreferenceBatch) -> Metrics:
         """Take one optimizer step."""
         ...
 
-    def evaluate(self, batch: SupervisedBatch) -> Metrics:
-        """Return the loss on held-out rows."""
+    def evaluate(self, batch: SupervisedBatch | PreferenceBatch) -> Metrics:
+        """Measure the loss on held-out rows."""
+        ...
+
+    def compute_reference(self, batch: PreferenceBatch) -> Tensor:
+        """Return the reference's log-prob of each answer, float32 [B] nats."""
         ...
 
     def export_hf(self, folder: Path) -> list[None]:
@@ -111,51 +115,27 @@ class Learner(Protocol):
         ...
 
 
-class PreferenceLearner(Protocol):
-    """A worker group of ``PreferenceWorker``."""
-
-    def compute_reference(self, batch: PreferenceBatch) -> Tensor:
-        """Return the reference's log-prob of each answer, float32 [B] nats."""
-        ...
-
-    def update(self, batch: PreferenceBatch) -> Metrics:
-        """Take one optimizer step."""
-        ...
-
-    def evaluate(self, batch: PreferenceBatch) -> Metrics:
-        """Return loss and accuracy on held-out pairs."""
-        ...
-
-
-class WithoutLogprobs:
-    """Replaces ``Policy.compute_logprobs`` where its numbers are not needed.
+def without_logprobs(rollouts: RolloutBatch) -> LogprobBatch:
+    """Replace ``Policy.compute_logprobs`` where its numbers are not needed: every column is None.
 
     With one optimizer step per rollout the old log-probs are the detached current ones, and without
     a reference there is nothing else to score: a forward pass over the batch is saved.
     """
-
-    def __call__(self, rollouts: RolloutBatch) -> LogprobBatch:
-        """Return a batch in which every column is None."""
-        return LogprobBatch(batch_size=[len(rollouts)])
+    return LogprobBatch(batch_size=[len(rollouts)])
 
 
-class SamplerLogprobs:
-    """Takes the rollout engine's log-probs as the old ones: the policy's ratio corrects for it."""
+def sampler_logprobs(
+    score: Callable[[RolloutBatch], LogprobBatch], rollouts: RolloutBatch
+) -> LogprobBatch:
+    """Take the rollout engine's log-probs as the old ones: the policy's ratio corrects for it.
 
-    def __init__(self, score: Callable[[RolloutBatch], LogprobBatch]) -> None:
-        """Take the reference's log-probs, if there are any, from ``score``."""
-        self._score = score
-
-    def __call__(self, rollouts: RolloutBatch) -> LogprobBatch:
-        """Return the log-probs of the rollouts."""
-        logprobs = self._score(rollouts)
-        logprobs.old_logprobs_BL = rollouts.sampler_logprobs_BL
-        return logprobs
+    ``score`` gives those of the reference, if there are any.
+    """
+    logprobs = score(rollouts)
+    logprobs.old_logprobs_BL = rollouts.sampler_logprobs_BL
+    return logprobs
 
 
-class WithoutUpdate:
-    """Replaces ``Policy.update`` while only the critic learns: weights do not change."""
-
-    def __call__(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
-        """Return no metrics."""
-        return {}
+def without_update(batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
+    """Replace ``Policy.update`` while only the critic learns: weights do not change."""
+    return {}

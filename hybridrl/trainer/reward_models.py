@@ -22,7 +22,7 @@ from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.errors import DataError
 from hybridrl.models.architecture import read_architecture
 from hybridrl.rewards.child import Reward
-from hybridrl.workers.train.microbatch import balance_over_ranks
+from hybridrl.trainer.balance import balance_over_ranks
 
 
 class RewardRanks(Protocol):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,7 +23,7 @@ from hybridrl.atomic_io import atomic_write_bytes, atomic_write_text
 from hybridrl.batch import PromptBatch, RolloutBatch, routed_experts_of, row_lengths
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.data.prompts import TokenizedRow
-from hybridrl.errors import ReplayError
+from hybridrl.errors import ReplayError, RunFolderError
 from hybridrl.json_text import to_json_text
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
@@ -89,7 +90,10 @@ class CallNames:
 
 
 class RolloutFiles:
-    """The folder ``<run_dir>/rollouts``. What writes raises OSError if the disk is full or gone."""
+    """The folder ``<run_dir>/rollouts``.
+
+    What writes raises RunFolderError if the disk is full or gone.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -104,12 +108,10 @@ class RolloutFiles:
         origin: Facts,
     ) -> None:
         """Write all columns, then the facts about them."""
-        self.folder.mkdir(exist_ok=True)
         file = self.folder / f"{name}.safetensors"
         rollouts = rollouts.clone(recurse=False)
         rollouts.routed_experts_BLJK = routed_experts_of(rollouts)
         data = save(_plain(prompts, _PROMPTS) | _plain(rollouts, _ROLLOUTS))
-        atomic_write_bytes(file, data)
         facts = CallFacts(
             origin=origin,
             sampling=sampling_facts(sampling),
@@ -118,7 +120,10 @@ class RolloutFiles:
             file=FileEntry(name=file.name, num_bytes=len(data), crc32=zlib.crc32(data)),
         )
         text = to_json_text({"format": _FORMAT} | asdict(facts), indent=1)
-        atomic_write_text(self.folder / f"{name}.json", text + "\n")
+        with self._writing():
+            self.folder.mkdir(exist_ok=True)
+            atomic_write_bytes(file, data)
+            atomic_write_text(self.folder / f"{name}.json", text + "\n")
 
     def facts(self, name: str) -> CallFacts | None:
         """Read the facts about a call; None if it was not written.
@@ -186,7 +191,8 @@ class RolloutFiles:
             "is_early_B": None if early_B is None else early_B.tolist(),
             "is_left_out_B": None if left_out_B is None else left_out_B.tolist(),
         }
-        atomic_write_text(self._scores_file(name), to_json_text(values) + "\n")
+        with self._writing():
+            atomic_write_text(self._scores_file(name), to_json_text(values) + "\n")
 
     def read_scores(self, name: str) -> RecordedScores | None:
         """Return the scores of a call, and all that they depend on; None if there are none.
@@ -209,6 +215,16 @@ class RolloutFiles:
             is_left_out_B=None if left_out is None else torch.tensor(left_out, dtype=torch.bool),
         )
         return RecordedScores(scores, values["rows"], values["origin"])
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write rollouts to {self.folder}: {error}; free space there, or set "
+                "rollout.dump=false"
+            ) from error
 
     def _scores_file(self, name: str) -> Path:
         return self.folder / f"{name}.scores.json"

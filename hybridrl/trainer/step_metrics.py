@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from hybridrl.algorithms.rollout_correction import effective_sample_fraction
 from hybridrl.batch import RolloutBatch, response_lengths, row_lengths, row_offsets
+from hybridrl.data.source import PromptStep
 from hybridrl.metrics import Max, Mean, Metrics, Min
 from hybridrl.rewards.report import mean_of, reward_metrics
+from hybridrl.rewards.scorer import Scores
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import ScoredRollouts
-from hybridrl.trainer.sources import rewards_by_source
 
 _LOOKED_AT, _LONGEST_PERIOD, _SHARE = 512, 128, 0.9
 """The end of a response at which is looked, its last token left out; tokens of one repetition; and
@@ -59,6 +61,25 @@ def _effective_samples(update: Metrics) -> Metrics:
         return {}
     share = effective_sample_fraction(ratio.value, chi_square.value + 1, 1)
     return {"policy/effective_sample_fraction": Mean(share)}
+
+
+def rewards_by_source(task: PromptStep, scores: Scores) -> dict[str, Mean]:
+    """Return the mean reward of each source, if there are several; else nothing.
+
+    A name of the hub, as ``openai/gsm8k``, becomes one word of a metric's name: ``openai_gsm8k``.
+
+    Args:
+        task: P prompts.
+        scores: of P * G responses, those to one prompt adjacent.
+    """
+    rewards = scores.rewards_B.tolist()
+    num_responses = len(rewards) // len(task.rows)
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for row, reward in enumerate(rewards):
+        by_source[task.rows[row // num_responses].row.source.replace("/", "_")].append(reward)
+    if len(by_source) == 1:
+        return {}
+    return {name: Mean(sum(values), float(len(values))) for name, values in by_source.items()}
 
 
 def describe_lengths(rollouts: RolloutBatch) -> Metrics:

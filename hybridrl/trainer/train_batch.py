@@ -24,8 +24,8 @@ from hybridrl.batch import (
 )
 from hybridrl.errors import TrainingError
 from hybridrl.trainer.advantages import Targets
+from hybridrl.trainer.balance import balance_over_ranks
 from hybridrl.trainer.collect import Collected
-from hybridrl.workers.train.microbatch import balance_over_ranks
 
 Rows = TypeVar("Rows", TrainBatch, CriticBatch)
 

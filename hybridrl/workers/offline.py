@@ -80,7 +80,7 @@ class SupervisedWorker(_PolicyWorker):
     """One rank of a model that learns from examples."""
 
     @register(TRAIN_METRICS)
-    def fit(self, batch: SupervisedBatch) -> Metrics:
+    def update(self, batch: SupervisedBatch) -> Metrics:
         """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
         return self._engine.fit(batch)
 

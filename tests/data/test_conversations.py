@@ -46,11 +46,11 @@ def test_the_last_token_of_both_conversations_is_scored() -> None:
         pad_token_id=None,
         max_tokens=100,
     )
-    batch = build_conversation_batch(pairs, is_counted=[True, False])
+    batch = build_conversation_batch(pairs)
     texts = [tokenizer.decode(row[:-1]) for row in batch.token_ids_BL.unbind()]
     assert texts == [f"<user>p=<assistant>{answer}" for answer in ("good", "bad", "a", "b")]
     masks = [mask.nonzero().view(-1).tolist() for mask in batch.response_mask_BL.unbind()]
-    assert masks == [[len(texts[0])], [len(texts[1])], [], []]
+    assert masks == [[len(text)] for text in texts]
     assert batch.margins_B is not None
     assert batch.margins_B.tolist() == [0.0, 0.0, 1.5, 1.5]
     assert build_conversation_batch(pairs[:1]).margins_B is None

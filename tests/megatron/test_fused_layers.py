@@ -153,13 +153,13 @@ def test_auto_layers_need_cuda_and_transformer_engine() -> None:
 def test_missing_transformer_engine_is_rejected_by_key() -> None:
     install()
     from hybridrl.workers.train.megatron.megatron_core import HAVE_TE
-    from hybridrl.workers.train.megatron.transformer import fuses_layers
+    from hybridrl.workers.train.megatron.transformer import require_transformer_engine
 
     if HAVE_TE:
         pytest.skip("TransformerEngine is installed")
     megatron = replace(config_of().megatron, layers="transformer_engine")
     with pytest.raises(ConfigError, match=r"megatron.layers='transformer_engine'.*local"):
-        fuses_layers(megatron, torch.device("cuda"))
+        require_transformer_engine(megatron)
 
 
 def test_microbatch_lengths_suit_eight_bit_products(tmp_path: Path) -> None:

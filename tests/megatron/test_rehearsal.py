@@ -118,11 +118,11 @@ _AWARE = "megatron.optimizer_args={use_precision_aware_optimizer: true}"
 
 
 def test_a_start_without_transformer_engine_names_the_key_that_needs_it() -> None:
-    from hybridrl.workers.train.megatron.configuration import optimizer_config
+    from hybridrl.workers.train.megatron.transformer import require_transformer_engine
 
     megatron = config_of(*CHECK, "cluster=one_gpu", "actor.compute_dtype=bfloat16", _AWARE).megatron
     with pytest.raises(ConfigError) as caught:
-        optimizer_config(ACTOR, megatron)
+        require_transformer_engine(megatron)
     assert caught.value.key == "megatron.optimizer_args.use_precision_aware_optimizer"
     for words in ("pip install --no-build-isolation", "add ~megatron.optimizer_args.use_precision"):
         assert words in str(caught.value)

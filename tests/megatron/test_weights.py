@@ -40,7 +40,9 @@ def _go_there_and_back(_rank: int, folder: Path, tp: int, pp: int, ep: int, etp:
             end = max([s.end for s in shard_map.shards_of(name, parameter.shape)], default=0)
             assert not parameter.view(-1)[end:].any()
         names = []
-        for spec, (name, tensor) in zip(export.specs, export.full_weights(local), strict=True):
+        for spec, (name, tensor) in zip(
+            export.specs, export.full_weights(local.__getitem__), strict=True
+        ):
             names.append(name)
             assert spec.num_bytes == tensor.nbytes
             assert torch.equal(tensor, wanted[name]), name

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import build_empty_model
 from hybridrl.models.packed_model import PolicyModel
+from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model, compile_blocks
 from tests.config.values import config_of
@@ -25,7 +26,7 @@ from tests.workers.train.microbatchers import make_batcher
 def _build(folder: Path, *, compile_blocks: bool = False) -> PolicyModel:
     config = replace(ACTOR, fsdp2=replace(FSDP2, compile_blocks=compile_blocks))
     model = build_model(
-        folder, config=config, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
+        folder, config=config, dtype=torch.float32, ranks=Ranks(CPU), is_trainable=True
     )
     assert isinstance(model, PolicyModel)
     return model

@@ -202,10 +202,10 @@ def test_a_tied_head_with_values_of_its_own_is_refused(tmp_path: Path) -> None:
 def test_missing_and_unexpected_weights_are_named(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     change_weights(folder, **{"model.norm.weight": None})
-    with pytest.raises(ModelError, match=r"1 missing weights .* first: model.norm.weight"):
+    with pytest.raises(ModelError, match=r"1 missing: model.norm.weight"):
         load(folder)
     change_weights(folder, **{"model.norm.weight": torch.ones(32), "more": torch.ones(2)})
-    with pytest.raises(ModelError, match=r"1 unexpected weights .* first: more"):
+    with pytest.raises(ModelError, match=r"1 not of this model: more"):
         load(folder)
     change_weights(folder, **{"model.norm.weight": torch.ones(33), "more": None})
     with pytest.raises(ModelError, match=r"model.norm.weight is \[33\], and .* \[32\]"):
@@ -229,7 +229,7 @@ def test_a_missing_matrix_of_an_expert_is_named(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "mixtral")
     name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     change_weights(folder, **{name: None})
-    with pytest.raises(ModelError, match=f"1 missing weights .* first: {name}"):
+    with pytest.raises(ModelError, match=f"1 missing: {name}"):
         load(folder)
     change_weights(folder, **{name: torch.ones(63, 32)})
     with pytest.raises(ModelError, match=rf"{name} is \[63, 32\], and .* \[64, 32\]"):

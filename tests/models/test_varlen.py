@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.models.packed import AttentionKernel, Segment, build_layout
 from hybridrl.models.packed_model import PolicyModel
+from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.fsdp2 import recompute_blocks
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
@@ -122,8 +123,7 @@ def test_responses_share_a_prompt_and_learn_as_single_rows(
         make_tiny_model(tmp_path, family),
         config=ACTOR,
         dtype=torch.float32,
-        device=CPU,
-        num_ranks=1,
+        ranks=Ranks(CPU),
         is_trainable=True,
     )
     assert isinstance(policy, PolicyModel)

@@ -22,6 +22,7 @@ from hybridrl.run.checkpoints import Checkpointer
 from hybridrl.run.resume import run_fingerprint
 from hybridrl.workers.train.checkpoint_files import ShardReader, is_unchanged
 from hybridrl.workers.train.shard_spec import ShardSpec, TensorShard
+from hybridrl.workers.train.shards import rank_shards
 from tests.config.values import config_of
 from tests.workers.train.shard_writer import write_shards
 
@@ -50,10 +51,10 @@ class Ranks:
         return [[entry.name for entry in files if not is_unchanged(folder / entry.name, entry)]]
 
     def load(self, folder: Path) -> list[None]:
-        found = {"value": torch.zeros(1)}
+        value = torch.zeros(1)
         with ShardReader(folder) as reader:
-            reader.fill(found)
-        self.value = float(found["value"])
+            reader.fill({"value": rank_shards(value)})
+        self.value = float(value)
         return [None, None]
 
     def _write(self, rank: int) -> FileEntry:

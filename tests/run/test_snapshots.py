@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from hybridrl.checkpoint.manifest import FileEntry, RunFingerprint, RunState
 from hybridrl.checkpoint.store import CheckpointStore
@@ -16,6 +15,8 @@ from hybridrl.run.checkpoints import Checkpointer
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.checkpoint_files import is_unchanged
+from hybridrl.workers.train.shard_spec import RankShards
+from hybridrl.workers.train.shards import rank_shards
 
 CONFIG = CheckpointConfig(
     every_num_steps=2,
@@ -36,8 +37,8 @@ class Engine:
         self.weight = torch.zeros(50_000)
         self.num_updates = 0
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        return {"model.weight": self.weight}
+    def checkpoint_tensors(self) -> dict[str, RankShards]:
+        return {"model.weight": rank_shards(self.weight)}
 
     def begin_restore(self, *, num_updates: int) -> None:
         self.num_updates = num_updates

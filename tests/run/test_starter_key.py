@@ -13,7 +13,7 @@ import transformers
 
 from hybridrl.data import sampler, starter_tokenizer, supervised, tasks
 from hybridrl.run import offline, rows, starter
-from hybridrl.trainer import sft as fine_tuning
+from hybridrl.trainer import offline as fine_tuning
 from hybridrl.workers.train import optimizer
 from tests.config.values import config_of
 

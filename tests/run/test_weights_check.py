@@ -38,5 +38,5 @@ def test_check_refuses_a_folder_that_lacks_a_layer(tmp_path: Path) -> None:
     done = call_main("mode=check", *model, folder=tmp_path)
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith("ConfigError: model.path=")
-    assert "missing weights for Qwen3ForCausalLM" in done.stderr
+    assert "the safetensors are not those of a Qwen3ForCausalLM: " in done.stderr
     assert "Fix: download the folder again." in done.stderr

@@ -83,7 +83,11 @@ def test_each_prompt_is_learned_from_once_over_kills(
         source = source_of_prompts(num_prompts)
         source.restore(SamplerState(**json.loads(saved)))
         batches = AheadBatches(
-            source, engines, num_prompts=num_prompts, num_ahead=num_ahead, num_steps=num_steps
+            source=source,
+            engines=engines,
+            num_prompts=num_prompts,
+            num_open=(num_ahead + 1) * num_prompts,
+            num_steps=num_steps,
         )
         for step in range(saved_step + 1, num_steps + 1):
             batches.begin(step)
@@ -106,7 +110,7 @@ def test_each_prompt_is_learned_from_once_over_kills(
 
 def test_as_many_prompts_are_drawn_as_steps_are_left() -> None:
     engines, source = BackgroundEngines(Random(0), num_prompts=2), source_of_prompts(2)
-    batches = AheadBatches(source, engines, num_prompts=2, num_ahead=2, num_steps=4)
+    batches = AheadBatches(source=source, engines=engines, num_prompts=2, num_open=6, num_steps=4)
     drawn = []
     for step in range(1, 5):
         batches.begin(step)
@@ -118,7 +122,7 @@ def test_as_many_prompts_are_drawn_as_steps_are_left() -> None:
 
 def test_a_further_batch_of_a_step_draws_further_prompts() -> None:
     engines, source = BackgroundEngines(Random(0), num_prompts=2), source_of_prompts(2)
-    batches = AheadBatches(source, engines, num_prompts=2, num_ahead=1, num_steps=4)
+    batches = AheadBatches(source=source, engines=engines, num_prompts=2, num_open=4, num_steps=4)
     batches.begin(1)
     batches(SAMPLING)
     batches(SAMPLING)

@@ -123,7 +123,7 @@ class TableBackend:
 
     def microbatches(self, rows: Any) -> Any:
         self.token_ids_N = rows.token_ids_BL.values()
-        return self.batcher.divide(rows.token_ids_BL, rows.response_mask_BL)
+        return self.batcher.divide(rows)
 
     def train_step(self, microbatches: Any, _compute: Any, loss_of: Any) -> StepOutcome:
         for microbatch in microbatches:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged
 from hybridrl.data.sampler_state import SamplerState
 from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.oversampled_batches import OversampledBatches
+from hybridrl.trainer.batches import OversampledBatches
 from tests.trainer.test_batches import SAMPLING, source_of_prompts
 
 
@@ -75,8 +75,8 @@ def test_each_prompt_is_learned_from_once_over_kills(
         engines, source = Engines(num_engines, random), source_of_prompts(num_prompts)
         source.restore(SamplerState(**json.loads(saved)))
         batches = OversampledBatches(
-            source,
-            engines,
+            source=source,
+            engines=engines,
             num_prompts=num_prompts,
             num_open=num_open,
             num_engines=num_engines,

@@ -17,9 +17,14 @@ from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.errors import ReplayError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.rollout_dump import DumpedRollouts, Origin
 from hybridrl.trainer.rollout_files import RolloutFiles
-from hybridrl.trainer.rollout_replay import ReplayedRollouts, head_and_tail
+from hybridrl.trainer.rollouts import (
+    Dump,
+    Origin,
+    ReplayedRollouts,
+    SampledRollouts,
+    head_and_tail,
+)
 
 SAMPLING = SamplingParams(num_responses_per_prompt=2, max_response_tokens=4, temperature=1.0)
 ORIGIN = Origin({"tokenizer": "t", "agent.loop": "single_turn"}, {"reward.function": "exact_match"})
@@ -87,7 +92,7 @@ def files(tmp_path: Path) -> RolloutFiles:
 @pytest.fixture
 def sampled(files: RolloutFiles) -> tuple[RolloutBatch, Scores]:
     """One call of step 2, written."""
-    dump = DumpedRollouts(_Engines(), _Reward(), files, ORIGIN)
+    dump = SampledRollouts(_Engines(), _Reward(), Dump(files, ORIGIN))
     dump.begin(2, "train")
     rollouts = dump.generate(_task().prompts, SAMPLING)
     return rollouts, dump(rollouts, _task())

@@ -5,7 +5,7 @@ Legend: B rows of a batch, L tokens of a row, S scored (response) tokens of a mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,29 +14,24 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hybridrl.batch import (
-    CriticBatch,
-    PreferenceBatch,
-    RolloutBatch,
-    SupervisedBatch,
-    TrainBatch,
-)
-from hybridrl.errors import ConfigError
 from hybridrl.metrics import Metrics
 from hybridrl.models.packed import AttentionKernel
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration
-from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
+from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
 from hybridrl.workers.train.optimizer import StepResult
-from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.shard_spec import CheckpointTensor
+from hybridrl.workers.train.protocol import (
+    LearningEngine,
+    NamedTensors,
+    TrainState,
+    WeightSet,
+    WeightSpec,
+)
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
 
-
-Rows: TypeAlias = RolloutBatch | TrainBatch | SupervisedBatch | CriticBatch | PreferenceBatch
 
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
 """Columns of scored tokens: a tuple of float [S], one float [columns, S], or [S] for one column.
@@ -48,18 +43,6 @@ Compute: TypeAlias = Callable[[nn.Module, PackedTokens], Output]
 LossOf: TypeAlias = Callable[[MicroBatch, Output], tuple[Tensor, Metrics]]
 """From a micro-batch and its output to its share of the global loss, to be *summed*, and metrics.
 For a dummy micro-batch the share is a 0 that carries a gradient, and metrics are empty."""
-
-
-def num_together(rows: Rows) -> int:
-    """Return how many adjacent rows one micro-batch must compute: both of a preference pair."""
-    return 2 if isinstance(rows, PreferenceBatch) else 1
-
-
-def sequence_lengths(rows: Rows) -> Tensor | None:
-    """Return the lengths of the sequences of each row; None where each row is one sequence."""
-    if isinstance(rows, SupervisedBatch | PreferenceBatch):
-        return None
-    return rows.sequence_lengths_BQ
 
 
 def as_columns(output: Output, num_columns: int) -> Tensor:
@@ -82,7 +65,7 @@ class StepOutcome:
     """Of the model itself, such as the load of its experts; the same on all ranks."""
 
 
-class Backend(Protocol):
+class Backend(LearningEngine, Protocol):
     """A model in shards and, if it learns, its optimizer.
 
     Every method is a collective: all ranks call it in the same order, whatever their rows.
@@ -154,36 +137,8 @@ class Backend(Protocol):
         """Return this rank's plain tensors of a state, those that can leave the device."""
         ...
 
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted."""
-        ...
-
-    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
-        """List the tensors of a resumed run; see ``LearningEngine.checkpoint_tensors``."""
-        ...
-
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments for the caller to fill."""
-        ...
-
-    def end_restore(self) -> None:
-        """Use the filled values."""
-        ...
-
 
 def choose_kernel(attention: str, compute_dtype: str, device: torch.device) -> AttentionKernel:
-    """Choose the attention kernel for ``model.attention`` on a device.
-
-    Raises:
-        ConfigError: the kernel does not run on the device in the compute type.
-    """
+    """Choose the attention kernel for ``model.attention`` on a device."""
     has_varlen = device.type == "cuda" and compute_dtype == "bfloat16"
-    if attention == "varlen" and not has_varlen:
-        raise ConfigError(
-            "model.attention",
-            attention,
-            rule=f"the varlen kernel runs on CUDA in bfloat16, not on {device} in {compute_dtype}",
-            fix="set model.attention=auto",
-        )
     return "varlen" if has_varlen and attention != "padded" else "padded"

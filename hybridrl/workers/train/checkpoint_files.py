@@ -24,7 +24,6 @@ from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.train.shard_spec import (
-    CheckpointTensor,
     RankShards,
     ShardSpec,
     TensorRange,
@@ -34,7 +33,6 @@ from hybridrl.workers.train.shard_spec import (
     size_of,
     subtract,
 )
-from hybridrl.workers.train.shards import is_first_copy, local_shard
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -60,23 +58,19 @@ class _StoredShard:
     range: TensorRange
 
 
-def shards_of(name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, TensorShard]]:
-    """Yield this rank's shards of a tensor, views of its memory, by key in the rank's file."""
-    if isinstance(tensor, Tensor):
-        yield name, TensorShard(local_shard(tensor.detach()), ShardSpec.of(tensor))
-    elif len(tensor.shards) == 1:
-        yield name, tensor.shards[0]
-    else:
-        for number, shard in enumerate(tensor.shards):
-            yield f"{name}{_NUMBER}{number}", shard
+def shards_of(name: str, tensor: RankShards) -> Iterator[tuple[str, TensorShard]]:
+    """Yield this rank's shards of a tensor, by key in the rank's file."""
+    is_one = len(tensor.shards) == 1
+    for number, shard in enumerate(tensor.shards):
+        yield name if is_one else f"{name}{_NUMBER}{number}", shard
 
 
-def shards_to_write(tensors: Mapping[str, CheckpointTensor]) -> dict[str, TensorShard]:
+def shards_to_write(tensors: Mapping[str, RankShards]) -> dict[str, TensorShard]:
     """Return the shards of this rank's file, by key; the first of several replicas writes."""
     return {
         key: shard
         for name, tensor in tensors.items()
-        if (is_first_copy(tensor) if isinstance(tensor, Tensor) else not tensor.is_copy)
+        if not tensor.is_copy
         for key, shard in shards_of(name, tensor)
     }
 
@@ -174,7 +168,7 @@ class ShardReader:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def fill(self, tensors: Mapping[str, CheckpointTensor], *, allows_more: bool = False) -> None:
+    def fill(self, tensors: Mapping[str, RankShards], *, allows_more: bool = False) -> None:
         """Fill this rank's shards of each tensor, however the writers had sharded it.
 
         Args:
@@ -184,7 +178,7 @@ class ShardReader:
         Raises:
             CheckpointError: names or shapes differ, or no file has some of the values.
         """
-        wanted = {name: _full_shape(tensor) for name, tensor in tensors.items()}
+        wanted = {name: tensor.full_shape for name, tensor in tensors.items()}
         saved = {n: s for n, s in self.shapes.items() if n in wanted or not allows_more}
         self._check_names(wanted, saved)
         for name, tensor in tensors.items():
@@ -248,10 +242,6 @@ class ShardReader:
             self._stored.setdefault(name, []).append(_StoredShard(file, key, spec.range))
             self.shapes[name] = spec.full_shape
         self.notes.append(notes)
-
-
-def _full_shape(tensor: CheckpointTensor) -> tuple[int, ...]:
-    return tensor.full_shape if isinstance(tensor, RankShards) else tuple(tensor.shape)
 
 
 def _read(stored: _StoredShard, shared: TensorRange) -> Tensor:

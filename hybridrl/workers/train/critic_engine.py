@@ -5,17 +5,18 @@ Legend: S scored (response) tokens.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.value_loss import clipped_value_loss
 from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
 from hybridrl.metrics import Mean, Metrics
-from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.backend import Backend, Output
 from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine
+from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine, values_of
 from hybridrl.workers.train.protocol import TrainState
 
 
@@ -23,7 +24,6 @@ class CriticEngine(ModelEngine):
     """A value model with its optimizer.
 
     Args:
-        backend: of a value model, built from a ``CriticConfig``.
         value_clip: reward units that a value may move before its loss is clipped; 0 is off.
     """
 
@@ -34,7 +34,7 @@ class CriticEngine(ModelEngine):
     def compute_values(self, rows: RolloutBatch) -> ValueBatch:
         """Value the state before each response token of this rank's rows; values on the host."""
         self._require("compute_values()", TrainState.PARAMETERS)
-        [values_BL] = self._compute_columns(rows, _compute, num_columns=1)
+        [values_BL] = self._compute_columns(rows, values_of, num_columns=1)
         return ValueBatch(values_BL=values_BL, batch_size=rows.batch_size)
 
     def update(
@@ -48,61 +48,26 @@ class CriticEngine(ModelEngine):
         def weighted_loss(
             microbatch: MicroBatch, output: Output, weights_S: Tensor
         ) -> tuple[Tensor, Metrics]:
-            return value_loss(
-                batch,
-                microbatch,
-                values_S=output,
-                weights_S=weights_S,
+            values_S, index_S = cast(Tensor, output), microbatch.token_index_S
+            loss = clipped_value_loss(
+                values_S,
+                old_values_T=batch.old_values_BL.values()[index_S].to(values_S.device),
+                returns_T=batch.returns_BL.values()[index_S].to(values_S.device),
                 value_clip=self._value_clip,
             )
+            share = (loss.losses_T * weights_S).sum()
+            if not len(index_S):
+                return share, {}
+            sums = torch.stack([share, weights_S.sum(), loss.is_clipped_T.sum()]).detach().tolist()
+            return share, {
+                "loss/value": Mean(sums[0], sums[1]),
+                "critic/clip_fraction": Mean(sums[2], len(index_S)),
+            }
 
         return self._take_step(
             batch,
-            _compute,
+            values_of,
             weighted_loss,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
         )
-
-
-def _compute(model: nn.Module, tokens: PackedTokens) -> Tensor:
-    values: Tensor = model(tokens)
-    return values
-
-
-def value_loss(
-    batch: CriticBatch,
-    microbatch: MicroBatch,
-    *,
-    values_S: Output,
-    weights_S: Tensor,
-    value_clip: float,
-) -> tuple[Tensor, Metrics]:
-    """Return a micro-batch's share of the global loss, to be *summed*, and its metrics.
-
-    Args:
-        microbatch: for a dummy one the share is a 0 with a gradient, and metrics are empty.
-        values_S: with gradient, reward units.
-        weights_S: share in the global loss.
-
-    Raises:
-        TypeError: the model has several columns, so it is not a value model.
-    """
-    if isinstance(values_S, tuple):
-        raise TypeError(f"a value head has one column, and this output has {len(values_S)}")
-    device = values_S.device
-    loss = clipped_value_loss(
-        values_S,
-        old_values_T=batch.old_values_BL.values()[microbatch.token_index_S].to(device),
-        returns_T=batch.returns_BL.values()[microbatch.token_index_S].to(device),
-        value_clip=value_clip,
-    )
-    share = (loss.losses_T * weights_S).sum()
-    num_tokens = len(microbatch.token_index_S)
-    if not num_tokens:
-        return share, {}
-    sums = torch.stack([share, weights_S.sum(), loss.is_clipped_T.sum()]).detach().tolist()
-    return share, {
-        "loss/value": Mean(sums[0], sums[1]),
-        "critic/clip_fraction": Mean(sums[2], num_tokens),
-    }

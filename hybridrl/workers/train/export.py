@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from hybridrl.atomic_io import rename_into_place
 from hybridrl.checkpoint.fingerprint import TOKENIZER_FILES
@@ -32,12 +32,8 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
     from hybridrl.models.adapter import Adapter
 
 
-class Configuration(Protocol):
-    """A configuration of a model or of its generation."""
-
-    def save_pretrained(self, save_directory: str | Path) -> object:
-        """Write itself into a folder."""
-        ...
+Configuration: TypeAlias = PretrainedConfig | GenerationConfig
+"""A configuration of a model or of its generation."""
 
 
 def configs_of(model: PreTrainedModel) -> list[Configuration]:
@@ -92,7 +88,7 @@ def write_hf_folder(
         max_file_bytes: weights per file; a single larger tensor has a file of its own.
     """
     with atomic_folder(folder) as unfinished:
-        _write_weights(unfinished, weights, _divide_into_files(specs, max_file_bytes))
+        _write_weights(unfinished, weights, divide_by_bytes(specs, max_file_bytes))
         for config in configs:
             config.save_pretrained(unfinished)
         _keep_settings(source / CONFIG, unfinished / CONFIG)
@@ -120,12 +116,7 @@ def write_adapter_folder(
 ) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``; see ``atomic_folder``.
 
-    Args:
-        folder: must not exist.
-        weights: full A and B by their names in the file.
-        adapter: its settings are written.
-        base_model: the folder of the frozen model.
-        ranks: all that gather the weights; see ``write_on_first``.
+    Weights are full A and B by their names in the file, gathered by all ranks.
     """
 
     def write(weights: NamedTensors) -> None:
@@ -177,14 +168,14 @@ def _write_weights(
         (folder / "model.safetensors.index.json").write_text(to_json_text(index), encoding="utf-8")
 
 
-def _divide_into_files(specs: Sequence[WeightSpec], max_file_bytes: int) -> list[list[WeightSpec]]:
-    """Divide the weights, in their order, into files of limited size."""
-    files: list[list[WeightSpec]] = []
+def divide_by_bytes(specs: Iterable[WeightSpec], max_bytes: int) -> list[list[WeightSpec]]:
+    """Divide the weights, in their order, into parts of limited size; a larger one is alone."""
+    parts: list[list[WeightSpec]] = []
     num_bytes = 0
     for spec in specs:
-        if not files or num_bytes + spec.num_bytes > max_file_bytes:
-            files.append([])
+        if not parts or num_bytes + spec.num_bytes > max_bytes:
+            parts.append([])
             num_bytes = 0
-        files[-1].append(spec)
+        parts[-1].append(spec)
         num_bytes += spec.num_bytes
-    return files
+    return parts

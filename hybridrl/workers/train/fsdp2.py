@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig
@@ -29,28 +29,23 @@ from hybridrl.models.packed_model import PackedModel, PolicyModel
 from hybridrl.workers.train.backend import (
     Compute,
     LossOf,
-    Rows,
     StepOutcome,
     as_columns,
     choose_kernel,
-    num_together,
-    sequence_lengths,
 )
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.expert_shards import stored_shards
 from hybridrl.workers.train.export import Configuration, configs_of
-from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches
+from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches, Rows
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 from hybridrl.workers.train.routes import routes_of
-from hybridrl.workers.train.shard_spec import CheckpointTensor
+from hybridrl.workers.train.shard_spec import RankShards
 from hybridrl.workers.train.shards import (
-    as_fsdp,
     build_model,
-    build_reward_model,
     full_tensor,
     local_shard,
     reshard,
+    stored_shards,
 )
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
@@ -73,13 +68,12 @@ class FSDP2Backend:
 
     Raises:
         ModelError: the folder is not usable, or the adapter does not fit the model.
-        ConfigError: ``model.attention`` does not run on the device in the compute type.
     """
 
     is_output_rank = True  # every rank has rows of its own
 
     model: PackedModel
-    """The weights of this rank: all of them, or shards (see ``as_fsdp``)."""
+    """The weights of this rank: all of them, or shards if it is an ``FSDPModule``."""
 
     def __init__(
         self,
@@ -105,15 +99,14 @@ class FSDP2Backend:
             ranks=self.data_ranks,
             device=device,
         )
-        adapt = None if adapter is None else adapter.inject
-        build = build_reward_model if is_reward_model else partial(build_model, adapt=adapt)
-        self.model = build(
+        self.model = build_model(
             folder,
             config=config,
             dtype=DTYPES[model_config.dtype],
-            device=device,
-            num_ranks=self.data_ranks.size,
+            ranks=self.data_ranks,
             is_trainable=num_total_steps is not None,
+            adapt=None if adapter is None else adapter.inject,
+            is_reward_model=is_reward_model,
         )
         self._names = StoredNames(self.model.hf.config.model_type)
         self._optimizer: GuardedAdamW | None = None
@@ -133,13 +126,7 @@ class FSDP2Backend:
 
     def microbatches(self, rows: Rows) -> MicroBatches:
         """Divide this rank's rows; every rank gets as many micro-batches."""
-        return self._batcher.divide(
-            rows.token_ids_BL,
-            rows.response_mask_BL,
-            self._routes(rows),
-            sequence_lengths_BQ=sequence_lengths(rows),
-            num_together=num_together(rows),
-        )
+        return self._batcher.divide(rows, self._routes(rows))
 
     def _routes(self, rows: Rows) -> Tensor | None:
         """Return the experts that tokens must go through; None lets the model choose."""
@@ -170,7 +157,10 @@ class FSDP2Backend:
         total_loss = torch.zeros((), device=self.device)
         metrics: list[Metrics] = []
         for number, microbatch in enumerate(trace.each("microbatch", microbatches), 1):
-            self._reduce_gradients(now=reduces_every or number == len(microbatches))
+            if isinstance(self.model, FSDPModule):
+                # Without an exchange every rank keeps the gradients of all weights.
+                is_last = number == len(microbatches)
+                self.model.set_requires_gradient_sync(reduces_every or is_last)
             share, of_loss = loss_of(microbatch, compute(self.model, microbatch.tokens))
             torch.autograd.backward(share)
             total_loss += share.detach()
@@ -236,11 +226,11 @@ class FSDP2Backend:
         """Optimizer steps taken, skipped ones not counted."""
         return self.optimizer.num_steps
 
-    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+    def checkpoint_tensors(self) -> dict[str, RankShards]:
         """List the parameters that learn, and their moments; see ``LearningEngine``."""
         optimizer = self.optimizer
         learning = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        tensors: dict[str, CheckpointTensor] = {}
+        tensors: dict[str, RankShards] = {}
         for name, parameter in learning.items():
             tensors |= stored_shards("model.", name, parameter, parameter, self._names)
         for name, parameter in learning.items():
@@ -273,15 +263,6 @@ class FSDP2Backend:
         rename = file_name if is_adapter else hf_name
         named = self.model.hf.named_parameters()
         return [(rename(name), p) for name, p in named if is_adapter_name(name) == is_adapter]
-
-    def _reduce_gradients(self, *, now: bool) -> None:
-        """Let ranks exchange gradients in the next backward pass, or let each sum its own.
-
-        Without an exchange every rank keeps the gradients of all weights.
-        """
-        fsdp = as_fsdp(self.model)
-        if fsdp is not None:
-            fsdp.set_requires_gradient_sync(now)
 
 
 def recompute_blocks(model: PreTrainedModel) -> None:

@@ -91,7 +91,7 @@ class PolicyGradientLoss:
             bonus = (inputs.entropy_T * inputs.weights_T).sum()
             shares["loss/entropy"] = -self.entropy_coefficient * bonus
         loss = torch.stack(list(shares.values())).sum()
-        metrics = _to_metrics(inputs, shares=shares, means=means, maxima=maxima)
+        metrics = _to_metrics(inputs.weights_T, shares=shares, means=means, maxima=maxima)
         self._require_same_policy(metrics)
         return loss, metrics
 
@@ -154,19 +154,10 @@ class PolicyGradientLoss:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SupervisedLoss:
-    """Weighted negative log-likelihood of the given tokens."""
-
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        """False: supervised fine-tuning has no entropy term."""
-        return False
-
-    def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
-        """Return this micro-batch's share of the global loss, a scalar, and its metrics."""
-        loss = -(inputs.current_logprobs_T * inputs.weights_T).sum()
-        return loss, _to_metrics(inputs, shares={"loss/supervised_nats": loss}, means={}, maxima={})
+def supervised_loss(logprobs_T: Tensor, weights_T: Tensor) -> tuple[Tensor, Metrics]:
+    """Weigh the negative log-likelihood of the given tokens; see ``TokenLoss`` for the result."""
+    loss = -(logprobs_T * weights_T).sum()
+    return loss, _to_metrics(weights_T, shares={"loss/supervised_nats": loss}, means={}, maxima={})
 
 
 @torch.no_grad()
@@ -221,7 +212,7 @@ def _drift_error(mean_nats: float, max_nats: float, limit_nats: float) -> DriftE
 
 
 def _to_metrics(
-    inputs: TokenLossInputs,
+    weights_T: Tensor,
     *,
     shares: dict[str, Tensor],
     means: dict[str, Tensor],
@@ -232,11 +223,11 @@ def _to_metrics(
     A share of the loss becomes a mean over the weights. Merged, it is the loss per token with the
     weights of the loss. Where the weights of a step sum to 1, it is the loss itself.
     """
-    num_tokens = len(inputs.current_logprobs_T)
+    num_tokens = len(weights_T)
     if not num_tokens:
         return {}
     names = [*shares, *means, *maxima]
-    scalars = [*shares.values(), *means.values(), *maxima.values(), inputs.weights_T.sum()]
+    scalars = [*shares.values(), *means.values(), *maxima.values(), weights_T.sum()]
     *values, weight = torch.stack(scalars).detach().tolist()
     metrics: Metrics = {}
     for name, value in zip(names, values, strict=True):

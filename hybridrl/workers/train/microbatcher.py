@@ -15,19 +15,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hybridrl.algorithms.token_rows import TokenRows
-from hybridrl.batch import jagged_from, response_lengths, row_lengths
+from hybridrl.batch import (
+    CriticBatch,
+    PreferenceBatch,
+    RolloutBatch,
+    SupervisedBatch,
+    TrainBatch,
+    jagged_from,
+    response_lengths,
+    row_lengths,
+)
 from hybridrl.errors import DataError
 from hybridrl.models.packed import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.models.packed_share import ContextParallelRank, split_for_context_parallel
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.microbatch import plan_microbatches
+
+Rows: TypeAlias = RolloutBatch | TrainBatch | SupervisedBatch | CriticBatch | PreferenceBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,26 +148,22 @@ class MicroBatcher:
             sequences[number] = BatchSequence(row, begin, length - 1, first - begin, prompt)
         return BatchRows(token_ids_N, mask_N, experts_NJK, num_scored_B, sequences)
 
-    def divide(
-        self,
-        token_ids_BL: Tensor,
-        response_mask_BL: Tensor,
-        experts_BLJK: Tensor | None = None,
-        *,
-        sequence_lengths_BQ: Tensor | None = None,
-        num_together: int = 1,
-    ) -> MicroBatches:
+    def divide(self, batch: Rows, experts_BLJK: Tensor | None = None) -> MicroBatches:
         """Plan this rank's micro-batches; a collective call.
 
-        All ranks get equally many micro-batches, at least one; some may be dummies. For columns and
+        All ranks get equally many micro-batches, at least one; some may be dummies. For experts and
         errors see ``read``.
-
-        Args:
-            num_together: adjacent rows that one micro-batch computes: 2 for preference pairs.
         """
+        sequence_lengths_BQ = None
+        if not isinstance(batch, SupervisedBatch | PreferenceBatch):
+            sequence_lengths_BQ = batch.sequence_lengths_BQ
         rows = self.read(
-            token_ids_BL, response_mask_BL, experts_BLJK, sequence_lengths_BQ=sequence_lengths_BQ
+            batch.token_ids_BL,
+            batch.response_mask_BL,
+            experts_BLJK,
+            sequence_lengths_BQ=sequence_lengths_BQ,
         )
+        num_together = 2 if isinstance(batch, PreferenceBatch) else 1
         planned = plan(rows, max_tokens=self.max_tokens, num_together=num_together)
         most = int(self.ranks.gather([len(planned)]).max())
         num_microbatches = -(-max(most, 1) // self.group_size) * self.group_size
@@ -220,6 +227,42 @@ def plan(rows: BatchRows, *, max_tokens: int, num_together: int = 1) -> list[lis
     num_tokens = [_count_all_tokens(rows, group) for group in groups]
     planned = plan_microbatches(num_tokens, max_tokens=max_tokens)
     return [[number for index in indices for number in groups[index]] for indices in planned]
+
+
+def plan_microbatches(lengths_B: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Divide rows into as few micro-batches as possible, of nearly equal size.
+
+    Rows come by descending length, so that rows of one micro-batch need little padding.
+
+    Args:
+        lengths_B: tokens of each row, >= 1.
+        max_tokens: tokens of a micro-batch; a longer row gets its own.
+
+    Returns:
+        Row numbers of each micro-batch, longest rows first. Every row is in exactly one.
+    """
+    rows = sorted(range(len(lengths_B)), key=lambda row: (-lengths_B[row], row))
+    fewest = len(_fill(rows, lengths_B, max_tokens))
+    low, high = 1, max_tokens
+    while low < high:  # the smallest capacity that needs no more micro-batches
+        middle = (low + high) // 2
+        if len(_fill(rows, lengths_B, middle)) <= fewest:
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(rows, lengths_B, high)
+
+
+def _fill(rows: Sequence[int], lengths_B: Sequence[int], capacity: int) -> list[list[int]]:
+    microbatches: list[list[int]] = []
+    num_tokens = 0
+    for row in rows:
+        if not microbatches or num_tokens + lengths_B[row] > capacity:
+            microbatches.append([])
+            num_tokens = 0
+        microbatches[-1].append(row)
+        num_tokens += lengths_B[row]
+    return microbatches
 
 
 def _units_by_prompt(rows: BatchRows, num_together: int) -> list[list[list[int]]]:

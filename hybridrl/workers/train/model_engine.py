@@ -6,26 +6,26 @@ Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridrl.algorithms.aggregate import token_mean
 from hybridrl.algorithms.load import Part
-from hybridrl.batch import jagged_from, row_lengths
+from hybridrl.batch import TrainBatch, jagged_from, row_lengths
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Last, Max, Metrics, Sum, merge
-from hybridrl.workers.train.backend import Backend, Compute, Output, Rows
+from hybridrl.models.packed_model import PackedTokens
+from hybridrl.workers.train.backend import Backend, Compute, Output
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration, write_hf_folder, write_on_first
-from hybridrl.workers.train.microbatcher import MicroBatch
+from hybridrl.workers.train.microbatcher import MicroBatch, Rows
 from hybridrl.workers.train.offload import OffloadedTensors, resident_bytes
 from hybridrl.workers.train.optimizer import StepResult
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.shard_spec import CheckpointTensor
+from hybridrl.workers.train.shard_spec import RankShards
 
 WeightedLoss: TypeAlias = Callable[[MicroBatch, Output, Tensor], tuple[Tensor, Metrics]]
 """From a micro-batch, its output and the weight of each scored token [S] in the global loss, to the
@@ -34,17 +34,6 @@ micro-batch's share of that loss and metrics."""
 
 TOKEN_MEAN = Part.of(token_mean)
 """Each token of an optimizer step weighs the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSizes:
-    """The group of each row: all rows of the step that answer its prompt."""
-
-    tokens_B: Tensor
-    """int64, response tokens of the group."""
-
-    rows_B: Tensor
-    """int64, rows of the group with response tokens; 0 for a row that has none."""
 
 
 class ModelEngine:
@@ -66,6 +55,8 @@ class ModelEngine:
         self.dp_rank, self.dp_size = backend.data_ranks.rank, backend.data_ranks.size
         self.is_output_rank = backend.is_output_rank
         self._area = area
+        # One of the ranks that share a micro-batch counts its tokens, once for policy and critic.
+        self._counts_tokens = area == "policy" and self.is_output_rank
         self._offloaded: dict[TrainState, OffloadedTensors] = {}
 
     def offload(self, state: TrainState) -> None:
@@ -133,7 +124,7 @@ class ModelEngine:
         """Optimizer steps taken, skipped ones not counted."""
         return self.backend.num_updates
 
-    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
+    def checkpoint_tensors(self) -> Mapping[str, RankShards]:
         """List the parameters that learn, and their moments; see ``LearningEngine``."""
         self._require("checkpoint_tensors()", *TrainState)
         return self.backend.checkpoint_tensors()
@@ -174,46 +165,59 @@ class ModelEngine:
         *,
         aggregation: Part = TOKEN_MEAN,
         max_response_tokens: int = 1,
-        groups: GroupSizes | None = None,
     ) -> Metrics:
         """Take one optimizer step on the union of all ranks' rows, or skip it.
 
         Each token's loss is multiplied by its weight in the *global* loss, then summed over tokens,
         micro-batches and ranks. So the result does not depend on how rows are divided.
-
-        Args:
-            groups: of the rows, for an aggregation over prompts.
         """
         self._require("update()", *TrainState)
         microbatches = self.backend.microbatches(batch)
         response_lengths_B = microbatches.response_lengths_B
         own_counts = [int(response_lengths_B.sum()), int(response_lengths_B.count_nonzero())]
         num_tokens, num_rows = self.backend.data_ranks.gather(own_counts).sum(dim=0).tolist()
+        group_tokens_B, num_prompts = None, None
+        if isinstance(batch, TrainBatch) and batch.group_rows_B is not None:
+            group_tokens_B = batch.group_tokens_B
+            num_prompts = self._count_prompts(batch.group_rows_B)
         weights_B = aggregation(
             response_lengths_B=response_lengths_B,
             num_tokens_global=num_tokens,
             num_sequences_global=num_rows,
             max_response_tokens=max_response_tokens,
-            group_tokens_B=None if groups is None else groups.tokens_B,
-            num_prompts_global=None if groups is None else self._count_prompts(groups),
+            group_tokens_B=group_tokens_B,
+            num_prompts_global=num_prompts,
         ).to(self.backend.device)
 
         def loss_of(microbatch: MicroBatch, output: Output) -> tuple[Tensor, Metrics]:
-            return weighted_loss(microbatch, output, microbatch.rows.spread(weights_B))
+            share, metrics = weighted_loss(microbatch, output, microbatch.rows.spread(weights_B))
+            if self._counts_tokens and microbatch.num_tokens:
+                metrics = metrics | {
+                    "data/train_tokens": Sum(microbatch.num_tokens),
+                    "data/loss_tokens": Sum(microbatch.rows.num_tokens),
+                    "data/microbatches": Sum(1),
+                }
+            return share, metrics
 
         outcome = self.backend.train_step(microbatches, compute, loss_of)
         counts = self.is_output_rank and self.dp_rank == 0
         of_step = step_metrics(outcome.result, area=self._area, counts=counts)
         return merge([outcome.loss_metrics, self._model_metrics(outcome.model_metrics) | of_step])
 
-    def _count_prompts(self, groups: GroupSizes) -> float:
+    def _count_prompts(self, group_rows_B: Tensor) -> float:
         """Return the prompts of all ranks' rows; a part of a prompt's rows counts as that part."""
-        shares_B = torch.where(groups.rows_B > 0, 1 / groups.rows_B.double(), 0.0)
+        shares_B = torch.where(group_rows_B > 0, 1 / group_rows_B.double(), 0.0)
         return float(self.backend.data_ranks.sum(shares_B.sum().to(self.backend.device)))
 
     def _model_metrics(self, _metrics: Metrics) -> Metrics:
         """Return the model's own metrics; a role that reports them overrides this."""
         return {}
+
+
+def values_of(model: nn.Module, tokens: PackedTokens) -> Tensor:
+    """Compute a value model: the ``Compute`` of critics and reward models."""
+    values: Tensor = model(tokens)
+    return values
 
 
 def step_metrics(result: StepResult, *, area: str, counts: bool) -> Metrics:

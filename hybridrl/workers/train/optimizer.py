@@ -54,7 +54,6 @@ class GuardedAdamW:
 
     Args:
         parameters: trainable parameters, plain or sharded; matrices decay, vectors do not.
-        num_total_steps: optimizer steps of the run, for the schedule.
         ranks: the data-parallel ranks that the gradients are sharded over.
     """
 

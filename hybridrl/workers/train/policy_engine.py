@@ -9,7 +9,6 @@ import math
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from hybridrl.algorithms.aggregate import sequence_mean_token_sum
@@ -20,19 +19,22 @@ from hybridrl.batch import (
     ScoreBatch,
     SupervisedBatch,
     TrainBatch,
-    jagged_from,
-    row_lengths,
 )
 from hybridrl.errors import ModelError
-from hybridrl.metrics import Max, Metrics, Sum
+from hybridrl.metrics import Max, Metrics
 from hybridrl.models.packed_model import PackedTokens
-from hybridrl.workers.train.backend import Backend, Output
+from hybridrl.workers.train.backend import Backend, Compute, Output
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_adapter_folder
-from hybridrl.workers.train.losses import SupervisedLoss
+from hybridrl.workers.train.losses import supervised_loss
 from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.model_engine import TOKEN_MEAN, GroupSizes, ModelEngine
-from hybridrl.workers.train.preference_objective import PreferenceObjective
+from hybridrl.workers.train.model_engine import ModelEngine
+from hybridrl.workers.train.preference_objective import (
+    PairLogprobs,
+    PairValues,
+    PreferenceObjective,
+    loss_of_microbatch,
+)
 from hybridrl.workers.train.protocol import (
     TokenLoss,
     TokenLossInputs,
@@ -48,9 +50,6 @@ class PolicyEngine(ModelEngine):
     """A language model that scores tokens and, if its back end has an optimizer, learns.
 
     Without an optimizer it is a reference.
-
-    Args:
-        backend: of a language model, built from an ``ActorConfig``.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -75,11 +74,7 @@ class PolicyEngine(ModelEngine):
         adapter the model is the loaded one.
         """
         self._require("compute_logprobs()", TrainState.PARAMETERS)
-
-        def compute(model: nn.Module, tokens: PackedTokens) -> Output:
-            output: Output = model(tokens, temperature)
-            return output
-
+        compute = scores_at(temperature)
         with nullcontext() if use_adapter else self.backend.without_adapter():
             logprobs_BL, entropy_BL = self._compute_columns(rows, compute, num_columns=2)
         return ScoreBatch(
@@ -102,10 +97,6 @@ class PolicyEngine(ModelEngine):
         """
         needs_gradient = loss.needs_entropy_gradient
 
-        def compute(model: nn.Module, tokens: PackedTokens) -> Output:
-            output: Output = model(tokens, temperature, needs_entropy_gradient=needs_gradient)
-            return output
-
         def weighted_loss(
             microbatch: MicroBatch, output: Output, weights_S: Tensor
         ) -> tuple[Tensor, Metrics]:
@@ -117,27 +108,26 @@ class PolicyEngine(ModelEngine):
                 current_logprobs_S=logprobs_S,
                 entropy_S=entropy_S if needs_gradient else entropy_S.detach(),
             )
-            share, metrics = loss(inputs)
-            return share, metrics | (count_tokens(microbatch) if self.is_output_rank else {})
+            return loss(inputs)
 
         return self._take_step(
             batch,
-            compute,
+            scores_at(temperature, needs_entropy_gradient=needs_gradient),
             weighted_loss,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
-            groups=group_sizes(batch),
         )
 
     def fit(self, batch: SupervisedBatch) -> Metrics:
         """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
-        return self.update(
-            as_train_batch(batch),
-            loss=SupervisedLoss(),
-            aggregation=TOKEN_MEAN,
-            temperature=1.0,
-            max_response_tokens=1,
-        )
+
+        def weighted_loss(
+            _: MicroBatch, output: Output, weights_S: Tensor
+        ) -> tuple[Tensor, Metrics]:
+            logprobs_S, _entropy_S = output
+            return supervised_loss(logprobs_S, weights_S)
+
+        return self._take_step(batch, scores_at(1.0), weighted_loss)
 
     def fit_pairs(self, batch: PreferenceBatch, objective: PreferenceObjective) -> Metrics:
         """Take one optimizer step on the mean loss of all ranks' pairs, or skip it.
@@ -145,24 +135,21 @@ class PolicyEngine(ModelEngine):
         Args:
             batch: this rank's pairs, with log-probs of the reference if the loss reads them.
         """
+        reference_B = batch.reference_logprobs_B
 
-        def compute(model: nn.Module, tokens: PackedTokens) -> Output:
-            output: Output = model(tokens, 1.0)
-            return output
+        def loss_of(sums_P2: Tensor, lengths_P2: Tensor, index_P: Tensor) -> PairValues:
+            reference_P2 = None
+            if reference_B is not None:
+                reference_P2 = reference_B.to(sums_P2).view(-1, 2)[index_P]
+            return objective(PairLogprobs(sums_P2, reference_P2, lengths_P2))
 
         def weighted_loss(
             microbatch: MicroBatch, output: Output, weights_S: Tensor
         ) -> tuple[Tensor, Metrics]:
             logprobs_S, _ = output
-            share, metrics = objective.of_microbatch(
-                microbatch,
-                logprobs_S,
-                reference_R=batch.reference_logprobs_B,
-                weights_S=weights_S,
-            )
-            return share, metrics | (count_tokens(microbatch) if self.is_output_rank else {})
+            return loss_of_microbatch(microbatch, logprobs_S, weights_S, loss_of)
 
-        return self._take_step(batch, compute, weighted_loss, aggregation=_ROW_MEAN)
+        return self._take_step(batch, scores_at(1.0), weighted_loss, aggregation=_ROW_MEAN)
 
     def export_adapter(self, folder: Path) -> None:
         """Write a peft folder, atomically; see ``write_adapter_folder``.
@@ -212,6 +199,16 @@ class BaseModelReference:
         return 0
 
 
+def scores_at(temperature: float, *, needs_entropy_gradient: bool = False) -> Compute:
+    """Return the function that scores tokens: columns of log-probs and entropies."""
+
+    def compute(model: nn.Module, tokens: PackedTokens) -> Output:
+        output: Output = model(tokens, temperature, needs_entropy_gradient=needs_entropy_gradient)
+        return output
+
+    return compute
+
+
 def loss_inputs(
     batch: TrainBatch,
     microbatch: MicroBatch,
@@ -239,39 +236,4 @@ def loss_inputs(
         rows=microbatch.rows,
         sampler_weights_T=None if weights_BL is None else at_scored(weights_BL),
         weight_versions_T=None if versions_BL is None else at_scored(versions_BL),
-    )
-
-
-def group_sizes(batch: TrainBatch) -> GroupSizes | None:
-    """Return the groups of the rows, if the batch has them."""
-    if batch.group_tokens_B is None or batch.group_rows_B is None:
-        return None
-    return GroupSizes(batch.group_tokens_B, batch.group_rows_B)
-
-
-def count_tokens(microbatch: MicroBatch) -> Metrics:
-    """Count the tokens of a micro-batch; a dummy one has none.
-
-    Exactly one of the ranks that share a micro-batch must count it.
-    """
-    if not microbatch.num_tokens:
-        return {}
-    return {
-        "data/train_tokens": Sum(microbatch.num_tokens),
-        "data/loss_tokens": Sum(microbatch.rows.num_tokens),
-        "data/microbatches": Sum(1),
-    }
-
-
-def as_train_batch(batch: SupervisedBatch) -> TrainBatch:
-    """Give examples the columns of rollouts, which a supervised loss does not read."""
-    zeros_BL = jagged_from(
-        torch.zeros(batch.token_ids_BL.values().shape), row_lengths(batch.token_ids_BL)
-    )
-    return TrainBatch(
-        token_ids_BL=batch.token_ids_BL,
-        response_mask_BL=batch.response_mask_BL,
-        advantages_BL=zeros_BL,
-        sampler_logprobs_BL=zeros_BL,
-        batch_size=batch.batch_size,
     )

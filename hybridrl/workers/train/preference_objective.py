@@ -1,13 +1,14 @@
 """The objective of preference pairs: from log-probs of answers to losses and metrics.
 
 Legend: P pairs, the last axis of [P, 2] is the chosen and the rejected answer; S scored tokens of a
-micro-batch, R = 2 P' rows of the batch that it belongs to.
+micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +29,14 @@ class PairLogprobs:
     lengths_P2: Tensor  # int64, tokens of each answer, at least 1
 
 
+PairValues: TypeAlias = tuple[Tensor, Mapping[str, Tensor]]
+"""The loss of each pair, [P], and metrics to average over pairs, each [P]."""
+
+PairLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], PairValues]
+"""From sums over the tokens of both answers [P, 2], the numbers of these tokens [P, 2], and the
+positions of the pairs in the batch [P]."""
+
+
 @dataclass(frozen=True, slots=True)
 class PreferenceObjective:
     """A loss of pairs, and the likelihood of the chosen answer beside it."""
@@ -38,8 +47,8 @@ class PreferenceObjective:
     sft_coefficient: float = 0.0
     """Weight of the chosen answer's negative log-likelihood per token (arXiv:2404.19733, eq. 1)."""
 
-    def __call__(self, pairs: PairLogprobs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the loss of each pair, [P], and metrics to average over pairs, each [P].
+    def __call__(self, pairs: PairLogprobs) -> PairValues:
+        """Compare the answers of each pair.
 
         Raises:
             TrainingError: the loss raised, or returned another number of losses than pairs.
@@ -65,13 +74,9 @@ class PreferenceObjective:
                 f"{self.loss.key}={self.loss.spelled} returned {shape}; return the loss of each "
                 f"of {len(chosen_P)} pairs"
             )
-        margins_P = result.chosen_rewards_P - result.rejected_rewards_P
         metrics = {
             "loss/preference": losses_P,
-            "preference/chosen_reward/mean": result.chosen_rewards_P,
-            "preference/rejected_reward/mean": result.rejected_rewards_P,
-            "preference/margin/mean": margins_P,
-            "preference/accuracy": torch.heaviside(margins_P, margins_P.new_tensor(0.5)),
+            **describe_rewards(result.chosen_rewards_P, result.rejected_rewards_P),
             "preference/chosen_logprob_nats/mean": chosen_P,
             "preference/rejected_logprob_nats/mean": rejected_P,
         }
@@ -80,42 +85,42 @@ class PreferenceObjective:
             losses_P = losses_P + self.sft_coefficient * metrics["loss/supervised_nats"]
         return losses_P, {name: values_P.detach() for name, values_P in metrics.items()}
 
-    def of_microbatch(
-        self,
-        microbatch: MicroBatch,
-        logprobs_S: Tensor,
-        *,
-        reference_R: Tensor | None,
-        weights_S: Tensor,
-    ) -> tuple[Tensor, Metrics]:
-        """Return a micro-batch's share of the global loss, to be *summed*, and its metrics.
 
-        Ranks that share the tokens of a pair all compute its loss; each counts for its share of
-        them.
+def loss_of_microbatch(
+    microbatch: MicroBatch, values_S: Tensor, weights_S: Tensor, loss_of: PairLoss
+) -> tuple[Tensor, Metrics]:
+    """Return a micro-batch's share of the global loss of pairs, to be *summed*, and its metrics.
 
-        Args:
-            microbatch: has both rows of a pair, or neither; a dummy one has a share of 0 with a
-                gradient, and no metrics.
-            logprobs_S: float32 nats of this rank's tokens, with gradient.
-            reference_R: float32 nats, sums of the reference, of all rows of the batch.
-            weights_S: share of each token's *row* in the mean over all rows of the step.
-        """
-        rows = microbatch.rows
-        sums_P2, weights_P2 = (rows.sum(logprobs_S).view(-1, 2), rows.mean(weights_S).view(-1, 2))
-        lengths_P2 = rows.lengths_R.view(-1, 2)
-        computed_P = (lengths_P2 > 0).all(dim=1).nonzero()[:, 0]
-        if not len(computed_P):
-            return sums_P2.sum() * 0.0, {}
-        own_P2 = rows.row_T.bincount(minlength=len(rows.lengths_R)).view(-1, 2)
-        shares_P = (own_P2.sum(dim=1) / lengths_P2.sum(dim=1))[computed_P]
-        pairs = PairLogprobs(
-            sums_P2[computed_P],
-            None if reference_R is None else reference_R.to(sums_P2).view(-1, 2)[computed_P],
-            lengths_P2[computed_P],
-        )
-        losses_P, values = self(pairs)
-        share = (losses_P * shares_P * weights_P2.sum(dim=1)[computed_P]).sum()
-        return share, mean_over_pairs(values, shares_P)
+    Ranks that share the tokens of a pair all compute its loss; each counts for its share of them.
+
+    Args:
+        microbatch: has both rows of a pair, or neither; a dummy one has a share of 0 with a
+            gradient, and no metrics.
+        values_S: float32 of this rank's tokens, with gradient.
+        weights_S: share of each token's *row* in the mean over all rows of the step.
+    """
+    rows = microbatch.rows
+    sums_P2, weights_P2 = rows.sum(values_S).view(-1, 2), rows.mean(weights_S).view(-1, 2)
+    lengths_P2 = rows.lengths_R.view(-1, 2)
+    computed_P = (lengths_P2 > 0).all(dim=1).nonzero()[:, 0]
+    if not len(computed_P):
+        return sums_P2.sum() * 0.0, {}
+    own_P2 = rows.row_T.bincount(minlength=len(rows.lengths_R)).view(-1, 2)
+    shares_P = (own_P2.sum(dim=1) / lengths_P2.sum(dim=1))[computed_P]
+    losses_P, values = loss_of(sums_P2[computed_P], lengths_P2[computed_P], computed_P)
+    share = (losses_P * shares_P * weights_P2.sum(dim=1)[computed_P]).sum()
+    return share, mean_over_pairs(values, shares_P)
+
+
+def describe_rewards(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
+    """Return metrics of the rewards, or scores, of both answers, to average over pairs."""
+    margins_P = chosen_P - rejected_P
+    return {
+        "preference/chosen_reward/mean": chosen_P,
+        "preference/rejected_reward/mean": rejected_P,
+        "preference/margin/mean": margins_P,
+        "preference/accuracy": torch.heaviside(margins_P, margins_P.new_tensor(0.5)),
+    }
 
 
 def mean_over_pairs(values: Mapping[str, Tensor], shares_P: Tensor) -> Metrics:

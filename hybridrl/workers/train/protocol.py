@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train.shard_spec import CheckpointTensor
+from hybridrl.workers.train.shard_spec import RankShards
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 """Weights by name, one at a time."""
@@ -94,8 +94,8 @@ class LearningEngine(Protocol):
         """Optimizer steps taken, skipped ones not counted: the state of the schedule."""
         ...
 
-    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
-        """List this rank's live tensors (shards, if sharded) that a resumed run needs.
+    def checkpoint_tensors(self) -> Mapping[str, RankShards]:
+        """List this rank's shards of the live tensors that a resumed run needs, views of them.
 
         They are the parameters that learn and, after the first step, the optimizer's moments, under
         the names of FSDP2. Every rank lists all names, with empty ``RankShards`` for tensors of

@@ -7,7 +7,7 @@ from torch import Tensor
 from hybridrl.batch import RolloutBatch, TrainBatch, routed_experts_of, row_offsets
 from hybridrl.errors import DataError
 from hybridrl.models.architecture import Architecture
-from hybridrl.workers.train.backend import Rows
+from hybridrl.workers.train.microbatcher import Rows
 
 
 def routes_of(rows: Rows, architecture: Architecture) -> Tensor:

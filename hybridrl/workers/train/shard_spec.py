@@ -65,7 +65,7 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """This rank's shards of one tensor, where that is not exactly one.
+    """This rank's shards of one tensor that an engine saves.
 
     A rank without a shard lists the tensor, too. So a checkpoint of another model differs from a
     checkpoint whose shards are on other ranks.
@@ -78,10 +78,6 @@ class RankShards:
 
     is_copy: bool = False
     """Whether another rank, of another replica, has the same shards and saves them."""
-
-
-CheckpointTensor = Tensor | RankShards
-"""A tensor that an engine saves: plain, a ``DTensor``, or a list of shards."""
 
 
 def full_range(shape: Sequence[int]) -> TensorRange:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from hybridrl.config.actor import ActorConfig, EngineConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.models.dtypes import DTYPES
+from hybridrl.models.experts import ExpertMatrix, StoredNames
 from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import (
     ModelFiles,
@@ -37,6 +38,14 @@ from hybridrl.models.load import (
 )
 from hybridrl.models.packed_attention import keep_attention_eager
 from hybridrl.models.packed_model import PackedModel, PolicyModel, ValueModel
+from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.shard_spec import (
+    RankShards,
+    ShardSpec,
+    TensorShard,
+    intersect,
+    relative_slices,
+)
 
 Adapt = Callable[[PreTrainedModel, WeightSource], WeightSource]
 """Changes a model without memory; returns the weights of the changed model."""
@@ -47,54 +56,40 @@ def build_model(
     *,
     config: ActorConfig | CriticConfig,
     dtype: torch.dtype,
-    device: torch.device,
-    num_ranks: int = 1,
+    ranks: Ranks,
     is_trainable: bool = True,
     adapt: Adapt | None = None,
+    is_reward_model: bool = False,
 ) -> PackedModel:
-    """Load a Hugging Face folder, block by block, sharded over ``num_ranks`` with FSDP2.
+    """Load a Hugging Face folder, block by block, sharded over the ranks with FSDP2.
 
-    A critic's configuration makes a value model, whose head is zeros. ``adapt`` changes a policy
-    before it has memory; its frozen and its new weights are sharded together.
+    Args:
+        config: a critic's makes a value model, whose head is zeros.
+        adapt: changes a policy before it has memory; its frozen and its new weights are sharded
+            together.
+        is_reward_model: makes a value model with the head of the folder, if it has one.
 
     Raises:
         ModelError: the folder is not usable; see ``hybridrl.models.load``.
     """
-    hf = build_empty_model(folder, dtype=dtype)
-    files = WeightFiles(folder)
-    check_weights(hf, files)
-    weights: WeightSource = ModelFiles(files, hf.config.model_type)
-    model: PackedModel
-    if isinstance(config, CriticConfig):
-        model = ValueModel(build_empty_critic(folder, dtype=dtype, device=device))
+    device, files = ranks.device, WeightFiles(folder)
+    if is_reward_model:
+        hf = build_empty_reward_model(folder, files=files, dtype=dtype, device=device)
     else:
-        hf.requires_grad_(is_trainable)
-        if adapt is not None:
-            weights = adapt(hf, weights)
-        model = PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
-    _fill_and_shard(model, weights, config=config, device=device, num_ranks=num_ranks)
-    return model
-
-
-def build_reward_model(
-    folder: Path,
-    *,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_ranks: int = 1,
-    is_trainable: bool = False,
-) -> PackedModel:
-    """Load a Hugging Face folder as a value model with the head of the folder, if it has one.
-
-    Raises:
-        ModelError: the folder is not usable; see ``hybridrl.models.load``.
-    """
-    files = WeightFiles(folder)
-    hf = build_empty_reward_model(folder, files=files, dtype=dtype, device=device)
-    model = ValueModel(hf.requires_grad_(is_trainable))
-    weights = ModelFiles(files, hf.config.model_type)
-    _fill_and_shard(model, weights, config=config, device=device, num_ranks=num_ranks)
+        hf = build_empty_model(folder, dtype=dtype)
+        check_weights(hf, files)
+    if isinstance(config, CriticConfig):
+        hf = build_empty_critic(folder, dtype=dtype, device=device)
+    hf.requires_grad_(is_trainable)
+    weights: WeightSource = ModelFiles(files, hf.config.model_type)
+    if adapt is not None:
+        weights = adapt(hf, weights)
+    model = (
+        ValueModel(hf)
+        if is_reward_model or isinstance(config, CriticConfig)
+        else PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
+    )
+    _fill_and_shard(model, weights, config=config, ranks=ranks)
     return model
 
 
@@ -103,26 +98,24 @@ def _fill_and_shard(
     weights: WeightSource,
     *,
     config: EngineConfig,
-    device: torch.device,
-    num_ranks: int,
+    ranks: Ranks,
 ) -> None:
     """Fill a model without memory, and shard each block as soon as it is filled.
 
-    One rank whose storage and compute types are equal keeps a plain module, if it does not offload;
-    ``as_fsdp`` distinguishes the two. FSDP2 would cost a small model 4 % of its update (1.7 M
-    parameters, 2 threads).
+    One rank whose storage and compute types are equal keeps a plain module, if it does not offload.
+    FSDP2 would cost a small model 4 % of its update (1.7 M parameters, 2 threads).
     """
-    hf, options = model.hf, config.fsdp2
+    hf, options, device = model.hf, config.fsdp2, ranks.device
     if options.liger_kernels:
         use_liger_kernels(hf)
     if options.compile_blocks:
         compile_blocks(hf)
     needs_cast = {p.dtype for p in hf.parameters()} != {DTYPES[config.compute_dtype]}
-    if num_ranks == 1 and not needs_cast and not options.cpu_offload:
+    if ranks.size == 1 and not needs_cast and not options.cpu_offload:
         fill_weights(hf, "", weights, device)
         finish_model(hf, device)
         return
-    shard = _sharding(config, device, num_ranks)
+    shard = _sharding(config, device, ranks.size)
     blocks = []
     for number, block in enumerate(hf.model.layers):
         fill_weights(block, f"model.layers.{number}.", weights, device)
@@ -181,11 +174,6 @@ def _prefetch(blocks: Sequence[FSDPModule], num_ahead: int) -> None:
         preceding = blocks[max(0, number - num_ahead) : number]
         block.set_modules_to_forward_prefetch(list(following))
         block.set_modules_to_backward_prefetch(list(reversed(preceding)))
-
-
-def as_fsdp(model: PackedModel) -> FSDPModule | None:
-    """Return the model's FSDP2 face, or None if it is a plain module."""
-    return model if isinstance(model, FSDPModule) else None
 
 
 def reshard(model: PackedModel) -> None:
@@ -250,6 +238,44 @@ def is_first_copy(tensor: Tensor) -> bool:
     )
 
 
+def rank_shards(tensor: Tensor) -> RankShards:
+    """Describe this rank's shard of a tensor, plain or sharded, for a checkpoint."""
+    shard = TensorShard(local_shard(tensor.detach()), ShardSpec.of(tensor))
+    return RankShards(tuple(tensor.shape), (shard,), not is_first_copy(tensor))
+
+
+def stored_shards(
+    prefix: str, name: str, parameter: Tensor, values: Tensor, names: StoredNames
+) -> dict[str, RankShards]:
+    """Return this rank's shards of a parameter, or of one of its moments, by name in files.
+
+    Each matrix of each expert has a name of its own, as megatron-core saves it.
+
+    Args:
+        parameter: plain or sharded.
+        values: the parameter, a moment sharded alike, or AdamW's number of steps.
+    """
+    matrices = names.matrices(name, parameter.shape)
+    if not matrices:
+        return {prefix + names.stored(name): rank_shards(values)}
+    return {prefix + matrix.name: _shards_of(matrix, parameter, values) for matrix in matrices}
+
+
+def _shards_of(matrix: ExpertMatrix, parameter: Tensor, values: Tensor) -> RankShards:
+    local = ShardSpec.of(parameter).range
+    rows, columns = (matrix.begin, matrix.end), (0, matrix.num_columns)
+    shared = intersect(((matrix.expert, matrix.expert + 1), rows, columns), local)
+    shape = tuple(matrix.shape) if values.ndim else ()
+    is_copy = not is_first_copy(parameter)
+    if shared is None:
+        return RankShards(shape, (), is_copy)
+    if not shape:
+        return RankShards((), (TensorShard(values, ShardSpec((), ())),), is_copy)
+    part = local_shard(values.detach())[relative_slices(shared, outer=local)][0]
+    offset = (shared[1][0] - matrix.begin, shared[2][0])
+    return RankShards(shape, (TensorShard(part, ShardSpec.at(shape, offset, part.shape)),), is_copy)
+
+
 def _sum_gradients_over_ranks(root: FSDPModule) -> None:
     # FSDP2 averages by default. Token weights are shares of the global loss already.
     for module in root.modules():  # type: ignore[attr-defined]
@@ -263,9 +289,6 @@ def compile_blocks(hf: PreTrainedModel, *, backend: str = "inductor") -> None:
 
     Attention is not compiled: its layout differs between micro-batches, and each would need a new
     graph. The hooks of FSDP2 and checkpointing around a block are not compiled either.
-
-    Args:
-        hf: the model, with or without memory.
     """
     keep_attention_eager()
     for block in hf.model.layers:

@@ -168,8 +168,8 @@ def whole_tensors(engine: LearningEngine) -> dict[str, Tensor]:
     """Return the live tensors of a checkpoint, each of which this rank has one shard of."""
     tensors = {}
     for name, tensor in engine.checkpoint_tensors().items():
-        assert isinstance(tensor, Tensor)
-        tensors[name] = tensor
+        (shard,) = tensor.shards
+        tensors[name] = shard.values
     return tensors
 
 

@@ -23,6 +23,7 @@ from hybridrl.workers.train.shard_spec import (
     size_of,
     subtract,
 )
+from hybridrl.workers.train.shards import rank_shards
 from tests.ranks import run_ranks
 from tests.workers.train.shard_writer import write_shards
 
@@ -74,7 +75,7 @@ def test_overlapping_copies_do_not_hide_missing_values(tmp_path: Path) -> None:
         ShardReader(tmp_path) as reader,
         pytest.raises(CheckpointError, match="3 of the 4 values"),
     ):
-        reader.fill({"w": torch.zeros(4)})
+        reader.fill({"w": rank_shards(torch.zeros(4))})
 
 
 def test_rank_without_a_shard_writes_none_but_checks_names(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_safetensors_library_reads_the_file(tmp_path: Path, dtype: torch.dtype) 
     with ShardReader(tmp_path) as reader:
         assert reader.notes == [{"x": [1]}]
         again = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        reader.fill(again)
+        reader.fill({name: rank_shards(tensor) for name, tensor in again.items()})
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
 
 
@@ -148,7 +149,7 @@ def test_error_lists_all_wrong_names_and_shapes(tmp_path: Path) -> None:
         ShardReader(tmp_path) as reader,
         pytest.raises(CheckpointError, match=r"first: new.*first: gone.*\[2, 3\]"),
     ):
-        reader.fill(wanted)
+        reader.fill({name: rank_shards(tensor) for name, tensor in wanted.items()})
 
 
 @pytest.mark.shows("R1.5")
@@ -159,7 +160,7 @@ def test_missing_file_is_not_read_as_zeros(tmp_path: Path) -> None:
         ShardReader(tmp_path) as reader,
         pytest.raises(CheckpointError, match="2 of the 4 values"),
     ):
-        reader.fill({"w": torch.zeros(2, 2)})
+        reader.fill({"w": rank_shards(torch.zeros(2, 2))})
 
 
 @pytest.mark.shows("R1.7")
@@ -183,7 +184,7 @@ def _write_sharded(rank: int, folder: Path) -> None:
 def _read_sharded(rank: int, folder: Path) -> dict[str, Tensor]:
     tensors = _sharded(init_device_mesh("cpu", (3,)), fill=True)
     with ShardReader(folder) as reader:
-        reader.fill(tensors)
+        reader.fill({name: rank_shards(tensor) for name, tensor in tensors.items()})
     return {name: tensor.full_tensor() for name, tensor in tensors.items()}
 
 

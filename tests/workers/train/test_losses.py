@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from hybridrl.algorithms.rollout_correction import importance
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Mean, Metrics, check_declared, merge
-from hybridrl.workers.train.losses import PolicyGradientLoss, SupervisedLoss
+from hybridrl.workers.train.losses import PolicyGradientLoss, supervised_loss
 from hybridrl.workers.train.protocol import TokenLossInputs
 
 
@@ -95,9 +96,13 @@ def test_sampler_correction_weighs_only_the_policy_term() -> None:
     assert metrics["policy/sampler_weight/mean"].value == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize("loss", [EVERYTHING, SupervisedLoss()])
+def supervised(inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
+    return supervised_loss(inputs.current_logprobs_T, inputs.weights_T)
+
+
+@pytest.mark.parametrize("loss", [EVERYTHING, supervised])
 def test_microbatches_change_neither_loss_nor_metrics(
-    loss: PolicyGradientLoss | SupervisedLoss,
+    loss: Callable[[TokenLossInputs], tuple[Tensor, Metrics]],
 ) -> None:
     inputs = make_inputs(7)
     whole, metrics = loss(inputs)
@@ -156,7 +161,7 @@ def test_a_kl_penalty_without_reference_is_refused() -> None:
 
 def test_supervised_loss_is_the_weighted_negative_log_likelihood() -> None:
     inputs = make_inputs()
-    loss, metrics = SupervisedLoss()(inputs)
+    loss, metrics = supervised_loss(inputs.current_logprobs_T, inputs.weights_T)
     total = -(inputs.weights_T * inputs.current_logprobs_T).sum().item()
     assert loss.item() == pytest.approx(total)
     assert metrics["loss/supervised_nats"].value == pytest.approx(
@@ -166,7 +171,7 @@ def test_supervised_loss_is_the_weighted_negative_log_likelihood() -> None:
 
 @pytest.mark.shows("4.20")
 def test_all_metrics_of_the_losses_are_declared() -> None:
-    for loss in (EVERYTHING, SupervisedLoss()):
+    for loss in (EVERYTHING, supervised):
         check_declared(loss(make_inputs())[1])
 
 

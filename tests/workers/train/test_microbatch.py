@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.errors import DispatchError
-from hybridrl.workers.train.microbatch import balance_over_ranks, plan_microbatches
+from hybridrl.trainer.balance import balance_over_ranks
+from hybridrl.workers.train.microbatcher import plan_microbatches
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 

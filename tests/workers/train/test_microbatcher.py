@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrl.batch import jagged, jagged_from, row_lengths
+from hybridrl.batch import SupervisedBatch, jagged, jagged_from, row_lengths
 from hybridrl.models.packed_share import ContextParallelRank
 from hybridrl.workers.train.microbatcher import BatchRows, MicroBatch, lay_out, plan
 from tests.workers.train.microbatchers import make_batcher
@@ -81,7 +81,9 @@ def test_a_dummy_scores_nothing() -> None:
 
 
 def test_micro_batches_count_what_they_compute() -> None:
-    microbatches = make_batcher(max_tokens=6, group_size=3).divide(*SIBLINGS)
+    microbatches = make_batcher(max_tokens=6, group_size=3).divide(
+        SupervisedBatch(token_ids_BL=SIBLINGS[0], response_mask_BL=SIBLINGS[1], batch_size=[4])
+    )
     assert len(microbatches) == len(list(microbatches)) == 3
     assert [microbatch.num_tokens for microbatch in microbatches] == [5, 3, 0]
     assert (microbatches.num_tokens, microbatches.num_values) == (8, 16)

@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import linear, rms_norm
 
 from hybridrl.config.lora import LoraConfig
-from hybridrl.errors import ModelError
 from hybridrl.workers.train.megatron.megatron_core import (
     COLUMN_PARALLEL,
     WITH_NORM,
@@ -205,25 +204,3 @@ def _normed(layer: ParallelLinear, states: Tensor) -> Tensor:
     wide = rms_norm(states.float(), states.shape[-1:], eps=layer.eps)
     normed: Tensor = wide.to(states.dtype) * layer.layer_norm_weight
     return normed
-
-
-def adapt_layer(
-    layer: ParallelLinear, rows: Rows, *, config: LoraConfig, is_expert: bool
-) -> LayerAdapter | None:
-    """Put adapters beside a layer; see ``LayerAdapter``.
-
-    Returns:
-        None if none of its Hugging Face layers is adapted.
-
-    Raises:
-        ModelError: ranks share the matrices of an expert.
-    """
-    if not any(leaf in config.modules for leaf, _ in rows):
-        return None
-    if is_expert and _ranks_of(layer).size() > 1:
-        raise ModelError(
-            "adapters of experts whose matrices are sharded over ranks are not supported: set "
-            "megatron.expert_tensor_parallel_size=1, or leave gate_proj, up_proj and down_proj out "
-            "of lora.target_modules"
-        )
-    return LayerAdapter(layer, rows, config=config, is_expert=is_expert)

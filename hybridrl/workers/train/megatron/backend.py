@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    GenerationConfig,
-)
+from transformers import GenerationConfig
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.critic import CriticConfig
@@ -26,20 +21,22 @@ from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import file_name
-from hybridrl.models.load import WeightFiles
+from hybridrl.models.load import (
+    WeightFiles,
+    build_empty_critic,
+    build_empty_reward_model,
+    load_model_config,
+)
+from hybridrl.models.model_folder import GENERATION
 from hybridrl.workers.train.backend import (
     Compute,
     LossOf,
     Output,
-    Rows,
     StepOutcome,
     as_columns,
-    num_together,
-    sequence_lengths,
 )
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
-from hybridrl.workers.train.megatron.balance import LoadBalance
 from hybridrl.workers.train.megatron.checkpoint import OwnedSpan, checkpoint_tensors
 from hybridrl.workers.train.megatron.configuration import ddp_config
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext
@@ -47,12 +44,13 @@ from hybridrl.workers.train.megatron.export import WeightExport
 from hybridrl.workers.train.megatron.load import fill_masters
 from hybridrl.workers.train.megatron.lora import StageAdapter
 from hybridrl.workers.train.megatron.optimizer import DistributedAdamW, use_gradient_buffers
+from hybridrl.workers.train.megatron.routing import LoadBalance
 from hybridrl.workers.train.megatron.schedule import Schedule
 from hybridrl.workers.train.megatron.stages import Stages
-from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
+from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 from hybridrl.workers.train.routes import routes_of
-from hybridrl.workers.train.shard_spec import CheckpointTensor
+from hybridrl.workers.train.shard_spec import RankShards
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
@@ -151,13 +149,7 @@ class MegatronBackend:
         Raises:
             DataError: see ``Backend.microbatches``; or rows lack the experts that a replay needs.
         """
-        return self.stages.batcher.divide(
-            rows.token_ids_BL,
-            rows.response_mask_BL,
-            self._routes(rows),
-            sequence_lengths_BQ=sequence_lengths(rows),
-            num_together=num_together(rows),
-        )
+        return self.stages.batcher.divide(rows, self._routes(rows))
 
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
         """Compute without gradient; see ``Backend.forward``."""
@@ -171,7 +163,7 @@ class MegatronBackend:
         for token_index_S, scores in outputs:
             columns[:, token_index_S.to(self.device)] = scores
         if self.parallel.is_last_stage:
-            self.parallel.ranks_with_other_tokens().sum(columns)
+            self.parallel.context.sum(columns)
         pipeline = self.parallel.pipeline
         if pipeline.size > 1:
             with activity.scope("broadcast", waits=True):
@@ -192,7 +184,7 @@ class MegatronBackend:
         optimizer.gradients.allocate()
         balance = self._measure_balance(microbatches)
         with optimizer.gather.in_background():
-            losses = self._schedule.train(microbatches, compute, finish)
+            losses = self._schedule.run(microbatches, compute, finish)
         total_loss = torch.zeros((), device=self.device)
         for share, _ in losses:
             total_loss += share
@@ -200,7 +192,7 @@ class MegatronBackend:
         loss_metrics: Metrics = {}
         if self.parallel.counts:
             of_own_tokens = merge(metrics for _, metrics in losses)
-            loss_metrics = self.parallel.ranks_with_other_tokens().merge(of_own_tokens)
+            loss_metrics = self.parallel.context.merge(of_own_tokens)
         return StepOutcome(
             result,
             loss_metrics if self.is_output_rank else {},
@@ -223,38 +215,34 @@ class MegatronBackend:
             return
         self._gather_weights()
         if weight_set is WeightSet.BASE:
-            yield from self._export.full_weights(self.stages.model_tensors())
+            yield from self._export.full_weights(self.stages.model_tensors().__getitem__)
             return
-        for name, tensor in self._adapter_export.full_weights(self.stages.adapter_tensors()):
+        adapters = self.stages.adapter_tensors()
+        for name, tensor in self._adapter_export.full_weights(adapters.__getitem__):
             yield file_name(name), tensor
 
     def merged_weights(self) -> NamedTensors:
         """Yield the weights of the same model without adapters, one tensor at a time."""
         self._gather_weights()
-        weights: Mapping[str, Tensor] = self.stages.model_tensors()
-        if self._stage_adapter is not None:
-            weights = self._stage_adapter.merged_with(weights)
-        yield from self._export.full_weights(weights)
+        weights, adapter = self.stages.model_tensors(), self._stage_adapter
+        read = weights.__getitem__ if adapter is None else adapter.merged_with(weights)
+        yield from self._export.full_weights(read)
 
     def hf_configs(self) -> Sequence[Configuration]:
         """Return the configurations of an exported folder."""
-        is_classifier = self._is_reward_model or isinstance(self._config, CriticConfig)
-        changes = {"num_labels": 1} if is_classifier else {}
-        config = AutoConfig.from_pretrained(self.folder, local_files_only=True, **changes)
-        config.dtype = self.stages.transformer.params_dtype
-        if is_classifier:
-            scores_sequences = (
-                self._is_reward_model and self.stages.shard_map.architecture.classifier != "token"
-            )
-            classifiers = (
-                MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-                if scores_sequences
-                else MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-            )
-            config.architectures = [classifiers[type(config)].__name__]
-        if is_classifier or not (self.folder / "generation_config.json").is_file():
+        folder, dtype = self.folder, self.stages.transformer.params_dtype
+        meta = torch.device("meta")
+        if self._is_reward_model:
+            files = WeightFiles(folder)
+            model = build_empty_reward_model(folder, files=files, dtype=dtype, device=meta)
+            return [model.config]
+        if isinstance(self._config, CriticConfig):
+            return [build_empty_critic(folder, dtype=dtype, device=meta).config]
+        config = load_model_config(folder)
+        config.dtype = dtype
+        if not (folder / GENERATION).is_file():
             return [config]
-        return [config, GenerationConfig.from_pretrained(self.folder, local_files_only=True)]
+        return [config, GenerationConfig.from_pretrained(folder, local_files_only=True)]
 
     def without_adapter(self) -> AbstractContextManager[None]:
         """Compute without the adapter inside the ``with``."""
@@ -278,7 +266,7 @@ class MegatronBackend:
         """Optimizer steps taken, skipped ones not counted."""
         return self.optimizer.num_steps
 
-    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
+    def checkpoint_tensors(self) -> Mapping[str, RankShards]:
         """List the parameters that learn, and their moments; see ``LearningEngine``."""
         export = self._export if self._stage_adapter is None else self._adapter_export
         return checkpoint_tensors(
@@ -306,7 +294,7 @@ class MegatronBackend:
             self._optimizer.gather.finish()
 
     def _plan_export(self, local: Mapping[str, Tensor]) -> WeightExport:
-        return WeightExport(local, self.stages.shard_map, group=self.parallel.replica.group)
+        return WeightExport(local, self.stages.shard_map, group=self.parallel.replica)
 
     def _routes(self, rows: Rows) -> Tensor | None:
         """Return the experts that tokens must go through; None lets the model choose."""

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import TypeVar
 
 import torch
 
 from hybridrl.config.actor import EngineConfig
-from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
-from hybridrl.config.checks.megatron_args import PRECISION_AWARE
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.megatron import MegatronConfig
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, close_names
 from hybridrl.workers.train.megatron.context import Duty
 from hybridrl.workers.train.megatron.megatron_core import (
-    HAVE_TE,
     DistributedDataParallelConfig,
     OptimizerConfig,
 )
@@ -38,10 +34,8 @@ def build_configuration(
     """Build one of megatron-core's configuration classes.
 
     Args:
-        kind: a dataclass.
         own_values: those that follow from our own keys.
         user_values: those that the user adds, by field name; ``bfloat16`` names a type of numbers.
-        key: under which the user gave them.
 
     Raises:
         ConfigError: a field does not exist, or megatron-core rejects the configuration.
@@ -50,15 +44,10 @@ def build_configuration(
     for name, value in user_values.items():
         if name not in types:
             entry = f"{key}.{name}"
-            close = get_close_matches(name, types, n=3)
-            meant = f"did you mean {' or '.join(map(repr, close))}? Else " if close else ""
-            raise ConfigError(
-                entry,
-                value,
-                f"megatron-core's {kind.__name__} has no such field",
-                f"{meant}leave it out, or add ~{entry}",
-                remedies=[(f"~{entry}",)],
-            )
+            rule = f"megatron-core's {kind.__name__} has no such field"
+            close = " or ".join(map(repr, close_names(name, list(types))))
+            fix = f"{f'did you mean {close}? Else ' if close else ''}leave it out, or add ~{entry}"
+            raise ConfigError(entry, value, rule, fix, remedies=[(f"~{entry}",)])
     values = {name: _as_field(f"{key}.{name}", types[name], v) for name, v in user_values.items()}
     try:
         return kind(**{**own_values, **values})
@@ -85,14 +74,8 @@ def optimizer_config(engine: EngineConfig, megatron: MegatronConfig) -> Optimize
     """Describe optimizer steps to megatron-core.
 
     Raises:
-        ConfigError: it does not take ``megatron.optimizer_args``, or rejects the configuration; or
-            it would compare the version of a TransformerEngine that cannot be imported.
+        ConfigError: it does not take ``megatron.optimizer_args``, or rejects the configuration.
     """
-    key = f"megatron.optimizer_args.{PRECISION_AWARE}"
-    if megatron.optimizer_args.get(PRECISION_AWARE) and not HAVE_TE:
-        rule = "it needs TransformerEngine, which cannot be imported"
-        fix = f"{INSTALL_TRANSFORMER_ENGINE}, or add ~{key}"
-        raise ConfigError(key, got=True, rule=rule, fix=fix, remedies=[(f"~{key}",)])
     is_half = engine.compute_dtype == "bfloat16"
     adamw = engine.optimizer
     own_values: dict[str, object] = {
@@ -107,17 +90,11 @@ def optimizer_config(engine: EngineConfig, megatron: MegatronConfig) -> Optimize
         "params_dtype": torch.bfloat16 if is_half else torch.float32,
         "use_distributed_optimizer": True,
         "optimizer_offload_fraction": 1.0,  # where optimizer_cpu_offload asks for any; its own is 0
-        "store_param_remainders": False,  # optimizer_state.py needs full masters
+        "store_param_remainders": False,  # OptimizerState needs full masters
     }
     return build_configuration(
         OptimizerConfig, own_values, megatron.optimizer_args, key="megatron.optimizer_args"
     )
-
-
-def overlaps(megatron: MegatronConfig, device: torch.device) -> bool:
-    """Whether ranks communicate while they compute."""
-    asked = megatron.overlap_communication
-    return device.type == "cuda" if asked == "auto" else asked
 
 
 def ddp_config(
@@ -130,7 +107,8 @@ def ddp_config(
     Raises:
         ConfigError: it does not take ``megatron.ddp_args``, or rejects the configuration.
     """
-    is_overlapped = overlaps(megatron, device)
+    asked = megatron.overlap_communication
+    is_overlapped = device.type == "cuda" if asked == "auto" else asked
     own_values: dict[str, object] = {
         "grad_reduce_in_fp32": engine.reduce_dtype == "float32",
         "overlap_grad_reduce": is_overlapped,

@@ -7,8 +7,9 @@ each shard; a batch is then gathered over tensor, pipeline and expert ranks at o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,14 @@ from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.models.architecture import Architecture
+from hybridrl.workers.train.export import divide_by_bytes
 from hybridrl.workers.train.megatron.hf_tensors import HEAD, hf_tensors
 from hybridrl.workers.train.megatron.shard_map import LocalShard, ShardMap
 from hybridrl.workers.train.protocol import WeightSpec
 from hybridrl.workers.train.shard_spec import ShardSpec, full_range, relative_slices
+
+ReadTensor: TypeAlias = Callable[[str], Tensor]
+"""Returns a tensor of this rank by megatron-core's name."""
 
 _ALIGNMENT = 16
 
@@ -116,27 +121,27 @@ class WeightExport:
         self.specs = tuple(_weight_spec(name, shards) for name, shards in holders.items())
         self._batches = [
             self._plan({spec.name: holders[spec.name] for spec in batch}, len(shards_by_rank))
-            for batch in _batches(self.specs, batch_bytes)
+            for batch in divide_by_bytes(self.specs, batch_bytes)
         ]
         self.buffer_bytes = max((batch.segments[-1][1] for batch in self._batches), default=0)
 
     @torch.no_grad()
-    def full_weights(self, local: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, read: ReadTensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor), one at a time; every rank of the group must exhaust it.
 
         A tensor is the caller's: it is not kept or overwritten here. Where this rank has all of it
         as one shard, it is the live weight.
 
         Args:
-            local: live tensors under the names of the constructor, or others of the same shapes
-                and types, such as weights with merged adapters.
+            read: returns a live tensor by its name of the constructor, or another of the same shape
+                and type, such as a weight with merged adapters.
         """
-        device = next(iter(local.values())).device
+        device = read(self._shards[0][0]).device
         buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
         for batch in self._batches:
-            self._gather(batch, local, buffer)
+            self._gather(batch, read, buffer)
             for name, sources in batch.tensors.items():
-                yield name, self._assemble(sources, local, buffer)
+                yield name, self._assemble(sources, read, buffer)
 
     def _gather_shards(self, own_shards: list[_OwnedShard]) -> list[list[_OwnedShard]]:
         """Return the shards of each rank of the group."""
@@ -169,12 +174,12 @@ class WeightExport:
         segments = [(start, start + load) for start, load in zip(starts, loads, strict=True)]
         return _Batch(sources, segments)
 
-    def _gather(self, batch: _Batch, local: Mapping[str, Tensor], buffer: Tensor) -> None:
+    def _gather(self, batch: _Batch, read: ReadTensor, buffer: Tensor) -> None:
         for sources in batch.tensors.values():
             for source in sources:
                 if source.begin is not None and source.own >= 0:
                     target = source.shard.in_buffer(source.begin, buffer)
-                    target.copy_(self._own(source.own, local))
+                    target.copy_(self._own(source.own, read))
         with activity.scope("broadcast", waits=True):
             # Segments differ in size: a stage has some layers, a norm has one sender. With gloo
             # this is also 4 times as fast as its all-gather (2 ranks: 2.4 against 0.6 GiB/s).
@@ -186,25 +191,23 @@ class WeightExport:
             for work in pending:
                 work.wait()
 
-    def _assemble(
-        self, sources: Sequence[_Source], local: Mapping[str, Tensor], buffer: Tensor
-    ) -> Tensor:
+    def _assemble(self, sources: Sequence[_Source], read: ReadTensor, buffer: Tensor) -> Tensor:
         first = sources[0].shard
         if len(sources) == 1 and sources[0].begin is None:
-            return self._own(sources[0].own, local)
+            return self._own(sources[0].own, read)
         full = torch.empty(first.spec.full_shape, dtype=first.dtype, device=buffer.device)
         outer = full_range(full.shape)
         for source in sources:
             if source.begin is None:
-                values = self._own(source.own, local)
+                values = self._own(source.own, read)
             else:
                 values = source.shard.in_buffer(source.begin, buffer)
             full[relative_slices(source.shard.spec.range, outer=outer)] = values
         return full
 
-    def _own(self, number: int, local: Mapping[str, Tensor]) -> Tensor:
+    def _own(self, number: int, read: ReadTensor) -> Tensor:
         name, shard = self._shards[number]
-        return shard.view(local[name].detach().view(-1))
+        return shard.view(read(name).detach().view(-1))
 
 
 def _weight_spec(name: str, shards: _Holders) -> WeightSpec:
@@ -246,16 +249,3 @@ def _order(name: str, numbers: Mapping[str, int]) -> tuple[int, str]:
         return numbers.get(name, len(numbers)), "" if name in numbers else name
     module, _, matrix = name.partition(".lora_")
     return numbers[f"{module}.weight"], matrix
-
-
-def _batches(specs: Iterable[WeightSpec], batch_bytes: int) -> Iterator[list[WeightSpec]]:
-    batch: list[WeightSpec] = []
-    num_bytes = 0
-    for spec in specs:
-        if batch and num_bytes + spec.num_bytes > batch_bytes:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(spec)
-        num_bytes += spec.num_bytes
-    if batch:
-        yield batch

@@ -7,44 +7,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from hybridrl.errors import ModelError
-from hybridrl.models.architecture import Architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.megatron.checkpoint import OwnedSpan
 from hybridrl.workers.train.megatron.hf_tensors import HEAD, hf_tensors
 from hybridrl.workers.train.megatron.shard_map import ShardMap
-
-
-def check_files(files: WeightFiles, architecture: Architecture) -> None:
-    """Compare names and shapes in the files with those of the architecture.
-
-    Raises:
-        ModelError: tensors are missing, unexpected or of another shape; names all of them. Or one
-            is quantised.
-    """
-    files.require_floats()
-    wanted = hf_tensors(architecture)
-    # A copy of tied weights and, in old llama folders, rotary frequencies do no harm.
-    surplus = {
-        name
-        for name in files.names - wanted.keys()
-        if not name.endswith("rotary_emb.inv_freq") and not (architecture.is_tied and name == HEAD)
-    }
-    misshapen = [
-        f"{name} {list(shape_in_file)} instead of {list(shape)}"
-        for name, shape in wanted.items()
-        if name in files.names and (shape_in_file := files.shape_of(name)) != shape
-    ]
-    problems = [
-        *_name_all("missing", [name for name in wanted if name not in files.names]),
-        *_name_all("not of this architecture", sorted(surplus)),
-        *_name_all("of another shape", misshapen),
-    ]
-    if problems:
-        raise ModelError(
-            f"the safetensors do not belong to their config.json ({architecture.model_type}): "
-            f"{'; '.join(problems)}; point model.path at a folder whose files belong together"
-        )
 
 
 @torch.no_grad()
@@ -60,8 +26,10 @@ def load_weights(local: Mapping[str, Tensor], files: WeightFiles, shard_map: Sha
     Raises:
         ModelError: the files do not fit the architecture, or the tensors do not.
     """
-    check_files(files, shard_map.architecture)
-    in_files = hf_tensors(shard_map.architecture)
+    architecture = shard_map.architecture
+    in_files = hf_tensors(architecture)
+    copies = [HEAD] if architecture.is_tied else []
+    files.require(in_files, known=copies, model=f"{architecture.model_type} model")
     for name, tensor in local.items():
         flat = tensor.view(-1)
         shards = shard_map.shards_of(name, tensor.shape)
@@ -88,7 +56,3 @@ def fill_masters(spans: Iterable[OwnedSpan], files: WeightFiles, shard_map: Shar
             if shard.name in in_files:
                 values = files.read_range(shard.name, shard.spec.range)
                 shard.view(span.master, begin=span.begin).copy_(values)
-
-
-def _name_all(problem: str, names: list[str]) -> list[str]:
-    return [f"{len(names)} {problem}: {', '.join(names)}"] if names else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import Architecture
-from hybridrl.workers.train.megatron.adapted_layers import LayerAdapter, adapt_layer
+from hybridrl.workers.train.megatron.adapted_layers import LayerAdapter
 from hybridrl.workers.train.megatron.context import Duty
 from hybridrl.workers.train.megatron.hf_tensors import adapter_tensors, hf_tensors
 from hybridrl.workers.train.megatron.megatron_core import COLUMN_PARALLEL, ROW_PARALLEL
@@ -53,18 +54,14 @@ class StageAdapter:
                 weight_name, weight.shape
             )
             rows = [(shard.name.split(".")[-2], shard.spec.shape[0]) for shard in shards]
-            is_expert = ".experts." in name
-            adapter = adapt_layer(layer, rows, config=self._adapter.config, is_expert=is_expert)
-            if adapter is not None:
+            config, is_expert = self._adapter.config, ".experts." in name
+            if any(leaf in config.modules for leaf, _ in rows):
+                adapter = LayerAdapter(layer, rows, config=config, is_expert=is_expert)
                 self._layers[weight_name] = adapter
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor], shard_map: ShardMap) -> None:
-        """Give this rank's part of A and B their first values.
-
-        Args:
-            tensors: of the adapter, by megatron-core's names with global layer numbers.
-        """
+        """Give this rank's part of A and B, by megatron-core's names, their first values."""
         values = self._adapter.initial_values()
         for name, tensor in tensors.items():
             flat = tensor.view(-1)
@@ -91,9 +88,17 @@ class StageAdapter:
                 "as an entry of megatron.transformer_args, or train with actor=fsdp2"
             )
 
-    def merged_with(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return this rank's weights; reading one merges its adapters."""
-        return _MergedTensors(weights, self._layers, self._adapter.merge)
+    def merged_with(self, weights: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+        """Return a function that reads this rank's weights and merges their adapters."""
+
+        @lru_cache(maxsize=1)  # the shards of a weight are read one by one
+        def read(name: str) -> Tensor:
+            adapter = self._layers.get(name)
+            if adapter is None:
+                return weights[name]
+            return adapter.merged(weights[name].detach(), self._adapter.merge)
+
+        return read
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -105,35 +110,6 @@ class StageAdapter:
         finally:
             for layer in self._layers.values():
                 layer.is_active = True
-
-
-class _MergedTensors(Mapping[str, Tensor]):
-    """This rank's weights; reading one merges its adapters, and the last one is kept."""
-
-    def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        adapted: Mapping[str, LayerAdapter],
-        merge: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> None:
-        self._weights = weights
-        self._adapted = adapted
-        self._merge = merge
-        self._last: tuple[str, Tensor] | None = None  # its shards are read one by one
-
-    def __getitem__(self, name: str) -> Tensor:
-        adapter = self._adapted.get(name)
-        if adapter is None:
-            return self._weights[name]
-        if self._last is None or self._last[0] != name:
-            self._last = name, adapter.merged(self._weights[name].detach(), self._merge)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def _linear_layers(architecture: Architecture) -> dict[str, tuple[int, int]]:

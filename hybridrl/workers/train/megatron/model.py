@@ -17,7 +17,6 @@ from hybridrl.models.architecture import Architecture
 from hybridrl.models.logprobs import VocabShard, token_logprobs
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.megatron.architecture import inverse_frequencies
-from hybridrl.workers.train.megatron.balance import LoadBalance
 from hybridrl.workers.train.megatron.layers import decoder_layers
 from hybridrl.workers.train.megatron.megatron_core import (
     ColumnParallelLinear,
@@ -32,7 +31,7 @@ from hybridrl.workers.train.megatron.megatron_core import (
     parallel_state,
 )
 from hybridrl.workers.train.megatron.parallel import Parallel
-from hybridrl.workers.train.megatron.routing import PackedRows, Routing, route
+from hybridrl.workers.train.megatron.routing import LoadBalance, PackedRows, Routing, route
 from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 
 
@@ -42,8 +41,6 @@ class PackedStage(LanguageModule):
     Parameters are named as in megatron-core's GPTModel.
 
     Args:
-        config: of megatron-core's layers.
-        architecture: of the full model.
         vp_stage: number of the virtual stage on this rank; None where there is one stage.
         is_tied: whether the output embedding is the input embedding.
     """
@@ -217,7 +214,7 @@ class PolicyHead(ColumnParallelLinear):
         self._num_rows = max(min(architecture.vocab_size - begin, num_own_rows), 0)
         self._shard = None
         if parallel.tensor.size > 1:
-            self._shard = VocabShard(begin, parallel.tensor.group)
+            self._shard = VocabShard(begin, self.tp_group)
 
     def forward(
         self,

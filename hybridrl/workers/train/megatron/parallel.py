@@ -24,20 +24,6 @@ from hybridrl.workers.train.megatron.megatron_core import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRank:
-    """This rank's number in a process group."""
-
-    rank: int
-    size: int
-    group: ProcessGroup
-
-    @classmethod
-    def in_group(cls, group: ProcessGroup) -> GroupRank:
-        """Find this rank in a group that it belongs to."""
-        return cls(dist.get_rank(group), dist.get_world_size(group), group)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
     """This rank in each of the groups that share a model."""
@@ -45,26 +31,23 @@ class Parallel:
     config: MegatronConfig
     device: torch.device
 
-    tensor: GroupRank
-    """Shares each matrix."""
+    tensor: Ranks
+    """They share each matrix."""
 
-    pipeline: GroupRank
-    """Has other layers."""
+    pipeline: Ranks
+    """They have other layers."""
 
-    context: GroupRank
-    """Has other tokens of the same rows."""
+    context: Ranks
+    """They have other tokens of the same rows."""
 
-    data: GroupRank
-    """Has other rows."""
+    data: Ranks
+    """They have other rows."""
 
-    expert: GroupRank
-    """Has other experts."""
+    replica: ProcessGroup
+    """Ranks that together have the full model: dense layers and experts."""
 
-    expert_tensor: GroupRank
-    """Shares the matrices of its experts."""
-
-    replica: GroupRank
-    """Has, together with this rank, the full model: dense layers and experts."""
+    rank: ParallelRank
+    """This rank among those that share a layer."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -89,26 +72,6 @@ class Parallel:
         gather = partial(gather_from_sequence_parallel_region, group=self.context.group)
         return ContextParallelRank(self.context.rank, self.context.size, gather)
 
-    @property
-    def rank(self) -> ParallelRank:
-        """This rank among those that share a layer."""
-        return ParallelRank(
-            tp_rank=self.tensor.rank,
-            tp_size=self.tensor.size,
-            ep_rank=self.expert.rank,
-            ep_size=self.expert.size,
-            etp_rank=self.expert_tensor.rank,
-            etp_size=self.expert_tensor.size,
-        )
-
-    def ranks_with_other_rows(self) -> Ranks:
-        """Return the data-parallel ranks."""
-        return Ranks(self.device, group=self.data.group)
-
-    def ranks_with_other_tokens(self) -> Ranks:
-        """Return the context-parallel ranks."""
-        return Ranks(self.device, group=self.context.group)
-
 
 def start_parallel(context: MegatronContext) -> Parallel:
     """Make the process groups, once in a process; a collective call.
@@ -116,17 +79,9 @@ def start_parallel(context: MegatronContext) -> Parallel:
     Engines of one process (policy, reference, critic) share them.
 
     Raises:
-        ResourceError: the number of ranks is not divisible, or megatron-core asks for CUDA on a CPU
-            and nothing stands in for it.
+        ResourceError: megatron-core asks for CUDA on a CPU and nothing stands in for it.
     """
     config, device, timeout_s = context.megatron, context.device, context.timeout_s
-    world_size = dist.get_world_size()
-    if world_size % config.model_parallel_size:
-        raise ResourceError(
-            f"megatron's parallel sizes make groups of {config.model_parallel_size} ranks, and "
-            f"there are {world_size}; set cluster.num_nodes x cluster.num_ranks_per_node to a "
-            "multiple of it"
-        )
     if not parallel_state.model_parallel_is_initialized():
         num_virtual_stages = config.num_virtual_stages
         parallel_state.initialize_model_parallel(
@@ -149,14 +104,18 @@ def start_parallel(context: MegatronContext) -> Parallel:
     return Parallel(
         config=config,
         device=device,
-        tensor=GroupRank.in_group(parallel_state.get_tensor_model_parallel_group()),
-        pipeline=GroupRank.in_group(parallel_state.get_pipeline_model_parallel_group()),
-        context=GroupRank.in_group(parallel_state.get_context_parallel_group()),
-        data=GroupRank.in_group(parallel_state.get_data_parallel_group()),
-        expert=GroupRank.in_group(parallel_state.get_expert_model_parallel_group()),
-        expert_tensor=GroupRank.in_group(parallel_state.get_expert_tensor_parallel_group()),
-        replica=GroupRank.in_group(
-            _replica_group(config.pipeline_parallel_size, replica_size, timeout_s)
+        tensor=Ranks(device, group=parallel_state.get_tensor_model_parallel_group()),
+        pipeline=Ranks(device, group=parallel_state.get_pipeline_model_parallel_group()),
+        context=Ranks(device, group=parallel_state.get_context_parallel_group()),
+        data=Ranks(device, group=parallel_state.get_data_parallel_group()),
+        replica=_replica_group(config.pipeline_parallel_size, replica_size, timeout_s),
+        rank=ParallelRank(
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=config.tensor_parallel_size,
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            ep_size=config.expert_parallel_size,
+            etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+            etp_size=config.expert_tensor_parallel_size,
         ),
     )
 
@@ -189,20 +148,9 @@ def _replica_group(num_stages: int, size: int, timeout_s: float) -> ProcessGroup
     Returns:
         The one that this rank belongs to.
     """
-    world_size = dist.get_world_size()
-    stage_size = world_size // num_stages
-    own_group: ProcessGroup | None = None
-    for begin in range(0, stage_size, size):
-        ranks = [
-            stage + begin + offset
-            for stage in range(0, world_size, stage_size)
-            for offset in range(size)
-        ]
-        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-        if dist.get_rank() in ranks:
-            own_group = group
-    if own_group is None:
-        raise ResourceError(
-            f"rank {dist.get_rank()} belongs to no replica of the model; report this as a bug"
-        )
-    return own_group
+    stages = torch.arange(dist.get_world_size()).view(num_stages, -1)
+    replicas = [ranks.flatten().tolist() for ranks in torch.split(stages, size, dim=1)]
+    timeout = timedelta(seconds=timeout_s)
+    group: ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(replicas, timeout)  # type: ignore[no-untyped-call]
+    return group

@@ -39,11 +39,13 @@ class Schedule:
         self.stages = list(stages)
         self._max_tokens = max_tokens
 
-    def train(
+    def run(
         self,
         microbatches: MicroBatches,
         compute: Compute,
         finish: Callable[[MicroBatch, Tensor], tuple[Tensor, Taken]],
+        *,
+        is_training: bool = True,
     ) -> list[Taken]:
         """Compute forward and backward; gradients are *summed*, over ranks too.
 
@@ -54,36 +56,7 @@ class Schedule:
         Returns:
             The further results by micro-batch on the last stage; an empty list elsewhere.
         """
-        return self._run(microbatches, compute, finish, is_training=True)
 
-    @torch.no_grad()
-    def score(
-        self,
-        microbatches: MicroBatches,
-        compute: Compute,
-        take: Callable[[MicroBatch, Tensor], Taken],
-    ) -> list[Taken]:
-        """Compute only forward; returns ``take`` of the last stage's outputs."""
-
-        def finish(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Taken]:
-            return output, take(microbatch, output)
-
-        for stage in self.stages:
-            stage.eval()
-        try:
-            return self._run(microbatches, compute, finish, is_training=False)
-        finally:
-            for stage in self.stages:
-                stage.train()
-
-    def _run(
-        self,
-        microbatches: MicroBatches,
-        compute: Compute,
-        finish: Callable[[MicroBatch, Tensor], tuple[Tensor, Taken]],
-        *,
-        is_training: bool,
-    ) -> list[Taken]:
         def finish_one(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Taken]:
             result, taken = finish(microbatch, output)
             # With 0 tokens megatron-core does not divide: weights are shares of the global loss.
@@ -110,6 +83,26 @@ class Schedule:
             self._forget_tokens()
         next(traced, None)  # ends the last one's span
         return all_taken
+
+    @torch.no_grad()
+    def score(
+        self,
+        microbatches: MicroBatches,
+        compute: Compute,
+        take: Callable[[MicroBatch, Tensor], Taken],
+    ) -> list[Taken]:
+        """Compute only forward; returns ``take`` of the last stage's outputs."""
+
+        def finish(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Taken]:
+            return output, take(microbatch, output)
+
+        for stage in self.stages:
+            stage.eval()
+        try:
+            return self.run(microbatches, compute, finish, is_training=False)
+        finally:
+            for stage in self.stages:
+                stage.train()
 
     def _forget_tokens(self) -> None:
         """Drop what megatron-core keeps of the last micro-batch, beside the KV cache else.

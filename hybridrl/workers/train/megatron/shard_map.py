@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybridrl.errors import ModelError
+from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.models.architecture import Architecture
+from hybridrl.models.families import ExpertNames
 from hybridrl.planning.split import padded_vocabulary
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.hf_tensors import (
@@ -24,7 +26,6 @@ from hybridrl.workers.train.megatron.hf_tensors import (
     hf_tensors,
     layer_prefix,
 )
-from hybridrl.workers.train.megatron.linear_layers import NamedSpecs, linear_shards
 from hybridrl.workers.train.shard_spec import ShardSpec, full_range
 
 _REPLICATED = {
@@ -40,6 +41,19 @@ _REPLICATED = {
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
 """Tensors of a layer that every tensor-parallel rank has in full."""
+
+NamedSpecs = list[tuple[str, ShardSpec]]
+"""Shards by the names of their Hugging Face tensors."""
+
+_Rows = list[tuple[str, int, int]]
+"""Name of a linear layer within its transformer layer, and begin and end of its outputs."""
+
+_LINEAR = re.compile(
+    r"(?:self_attention|mlp(?:(?P<is_shared>\.shared_experts)"
+    r"|(?P<is_expert>\.experts(?:\.local_experts\.(?P<sequential>\d+))?))?)"
+    r"\.(?P<linear>linear_qkv|linear_proj|linear_fc1|linear_fc2)"
+    r"\.(?:lora\.(?P<adapted>\w+)\.(?P<matrix>[AB])|(?P<leaf>weight|bias))(?P<grouped>\d+)?"
+)
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -110,7 +124,7 @@ class ShardMap:
             Shards without a gap between them. Rows after the last are padding of the vocabulary.
 
         Raises:
-            ModelError: the model has no such tensor, its shape differs, or a size does not divide.
+            ModelError: the model has no such tensor, or its shape differs.
         """
         specs = self._specs(name, local_shape)
         _check_shape(name, local_shape, [spec.shape for _, spec in specs])
@@ -137,9 +151,7 @@ class ShardMap:
             hf_name = prefix + self._replicated(local_name)
             if hf_name in full_shapes:
                 return [_replica(hf_name, full_shapes[hf_name])]
-            linear = linear_shards(
-                local_name, local_shape, prefix, architecture=architecture, rank=self.rank
-            )
+            linear = self._linear_shards(local_name, local_shape, prefix)
             if linear is not None:
                 return linear
         raise ModelError(
@@ -147,6 +159,18 @@ class ShardMap:
             f"parameter {name}; remove the option that adds it to the model, such as an entry of "
             "megatron.transformer_args, or train with actor=fsdp2"
         )
+
+    def _linear_shards(
+        self, local_name: str, local_shape: Sequence[int], prefix: str
+    ) -> NamedSpecs | None:
+        """Return the shards of a linear layer's tensor; None if the model has no such tensor."""
+        match = _LINEAR.fullmatch(local_name)
+        if match is None:
+            return None
+        try:
+            return _Linear(match, self.architecture, self.rank).shards(prefix, local_shape)
+        except KeyError:
+            return None
 
     def _replicated(self, local_name: str) -> str:
         """Return the Hugging Face name of such a tensor within its layer, else an empty one."""
@@ -162,6 +186,92 @@ class ShardMap:
         begin = min(self.rank.tp_rank * num_rows, vocab_size)
         end = min(begin + num_rows, vocab_size)
         return ShardSpec((vocab_size, hidden), ((begin, end), (0, hidden)))
+
+
+class _Linear:
+    """One linear layer of this rank, given by a match of ``_LINEAR``."""
+
+    def __init__(
+        self, match: re.Match[str], architecture: Architecture, parallel: ParallelRank
+    ) -> None:
+        self._architecture = architecture
+        self._linear, self._adapted = match["linear"], match["adapted"]
+        self._leaf = match["leaf"] or match["matrix"]
+        self._rank, self._size = parallel.tp_rank, parallel.tp_size
+        self._mlp, self._names = "mlp", ExpertNames()
+        self._inner = architecture.intermediate_size
+        experts = architecture.experts
+        if match["is_shared"]:
+            self._mlp, self._inner = "mlp.shared_expert", experts.shared_size if experts else 0
+        elif match["is_expert"] and experts is not None:
+            self._rank, self._size = parallel.etp_rank, parallel.etp_size
+            per_rank = experts.num_experts // parallel.ep_size
+            local = int(match["sequential"] or match["grouped"] or 0)
+            self._names, self._inner = experts.names, experts.intermediate_size
+            self._mlp = f"{experts.names.block}.experts.{parallel.ep_rank * per_rank + local}"
+
+    def shards(self, prefix: str, local_shape: Sequence[int]) -> NamedSpecs:
+        """Return the shards in its rows; ``prefix`` is that of the transformer layer."""
+        full_shapes = hf_tensors(self._architecture)
+        if self._adapted is not None:
+            return self._adapter_shards(prefix, local_shape)
+        shards: NamedSpecs = []
+        for module, begin, end in self._rows():
+            name = f"{prefix}{module}.{self._leaf}"
+            full_shape = full_shapes[name]
+            columns = tuple(self._columns(inputs) for inputs in full_shape[1:])
+            shards.append((name, ShardSpec(full_shape, ((begin, end), *columns))))
+        return shards
+
+    def _adapter_shards(self, prefix: str, local_shape: Sequence[int]) -> NamedSpecs:
+        module = f"{self._mlp if 'fc' in self._linear else 'self_attn'}.{self._adapted}"
+        outputs, inputs = hf_tensors(self._architecture)[f"{prefix}{module}.weight"]
+        name = f"{prefix}{module}.lora_{self._leaf}.{ADAPTER_NAME}.weight"
+        if self._leaf == "A":
+            rank = local_shape[0]
+            return [(name, ShardSpec((rank, inputs), ((0, rank), self._columns(inputs))))]
+        rank = local_shape[1]
+        own_rows = [(begin, end) for of, begin, end in self._rows() if of == module]
+        return [(name, ShardSpec((outputs, rank), (rows, (0, rank)))) for rows in own_rows]
+
+    def _columns(self, inputs: int) -> tuple[int, int]:
+        is_row_parallel = self._linear in ("linear_proj", "linear_fc2")
+        return self._own_range(inputs) if is_row_parallel else (0, inputs)
+
+    def _rows(self) -> _Rows:
+        """Return this rank's outputs, in their order."""
+        hidden = self._architecture.hidden_size
+        if self._linear == "linear_qkv":
+            return self._queries_keys_values()
+        if self._linear == "linear_proj":
+            return [("self_attn.o_proj", 0, hidden)]
+        if self._linear == "linear_fc2":
+            return [(f"{self._mlp}.{self._names.down}", 0, hidden)]
+        gated = (self._names.gate, self._names.up)
+        return [(f"{self._mlp}.{leaf}", *self._own_range(self._inner)) for leaf in gated]
+
+    def _queries_keys_values(self) -> _Rows:
+        """Interleave q, k and v by key-value head and keep this rank's rows.
+
+        They end within a head's rows where there are fewer key-value heads than ranks.
+        """
+        sizes = self._architecture
+        num_groups, head = sizes.num_key_value_heads, sizes.head_size
+        begin, end = self._own_range(sizes.query_size + 2 * sizes.key_size)
+        rows: _Rows = []
+        start = 0
+        for group in range(num_groups):
+            for leaf, height in (("q", sizes.query_size // num_groups), ("k", head), ("v", head)):
+                low, high = max(begin, start), min(end, start + height)
+                if low < high:
+                    shift = group * height - start
+                    rows.append((f"self_attn.{leaf}_proj", low + shift, high + shift))
+                start += height
+        return rows
+
+    def _own_range(self, total: int) -> tuple[int, int]:
+        size = total // self._size
+        return self._rank * size, (self._rank + 1) * size
 
 
 def cut_flat(shards: Iterable[LocalShard], begin: int, end: int) -> tuple[LocalShard, ...]:

@@ -40,8 +40,7 @@ class Stages:
         is_reward_model: makes a value model, whose head has a bias if that of the files has one.
 
     Raises:
-        ConfigError: ``model.attention`` does not run on the device in the compute type, or
-            megatron-core rejects ``megatron.transformer_args``.
+        ConfigError: megatron-core rejects ``megatron.transformer_args``.
     """
 
     models: list[PackedStage]
@@ -73,7 +72,7 @@ class Stages:
             if kernels.has_attention
             else choose_kernel(context.model.attention, config.compute_dtype, device),
             max_tokens=config.max_tokens_per_microbatch,
-            ranks=self.parallel.ranks_with_other_rows(),
+            ranks=self.parallel.data,
             device=device,
             multiple=token_multiple(self.transformer),
             share=self.parallel.token_share,

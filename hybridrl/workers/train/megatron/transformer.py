@@ -11,6 +11,7 @@ from torch.nn.functional import silu
 
 from hybridrl.config.actor import EngineConfig
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
+from hybridrl.config.checks.megatron_args import keys_of_transformer_engine
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.errors import ConfigError
@@ -41,21 +42,23 @@ _FP8_MULTIPLE = 32
 """Tokens that the strictest of TransformerEngine's 8-bit recipes wants in each matrix product."""
 
 
-def fuses_layers(megatron: MegatronConfig, device: torch.device) -> bool:
-    """Whether layers are TransformerEngine's.
+def require_transformer_engine(megatron: MegatronConfig) -> None:
+    """Refuse what only TransformerEngine can serve, where it cannot be imported.
 
     Raises:
-        ConfigError: the configuration asks for them, and it is not installed.
+        ConfigError: names the key.
     """
+    for key, value in {} if HAVE_TE else keys_of_transformer_engine(megatron).items():
+        others = {"megatron.layers": "local", "megatron.attention": "packed"}
+        change = f"set {key}={others[key]}" if key in others else f"add ~{key}"
+        fix = f"{INSTALL_TRANSFORMER_ENGINE}, or {change}"
+        raise ConfigError(key, value, "it needs TransformerEngine, which cannot be imported", fix)
+
+
+def fuses_layers(megatron: MegatronConfig, device: torch.device) -> bool:
+    """Whether layers are TransformerEngine's."""
     if megatron.layers == "auto":
         return HAVE_TE and device.type == "cuda"
-    if megatron.layers == "transformer_engine" and not HAVE_TE:
-        raise ConfigError(
-            "megatron.layers",
-            megatron.layers,
-            "TransformerEngine cannot be imported",
-            f"{INSTALL_TRANSFORMER_ENGINE}, or set megatron.layers=local",
-        )
     return megatron.layers == "transformer_engine"
 
 
@@ -108,19 +111,12 @@ def choose_kernels(
     """Choose the library that computes each kind of layer.
 
     Raises:
-        ConfigError: TransformerEngine is asked for, and cannot be imported; or its attention is,
-            and layers are not its own.
+        ConfigError: see ``require_transformer_engine``.
     """
     megatron, is_cuda = context.megatron, context.device.type == "cuda"
+    require_transformer_engine(megatron)
     has_layers = fuses_layers(megatron, context.device)
     has_attention = megatron.attention == "transformer_engine"
-    if has_attention and not has_layers:
-        raise ConfigError(
-            "megatron.attention",
-            megatron.attention,
-            "TransformerEngine's attention comes with its layers, and these are megatron-core's",
-            f"{INSTALL_TRANSFORMER_ENGINE}, or set megatron.attention=auto",
-        )
     if megatron.attention == "auto":
         is_16_bit, is_asked = engine.compute_dtype == "bfloat16", context.model.attention == "auto"
         has_attention = has_layers and is_16_bit and is_asked and is_cuda
@@ -153,8 +149,6 @@ def transformer_config(
         ConfigError: it does not take ``megatron.transformer_args``, or rejects the configuration.
     """
     megatron, device = context.megatron, context.device
-    if kernels.has_layers:
-        _require_shared_experts(architecture, megatron)
     arguments = {
         **_sizes(architecture),
         **_experts(architecture),
@@ -174,23 +168,6 @@ def transformer_config(
     return build_configuration(
         TransformerConfig, arguments, megatron.transformer_args, key="megatron.transformer_args"
     )
-
-
-def _require_shared_experts(architecture: Architecture, megatron: MegatronConfig) -> None:
-    """Reject grouped experts of which each tensor-parallel rank has all: they would diverge.
-
-    ``layers.mark_shards`` sums their gradients for megatron-core's own layers alone.
-    """
-    is_replicated = megatron.expert_parallel_size == megatron.expert_tensor_parallel_size == 1
-    if architecture.experts is not None and megatron.tensor_parallel_size > 1 and is_replicated:
-        raise ConfigError(
-            "megatron.expert_parallel_size",
-            1,
-            f"each of {megatron.tensor_parallel_size} tensor-parallel ranks would have all of "
-            "TransformerEngine's experts, and train them differently",
-            f"set megatron.expert_parallel_size={megatron.tensor_parallel_size}, or "
-            "megatron.layers=local",
-        )
 
 
 def _sizes(architecture: Architecture) -> dict[str, object]:
@@ -226,7 +203,7 @@ def _experts(architecture: Architecture) -> dict[str, object]:
         ],
         "moe_router_pre_softmax": not experts.normalizes_weights,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",  # balance.py has it
+        "moe_router_load_balancing_type": "none",  # LoadBalance has it
     }
 
 

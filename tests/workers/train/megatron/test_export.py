@@ -51,7 +51,7 @@ def _export_adapters(rank: int, folder: Path) -> list[str]:
     adapters = {name: tensor for name, tensor in everything.items() if ".lora." in name}
     _number(adapters, shard_map)
     export = WeightExport(adapters, shard_map, group=dist.group.WORLD, batch_bytes=1000)
-    for name, tensor in export.full_weights(adapters):
+    for name, tensor in export.full_weights(adapters.__getitem__):
         wanted = torch.arange(float(tensor.numel())).view(tensor.shape) + len(name)
         assert torch.equal(tensor, wanted), name
     joint = WeightExport(everything, shard_map, group=dist.group.WORLD)
@@ -87,7 +87,7 @@ def _measure_batches(rank: int, folder: Path) -> list[int]:
             group=dist.group.WORLD,
             batch_bytes=batch_bytes,
         )
-        kept = dict(export.full_weights(local))  # a batch overwrites none before it
+        kept = dict(export.full_weights(local.__getitem__))  # a batch overwrites none before it
         wanted = load_file(folder / "model.safetensors")
         assert all(torch.equal(kept[name], wanted[name]) for name in wanted)
         sizes.append(export.buffer_bytes)
@@ -135,7 +135,7 @@ def test_export_without_a_group_yields_live_weights(tmp_path: Path) -> None:
     shard_map = ShardMap(read_architecture(folder), ParallelRank())
     export = WeightExport(live, shard_map, group=None)
     assert export.buffer_bytes == 0
-    weights = dict(export.full_weights(live))
+    weights = dict(export.full_weights(live.__getitem__))
     down = weights["model.layers.0.mlp.experts.3.down_proj.weight"]
     assert down.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
     save_file(weights, tmp_path / "again.safetensors")

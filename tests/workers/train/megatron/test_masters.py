@@ -40,7 +40,7 @@ def _compare(rank: Rank, folder: Path) -> int:
     count = 0
     for name, held in engine.checkpoint_tensors().items():
         whole = stored[name.removeprefix("model.hf.")]
-        for shard in held.shards:  # type: ignore[union-attr]
+        for shard in held.shards:
             expected = whole[relative_slices(shard.spec.range, outer=full_range(whole.shape))]
             assert shard.values.dtype == torch.float32
             assert torch.equal(shard.values, expected), name

@@ -1,7 +1,4 @@
-"""Balance of rows over ranks and micro-batches. Pure functions.
-
-Legend: B rows.
-"""
+"""Balance of rows over data-parallel ranks. Legend: B rows."""
 
 from __future__ import annotations
 
@@ -9,42 +6,6 @@ import heapq
 from collections.abc import Sequence
 
 from hybridrl.errors import DispatchError
-
-
-def plan_microbatches(lengths_B: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Divide rows into as few micro-batches as possible, of nearly equal size.
-
-    Rows come by descending length, so that rows of one micro-batch need little padding.
-
-    Args:
-        lengths_B: tokens of each row, >= 1.
-        max_tokens: tokens of a micro-batch; a longer row gets its own.
-
-    Returns:
-        Row numbers of each micro-batch, longest rows first. Every row is in exactly one.
-    """
-    rows = sorted(range(len(lengths_B)), key=lambda row: (-lengths_B[row], row))
-    fewest = len(_fill(rows, lengths_B, max_tokens))
-    low, high = 1, max_tokens
-    while low < high:  # the smallest capacity that needs no more micro-batches
-        middle = (low + high) // 2
-        if len(_fill(rows, lengths_B, middle)) <= fewest:
-            high = middle
-        else:
-            low = middle + 1
-    return _fill(rows, lengths_B, high)
-
-
-def _fill(rows: Sequence[int], lengths_B: Sequence[int], capacity: int) -> list[list[int]]:
-    microbatches: list[list[int]] = []
-    num_tokens = 0
-    for row in rows:
-        if not microbatches or num_tokens + lengths_B[row] > capacity:
-            microbatches.append([])
-            num_tokens = 0
-        microbatches[-1].append(row)
-        num_tokens += lengths_B[row]
-    return microbatches
 
 
 def balance_over_ranks(

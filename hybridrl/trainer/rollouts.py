@@ -1,10 +1,11 @@
-"""A run that reads the rollouts of another run, in place of sampling."""
+"""Responses of a run and their scores: sampled, perhaps written to files, or read from those."""
 
 from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from hybridrl.errors import ReplayError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.collect import Reward
-from hybridrl.trainer.rollout_dump import Origin
+from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.rollout_files import (
     CallNames,
     Facts,
@@ -27,6 +28,73 @@ from hybridrl.trainer.rollout_files import (
 )
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The facts of a run on which its rollouts depend."""
+
+    rollouts: Facts
+    """Besides prompts and sampling."""
+
+    scores: Facts
+    """Besides responses and rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """The files that a run writes, and the facts about it in them."""
+
+    files: RolloutFiles
+    origin: Origin
+
+
+class Rollouts(Generates, Reward, Protocol):
+    """Responses and their scores, step by step."""
+
+    def begin(self, step: int, split: Split) -> None:
+        """Begin with the responses of a step, or of the evaluation after it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRollouts:
+    """Samples and scores.
+
+    With a dump, responses are written before anything else sees them: a step that fails leaves
+    them. It raises RunFolderError if the disk is full or gone.
+    """
+
+    engines: Generates
+    reward: Reward
+    dump: Dump | None = None
+    names: CallNames = field(default_factory=CallNames)
+
+    def begin(self, step: int, split: Split) -> None:
+        """Begin a step."""
+        self.names.begin(step, split)
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
+        """Sample."""
+        rollouts = self.engines.generate(prompts, sampling)
+        if self.dump is not None:
+            name, origin = self.names.next(), self.dump.origin.rollouts
+            self.dump.files.write(name, prompts, rollouts, sampling=sampling, origin=origin)
+        return rollouts
+
+    def while_sampling(
+        self, task: PromptStep, sampling: SamplingParams
+    ) -> AbstractContextManager[SamplingParams]:
+        """Score responses that end in the block."""
+        return self.reward.while_sampling(task, sampling)
+
+    def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
+        """Score."""
+        scores = self.reward(rollouts, task)
+        if self.dump is not None:
+            name, origin = self.names.current, self.dump.origin.scores
+            self.dump.files.write_scores(name, scores, rows=task.rows, origin=origin)
+        return scores
 
 
 @dataclass(slots=True)
