@@ -1,7 +1,7 @@
 """An SGLang server without SGLang: it answers in this process, holds bytes, and refuses as SGLang.
 
-It stands at the seam of HTTP (``ServerClient``): arguments, capabilities, life cycle, weight
-buckets and requests above it are the product's own.
+It stands at the seam of HTTP (``ServerClient``): arguments, life cycle, weight buckets and requests
+above it are the product's own.
 """
 
 from __future__ import annotations
@@ -34,13 +34,9 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec, build_arguments
-from hybridrl.workers.rollout.sglang.capabilities import (
-    TESTED_VERSIONS,
-    read_capabilities,
-    require_as_asked,
-)
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.versions import TESTED_VERSIONS, require_as_asked
 from hybridrl.workers.sharding.publishing import NOBODY, Lent, Servers
 
 Body = dict[str, Any]
@@ -171,12 +167,10 @@ class RehearsedServer(ServerCalls):
         }
         self.info = {
             **arguments,
-            "version": TESTED_VERSIONS[1],
+            "version": TESTED_VERSIONS[0],
             "internal_states": [{"memory_usage": usage}],
         }
         require_as_asked(arguments, self.info)
-        self.capabilities = read_capabilities(self.info, None)
-        self.capabilities.require_for(spec)
         self.client = RehearsedClient(self)
         self.process = _Process()
         self._handles, self._sizes, self._gpu = handles, sizes, gpu

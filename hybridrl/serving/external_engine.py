@@ -22,11 +22,7 @@ from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.client import ServerClient, assume_alive
-from hybridrl.workers.rollout.sglang.comparison import (
-    ExpectedServer,
-    differences,
-    names_vocabulary,
-)
+from hybridrl.workers.rollout.sglang.comparison import ExpectedServer, differences
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.sglang.server_questions import BROKEN, ServerQuestions, other_form
 from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
@@ -174,8 +170,7 @@ class ExternalEngine:
             lines += self._changed_version(str(model_info.get("weight_version")))
         if lines:
             return lines
-        if names_vocabulary(server_info):
-            lines += await self._questions.unlike_a_vocabulary()
+        lines = await self._questions.unlike_a_vocabulary()
         return lines + await self._questions.unlike_an_answer(model_info)
 
     def _changed_version(self, version: str) -> list[str]:

@@ -109,6 +109,7 @@ def test_an_adapter_tells_its_rank_and_layers() -> None:
     assert "q_proj" in str(found["lora_target_modules"])
 
 
+@pytest.mark.shows("5.7")
 def test_expandable_segments_never_reach_a_server_on_a_gpu() -> None:
     variables = environment(spec_of())
     assert variables["PYTORCH_CUDA_ALLOC_CONF"] == variables["PYTORCH_ALLOC_CONF"] == ""

@@ -22,18 +22,13 @@ from hybridrl.errors import (
 )
 from hybridrl.workers.rollout.sglang import server_questions
 from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
-from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.client import (
     ConnectionLostError,
     ServerClient,
     ServerError,
     assume_alive,
 )
-from hybridrl.workers.rollout.sglang.comparison import (
-    differences,
-    expect_policy_server,
-    names_vocabulary,
-)
+from hybridrl.workers.rollout.sglang.comparison import differences, expect_policy_server
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
 from hybridrl.workers.rollout.sglang.server_questions import REFUSED, ServerQuestions
 
@@ -119,9 +114,7 @@ class AttachedServer(ServerCalls):
         self.info = server_info
         self.num_ranks = int(server_info.get("tp_size") or 1)
         self._weight_version = str(model_info.get("weight_version"))
-        lines = self._unusable(spec)
-        if not lines and names_vocabulary(server_info):
-            lines = self.client.run(questions.unlike_a_vocabulary())
+        lines = self._unusable() or self.client.run(questions.unlike_a_vocabulary())
         if lines := lines or self.client.run(questions.unlike_an_answer(model_info)):
             raise self._unlike(lines)
 
@@ -137,15 +130,12 @@ class AttachedServer(ServerCalls):
                     raise self._unlike([questions.advice(error)]) from error
             time.sleep(_POLL_S)
 
-    def _unusable(self, spec: ServerSpec) -> list[str]:
+    def _unusable(self) -> list[str]:
         """Return why it cannot be moved along the life cycle; it serves again if it was paused."""
         try:
-            self.capabilities = self.read_capabilities()
-            self.capabilities.require_for(spec)
             self.post("/continue_generation")
-            if self.capabilities.can(Capability.UPDATE_SESSION):
-                with suppress(ServerError):  # no update is open, as that of a run that was killed
-                    self.post("/end_weight_update")
+            with suppress(ServerError):  # no update is open, as that of a run that was killed
+                self.post("/end_weight_update")
         except ServerError as error:
             if error.status in REFUSED:
                 return [

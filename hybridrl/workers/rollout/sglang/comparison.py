@@ -5,7 +5,6 @@ A frozen model needs a server that has its weights; the policy one that takes th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,13 @@ from hybridrl.errors import EngineError, shown
 from hybridrl.models.model_folder import read_settings
 from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, ServerSpec
-from hybridrl.workers.rollout.sglang.capabilities import read_capabilities
+from hybridrl.workers.rollout.sglang.versions import require_known_version
 
 Json = Mapping[str, object]
 
 _AUTO = "auto"
 """Type of the weights that a server takes from the model's folder; float16 for float32 there."""
 
-_NAMES_VOCABULARY = (0, 5, 21)
 _ALIASES = {"half": "float16", "float": "float32"}
 
 _MADE_UP = "dummy"
@@ -128,21 +126,11 @@ def differences(expected: ExpectedServer, server_info: object, model_info: objec
     if not isinstance(server_info, Mapping) or not isinstance(model_info, Mapping):
         return ["it is no SGLang: its answers are no JSON objects; correct the URL"]
     try:
-        read_capabilities(server_info, None)
+        require_known_version(server_info)
     except EngineError as error:
         return [str(error)]
     said = {**server_info, **model_info}
     return [line for check in _CHECKS for line in check(expected, said)]
-
-
-def names_vocabulary(server_info: object) -> bool:
-    """Whether a server refuses a token beyond its vocabulary, and names the range of legal ones.
-
-    Older releases read memory that is not the model's.
-    """
-    version = server_info.get("version") if isinstance(server_info, Mapping) else None
-    numbers = tuple(map(int, re.findall(r"\d+", str(version))[:3]))
-    return numbers >= _NAMES_VOCABULARY
 
 
 def _model(expected: ExpectedServer, said: Json) -> Iterator[str]:

@@ -20,7 +20,6 @@ from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
-from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.memory import held_bytes
 from hybridrl.workers.rollout.sglang.pairing import PairedEngine
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
@@ -166,22 +165,15 @@ class SGLangEngine(ServedWeights):
                 f"{len(backup)} weights must survive the release, and the server was started "
                 "without a host copy; set lora.base=backup, or rollout.backup_weights=always"
             )
-        if self._can_release(part):
-            self._server.post("/release_memory_occupation", tags=[part.value])
+        self._server.post("/release_memory_occupation", tags=[part.value])
         self._released.add(part)
 
     def resume(self, part: MemoryTag) -> None:
         """Allocate a memory tag again."""
         if part not in self._released:
             raise PhaseError(f"{part.name} is resident; only what was released can be resumed")
-        if self._can_release(part):
-            self._server.post("/resume_memory_occupation", tags=[part.value])
+        self._server.post("/resume_memory_occupation", tags=[part.value])
         self._released.remove(part)
-
-    def _can_release(self, part: MemoryTag) -> bool:
-        """Whether a tag survives its release: older servers lose what captured graphs read."""
-        is_graph = part is MemoryTag.CUDA_GRAPH
-        return not is_graph or self._server.capabilities.can(Capability.KEEP_CUDA_GRAPHS)
 
     def continue_generation(self) -> None:
         """Admit requests again. Idempotent."""
@@ -190,7 +182,7 @@ class SGLangEngine(ServedWeights):
 
     def resident_bytes(self, part: MemoryTag) -> int:
         """Return at least how many bytes a tag holds; 0 if the server cannot free it."""
-        if part in self._released or not self.frees_memory or not self._can_release(part):
+        if part in self._released or not self.frees_memory:
             return 0
         return held_bytes(self._server.info, part)
 
@@ -198,16 +190,10 @@ class SGLangEngine(ServedWeights):
         """Kill the server and start another; its weights are random again.
 
         Raises:
-            EngineError: it did not start, or is of another version than the one before.
+            EngineError: it did not start.
         """
         self.shutdown()
-        before = self._server.capabilities
         self._boot()
-        try:
-            before.require_same_version(self._server.info)
-        except EngineError:
-            self.shutdown()
-            raise
 
     def shutdown(self) -> None:
         """Kill the server with all its processes; one that runs elsewhere lives on. Idempotent."""

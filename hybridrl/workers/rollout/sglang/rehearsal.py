@@ -1,7 +1,7 @@
 """Checks the arguments of SGLang servers before a run starts, so that refusals are early.
 
-The arguments are those of a start (``arguments.py``). SGLang's own code (``start.py``) processes
-them in a child process, because its import takes seconds.
+The arguments are those of a start (``arguments.py``). SGLang's own code processes them in a child
+process (``child.py``), because its import takes seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,7 +31,7 @@ from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
 
 log = logging.getLogger(__name__)
 
-_CHILD = "hybridrl.workers.rollout.sglang.start"
+_CHILD = "hybridrl.workers.rollout.sglang.child"
 _NAME = "rehearsal"
 
 
@@ -71,12 +70,9 @@ def rehearse_server(config: ExperimentConfig, *, keys: Mapping[str, str] | None 
 
 
 def case_of(spec: ServerSpec) -> dict[str, Any]:
-    """Write the case for the child: all arguments, and those without the user's own."""
-    given = replace(spec, rollout=replace(spec.rollout, engine_args={}))
-    port = free_port()
+    """Write the case for the child."""
     return {
-        "arguments": build_arguments(spec, name=_NAME, port=port, key=_NAME),
-        "ours": build_arguments(given, name=_NAME, port=port, key=_NAME),
+        "arguments": build_arguments(spec, name=_NAME, port=free_port(), key=_NAME),
         "own": list(spec.rollout.engine_args),
         "device": spec.device,
     }

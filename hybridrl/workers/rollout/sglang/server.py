@@ -9,12 +9,9 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
-from hybridrl import env
-from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError
-from hybridrl.json_text import to_json_text
+from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.workers.rollout.sglang.arguments import (
     Arguments,
     ServerAddress,
@@ -22,18 +19,15 @@ from hybridrl.workers.rollout.sglang.arguments import (
     build_arguments,
     environment,
 )
-from hybridrl.workers.rollout.sglang.capabilities import require_as_asked
 from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ServerClient
-from hybridrl.workers.rollout.sglang.memory_saver import require_no_obstacle
 from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.versions import require_as_asked, require_known_version
 
 log = logging.getLogger(__name__)
 
 _CHILD = "hybridrl.workers.rollout.sglang.child"
-_MEMORY_SAVER = "torch_memory_saver"
 _NUM_STARTS = 3
-_REFUSED = "refused: "
 _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
@@ -47,10 +41,9 @@ class Server(ServerCalls):
             variables: environment besides that of every server, for example its visible devices.
 
         Raises:
-            EngineError: it did not start, with the last lines of its log; or it lacks a capability,
-                or runs with other arguments.
+            EngineError: it did not start, with the last lines of its log; or it is too old, or runs
+                with other arguments.
             DeadlineError: it did not answer within ``rollout.start_timeout_s``.
-            ConfigErrors: it has no argument of a name in ``rollout.engine_args``.
         """
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
         self._timeout_s = spec.rollout.stage_timeout_s
@@ -76,12 +69,6 @@ class Server(ServerCalls):
         arguments = build_arguments(spec, name=self.name, port=address.port, key=self.key)
         arguments["host"] = address.host
         variables = {**environment(spec), **variables}
-        require_no_obstacle(
-            device=spec.device,
-            variables=env.everything() | variables,
-            is_on=arguments.get("enable_memory_saver") is True,
-            is_installed=find_spec(_MEMORY_SAVER) is not None,
-        )
         self.process, file = start_child(arguments, variables=variables)
         self.client = ServerClient(
             address.url,
@@ -94,15 +81,9 @@ class Server(ServerCalls):
                 self._answers, timeout_s=spec.rollout.start_timeout_s
             )
             self.info = self.server_info()
+            version = require_known_version(self.info)
             require_as_asked(arguments, self.info)
-            self.capabilities = self.read_capabilities()
-            self.capabilities.require_for(spec)
-        except EngineError as error:
-            refused = refused_arguments(self.process.tail(), arguments)
-            self.end()
-            if refused:
-                raise ConfigErrors(refused) from error
-            raise
+            log.info("SGLang answers: version=%s took_s=%.1f", version, self.start_s)
         except BaseException:
             self.end()
             raise
@@ -149,25 +130,3 @@ def start_child(
         json.dump(arguments, file, allow_nan=False)
     command = [sys.executable, "-m", _CHILD, file.name]
     return ServerProcess(command, name="SGLang", variables=variables), Path(file.name)
-
-
-def refused_arguments(log_text: str, arguments: Mapping[str, object]) -> list[ConfigError]:
-    """Find the arguments that a server does not have in its log; ``refusal_of`` wrote the lines."""
-    lines = [line.strip() for line in log_text.splitlines()]
-    refusals = [
-        json.loads(line.removeprefix(_REFUSED)) for line in lines if line.startswith(_REFUSED)
-    ]
-    return [
-        ConfigError(
-            f"rollout.engine_args.{name}",
-            arguments[name],
-            "the installed SGLang has no such argument",
-            fix,
-        )
-        for name, fix in refusals
-    ]
-
-
-def refusal_of(name: str, fix: str) -> str:
-    """Write the line that ``refused_arguments`` reads."""
-    return _REFUSED + to_json_text([name, fix])

@@ -12,13 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.sglang.capabilities import (
-    OPENAPI_ROUTE,
-    PAUSE_MODE,
-    Capability,
-    ServerCapabilities,
-    read_capabilities,
-)
 from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ServerClient, ServerError
 from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
@@ -28,13 +21,15 @@ Body = dict[str, Any]
 
 _FLUSH_WAIT_S = 1.0
 
+_PAUSE_MODE = "abort"
+"""That ends all requests: with other modes of ``/pause_generation`` some stay, and the server
+asserts that there are none when its memory is released."""
+
 
 class ServerCalls:
     """A server that answers, and its control calls."""
 
     client: ServerClient
-
-    capabilities: ServerCapabilities
 
     info: Body
     """Its arguments when it answered first, and more; see ``server_info``."""
@@ -83,27 +78,6 @@ class ServerCalls:
             new_version=self.version_name(version),
             abort_all_requests=False,
         )
-
-    def read_capabilities(self) -> ServerCapabilities:
-        """Ask what it can do.
-
-        Raises:
-            EngineError: it is too old.
-            DeadlineError: no answer.
-        """
-        try:
-            openapi = self.client.call(OPENAPI_ROUTE, timeout_s=self._timeout_s, method="GET")
-        except ServerError:  # hidden by the user: DISABLE_OPENAPI_DOC
-            openapi = None
-        capabilities = read_capabilities(self.info, openapi)
-        lacking = [each.name.lower() for each in Capability if not capabilities.can(each)]
-        log.info(
-            "SGLang answers: version=%s took_s=%.1f without=%s",
-            capabilities.version,
-            self.start_s,
-            ",".join(lacking) or "nothing",
-        )
-        return capabilities
 
     # -- control calls ---------------------------------------------------------------------------
 
@@ -167,7 +141,7 @@ class ServerCalls:
         """Abort all, stop admission, and let the server itself verify that it is idle.
 
         In this order because ``/pause_generation`` looks only once a second whether all requests
-        have ended (0.5.17 to 0.5.23); on an idle server it returns at once.
+        have ended (0.5.21 to 0.5.23); on an idle server it returns at once.
         """
 
         def until_deadline_s() -> float:
@@ -177,7 +151,7 @@ class ServerCalls:
         wait_s = min(_FLUSH_WAIT_S, until_deadline_s())
         path = f"/flush_cache?timeout={wait_s:.2f}"
         self.client.call(path, timeout_s=wait_s + until_deadline_s())
-        self.client.call("/pause_generation", {"mode": PAUSE_MODE}, timeout_s=until_deadline_s())
+        self.client.call("/pause_generation", {"mode": _PAUSE_MODE}, timeout_s=until_deadline_s())
         # Again: a request may have arrived before the admission stopped.
         self.client.call("/flush_cache", timeout_s=until_deadline_s())
 

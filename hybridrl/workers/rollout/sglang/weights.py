@@ -28,7 +28,6 @@ from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory, mismatch
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
-from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.client import ServerError
 from hybridrl.workers.rollout.sglang.memory import (
     adapter_shapes,
@@ -117,8 +116,7 @@ class ServedWeights:
     def _open_update(self, *, in_session: bool) -> None:
         self._require_loadable("load of weights")
         self._server.begin_update()
-        has_sessions = self._server.capabilities.can(Capability.UPDATE_SESSION)
-        if has_sessions and in_session and not self._is_updating:
+        if in_session and not self._is_updating:
             self._server.require_success("/begin_weight_update")
             self._is_updating = True
 
