@@ -39,8 +39,12 @@ from hybridrl.workers.build import (
 )
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
-from hybridrl.workers.rollout.assemble import Answered, assemble_rollouts, require_known_tokens
-from hybridrl.workers.rollout.staleness import describe_staleness
+from hybridrl.workers.rollout.assemble import (
+    Answered,
+    assemble_rollouts,
+    describe_staleness,
+    require_known_tokens,
+)
 from hybridrl.workers.sampling import Sampling
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
