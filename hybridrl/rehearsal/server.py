@@ -10,7 +10,6 @@ import sys
 import weakref
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +33,7 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec, build_arguments
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
+from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
 from hybridrl.workers.rollout.sglang.versions import TESTED_VERSIONS, require_as_asked
 from hybridrl.workers.sharding.publishing import NOBODY, Lent, Servers
@@ -348,12 +347,8 @@ class RehearsedClient(ServerClient):
     """A client whose server is an object."""
 
     def __init__(self, server: RehearsedServer) -> None:
-        super().__init__("http://rehearsal", name="SGLang", require_alive=assume_alive)
+        super().__init__("http://rehearsal", name="SGLang")
         self._server = server
-
-    def open_session(self) -> Any:  # noqa: ANN401 - of aiohttp
-        """There is no connection."""
-        return nullcontext()
 
     async def request(self, path: str, body: Body | None = None, **_: Any) -> Any:  # noqa: ANN401
         """Answer at once."""

@@ -34,7 +34,7 @@ from hybridrl.workers.rollout.sglang.arguments import (
     server_spec,
     show_devices,
 )
-from hybridrl.workers.rollout.sglang.follower import follow
+from hybridrl.workers.rollout.sglang.server import follow
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 

@@ -22,10 +22,14 @@ from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.client import ServerClient, assume_alive
-from hybridrl.workers.rollout.sglang.comparison import ExpectedServer, differences
+from hybridrl.workers.rollout.sglang.comparison import (
+    BROKEN,
+    ExpectedServer,
+    ServerQuestions,
+    differences,
+    other_form,
+)
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.server_questions import BROKEN, ServerQuestions, other_form
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
 from hybridrl.workers.sharding.lifecycle import Action
 
 VERSION = 0
@@ -170,8 +174,7 @@ class ExternalEngine:
             lines += self._changed_version(str(model_info.get("weight_version")))
         if lines:
             return lines
-        lines = await self._questions.unlike_a_vocabulary()
-        return lines + await self._questions.unlike_an_answer(model_info)
+        return await self._questions.unlike_in_use(model_info)
 
     def _changed_version(self, version: str) -> list[str]:
         """Note the weights at the first comparison, and compare with them later."""
@@ -199,7 +202,7 @@ class ExternalEngine:
             weight_version=self._weight_version,
         )
         return ServerSampler(
-            ServingEngine(self._client),
+            self._client,
             model,
             ProgramCall(),
             timeout_s=self._config.request_timeout_s,

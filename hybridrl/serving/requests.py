@@ -17,7 +17,6 @@ from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.router import PolicyRouter, connect
 from hybridrl.workers.rollout.sglang.client import Endpoint
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
 
 OpenServer = Callable[[str], Awaitable[ServerSampler]]
 """Connects the sampler of the server at an address."""
@@ -56,7 +55,7 @@ class PolicyRequests:
         async with AsyncExitStack() as opened:
 
             async def open_server(url: str) -> ServerSampler:
-                server = ServingEngine(Endpoint(url, name=f"SGLang at {url}", key=self._key))
+                server = Endpoint(url, name=f"SGLang at {url}", key=self._key)
                 sampler = connect(self._config, server, self._vocab_size, version=version)
                 return await opened.enter_async_context(sampler)
 

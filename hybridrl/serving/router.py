@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
+import aiohttp
 from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
@@ -41,7 +43,6 @@ from hybridrl.workers.rollout.sglang.client import (
     ServerError,
 )
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine, without_time
 
 log = logging.getLogger(__name__)
 
@@ -297,25 +298,32 @@ class ServerLostError(ServerError):
     """A server left while it may have had the request."""
 
 
-class RoutedServers(ServingEngine):
+class RoutedServers(Endpoint):
     """The servers behind the router, as one that answers a program."""
 
     def __init__(self, router: PolicyRouter) -> None:
-        """Connect when it is entered."""
-        super().__init__(Endpoint("the router", name="the router", key=router.key))
+        super().__init__("the router", name="the router", key=router.key)
         self._router = router
 
-    async def ask(self, path: str, body: Body, *, timeout_s: float | None) -> Any:  # noqa: ANN401 - JSON
+    async def request(
+        self,
+        path: str,
+        body: Body | None = None,
+        *,
+        timeout_s: float | None,
+        method: str = "POST",
+        session: aiohttp.ClientSession | None = None,
+    ) -> Any:  # noqa: ANN401 - JSON
         """Send requests for tokens to the router, one a response, and others to all servers."""
-        if path != _GENERATE:
+        if path != _GENERATE or body is None:
             calls = [
-                server.request(path, body, timeout_s=timeout_s, session=self._session)
+                server.request(path, body, timeout_s=timeout_s, method=method, session=session)
                 for server in self._router.living()
             ]
             # One that is gone keeps none of the others from its request.
             return await asyncio.gather(*calls, return_exceptions=True)
         tasks = [
-            asyncio.ensure_future(self._router.generate(each, session=self._session))
+            asyncio.ensure_future(self._router.generate(each, session=session))
             for each in single_bodies(body)
         ]
         try:
@@ -324,14 +332,14 @@ class RoutedServers(ServingEngine):
             for task in tasks:
                 task.cancel()
 
-    async def progress(self) -> object:
+    async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:
         """Return the loads of all servers; each has a monitor besides."""
-        loads = [server.loads(self._session) for server in self._router.living()]
-        return [without_time(each) for each in await asyncio.gather(*loads)]
+        loads = [server.loads(session) for server in self._router.living()]
+        return list(chain.from_iterable(await asyncio.gather(*loads)))
 
 
 def connect(
-    config: ExperimentConfig, server: ServingEngine, vocab_size: int, *, version: int
+    config: ExperimentConfig, server: Endpoint, vocab_size: int, *, version: int
 ) -> ServerSampler:
     """Return the sampler of a server of the policy, to be entered in a program's loop."""
     model = ServedModel(

@@ -22,7 +22,7 @@ from hybridrl.serving import external
 from hybridrl.serving.external import ExternalModel
 from hybridrl.serving.frozen import Answer
 from hybridrl.serving.launching import ServerKeys
-from hybridrl.workers.rollout.sglang import server_questions
+from hybridrl.workers.rollout.sglang import comparison
 from hybridrl.workers.rollout.sglang.comparison import differences, expect_server
 from tests.config.values import config_of
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, elsewhere
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "_WAIT_S", 0.02)
-    monkeypatch.setattr(server_questions, "CALL_S", 1.0)
+    monkeypatch.setattr(comparison, "CALL_S", 1.0)
 
 
 def judged_by(

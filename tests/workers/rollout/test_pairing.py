@@ -16,7 +16,7 @@ from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.arguments import ServerAddress
 from hybridrl.workers.rollout.sglang.client import ServerClient
-from hybridrl.workers.rollout.sglang.pairing import PairedEngine
+from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answer, Answering, Body, answering
@@ -67,7 +67,7 @@ def pairs(
 
         def run() -> list[Sample]:
             with RequestGate().admit() as call:
-                pair = PairedEngine(client, prefills=addresses)
+                pair = PairedEndpoint(client, prefills=addresses)
                 sampler = ServerSampler(pair, MODEL, call, timeout_s=30.0)
 
                 async def connected(_: Sampler) -> list[Sample]:

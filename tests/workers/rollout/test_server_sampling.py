@@ -26,7 +26,6 @@ from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel, read_sample
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answering, Body, answering
 from tests.workers.rollout.engines import tokens_of
@@ -59,7 +58,7 @@ def sampling_from(
 
     def run() -> tuple[list[Sample], Metrics]:
         with (gate or RequestGate()).admit() as call:
-            sampler = ServerSampler(ServingEngine(client), model, call, timeout_s=timeout_s)
+            sampler = ServerSampler(client, model, call, timeout_s=timeout_s)
 
             async def connected(_: Sampler) -> list[Sample]:
                 async with sampler:

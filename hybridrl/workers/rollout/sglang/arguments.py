@@ -15,7 +15,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import WeightRoute
-from hybridrl.network import LOOPBACK, Door, host_and_port
+from hybridrl.network import Door, host_and_port
 
 if TYPE_CHECKING:  # mode=check builds arguments too, and imports no torch
     import torch
@@ -78,7 +78,7 @@ class ServerElsewhere:
 class ServerPlace:
     """Devices of a server, and servers around it."""
 
-    gpus: tuple[str, ...]
+    gpus: tuple[str, ...] = ()
     """Of all ranks that share it, by ``device_name``; empty names on a CPU."""
 
     address: ServerAddress | None = None
@@ -91,6 +91,9 @@ class ServerPlace:
 
     elsewhere: ServerElsewhere | None = None
     """A server that runs already; None: one is started."""
+
+
+_ANYWHERE = ServerPlace()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,26 +115,18 @@ class ServerSpec:
     device: str
     """cpu or cuda."""
 
-    address: ServerAddress | None = None
-    """See ``ServerPlace``."""
-
-    door: Door = field(default_factory=Door)
-
-    prefills: tuple[ServerAddress, ...] = ()
-    """See ``ServerPlace``."""
-
-    elsewhere: ServerElsewhere | None = None
-    """See ``ServerPlace``."""
+    place: ServerPlace = _ANYWHERE
 
     @property
     def by_broadcast(self) -> bool:
         """Whether weights reach a server that others run through a process group."""
-        return self.elsewhere is not None and self.elsewhere.weights == "broadcast"
+        elsewhere = self.place.elsewhere
+        return elsewhere is not None and elsewhere.weights == "broadcast"
 
     @property
     def from_disk(self) -> bool:
         """Whether the server reads weights from files, where they do not come through a group."""
-        return self.elsewhere is not None or self.rollout.transport == "disk"
+        return self.place.elsewhere is not None or self.rollout.transport == "disk"
 
     @property
     def saves_memory(self) -> bool:
@@ -149,7 +144,7 @@ class ServerSpec:
 
 
 def server_spec(
-    config: ExperimentConfig, model_folder: Path, place: ServerPlace | None = None
+    config: ExperimentConfig, model_folder: Path, place: ServerPlace = _ANYWHERE
 ) -> ServerSpec:
     """Return the server spec of this configuration."""
     return ServerSpec(
@@ -159,10 +154,7 @@ def server_spec(
         max_context_tokens=config.max_row_tokens,
         seed=config.seed,
         device=config.cluster.device,
-        address=None if place is None else place.address,
-        door=Door() if place is None else place.door,
-        prefills=() if place is None else place.prefills,
-        elsewhere=None if place is None else place.elsewhere,
+        place=place,
     )
 
 
@@ -177,7 +169,7 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Argu
     arguments: Arguments = {
         "model_path": str(spec.model_folder),
         "served_model_name": name,
-        "host": LOOPBACK if spec.address is None else spec.address.host,
+        "host": (spec.place.address or spec.place.door).host,
         "port": port,
         "api_key": key,
         "load_format": "dummy",

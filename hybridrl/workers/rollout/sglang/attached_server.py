@@ -20,17 +20,20 @@ from hybridrl.errors import (
     ExternalEngineError,
     ServerDiedError,
 )
-from hybridrl.workers.rollout.sglang import server_questions
+from hybridrl.workers.rollout.sglang import comparison
 from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
 from hybridrl.workers.rollout.sglang.client import (
     ConnectionLostError,
     ServerClient,
     ServerError,
-    assume_alive,
 )
-from hybridrl.workers.rollout.sglang.comparison import differences, expect_policy_server
+from hybridrl.workers.rollout.sglang.comparison import (
+    REFUSED,
+    ServerQuestions,
+    differences,
+    expect_policy_server,
+)
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
-from hybridrl.workers.rollout.sglang.server_questions import REFUSED, ServerQuestions
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +64,6 @@ class AttachedServer(ServerCalls):
         self.client = ServerClient(
             elsewhere.url.rstrip("/"),
             name=f"SGLang at {elsewhere.url}",
-            require_alive=assume_alive,
             key=elsewhere.key,
         )
         self.start_s = 0.0
@@ -114,8 +116,7 @@ class AttachedServer(ServerCalls):
         self.info = server_info
         self.num_ranks = int(server_info.get("tp_size") or 1)
         self._weight_version = str(model_info.get("weight_version"))
-        lines = self._unusable() or self.client.run(questions.unlike_a_vocabulary())
-        if lines := lines or self.client.run(questions.unlike_an_answer(model_info)):
+        if lines := self._unusable() or self.client.run(questions.unlike_in_use(model_info)):
             raise self._unlike(lines)
 
     def _facts(self, questions: ServerQuestions) -> tuple[object, object]:
@@ -181,7 +182,7 @@ class AttachedServer(ServerCalls):
         self._weight_version = name
 
     def _require_known_weights(self) -> None:
-        timeout_s = server_questions.CALL_S
+        timeout_s = comparison.CALL_S
         answer = self.client.call("/model_info", timeout_s=timeout_s, method="GET")
         version = str(answer.get("weight_version")) if isinstance(answer, dict) else "unknown"
         if version != self._weight_version:

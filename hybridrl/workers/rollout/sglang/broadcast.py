@@ -25,7 +25,7 @@ from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import LOOPBACK, bind
 from hybridrl.workers.rollout.buckets import Bucket
 from hybridrl.workers.rollout.protocol import Receiver
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
+from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
 from hybridrl.workers.rollout.stage_time import left_s
 
 _POLL_S = 0.0005
@@ -95,7 +95,6 @@ class WeightGroup:
             self._clients[index] = ServerClient(
                 receiver.url,
                 name=f"SGLang at {receiver.url}",
-                require_alive=assume_alive,
                 key=receiver.key,
             )
             self._ask(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import aiohttp
 
-from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.errors import DeadlineError, EngineError, PhaseError
 from hybridrl.loop_thread import LoopThread
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ _KEEP_ALIVE_S = 2.0
 PROBE_TIMEOUT_S = 5.0
 """Of calls that a busy server answers at once, too."""
 
+_NUM_LOOKS = 4
 _FAIL_S = 5.0
 """How long a request may take to fail when its connection was closed."""
 
@@ -52,6 +54,9 @@ def assume_alive(what: str) -> None:
 
 class Endpoint:
     """Sends requests to one server, in the event loop of the caller."""
+
+    caches_contexts = True
+    """Whether a context that was sent once is computed once."""
 
     def __init__(
         self,
@@ -86,13 +91,14 @@ class Endpoint:
         caller limits the wait: see ``while_it_works``.
         """
         if session is None:
-            session = self._session = self._session or self.open_session()
+            session = self._session = self._session or open_session()
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with session.request(
                 method,
                 self.base_url + path,
                 json=body,
+                headers=self._headers,
                 timeout=timeout,
                 allow_redirects=False,  # the key is for this server
             ) as answer:
@@ -133,18 +139,17 @@ class Endpoint:
         """Return an answer without the key, which ``/server_info`` repeats: texts are logged."""
         return text.replace(self.key, "(key)") if self.key else text
 
-    def open_session(self) -> aiohttp.ClientSession:
-        """Return connections of the current event loop; the caller closes them."""
-        # No limit: the server queues, and knows best the order of requests.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-        return aiohttp.ClientSession(connector=connector, headers=self._headers)
-
 
 class ServerClient(Endpoint):
     """Talks to one server. Thread-safe."""
 
     def __init__(
-        self, base_url: str, *, name: str, require_alive: Callable[[str], None], key: str = ""
+        self,
+        base_url: str,
+        *,
+        name: str,
+        require_alive: Callable[[str], None] = assume_alive,
+        key: str = "",
     ) -> None:
         """Connect when first used.
 
@@ -197,6 +202,55 @@ class ServerClient(Endpoint):
         if requests:
             await asyncio.wait(requests, timeout=_FAIL_S)
         await asyncio.sleep(0)  # a transport that was closed is freed in the next round of the loop
+
+
+@asynccontextmanager
+async def while_it_works(
+    progress: Callable[[], Awaitable[object]], *, timeout_s: float, name: str
+) -> AsyncIterator[None]:
+    """Let the block wait for an engine: behind others, or for a long response, as long as it takes.
+
+    Args:
+        progress: returns how far the engine is; asked four times in ``timeout_s``. An error is no
+            progress.
+        timeout_s: seconds in which it must be further (``rollout.request_timeout_s``).
+
+    Raises:
+        DeadlineError: it was not.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def watch(limit: asyncio.Timeout) -> None:
+        last: object = None
+        while True:
+            await asyncio.sleep(timeout_s / _NUM_LOOKS)
+            with suppress(EngineError, PhaseError, DeadlineError):
+                now = await progress()
+                if now != last and not limit.expired():
+                    last = now
+                    limit.reschedule(loop.time() + timeout_s)
+
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            watching = asyncio.ensure_future(watch(limit))
+            try:
+                yield
+            finally:
+                watching.cancel()
+    except TimeoutError as error:
+        if isinstance(error, DeadlineError):  # of the block
+            raise
+        raise DeadlineError(
+            f"{name} made no progress within rollout.request_timeout_s={timeout_s:g} s; raise it "
+            "if an engine may compute for longer before a token"
+        ) from error
+
+
+def open_session() -> aiohttp.ClientSession:
+    """Return connections of the current event loop; the caller closes them."""
+    # No limit: the server queues, and knows best the order of requests.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+    return aiohttp.ClientSession(connector=connector)
 
 
 def _parsed(text: str) -> Any:  # noqa: ANN401

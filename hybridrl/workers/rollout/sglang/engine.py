@@ -21,11 +21,10 @@ from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
 from hybridrl.workers.rollout.sglang.memory import held_bytes
-from hybridrl.workers.rollout.sglang.pairing import PairedEngine
+from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
 from hybridrl.workers.rollout.sglang.sampling import ServerSampler
 from hybridrl.workers.rollout.sglang.server import Server
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
 
 _LEAVE_S = 2.0
@@ -72,8 +71,8 @@ class SGLangEngine(ServedWeights):
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
 
     def _find_server(self) -> ServerCalls:
-        if self._spec.elsewhere is not None:
-            return AttachedServer(self._spec, self._spec.elsewhere)
+        if self._spec.place.elsewhere is not None:
+            return AttachedServer(self._spec, self._spec.place.elsewhere)
         return Server(self._spec, variables=self._variables)
 
     @property
@@ -104,10 +103,10 @@ class SGLangEngine(ServedWeights):
                 adapter=None if self._spec.lora is None else ADAPTER,
                 experts=self._experts,
             )
-            client, prefills = self._server.client, self._spec.prefills
-            engine = PairedEngine(client, prefills=prefills) if prefills else ServingEngine(client)
+            client, prefills = self._server.client, self._spec.place.prefills
+            endpoint = PairedEndpoint(client, prefills=prefills) if prefills else client
             timeout_s = self._spec.rollout.request_timeout_s
-            sampler = ServerSampler(engine, model, call, timeout_s=timeout_s)
+            sampler = ServerSampler(endpoint, model, call, timeout_s=timeout_s)
 
             async def connected(_: Sampler) -> T:
                 async with sampler:
@@ -198,7 +197,7 @@ class SGLangEngine(ServedWeights):
     def shutdown(self) -> None:
         """Kill the server with all its processes; one that runs elsewhere lives on. Idempotent."""
         self._gate.pause()
-        if self._spec.elsewhere is not None:
+        if self._spec.place.elsewhere is not None:
             self._leave_requests()
         self._server.end()
         self.transport.forget()

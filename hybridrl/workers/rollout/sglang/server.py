@@ -7,6 +7,7 @@ import logging
 import secrets
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from hybridrl.workers.rollout.sglang.versions import require_as_asked, require_k
 
 log = logging.getLogger(__name__)
 
+_POLL_S = 0.2
 _CHILD = "hybridrl.workers.rollout.sglang.child"
 _NUM_STARTS = 3
 _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
@@ -60,14 +62,12 @@ class Server(ServerCalls):
                 return
 
     def _start(self, spec: ServerSpec, variables: Mapping[str, str]) -> None:
-        address = spec.address or ServerAddress(
-            host=spec.door.host,
-            port=free_port(),
-            key=spec.door.key or secrets.token_urlsafe(),
+        door = spec.place.door
+        address = spec.place.address or ServerAddress(
+            host=door.host, port=free_port(), key=door.key or secrets.token_urlsafe()
         )
         self.key = address.key
         arguments = build_arguments(spec, name=self.name, port=address.port, key=self.key)
-        arguments["host"] = address.host
         variables = {**environment(spec), **variables}
         self.process, file = start_child(arguments, variables=variables)
         self.client = ServerClient(
@@ -130,3 +130,30 @@ def start_child(
         json.dump(arguments, file, allow_nan=False)
     command = [sys.executable, "-m", _CHILD, file.name]
     return ServerProcess(command, name="SGLang", variables=variables), Path(file.name)
+
+
+def follow(spec: ServerSpec, *, variables: Mapping[str, str]) -> None:
+    """Run SGLang on a further node of an engine: it computes, and the first node's server answers.
+
+    Only an error ends it.
+
+    SGLang opens a port of HTTP here, too, which answers health checks alone.
+
+    Args:
+        spec: of the engine, with the arguments of this node in ``rollout.engine_args``.
+        variables: environment besides that of every server, for example visible devices.
+
+    Raises:
+        ServerDiedError: the processes are gone; with the end of their log.
+    """
+    arguments = build_arguments(
+        spec, name="hybridrl-follower", port=free_port(), key=secrets.token_urlsafe()
+    )
+    process, file = start_child(arguments, variables={**environment(spec), **variables})
+    try:
+        while True:
+            process.require_alive(f"node {spec.rollout.engine_args['node_rank']} of an engine")
+            time.sleep(_POLL_S)
+    finally:
+        process.end()
+        file.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ The only module that imports sglang, for handles and groups that a server unders
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,6 @@ from hybridrl.workers.rollout.sglang.client import ServerError
 from hybridrl.workers.rollout.sglang.memory import (
     adapter_shapes,
     base_shapes,
-    list_weights,
     require_whole_vocabulary,
 )
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
@@ -86,9 +86,16 @@ class ServedWeights:
         self.version = -1
 
     def weight_memory(self) -> tuple[WeightMemory, ...]:
-        """List weights by the names in the model's files, tied ones once, then the adapter's."""
-        shapes = {**self._shapes, **self._adapter_shapes}
-        return list_weights(shapes, itemsize=DTYPES[self._spec.rollout.dtype].itemsize)
+        """List weights by the names in the model's files, tied ones once, then the adapter's.
+
+        Buffers (rotary tables, scales) are not listed: SGLang itself copies them before its weights
+        are released and restores them afterwards.
+        """
+        itemsize = DTYPES[self._spec.rollout.dtype].itemsize
+        return tuple(
+            WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)
+            for name, shape in {**self._shapes, **self._adapter_shapes}.items()
+        )
 
     def stage(self, bucket: Bucket) -> StagedBucket:
         """Stage a bucket; see ``WeightSender``."""
