@@ -25,7 +25,7 @@ from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import LOOPBACK, bind
 from hybridrl.workers.rollout.buckets import Bucket
 from hybridrl.workers.rollout.protocol import Receiver
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import Body, ServerClient, ServerError
 from hybridrl.workers.rollout.stage_time import left_s
 
 _POLL_S = 0.0005
@@ -156,8 +156,11 @@ class WeightGroup:
     def _ask(self, index: int, path: str, **body: object) -> None:
         """Begin a call, whose answer may come when a failure has freed the server."""
         timeout_s = left_s(self._timeout_s) + 2 * self._freed_s
+        self._answers[index] = self._call(index, path, body, timeout_s)
+
+    def _call(self, index: int, path: str, body: Body, timeout_s: float) -> Future[Any]:
         client, body = self._clients[index], {"group_name": self._name, **body}
-        self._answers[index] = client.start(_succeed(client, path, body, timeout_s))
+        return client.start(client.succeed(path, body, timeout_s=timeout_s))
 
     def _have_come(self, size: int) -> bool:
         """Whether gloo's ends have written their addresses."""
@@ -224,11 +227,8 @@ class WeightGroup:
             time.sleep(_POLL_S)
 
     def _destroy_at(self, indices: Collection[int]) -> None:
-        calls = []
-        for index in indices:
-            client, body = self._clients[index], {"group_name": self._name}
-            path = "/destroy_weights_update_group"
-            calls.append(client.start(_succeed(client, path, body, self._freed_s)))
+        path = "/destroy_weights_update_group"
+        calls = [self._call(index, path, {}, self._freed_s) for index in indices]
         wait(calls, timeout=self._freed_s)
         for call in calls:
             call.cancel()
@@ -279,12 +279,6 @@ class WeightGroup:
         self._works = []
         self._group = self._store = None
         gc.collect()
-
-
-async def _succeed(client: ServerClient, path: str, body: dict[str, Any], timeout_s: float) -> None:
-    answer = await client.request(path, body, timeout_s=timeout_s)
-    if not isinstance(answer, dict) or not answer.get("success", True):
-        raise ServerError(path, 200, str(answer))
 
 
 def _errors_of(answers: Mapping[int, Future[Any]]) -> dict[int, BaseException | None]:

@@ -35,11 +35,15 @@ _NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, Connecti
 _NO_HTTP = (aiohttp.ClientError, UnicodeDecodeError)
 
 
+_OK = 200
+
+
 class ServerError(EngineError):
-    """The server answered, and refused."""
+    """The server answered, and refused: by its status, or within an answer of status 200."""
 
     def __init__(self, path: str, status: int, text: str) -> None:
-        super().__init__(f"{path} was answered with status {status}: {text}")
+        how = "failed" if status == _OK else f"was answered with status {status}"
+        super().__init__(f"{path} {how}: {text}")
         self.status = status
         self.text = text
 
@@ -121,6 +125,19 @@ class Endpoint:
         if answer.status // 100 != 2:
             raise ServerError(path, answer.status, _message_of(text))
         return _parsed(text)
+
+    async def succeed(self, path: str, body: Body, *, timeout_s: float) -> Body:
+        """Do one call whose answer contains its own success; fails as ``request`` does.
+
+        Raises:
+            ServerError: the answer is a failure, with its reason.
+        """
+        answer = await self.request(path, body, timeout_s=timeout_s)
+        said: Body = answer if isinstance(answer, dict) else {"success": False}
+        if not said.get("success", True):
+            reason = said.get("message") or said.get("error_message") or answer
+            raise ServerError(path, _OK, str(reason))
+        return said
 
     async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:
         """Return the load of each data rank, as its scheduler wrote it last: once a second if idle.

@@ -96,22 +96,17 @@ class ServerCalls:
         return self.client.call(path, body, timeout_s=left_s(self._timeout_s))
 
     def require_success(self, path: str, **body: object) -> Body:
-        """Do one control call whose answer contains its own success.
-
-        Raises:
-            EngineError: the answer is a failure, with its reason.
-        """
-        return _successful(path, self.post(path, **body))
+        """Do one control call as ``post``, whose answer contains its own success."""
+        return self.client.run(self.client.succeed(path, body, timeout_s=left_s(self._timeout_s)))
 
     def load_folder(self, folder: Path, *, load_format: str) -> None:
         """Load all weights of a folder, within ``rollout.start_timeout_s``.
 
         Fails as ``require_success`` does.
         """
-        path = "/update_weights_from_disk"
         body = {"model_path": str(folder), "load_format": load_format, "flush_cache": False}
         timeout_s = left_s(self._start_timeout_s)
-        _successful(path, self.client.call(path, body, timeout_s=timeout_s))
+        self.client.run(self.client.succeed("/update_weights_from_disk", body, timeout_s=timeout_s))
 
     def hold(self, *, timeout_s: float) -> None:
         """Admit no request, and verify that none runs and no cache of old weights is left.
@@ -170,10 +165,3 @@ class ServerCalls:
     def progress(self) -> object:
         """Return its loads with their times, which a paused or hung server does not change."""
         return self.client.run(self.client.loads())
-
-
-def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ServerClient.call
-    if not isinstance(answer, dict) or not answer.get("success", True):
-        reason = answer.get("message") or answer.get("error_message") or answer
-        raise EngineError(f"{path} failed: {reason}")
-    return answer
