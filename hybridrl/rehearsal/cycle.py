@@ -301,7 +301,7 @@ class Cycle:
             (export, "save_file", write_hollow_file),
             (transports, "save_file", write_hollow_file),
             (checkpoint, "_write", lambda _path, _header, copied: copied),
-            (sglang_engine, "Server", start_server),
+            (sglang_engine, "StartedServer", start_server),
             (sglang_weights, "encode", self.handles.make),
             (sglang_weights, "_name_gpus_by_serial_number", lambda: None),
             (actor_rollout, "PeakMeter", partial(Meter, self._gpu, self.executed)),

@@ -1,6 +1,6 @@
 """An SGLang server without SGLang: it answers in this process, holds bytes, and refuses as SGLang.
 
-It stands at the seam of HTTP (``ServerClient``): arguments, life cycle, weight buckets and requests
+It stands at the seam of HTTP (``HttpClient``): arguments, life cycle, weight buckets and requests
 above it are the product's own.
 """
 
@@ -32,9 +32,9 @@ from hybridrl.sampler import NO_VERSION, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang.arguments import ServerSpec, build_arguments
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.arguments import ServingSpec, build_arguments
+from hybridrl.workers.rollout.sglang.client import HttpClient, RefusedError
+from hybridrl.workers.rollout.sglang.server_calls import SGLangServer
 from hybridrl.workers.rollout.sglang.versions import TESTED_VERSIONS, require_as_asked
 from hybridrl.workers.sharding.publishing import NOBODY, Lent, Servers
 
@@ -132,8 +132,8 @@ class Call:
     """Bytes that this process's tensors had on the GPU then."""
 
 
-class RehearsedServer(ServerCalls):
-    """Takes the place of ``Server``.
+class RehearsedServer(SGLangServer):
+    """Takes the place of ``StartedServer``.
 
     Args:
         variables: environment of a real one.
@@ -143,7 +143,7 @@ class RehearsedServer(ServerCalls):
 
     def __init__(
         self,
-        spec: ServerSpec,
+        spec: ServingSpec,
         *,
         handles: Handles,
         sizes: Mapping[MemoryTag, int],
@@ -206,11 +206,11 @@ class RehearsedServer(ServerCalls):
 
     # -- answers ---------------------------------------------------------------------------------
 
-    def answer(self, path: str, body: Body) -> Any:  # noqa: ANN401 - as ServerClient.call
+    def answer(self, path: str, body: Body) -> Any:  # noqa: ANN401 - as HttpClient.call
         """Answer a call as SGLang would.
 
         Raises:
-            ServerError: it would refuse.
+            RefusedError: it would refuse.
         """
         route = path.partition("?")[0]
         tags = tuple(body.get("tags", ()))
@@ -234,7 +234,7 @@ class RehearsedServer(ServerCalls):
         return {"success": True} if handler is None else handler(body)
 
     def _refuse(self, why: str) -> None:
-        raise ServerError(self.asked[-1].path, _REFUSED, why)
+        raise RefusedError(self.asked[-1].path, _REFUSED, why)
 
     def _require(self, *tags: MemoryTag) -> None:
         for tag in tags:
@@ -343,7 +343,7 @@ class _Process:
     pid = 0
 
 
-class RehearsedClient(ServerClient):
+class RehearsedClient(HttpClient):
     """A client whose server is an object."""
 
     def __init__(self, server: RehearsedServer) -> None:

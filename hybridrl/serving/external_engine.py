@@ -21,15 +21,15 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.answers import ServedModel
-from hybridrl.workers.rollout.sglang.client import ServerClient, assume_alive
+from hybridrl.workers.rollout.sglang.client import HttpClient, assume_alive
 from hybridrl.workers.rollout.sglang.comparison import (
     BROKEN,
-    ExpectedServer,
-    ServerQuestions,
+    ModelNeeds,
+    Questions,
     differences,
     other_form,
 )
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.sharding.lifecycle import Action
 
 VERSION = 0
@@ -39,9 +39,7 @@ VERSION = 0
 class ExternalEngine:
     """An ``EngineHandle`` for requests alone: its owner starts and ends the server."""
 
-    def __init__(
-        self, url: str, *, expected: ExpectedServer, config: RolloutConfig, key: str
-    ) -> None:
+    def __init__(self, url: str, *, expected: ModelNeeds, config: RolloutConfig, key: str) -> None:
         """Connect when first used.
 
         Args:
@@ -51,13 +49,13 @@ class ExternalEngine:
         self.url = url.rstrip("/")
         self._expected = expected
         self._config = config
-        self._client = ServerClient(
+        self._client = HttpClient(
             self.url, name=f"SGLang at {self.url}", require_alive=assume_alive, key=key
         )
-        self._questions = ServerQuestions(
+        self._questions = Questions(
             self._client, expected, has_key=bool(key), timeout_s=config.stage_timeout_s
         )
-        self._sampler: ServerSampler | None = None
+        self._sampler: HttpSampler | None = None
         self._weight_version: str | None = None
 
     def build(self) -> Future[None]:
@@ -194,14 +192,14 @@ class ExternalEngine:
         except BROKEN as error:
             raise EngineError(other_form(self.url, error)) from error
 
-    def _make_sampler(self) -> ServerSampler:
+    def _make_sampler(self) -> HttpSampler:
         model = ServedModel(
             max_context_tokens=self._expected.max_context_tokens,
             vocab_size=self._expected.vocab_size,
             version=VERSION,
             weight_version=self._weight_version,
         )
-        return ServerSampler(
+        return HttpSampler(
             self._client,
             model,
             ProgramCall(),

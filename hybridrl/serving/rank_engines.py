@@ -22,7 +22,7 @@ from hybridrl.workers.rollout.sample_messages import (
     read_answer,
     request_body,
 )
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
+from hybridrl.workers.rollout.sglang.client import HttpClient, RefusedError, assume_alive
 
 _LEAST_SERVER_FAULT = 500
 
@@ -38,7 +38,7 @@ class RankEngine:
             key: of all engines that the ranks lend.
         """
         self.url = url
-        self._client = ServerClient(
+        self._client = HttpClient(
             url, name=f"the engine of a rank at {url}", require_alive=assume_alive, key=key
         )
         self._is_lost = False
@@ -56,7 +56,7 @@ class RankEngine:
     async def _sample(self, body: dict[str, Any]) -> list[Sample]:
         try:
             answer = await self._client.request(SAMPLE_ROUTE, body, timeout_s=None)
-        except ServerError as error:
+        except RefusedError as error:
             if error.status == DRIFTED:
                 raise DriftError(error.text) from error
             if error.status < _LEAST_SERVER_FAULT:

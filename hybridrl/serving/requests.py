@@ -16,9 +16,9 @@ from hybridrl.serving.engine_pool import AskGroup, EnginePool, ask_process
 from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.router import PolicyRouter, connect
 from hybridrl.workers.rollout.sglang.client import Endpoint
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 
-OpenServer = Callable[[str], Awaitable[ServerSampler]]
+OpenServer = Callable[[str], Awaitable[HttpSampler]]
 """Connects the sampler of the server at an address."""
 
 
@@ -54,7 +54,7 @@ class PolicyRequests:
             return
         async with AsyncExitStack() as opened:
 
-            async def open_server(url: str) -> ServerSampler:
+            async def open_server(url: str) -> HttpSampler:
                 server = Endpoint(url, name=f"SGLang at {url}", key=self._key)
                 sampler = connect(self._config, server, self._vocab_size, version=version)
                 return await opened.enter_async_context(sampler)
@@ -90,9 +90,9 @@ class StraightRequests:
 
     def __init__(self, open_server: OpenServer) -> None:
         """Open none yet."""
-        self.samplers: list[ServerSampler] = []
+        self.samplers: list[HttpSampler] = []
         self._open_server = open_server
-        self._ways: dict[SamplingEngine, asyncio.Task[ServerSampler | None]] = {}
+        self._ways: dict[SamplingEngine, asyncio.Task[HttpSampler | None]] = {}
         self._is_interrupted = False
 
     async def ask(
@@ -110,7 +110,7 @@ class StraightRequests:
             return await ask_process(engine, token_ids, params, keys)
         return await sampler.sample_group(token_ids, params, keys=keys)
 
-    async def _open(self, engine: SamplingEngine) -> ServerSampler | None:
+    async def _open(self, engine: SamplingEngine) -> HttpSampler | None:
         url = await asyncio.wrap_future(engine.address())
         if url is None:
             return None

@@ -40,9 +40,9 @@ from hybridrl.workers.rollout.sglang.client import (
     Body,
     ConnectionLostError,
     Endpoint,
-    ServerError,
+    RefusedError,
 )
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class PolicyRouter:
         """Addresses that the router has."""
         self._lost: asyncio.Future[None]
         """Done when the next engine is lost."""
-        self._sampler: ServerSampler | None = None
+        self._sampler: HttpSampler | None = None
         self._changing = threading.Lock()
         self._num_restarts = self._num_answered = self._num_unanswered = 0
         self._seconds = Mean(0.0, 0.0)
@@ -228,7 +228,7 @@ class PolicyRouter:
         limits the wait: see ``while_it_works``.
 
         Raises:
-            ServerError: a server refused it; or servers that live failed it for some seconds.
+            RefusedError: a server refused it; or servers that live failed it for some seconds.
             RouterError: the router ended again and again.
         """
         begin, give_up_s = time.monotonic(), None
@@ -241,7 +241,7 @@ class PolicyRouter:
             except ServerLostError:
                 await asyncio.to_thread(self._show)
                 raise  # it may still compute: the next try needs another name
-            except ServerError as error:
+            except RefusedError as error:
                 now_s = time.monotonic()
                 give_up_s = give_up_s or now_s + _SEES_DEATH_S
                 if error.status < _SERVERS_FAULT or now_s > give_up_s:
@@ -294,7 +294,7 @@ class PolicyRouter:
             self._process.end()
 
 
-class ServerLostError(ServerError):
+class ServerLostError(RefusedError):
     """A server left while it may have had the request."""
 
 
@@ -340,13 +340,13 @@ class RoutedServers(Endpoint):
 
 def connect(
     config: ExperimentConfig, server: Endpoint, vocab_size: int, *, version: int
-) -> ServerSampler:
+) -> HttpSampler:
     """Return the sampler of a server of the policy, to be entered in a program's loop."""
     model = ServedModel(
         max_context_tokens=config.max_row_tokens, vocab_size=vocab_size, version=version
     )
     timeout_s = config.rollout.request_timeout_s
-    return ServerSampler(server, model, ProgramCall(), timeout_s=timeout_s)
+    return HttpSampler(server, model, ProgramCall(), timeout_s=timeout_s)
 
 
 def single_bodies(body: Body) -> list[Body]:

@@ -25,8 +25,8 @@ import aiohttp
 
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import host_and_port
-from hybridrl.workers.rollout.sglang.client import Body, ServerClient, ServerError
-from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
+from hybridrl.workers.rollout.sglang.client import Body, HttpClient, RefusedError
+from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ class RouterProcess:
         ) as file:  # for its owner alone; a command line would show the key to everybody
             given = _arguments(host, port, metrics_port, self.key) | dict(arguments or {})
             json.dump(given, file, allow_nan=False)
-        self.process = ServerProcess([sys.executable, "-m", _CHILD, file.name], name="the router")
-        self._client = ServerClient(
+        self.process = ChildProcess([sys.executable, "-m", _CHILD, file.name], name="the router")
+        self._client = HttpClient(
             self.url, name="the router", require_alive=self.process.require_alive, key=self.key
         )
         try:
@@ -115,7 +115,7 @@ class RouterProcess:
         The caller limits the wait: see ``while_it_works``.
 
         Raises:
-            ServerError: the server refuses it, or is gone; or there is none.
+            RefusedError: the server refuses it, or is gone; or there is none.
             ServerDiedError: the router is gone.
             ConnectionLostError: no answer, and the router lives.
         """
@@ -164,7 +164,7 @@ class RouterProcess:
         """Whether it answers; the port may be another process's, which does not know the key."""
         try:
             self._list()
-        except ServerError as error:
+        except RefusedError as error:
             raise EngineError(
                 f"another process answers on the port of the router: {error}"
             ) from error

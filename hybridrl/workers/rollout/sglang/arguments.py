@@ -41,7 +41,7 @@ CONTEXT_SLACK = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerAddress:
+class Address:
     """Where other processes of the run reach a server."""
 
     host: str
@@ -58,7 +58,7 @@ class ServerAddress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerElsewhere:
+class Elsewhere:
     """A server that others started and that outlives the run."""
 
     url: str
@@ -75,29 +75,29 @@ class ServerElsewhere:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerPlace:
+class ServingPlace:
     """Devices of a server, and servers around it."""
 
     gpus: tuple[str, ...] = ()
     """Of all ranks that share it, by ``device_name``; empty names on a CPU."""
 
-    address: ServerAddress | None = None
+    address: Address | None = None
     """Where it listens. None: at the door, with a port of its own."""
 
     door: Door = field(default_factory=Door)
 
-    prefills: tuple[ServerAddress, ...] = ()
+    prefills: tuple[Address, ...] = ()
     """Of a decode server: the prefill servers that it shares requests with."""
 
-    elsewhere: ServerElsewhere | None = None
+    elsewhere: Elsewhere | None = None
     """A server that runs already; None: one is started."""
 
 
-_ANYWHERE = ServerPlace()
+_ANYWHERE = ServingPlace()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerSpec:
+class ServingSpec:
     """Model and device of one server."""
 
     model_folder: Path
@@ -115,7 +115,7 @@ class ServerSpec:
     device: str
     """cpu or cuda."""
 
-    place: ServerPlace = _ANYWHERE
+    place: ServingPlace = _ANYWHERE
 
     @property
     def by_broadcast(self) -> bool:
@@ -144,10 +144,10 @@ class ServerSpec:
 
 
 def server_spec(
-    config: ExperimentConfig, model_folder: Path, place: ServerPlace = _ANYWHERE
-) -> ServerSpec:
+    config: ExperimentConfig, model_folder: Path, place: ServingPlace = _ANYWHERE
+) -> ServingSpec:
     """Return the server spec of this configuration."""
-    return ServerSpec(
+    return ServingSpec(
         model_folder=model_folder,
         rollout=config.rollout,
         lora=config.lora if config.lora.sends_adapters else None,
@@ -158,7 +158,7 @@ def server_spec(
     )
 
 
-def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Arguments:
+def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arguments:
     """Return the arguments of one server by their Python names.
 
     Args:
@@ -199,7 +199,7 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Argu
     return arguments | dict(_as_lists(rollout.engine_args))
 
 
-def environment(spec: ServerSpec) -> Mapping[str, str]:
+def environment(spec: ServingSpec) -> Mapping[str, str]:
     """Return the variables that a server needs beside its arguments."""
     variables = {
         "HF_HUB_OFFLINE": "1",

@@ -21,19 +21,19 @@ from hybridrl.errors import (
     ServerDiedError,
 )
 from hybridrl.workers.rollout.sglang import comparison
-from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, ServingSpec
 from hybridrl.workers.rollout.sglang.client import (
     ConnectionLostError,
-    ServerClient,
-    ServerError,
+    HttpClient,
+    RefusedError,
 )
 from hybridrl.workers.rollout.sglang.comparison import (
     REFUSED,
-    ServerQuestions,
+    Questions,
     differences,
     expect_policy_server,
 )
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.server_calls import SGLangServer
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +47,10 @@ _NUM_LOST = 3
 _LEAVE_S = 5.0
 
 
-class AttachedServer(ServerCalls):
+class AttachedServer(SGLangServer):
     """A server elsewhere while this process uses it."""
 
-    def __init__(self, spec: ServerSpec, elsewhere: ServerElsewhere) -> None:
+    def __init__(self, spec: ServingSpec, elsewhere: Elsewhere) -> None:
         """Compare it with what is needed, and stop it until it gets weights.
 
         Raises:
@@ -61,7 +61,7 @@ class AttachedServer(ServerCalls):
         self._timeout_s = spec.rollout.stage_timeout_s
         self._start_timeout_s = spec.rollout.start_timeout_s
         self._may_be_paused = False
-        self.client = ServerClient(
+        self.client = HttpClient(
             elsewhere.url.rstrip("/"),
             name=f"SGLang at {elsewhere.url}",
             key=elsewhere.key,
@@ -101,9 +101,9 @@ class AttachedServer(ServerCalls):
 
     # -- comparison ------------------------------------------------------------------------------
 
-    def _compare(self, spec: ServerSpec, elsewhere: ServerElsewhere) -> None:
+    def _compare(self, spec: ServingSpec, elsewhere: Elsewhere) -> None:
         expected = expect_policy_server(spec, elsewhere.section)
-        questions = ServerQuestions(
+        questions = Questions(
             self.client,
             expected,
             has_key=bool(elsewhere.key),
@@ -119,7 +119,7 @@ class AttachedServer(ServerCalls):
         if lines := self._unusable() or self.client.run(questions.unlike_in_use(model_info)):
             raise self._unlike(lines)
 
-    def _facts(self, questions: ServerQuestions) -> tuple[object, object]:
+    def _facts(self, questions: Questions) -> tuple[object, object]:
         """Ask what it is, as soon as it listens."""
         deadline = time.monotonic() + _APPEARS_S
         while True:
@@ -135,9 +135,9 @@ class AttachedServer(ServerCalls):
         """Return why it cannot be moved along the life cycle; it serves again if it was paused."""
         try:
             self.post("/continue_generation")
-            with suppress(ServerError):  # no update is open, as that of a run that was killed
+            with suppress(RefusedError):  # no update is open, as that of a run that was killed
                 self.post("/end_weight_update")
-        except ServerError as error:
+        except RefusedError as error:
             if error.status in REFUSED:
                 return [
                     "its control routes refuse the key: start it with --api-key alone, without "
@@ -192,7 +192,7 @@ class AttachedServer(ServerCalls):
             )
 
     def load_folder(self, folder: Path, *, load_format: str) -> None:
-        """Load all weights of a folder; see ``ServerCalls``."""
+        """Load all weights of a folder; see ``SGLangServer``."""
         try:
             super().load_folder(folder, load_format=load_format)
         except ConnectionLostError:

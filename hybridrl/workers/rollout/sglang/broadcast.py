@@ -25,7 +25,7 @@ from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import LOOPBACK, bind
 from hybridrl.workers.rollout.buckets import Bucket
 from hybridrl.workers.rollout.protocol import Receiver
-from hybridrl.workers.rollout.sglang.client import Body, ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import Body, HttpClient, RefusedError
 from hybridrl.workers.rollout.stage_time import left_s
 
 _POLL_S = 0.0005
@@ -52,7 +52,7 @@ class WeightGroup:
         self._freed_s = min(_FREED_S, _FREED_SHARE * timeout_s)
         self._name = ""
         self._receivers: Mapping[int, Receiver] = {}
-        self._clients: dict[int, ServerClient] = {}
+        self._clients: dict[int, HttpClient] = {}
         self._group: Any = None
         self._store: Any = None
         self._ranks: dict[int, range] = {}
@@ -92,7 +92,7 @@ class WeightGroup:
             master_listen_fd=listening.detach(),  # the store closes it
         )
         for index, receiver in receivers.items():
-            self._clients[index] = ServerClient(
+            self._clients[index] = HttpClient(
                 receiver.url,
                 name=f"SGLang at {receiver.url}",
                 key=receiver.key,
@@ -200,7 +200,7 @@ class WeightGroup:
         silent = {
             i: e or DeadlineError("it did not answer, and does not since it was freed")
             for i, e in errors.items()
-            if not self._answers[i].done() or not isinstance(e, ServerError | None)
+            if not self._answers[i].done() or not isinstance(e, RefusedError | None)
         }
         faults = silent or refused
         self.failures = {i: f"{type(e).__name__}: {e}" for i, e in faults.items()}

@@ -38,7 +38,7 @@ _NO_HTTP = (aiohttp.ClientError, UnicodeDecodeError)
 _OK = 200
 
 
-class ServerError(EngineError):
+class RefusedError(EngineError):
     """The server answered, and refused: by its status, or within an answer of status 200."""
 
     def __init__(self, path: str, status: int, text: str) -> None:
@@ -70,7 +70,7 @@ class Endpoint:
         require_alive: Callable[[str], None] = assume_alive,
         key: str = "",
     ) -> None:
-        """Connect when first used; see ``ServerClient``."""
+        """Connect when first used; see ``HttpClient``."""
         self.base_url = base_url
         self.key = key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -123,20 +123,20 @@ class Endpoint:
                 "program on its port?"
             ) from None  # whose text may repeat what was sent
         if answer.status // 100 != 2:
-            raise ServerError(path, answer.status, _message_of(text))
+            raise RefusedError(path, answer.status, _message_of(text))
         return _parsed(text)
 
     async def succeed(self, path: str, body: Body, *, timeout_s: float) -> Body:
         """Do one call whose answer contains its own success; fails as ``request`` does.
 
         Raises:
-            ServerError: the answer is a failure, with its reason.
+            RefusedError: the answer is a failure, with its reason.
         """
         answer = await self.request(path, body, timeout_s=timeout_s)
         said: Body = answer if isinstance(answer, dict) else {"success": False}
         if not said.get("success", True):
             reason = said.get("message") or said.get("error_message") or answer
-            raise ServerError(path, _OK, str(reason))
+            raise RefusedError(path, _OK, str(reason))
         return said
 
     async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:
@@ -157,7 +157,7 @@ class Endpoint:
         return text.replace(self.key, "(key)") if self.key else text
 
 
-class ServerClient(Endpoint):
+class HttpClient(Endpoint):
     """Talks to one server. Thread-safe."""
 
     def __init__(
@@ -184,7 +184,7 @@ class ServerClient(Endpoint):
         """Do one control call and return the answer: JSON if it is JSON, else text.
 
         Raises:
-            ServerError: the status is not 2xx.
+            RefusedError: the status is not 2xx.
             ConnectionLostError: no answer came, and the server's process lives.
             EngineError: the server is gone.
             DeadlineError: no answer within ``timeout_s``.

@@ -19,9 +19,9 @@ from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.answers import ServedModel
-from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, ServerSpec
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, ServingSpec
+from hybridrl.workers.rollout.sglang.client import HttpClient, RefusedError
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.rollout.sglang.versions import require_known_version
 
 Json = Mapping[str, object]
@@ -49,7 +49,7 @@ _VOCAB_SIZE = re.compile(r"valid range is \[0, (\d+)\)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpectedServer:
+class ModelNeeds:
     """The needs of a model: a server that answers for it must meet all."""
 
     key: str
@@ -87,7 +87,7 @@ class ExpectedServer:
         return f"set {self.key}.path to its model"
 
 
-def expect_policy_server(spec: ServerSpec, section: str) -> ExpectedServer:
+def expect_policy_server(spec: ServingSpec, section: str) -> ModelNeeds:
     """Return the needs of the policy.
 
     Args:
@@ -97,7 +97,7 @@ def expect_policy_server(spec: ServerSpec, section: str) -> ExpectedServer:
         ModelError: config.json of its folder cannot be read.
     """
     settings = read_settings(spec.model_folder)
-    return ExpectedServer(
+    return ModelNeeds(
         key=section,
         name="",
         model_type=settings["model_type"],
@@ -111,7 +111,7 @@ def expect_policy_server(spec: ServerSpec, section: str) -> ExpectedServer:
     )
 
 
-def expect_server(config: ExperimentConfig, model: str) -> ExpectedServer:
+def expect_server(config: ExperimentConfig, model: str) -> ModelNeeds:
     """Return the needs of a frozen model.
 
     Args:
@@ -122,7 +122,7 @@ def expect_server(config: ExperimentConfig, model: str) -> ExpectedServer:
     """
     folder = Path(str(config.serving.models[model].path))
     settings = read_settings(folder)
-    return ExpectedServer(
+    return ModelNeeds(
         key=f"serving.models.{model}",
         name=folder.name,
         model_type=settings["model_type"],
@@ -133,7 +133,7 @@ def expect_server(config: ExperimentConfig, model: str) -> ExpectedServer:
     )
 
 
-def differences(expected: ExpectedServer, server_info: object, model_info: object) -> list[str]:
+def differences(expected: ModelNeeds, server_info: object, model_info: object) -> list[str]:
     """Compare a server with what is needed.
 
     Args:
@@ -159,7 +159,7 @@ def differences(expected: ExpectedServer, server_info: object, model_info: objec
     return lines
 
 
-def _legal_values(expected: ExpectedServer) -> Iterator[tuple[str, Sequence[object], str]]:
+def _legal_values(expected: ModelNeeds) -> Iterator[tuple[str, Sequence[object], str]]:
     """Yield the fields of which few values will do, with these and what to type."""
     yield "model_type", [expected.model_type], expected.model_remedy
     yield "is_generation", [True], "start it without --is-embedding"
@@ -177,7 +177,7 @@ def _legal_values(expected: ExpectedServer) -> Iterator[tuple[str, Sequence[obje
             yield field, [1, None], fix
 
 
-def _model(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _model(expected: ModelNeeds, said: Json) -> Iterator[str]:
     if expected.takes_weights:
         return
     path, served_name = str(said.get("model_path", "")), said.get("served_model_name")
@@ -191,7 +191,7 @@ def _model(expected: ExpectedServer, said: Json) -> Iterator[str]:
         yield f"load_format={_MADE_UP}: its weights are random; start it without --load-format"
 
 
-def _dtype(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _dtype(expected: ModelNeeds, said: Json) -> Iterator[str]:
     given = str(said.get("dtype", expected.dtype))
     own = expected.own_dtype or expected.dtype
     effective = _ALIASES.get(given, given)
@@ -203,7 +203,7 @@ def _dtype(expected: ExpectedServer, said: Json) -> Iterator[str]:
         yield f"{meaning}, must be {legal}: start it with --dtype {own}"
 
 
-def _context(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _context(expected: ModelNeeds, said: Json) -> Iterator[str]:
     longest = said.get("max_req_input_len", said.get("context_length"))
     if isinstance(longest, int) and longest < expected.max_context_tokens:
         other = f"set {expected.key}.max_context_tokens={longest}"
@@ -216,11 +216,11 @@ def _context(expected: ExpectedServer, said: Json) -> Iterator[str]:
         )
 
 
-class ServerQuestions:
+class Questions:
     """Asks one server, on the loop of its client."""
 
     def __init__(
-        self, client: ServerClient, expected: ExpectedServer, *, has_key: bool, timeout_s: float
+        self, client: HttpClient, expected: ModelNeeds, *, has_key: bool, timeout_s: float
     ) -> None:
         """Ask nothing yet.
 
@@ -252,7 +252,7 @@ class ServerQuestions:
     def advice(self, error: Exception) -> str:
         """Return a remedy for a question without an answer."""
         key = f"{self._expected.key}.key_variable"
-        if isinstance(error, ServerError) and error.status in REFUSED:
+        if isinstance(error, RefusedError) and error.status in REFUSED:
             if self._has_key:
                 return f"it refuses the key (status {error.status}): correct the variable of {key}"
             return f"it requires a key: set {key} to the environment variable that has it"
@@ -282,7 +282,7 @@ class ServerQuestions:
                 },
                 timeout_s=self._timeout_s,
             )
-        except ServerError as error:
+        except RefusedError as error:
             size = _VOCAB_SIZE.search(error.text)
             if size is not None and int(size[1]) != self._expected.vocab_size:
                 return [
@@ -302,7 +302,7 @@ class ServerQuestions:
             version=0,
             weight_version=str(version),
         )
-        sampler = ServerSampler(self._client, model, ProgramCall(), timeout_s=self._timeout_s)
+        sampler = HttpSampler(self._client, model, ProgramCall(), timeout_s=self._timeout_s)
         reason = ""
         try:
             async with asyncio.timeout(self._timeout_s), sampler:  # others may keep it busy

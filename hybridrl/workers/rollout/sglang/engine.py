@@ -18,13 +18,13 @@ from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel
-from hybridrl.workers.rollout.sglang.arguments import ServerSpec
+from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
 from hybridrl.workers.rollout.sglang.memory import held_bytes
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.server import Server
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
+from hybridrl.workers.rollout.sglang.server import StartedServer
+from hybridrl.workers.rollout.sglang.server_calls import SGLangServer
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
 
 _LEAVE_S = 2.0
@@ -40,7 +40,7 @@ class SGLangEngine(ServedWeights):
 
     def __init__(
         self,
-        spec: ServerSpec,
+        spec: ServingSpec,
         *,
         variables: Mapping[str, str],
         device: torch.device | None = None,
@@ -52,7 +52,7 @@ class SGLangEngine(ServedWeights):
             device: of this process; None is the first of its kind.
 
         Raises:
-            EngineError: it did not start. Other errors are those of ``Server`` and of
+            EngineError: it did not start. Other errors are those of ``StartedServer`` and of
                     ``ServedWeights``.
         """
         super().__init__(spec, device=device or torch.device(spec.device))
@@ -70,10 +70,10 @@ class SGLangEngine(ServedWeights):
         self._forget_weights()
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
 
-    def _find_server(self) -> ServerCalls:
+    def _find_server(self) -> SGLangServer:
         if self._spec.place.elsewhere is not None:
             return AttachedServer(self._spec, self._spec.place.elsewhere)
-        return Server(self._spec, variables=self._variables)
+        return StartedServer(self._spec, variables=self._variables)
 
     @property
     def url(self) -> str:
@@ -106,7 +106,7 @@ class SGLangEngine(ServedWeights):
             client, prefills = self._server.client, self._spec.place.prefills
             endpoint = PairedEndpoint(client, prefills=prefills) if prefills else client
             timeout_s = self._spec.rollout.request_timeout_s
-            sampler = ServerSampler(endpoint, model, call, timeout_s=timeout_s)
+            sampler = HttpSampler(endpoint, model, call, timeout_s=timeout_s)
 
             async def connected(_: Sampler) -> T:
                 async with sampler:
@@ -120,7 +120,7 @@ class SGLangEngine(ServedWeights):
             return result
 
     def progress(self) -> object:
-        """Return the scheduler's last sign of life; not while it is paused. See ``Server``."""
+        """Return the scheduler's last sign of life; not while it is paused."""
         return self._server.progress()
 
     def has_died(self) -> bool:

@@ -39,7 +39,7 @@ _NOISE = re.compile(r"Ignore import error|DeprecationWarning|FutureWarning|UserW
 _PORTS = (20_000, 32_000)
 
 
-class ServerProcess:
+class ChildProcess:
     """One server in a session of its own."""
 
     def __init__(

@@ -22,12 +22,12 @@ from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.rollout.sglang.arguments import (
     Arguments,
-    ServerSpec,
+    ServingSpec,
     build_arguments,
     environment,
     server_spec,
 )
-from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
+from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def rehearse_server(config: ExperimentConfig, *, keys: Mapping[str, str] | None 
     return f"{result['version']} accepts the arguments of its servers; no model was loaded"
 
 
-def case_of(spec: ServerSpec) -> dict[str, Any]:
+def case_of(spec: ServingSpec) -> dict[str, Any]:
     """Write the case for the child."""
     return {
         "arguments": build_arguments(spec, name=_NAME, port=free_port(), key=_NAME),
@@ -78,10 +78,10 @@ def case_of(spec: ServerSpec) -> dict[str, Any]:
     }
 
 
-def _run(spec: ServerSpec, case: Mapping[str, object], folder: Path) -> Any:  # noqa: ANN401 - JSON
+def _run(spec: ServingSpec, case: Mapping[str, object], folder: Path) -> Any:  # noqa: ANN401 - JSON
     case_file, result_file = folder / "case.json", folder / "result.json"
     case_file.write_text(to_json_text(case), encoding="utf-8")
-    process = ServerProcess(
+    process = ChildProcess(
         [sys.executable, "-m", _CHILD, str(case_file), str(result_file)],
         name="the rehearsal of SGLang's start",
         variables=environment(spec),

@@ -32,7 +32,7 @@ from hybridrl.workers.rollout.sglang.answers import ServedModel, accepted_drafts
 from hybridrl.workers.rollout.sglang.client import (
     ConnectionLostError,
     Endpoint,
-    ServerError,
+    RefusedError,
     open_session,
     while_it_works,
 )
@@ -80,7 +80,7 @@ class SharedPrefill:
     task: asyncio.Task[list[Body]] | None = None
 
 
-class ServerSampler(Sampler):
+class HttpSampler(Sampler):
     """Samples by HTTP. Used for one program."""
 
     def __init__(
@@ -116,7 +116,7 @@ class ServerSampler(Sampler):
         """Names of open responses."""
         self._interrupting: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> ServerSampler:
+    async def __aenter__(self) -> HttpSampler:
         """Connect in the current event loop."""
         self._session = open_session()
         return self
@@ -212,7 +212,7 @@ class ServerSampler(Sampler):
             items = await self._ask(self.group_body(group))
         except ConnectionLostError as error:
             return str(error)
-        except ServerError as error:
+        except RefusedError as error:
             if error.status < _BUSY:
                 raise
             return str(error)

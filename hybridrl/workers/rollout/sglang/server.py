@@ -14,15 +14,15 @@ from pathlib import Path
 
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.workers.rollout.sglang.arguments import (
+    Address,
     Arguments,
-    ServerAddress,
-    ServerSpec,
+    ServingSpec,
     build_arguments,
     environment,
 )
-from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ServerClient
-from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, HttpClient
+from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
+from hybridrl.workers.rollout.sglang.server_calls import SGLangServer
 from hybridrl.workers.rollout.sglang.versions import require_as_asked, require_known_version
 
 log = logging.getLogger(__name__)
@@ -33,10 +33,10 @@ _NUM_STARTS = 3
 _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
-class Server(ServerCalls):
+class StartedServer(SGLangServer):
     """A running server, which ends with this process."""
 
-    def __init__(self, spec: ServerSpec, *, variables: Mapping[str, str]) -> None:
+    def __init__(self, spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
         """Start it and wait until it answers.
 
         Args:
@@ -61,16 +61,16 @@ class Server(ServerCalls):
             else:
                 return
 
-    def _start(self, spec: ServerSpec, variables: Mapping[str, str]) -> None:
+    def _start(self, spec: ServingSpec, variables: Mapping[str, str]) -> None:
         door = spec.place.door
-        address = spec.place.address or ServerAddress(
+        address = spec.place.address or Address(
             host=door.host, port=free_port(), key=door.key or secrets.token_urlsafe()
         )
         self.key = address.key
         arguments = build_arguments(spec, name=self.name, port=address.port, key=self.key)
         variables = {**environment(spec), **variables}
         self.process, file = start_child(arguments, variables=variables)
-        self.client = ServerClient(
+        self.client = HttpClient(
             address.url,
             name="SGLang",
             require_alive=self.process.require_alive,
@@ -108,7 +108,7 @@ class Server(ServerCalls):
         return self.process.exit_status() is not None
 
     def require_alive(self, what: str) -> None:
-        """Raise if its process is gone; see ``ServerProcess``."""
+        """Raise if its process is gone; see ``ChildProcess``."""
         self.process.require_alive(what)
 
     def end(self) -> None:
@@ -117,9 +117,7 @@ class Server(ServerCalls):
         self.process.end()
 
 
-def start_child(
-    arguments: Arguments, *, variables: Mapping[str, str]
-) -> tuple[ServerProcess, Path]:
+def start_child(arguments: Arguments, *, variables: Mapping[str, str]) -> tuple[ChildProcess, Path]:
     """Start a server; return its process and the file of its arguments, which it reads first.
 
     The file is for its owner alone: a command line would show the key to everybody.
@@ -129,10 +127,10 @@ def start_child(
     ) as file:
         json.dump(arguments, file, allow_nan=False)
     command = [sys.executable, "-m", _CHILD, file.name]
-    return ServerProcess(command, name="SGLang", variables=variables), Path(file.name)
+    return ChildProcess(command, name="SGLang", variables=variables), Path(file.name)
 
 
-def follow(spec: ServerSpec, *, variables: Mapping[str, str]) -> None:
+def follow(spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
     """Run SGLang on a further node of an engine: it computes, and the first node's server answers.
 
     Only an error ends it.

@@ -28,14 +28,14 @@ from hybridrl.workers.rollout.adapter_fit import (
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory, mismatch
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sglang.arguments import ServerSpec
-from hybridrl.workers.rollout.sglang.client import ServerError
+from hybridrl.workers.rollout.sglang.arguments import ServingSpec
+from hybridrl.workers.rollout.sglang.client import RefusedError
 from hybridrl.workers.rollout.sglang.memory import (
     adapter_shapes,
     base_shapes,
     require_whole_vocabulary,
 )
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.server_calls import SGLangServer
 from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
 
 try:
@@ -57,11 +57,11 @@ _NO_SUCH_ADAPTER = "does not exist"
 class ServedWeights:
     """Sends weights to a server. ``SGLangEngine`` starts that server, and generates with it."""
 
-    _server: ServerCalls
+    _server: SGLangServer
     _gate: RequestGate
     _released: set[MemoryTag]
 
-    def __init__(self, spec: ServerSpec, *, device: torch.device) -> None:
+    def __init__(self, spec: ServingSpec, *, device: torch.device) -> None:
         """Read names and shapes of the model's weights.
 
         Raises:
@@ -115,7 +115,7 @@ class ServedWeights:
         self.transport.load(self._server, staged, handles)
 
     def join(self) -> Receiver:
-        """Open an update whose buckets another process sends; see ``ReceivingEngine``."""
+        """Open an update whose buckets another process sends; see ``Joinable``."""
         self._open_update(in_session=True)
         client = self._server.client
         return Receiver(client.base_url, client.key, self._server.num_ranks, self._start)
@@ -181,7 +181,7 @@ class ServedWeights:
             return
         try:
             self._server.require_success("/unload_lora_adapter", lora_name=ADAPTER)
-        except ServerError as error:
+        except RefusedError as error:
             if _NO_SUCH_ADAPTER not in error.text:
                 raise
         self._may_have_adapter = False
@@ -207,7 +207,7 @@ class ServedWeights:
         """Let the server compare its weights with the copy bitwise, in its own layout."""
         try:
             self._server.require_success("/weights_checker", action="compare")
-        except ServerError as error:
+        except RefusedError as error:
             names = re.findall(r"name=(\S+)", error.text)
             raise LedgerError(mismatch(names or [error.text])) from error
 
