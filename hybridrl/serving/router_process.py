@@ -8,17 +8,14 @@ has a server only while that admits requests.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -65,12 +62,9 @@ class RouterProcess:
         port, metrics_port = free_port(), free_port()
         self.url = f"http://{host_and_port(host, port)}"
         self._timeout_s = timeout_s
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="hybridrl-router-", suffix=".json", delete=False
-        ) as file:  # for its owner alone; a command line would show the key to everybody
-            given = _arguments(host, port, metrics_port, self.key) | dict(arguments or {})
-            json.dump(given, file, allow_nan=False)
-        self.process = ChildProcess([sys.executable, "-m", _CHILD, file.name], name="the router")
+        given = _arguments(host, port, metrics_port, self.key) | dict(arguments or {})
+        command = [sys.executable, "-m", _CHILD]
+        self.process = ChildProcess(command, name="the router", arguments=given)
         self._client = HttpClient(
             self.url, name="the router", require_alive=self.process.require_alive, key=self.key
         )
@@ -79,8 +73,6 @@ class RouterProcess:
         except BaseException:
             self.end()
             raise
-        finally:
-            Path(file.name).unlink(missing_ok=True)
 
     def show(self, urls: Collection[str]) -> None:
         """Send requests to exactly these servers, and wait until it does so. Idempotent.

@@ -126,7 +126,7 @@ def started_by_others(folder: Path, key: str) -> Iterator[str]:
     port = free_port()
     arguments = build_arguments(spec, name="judge", port=port, key=key)
     arguments |= {"load_format": "auto", "skip_tokenizer_init": False}
-    process, file = start_child(arguments, variables=environment(spec))
+    process = start_child(arguments, variables=environment(spec))
     url = f"http://127.0.0.1:{port}"
     try:
         process.wait_until_ready(lambda: answers(f"{url}/health"), timeout_s=150.0)
@@ -134,7 +134,6 @@ def started_by_others(folder: Path, key: str) -> Iterator[str]:
         assert answers(f"{url}/health")  # whoever used it did not end it
     finally:
         process.end()
-        file.unlink()
 
 
 def answers(url: str) -> bool:

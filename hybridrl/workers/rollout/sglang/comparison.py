@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
@@ -240,14 +241,9 @@ class Questions:
             EngineError: it does not answer, or refuses; see ``advice``.
             DeadlineError: it is too slow.
         """
-        server_info, model_info = await asyncio.gather(
-            self._get("/server_info"), self._get("/model_info")
-        )
+        get = partial(self._client.request, timeout_s=CALL_S, method="GET")
+        server_info, model_info = await asyncio.gather(get("/server_info"), get("/model_info"))
         return server_info, model_info
-
-    async def _get(self, path: str) -> object:
-        answer: object = await self._client.request(path, timeout_s=CALL_S, method="GET")
-        return answer
 
     def advice(self, error: Exception) -> str:
         """Return a remedy for a question without an answer."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.workers.rollout.sglang.arguments import (
@@ -68,8 +65,7 @@ class StartedServer(SGLangServer):
         )
         self.key = address.key
         arguments = build_arguments(spec, name=self.name, port=address.port, key=self.key)
-        variables = {**environment(spec), **variables}
-        self.process, file = start_child(arguments, variables=variables)
+        self.process = start_child(arguments, variables={**environment(spec), **variables})
         self.client = HttpClient(
             address.url,
             name="SGLang",
@@ -87,8 +83,6 @@ class StartedServer(SGLangServer):
         except BaseException:
             self.end()
             raise
-        finally:
-            file.unlink(missing_ok=True)
 
     def _answers(self) -> bool:
         """Whether it answers and has served its own request; another server is not waited for."""
@@ -117,17 +111,10 @@ class StartedServer(SGLangServer):
         self.process.end()
 
 
-def start_child(arguments: Arguments, *, variables: Mapping[str, str]) -> tuple[ChildProcess, Path]:
-    """Start a server; return its process and the file of its arguments, which it reads first.
-
-    The file is for its owner alone: a command line would show the key to everybody.
-    """
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="hybridrl-server-", suffix=".json", delete=False
-    ) as file:
-        json.dump(arguments, file, allow_nan=False)
-    command = [sys.executable, "-m", _CHILD, file.name]
-    return ChildProcess(command, name="SGLang", variables=variables), Path(file.name)
+def start_child(arguments: Arguments, *, variables: Mapping[str, str]) -> ChildProcess:
+    """Start a server with these arguments."""
+    command = [sys.executable, "-m", _CHILD]
+    return ChildProcess(command, name="SGLang", variables=variables, arguments=arguments)
 
 
 def follow(spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
@@ -147,11 +134,10 @@ def follow(spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
     arguments = build_arguments(
         spec, name="hybridrl-follower", port=free_port(), key=secrets.token_urlsafe()
     )
-    process, file = start_child(arguments, variables={**environment(spec), **variables})
+    process = start_child(arguments, variables={**environment(spec), **variables})
     try:
         while True:
             process.require_alive(f"node {spec.rollout.engine_args['node_rank']} of an engine")
             time.sleep(_POLL_S)
     finally:
         process.end()
-        file.unlink(missing_ok=True)
