@@ -2,7 +2,7 @@
 # Words after the target: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-fast test-nightly test-sglang-next sglang-cpu lint format docs figures bench
+.PHONY: help train test test-fast test-nightly sglang-cpu lint format docs figures bench
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +22,8 @@ help:
 	@echo "make test          set up, then run the tests"
 	@echo "make test-fast     the tests that start neither Ray nor SGLang nor process groups"
 	@echo "make test-nightly  the long tests"
-	@echo "make test-sglang-next  the tests of SGLang with its next version, in a second venv"
+	@echo "make test-oldest   the tests with the oldest transformers and SGLang of setup.py, in a second venv;"
+	@echo "                   also test-torch-next, test-newest, test-megatron-next: docs/versions.md"
 	@echo "make sglang-cpu    set up the real SGLang on a machine without CUDA, for rollout=sglang"
 	@echo "make lint          ruff, mypy --strict, import-linter, codespell"
 	@echo "make format        ruff format and its safe fixes, lines of Markdown"
@@ -78,16 +79,31 @@ test-fast: $(STAMP)
 test-nightly: $(SGLANG_STAMP)
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "nightly or drawn" --hypothesis-profile by_night --durations 40 $(ARGS)
 
-# torch stays: the newer SGLang names another one, and runs on this one. transformers comes last,
-# with what it needs: it lies beyond the range of setup.py.
-NEXT_VENV := .venv-sglang-next
-NEXT_SGLANG := sglang==0.5.23
-NEXT_TRANSFORMERS := transformers==5.19.0
-test-sglang-next:
-	@$(MAKE) sglang-cpu VENV=$(NEXT_VENV)
-	$(NEXT_VENV)/bin/python -m pip install --no-deps $(NEXT_SGLANG)
-	$(NEXT_VENV)/bin/python -m pip install --quiet $(NEXT_TRANSFORMERS)
-	@$(TEST_ENVIRONMENT) $(NEXT_VENV)/bin/python -m pytest tests/sglang $(ARGS)
+# The ends of setup.py's ranges: each in a venv of its own, with its packages in place of those that
+# constraints.txt pins. torch from 2.14 on has no CPU build: gigabytes of CUDA. SGLang goes in without
+# what it asks for, as in $(SGLANG_STAMP).
+.PHONY: test-oldest test-torch-next test-newest test-megatron-next test-stack
+test-oldest:
+	@$(MAKE) test-stack VENV=.venv-oldest SETUP=sglang-cpu SGLANG_PACKAGE=sglang==0.5.21 \
+		PACKAGES="transformers==5.12.1 tokenizers==0.22.2"
+test-torch-next:
+	@$(MAKE) test-stack VENV=.venv-torch-next SETUP=sglang-cpu PACKAGES=torch==2.14.1
+test-newest: # SGLang 0.5.23 cannot be imported with them
+	@$(MAKE) test-stack VENV=.venv-newest PACKAGES="torch==2.15.0 transformers==5.23.0" STACK_TESTS="$(NUMERICAL)"
+test-megatron-next:
+	@$(MAKE) test-stack VENV=.venv-megatron-next PYTHON=$(PYTHON312) PACKAGES=megatron-core==0.19.2 \
+		STACK_TESTS="tests/megatron tests/contract"
+
+PYTHON312 ?= python3.12
+NUMERICAL := $(addprefix tests/,algorithms models contract megatron workers trainer end_to_end)
+STACK_TESTS ?= tests
+SETUP ?= $(STAMP)
+test-stack:
+	@$(MAKE) $(SETUP) VENV=$(VENV) PYTHON=$(PYTHON)
+	$(if $(SGLANG_PACKAGE),$(BIN)/python -m pip install --quiet --no-deps $(SGLANG_PACKAGE))
+	$(BIN)/python -m pip install --quiet $(PACKAGES)
+	@$(BIN)/python -m pip list 2>/dev/null | grep -iE "^(torch|transformers|sglang|megatron-core|ray) "
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) -m "not nightly" $(STACK_TESTS) $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -30,8 +30,8 @@ setup(
     include_package_data=False,
     # The ranges that were tested.
     install_requires=[
-        "torch>=2.11,<2.14",
-        "transformers>=5.12,<5.18",
+        "torch>=2.11,<2.16",
+        "transformers>=5.12,<5.24",
         "ray>=2.60,<3",
         "tensordict>=0.15.3,<0.16",
         "hydra-core>=1.3.2,<1.4",
@@ -50,15 +50,19 @@ setup(
         "pyyaml",
         "rich>=14",
         "tensorboard>=2.19",
-        "tokenizers",
+        "tokenizers<0.24",
     ],
     extras_require={
         "sglang": [
-            "sglang>=0.5.21",
+            "sglang>=0.5.21,<0.5.24",
             "sglang-router>=0.3.2",
             "torch_memory_saver>=0.0.10",
         ],
-        "megatron": ["megatron-core>=0.16.1,<0.17"],
+        "megatron": [
+            # Releases from 0.17 on need Python 3.12.
+            "megatron-core>=0.16.1,<0.17; python_version < '3.12'",
+            "megatron-core>=0.16.1,<0.20; python_version >= '3.12'",
+        ],
         # Fused layers and attention for it: CUDA alone, and compiled where pip finds no wheel. Type
         # --no-build-isolation after torch is installed: else it is compiled for the newest torch.
         "transformer-engine": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],

@@ -15,23 +15,23 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2612, 19),
+    ".": (2617, 19),
     "agents": (3794, 25),
     "algorithms": (2818, 39),
-    "checkpoint": (697, 5),
-    "config": (8439, 62),
+    "checkpoint": (713, 5),
+    "config": (8392, 61),
     "data": (3191, 24),
     "diagnostics": (1130, 7),
-    "models": (2814, 19),
+    "models": (2974, 19),
     "planning": (908, 10),
     "rehearsal": (2175, 10),
-    "report": (1639, 13),
+    "report": (1636, 13),
     "rewards": (2716, 17),
-    "run": (5026, 34),
+    "run": (5051, 34),
     "serving": (5080, 27),
     "single_controller": (2400, 14),
     "trainer": (3303, 26),
-    "workers": (20414, 129),
+    "workers": (20443, 129),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -50,8 +50,13 @@ from hybridrl import env
 from hybridrl.config.foreign_names import answer_choice
 from hybridrl.config.help_text import help_text
 from hybridrl.config.interpolation import check_lengths, leaves, unresolved
-from hybridrl.config.load import free_keys, known_keys, load_config, unknown_key
-from hybridrl.config.unread_keys import find_unread_keys
+from hybridrl.config.load import (
+    free_keys,
+    keys_of_other_modes,
+    known_keys,
+    load_config,
+    unknown_key,
+)
 from hybridrl.config.yaml_text import TOO_DEEP, flaw_of_yaml
 from hybridrl.errors import (
     ConfigError,
@@ -253,7 +258,7 @@ def _refusals_of_job(composed: DictConfig, overrides: Sequence[str]) -> list[Con
         load_config(resolved(composed))
     except ConfigErrors as errors:
         return list(errors.violations)
-    return list(find_unread_keys(composed.mode, overrides))
+    return list(keys_of_other_modes(composed.mode, overrides))
 
 
 def _flags_to_hand_on(settings: HydraConf) -> list[str]:
@@ -296,7 +301,7 @@ def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
 
 def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     config = load_or_refuse(resolved(composed))
-    if unread := list(find_unread_keys(config.mode, command)):
+    if unread := list(keys_of_other_modes(config.mode, command)):
         raise ConfigErrors(unread)
     starts_nothing = config.mode in _STARTS_NOTHING
     launch = None if starts_nothing else import_module(_BY_NAME_TO_KEEP_RAY_OUT)

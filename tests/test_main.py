@@ -194,7 +194,7 @@ def test_what_hydra_cannot_read_is_explained_without_traceback(
         "rollout=[1]": "known: hf, sglang",
         f"actor={'a' * 300}": "there is no such file in this group",
         f"seed={'9' * 5000}": "a number of thousands of digits",
-        f"sft.num_steps={'[' * 2000}1{']' * 2000}": "it cannot be read: maximum recursion depth",
+        f"eval.num_prompts={'[' * 2000}1{']' * 2000}": "it cannot be read: maximum recursion depth",
         f"data.seed={'9' * 400}": "9': there is no such key",
     }
     message = refusal_of(*expected, folder=tmp_path)

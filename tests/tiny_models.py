@@ -29,6 +29,17 @@ Family = Literal[
     "olmo2",
     "mixtral",
     "qwen2_moe",
+    "cohere2",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "glm4",
+    "glm4_moe",
+    "granite",
+    "hunyuan_v1_dense",
+    "ministral3",
+    "olmo3",
+    "seed_oss",
 ]
 DENSE: tuple[Family, ...] = (
     "qwen3",
@@ -39,16 +50,25 @@ DENSE: tuple[Family, ...] = (
     "phi3",
     "smollm3",
     "olmo2",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "glm4",
+    "granite",
+    "hunyuan_v1_dense",
+    "ministral3",
+    "olmo3",
+    "seed_oss",
 )
 """Families without experts."""
 
-SPARSE: tuple[Family, ...] = ("qwen3_moe", "mixtral", "qwen2_moe")
+SPARSE: tuple[Family, ...] = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe")
 """Mixtures of experts."""
 
 TRAINED = (*DENSE, *SPARSE)
 """Families that FSDP2 trains."""
 
-WINDOWED: tuple[Family, ...] = ("mistral", "gemma3_text", "phi3")
+WINDOWED: tuple[Family, ...] = ("mistral", "gemma3_text", "phi3", "olmo3", "exaone4", "cohere2")
 """Families with windows; those of the tiny models are as long as ``WINDOW``."""
 
 WINDOW = 6
@@ -69,6 +89,25 @@ _OF_FAMILY: dict[Family, dict[str, object]] = {
         "shared_expert_intermediate_size": 40,
         "mlp_only_layers": [1],
     },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "use_qk_norm": True,
+        "pad_token_id": None,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "pad_token_id": None,
+    },
     "mistral": {"sliding_window": WINDOW},
     # Layers with and without a window, each with a rotary base of its own.
     "gemma3_text": {
@@ -79,6 +118,33 @@ _OF_FAMILY: dict[Family, dict[str, object]] = {
     "phi3": {"sliding_window": WINDOW, "pad_token_id": None, "partial_rotary_factor": 0.75},
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": None},
     "olmo2": {"pad_token_id": None},
+    "olmo3": {
+        "pad_token_id": None,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+    },
+    "exaone4": {
+        "pad_token_id": None,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+    },
+    "glm4": {"pad_token_id": None},
+    "cohere2": {
+        "pad_token_id": None,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "logit_scale": 0.25,
+    },
+    "granite": {
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 2.0,
+    },
+    "ernie4_5": {"pad_token_id": None},
+    "hunyuan_v1_dense": {"pad_token_id": None},
+    "ministral3": {"pad_token_id": None, "sliding_window": None},
+    "seed_oss": {"pad_token_id": None},
 }
 
 
@@ -111,6 +177,9 @@ def make_tiny_model(
                     parameter.normal_(std=initializer_range)
                 elif family not in _PLAIN_NORMS and name.endswith("norm.weight"):
                     parameter.add_(torch.randn_like(parameter), alpha=initializer_range)
+            for name, buffer in model.named_buffers():
+                if name.endswith("bias"):  # of a router
+                    buffer.normal_(std=initializer_range)
     model.save_pretrained(folder)
     return folder
 

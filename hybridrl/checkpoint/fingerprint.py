@@ -49,6 +49,13 @@ _THREADS = ("cluster.num_threads_per_rank", "rollout.num_threads")
 _PACKAGES = ("torch", "transformers", "tensordict", "peft", "ray")
 _ENGINES: Mapping[str, tuple[str, ...]] = {"hf": (), "sglang": ("sglang",)}
 _NUM_NAMED = 8
+_FORMER = {
+    "batch_size": "trainer.num_prompts_per_step",
+    "eval_every_num_steps": "eval.every_num_steps",
+    "num_steps": "trainer.num_steps",
+}
+"""By a former key of ``sft``, ``dpo`` and ``reward_model``."""
+
 _SAMPLE_BYTES = 2**20
 
 TOKENIZER_FILES = (
@@ -63,11 +70,8 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
     flat = dict(flatten(asdict(config)))
     if config.actor.optimizer.schedule == "constant":
         # A longer run begins as a shorter one does.
-        for section in ("trainer", *OFFLINE_MODES):
-            del flat[f"{section}.num_steps"]
-        del flat["trainer.num_epochs"]
-    # Runs that began before these modes were known have no such keys; all have those of sft.
-    other_modes = tuple(f"{mode}." for mode in OFFLINE_MODES if mode not in ("sft", config.mode))
+        del flat["trainer.num_steps"], flat["trainer.num_epochs"]
+    other_modes = tuple(f"{mode}." for mode in OFFLINE_MODES if mode != config.mode)
     kept = {
         key: value
         for key, value in flat.items()
@@ -178,7 +182,7 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
     Raises:
         CheckpointError: they differ and that was not accepted; names the keys.
     """
-    changes = list(differences(saved, now))
+    changes = list(differences(_in_keys_of_today(saved), now))
     if changes and not accept:
         num_unnamed = len(changes) - _NUM_NAMED
         more = f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""
@@ -189,6 +193,18 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
             "or checkpoint.accept_changes=true to continue with the new settings"
         )
     return changes
+
+
+def _in_keys_of_today(saved: Recipe) -> Recipe:
+    """Return a recipe of a run that began when modes had such keys of their own."""
+    recipe = {}
+    for key, value in saved.items():
+        section, _, name = key.partition(".")
+        if section == saved.get("mode") and name in _FORMER:
+            recipe[_FORMER[name]] = value
+        elif section not in OFFLINE_MODES or section == saved.get("mode"):
+            recipe.setdefault(key, value)
+    return recipe
 
 
 def check_fingerprints(

@@ -41,7 +41,7 @@ from hybridrl.config.trainer import TrainerConfig
 
 OFFLINE_MODES: tuple[Literal["sft", "dpo", "reward_model"], ...] = ("sft", "dpo", "reward_model")
 """Modes that learn from the rows of a data set and sample nothing. Each has a section of its own
-name, with ``num_steps``, ``batch_size`` and ``eval_every_num_steps``."""
+name."""
 
 PAIR_MODES: tuple[str, ...] = ("dpo", "reward_model")
 """Those of them whose rows are preference pairs."""
@@ -243,16 +243,9 @@ class ExperimentConfig:
         return self.cluster.num_ranks + num_critics + self.num_own_server_devices
 
     @property
-    def num_steps_key(self) -> str:
-        """Key of the number of steps of this mode."""
-        return "trainer.num_steps" if self.offline is None else f"{self.mode}.num_steps"
-
-    @property
     def num_steps(self) -> int:
         """Steps of the run in this mode."""
-        if self.mode == "eval":
-            return 1
-        return self.trainer.num_steps if self.offline is None else self.offline.num_steps
+        return 1 if self.mode == "eval" else self.trainer.num_steps
 
     @property
     def evaluates(self) -> bool:
@@ -330,7 +323,7 @@ class ExperimentConfig:
     def num_policy_updates(self) -> int:
         """Optimizer steps of the policy over the run."""
         if self.offline is not None:
-            return self.offline.num_steps
+            return self.trainer.num_steps
         num_warmup_steps = self.critic.num_warmup_steps if self.has_critic else 0
         return (self.trainer.num_steps - num_warmup_steps) * self.algorithm.num_updates_per_step
 

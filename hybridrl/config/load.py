@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args, get_origin, get_type_hints
 
 from hybridrl.config.checks.violations import find_violations
-from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
 from hybridrl.config.foreign_names import answer_key
 from hybridrl.config.values import read_values
 from hybridrl.errors import ConfigError, ConfigErrors, close_names, suggest_name, to_type
@@ -49,6 +49,21 @@ def free_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[st
             yield prefix + name
         elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
             yield from free_keys(hint, f"{prefix}{name}.")
+
+
+def keys_of_other_modes(mode: str, typed: Sequence[str]) -> Iterator[ConfigError]:
+    """Yield an error for each key that was typed and that only another mode reads.
+
+    Recipes may set such keys: they are not typed.
+    """
+    if mode not in ("train", *OFFLINE_MODES):
+        return  # they start nothing, or read the settings of several modes
+    for override in typed:
+        key, _, value = override.lstrip("+~").partition("=")
+        section, _, _ = key.partition(".")
+        if section in OFFLINE_MODES and section != mode:
+            rule = f"mode={mode} does not read it; mode={section} reads it"
+            yield ConfigError(key, value, rule, "leave it out")
 
 
 def unknown_key(typed: str, value: str) -> ConfigError:

@@ -11,8 +11,9 @@ from hybridrl.config.limits import CountOrZero, Heads, Layers, Rows, Width
 
 TRANSFORMERS_MODEL_TYPES = (
     *("llama", "qwen2", "qwen3"),
-    *("gemma3_text", "mistral", "olmo2", "phi3", "smollm3"),
-    *("qwen3_moe", "mixtral", "qwen2_moe"),
+    *("cohere2", "ernie4_5", "exaone4", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense"),
+    *("ministral3", "mistral", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3"),
+    *("ernie4_5_moe", "glm4_moe", "qwen3_moe", "mixtral", "qwen2_moe"),
 )
 """Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those
 whose packed forward pass is shown equal to a pass of single rows."""
@@ -20,10 +21,13 @@ whose packed forward pass is shown equal to a pass of single rows."""
 LIGER_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Those of them whose norms and MLPs Liger's kernels replace."""
 
-CRITIC_MODEL_TYPES = (
-    *("llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3"),
-    *("qwen3_moe", "mixtral", "qwen2_moe"),
-)
+_WITHOUT_CLASSIFIER = ("cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite")
+_WITHOUT_VALUE_HEAD = ("gemma3_text", "hunyuan_v1_dense", "olmo2", "olmo3", *_WITHOUT_CLASSIFIER)
+
+REWARD_MODEL_TYPES = tuple(t for t in TRANSFORMERS_MODEL_TYPES if t not in _WITHOUT_CLASSIFIER)
+"""Those of them that transformers has with one score (``...ForSequenceClassification``)."""
+
+CRITIC_MODEL_TYPES = tuple(t for t in TRANSFORMERS_MODEL_TYPES if t not in _WITHOUT_VALUE_HEAD)
 """Those of them that transformers has with a value head (``...ForTokenClassification``)."""
 
 MEGATRON_MODEL_TYPES = (
@@ -32,7 +36,11 @@ MEGATRON_MODEL_TYPES = (
 )
 """Architectures that are converted to megatron-core and back."""
 
-SGLANG_MODEL_TYPES = MEGATRON_MODEL_TYPES
+SGLANG_MODEL_TYPES = (
+    *MEGATRON_MODEL_TYPES,
+    *("ernie4_5", "gemma3_text", "glm4", "granite", "ministral3", "olmo2", "seed_oss", "smollm3"),
+    *("ernie4_5_moe", "glm4_moe"),
+)
 """Architectures whose samples from SGLang are shown to have the trainer's log-probs."""
 
 

@@ -1,4 +1,8 @@
-"""The sections of modes that learn from rows of a data set: ``sft``, ``dpo``, ``reward_model``."""
+"""The sections of modes that learn from rows of a data set: ``sft``, ``dpo``, ``reward_model``.
+
+Steps, rows and measurements have the keys of all modes: ``trainer.num_steps``,
+``trainer.num_prompts_per_step``, ``eval.every_num_steps``.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,8 @@ from hybridrl.config import parts
 from hybridrl.config.limits import (
     Arguments,
     ArgumentValue,
-    Count,
-    CountOrZero,
     NotNegative,
     PreferenceBeta,
-    Rows,
 )
 from hybridrl.config.parts import PartKind
 
@@ -22,12 +23,6 @@ from hybridrl.config.parts import PartKind
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DpoConfig:
     """Direct preference optimisation (``mode=dpo``). Mirrors hydra_configs/dpo/*.yaml."""
-
-    num_steps: Count
-    """Optimizer steps."""
-
-    batch_size: Rows
-    """Pairs per step over all ranks."""
 
     loss: str
     """The loss of a pair, as sigmoid, ipo, hinge or simpo (see docs/how-to/dpo.md), or
@@ -43,9 +38,6 @@ class DpoConfig:
     sft_coefficient: NotNegative
     """Weight of the negative log-likelihood of the chosen answer, the mean over its tokens, beside
     the loss (arXiv:2404.19733, eq. 1). 0 is none."""
-
-    eval_every_num_steps: CountOrZero
-    """Steps between measurements on held-out pairs. 0: never."""
 
     @property
     def parts(self) -> tuple[tuple[PartKind, str, Mapping[str, ArgumentValue]], ...]:
@@ -68,17 +60,8 @@ class DpoConfig:
 class SftConfig:
     """Supervised fine-tuning (``mode=sft``). Mirrors hydra_configs/sft/*.yaml."""
 
-    num_steps: Count
-    """Optimizer steps."""
-
-    batch_size: Rows
-    """Rows per step over all ranks."""
-
     turns: Literal["last", "all"]
     """Turns of the assistant that are learned: the answer alone, or also those in chat prompts."""
-
-    eval_every_num_steps: CountOrZero
-    """Steps between losses on held-out rows. 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +72,6 @@ class RewardModelConfig:
     are trained.
     """
 
-    num_steps: Count
-    """Optimizer steps."""
-
-    batch_size: Rows
-    """Pairs per step over all ranks."""
-
     center_coefficient: NotNegative
     """Weight of the squared sum of a pair's scores, which keeps scores near 0
     (arXiv:2312.09244, eq. 2). 0 is off; 0.01 is usual."""
@@ -102,6 +79,3 @@ class RewardModelConfig:
     margin_key: str | None
     """Column of numbers: by how much the score of the chosen answer must be higher (Llama 2,
     arXiv:2307.09288, eq. 2). Null: 0."""
-
-    eval_every_num_steps: CountOrZero
-    """Steps between measurements on held-out pairs. 0: never."""

@@ -17,14 +17,15 @@ class TrainerConfig:
     """The driver's loop. Mirrors hydra_configs/trainer/*.yaml key by key."""
 
     num_steps: Count
-    """Steps: one rollout batch and its updates each."""
+    """Steps: one rollout batch and its updates each; one update each where nothing is sampled."""
 
     num_epochs: Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0], description=_PASSES)] | None
-    """End after this many passes over the rows, if that is before ``num_steps`` (with
-    ``mode=sft`` and ``dpo`` their own). Null: the steps alone count."""
+    """End after this many passes over the rows, if that is before ``num_steps``. Null: the steps
+    alone count."""
 
     num_prompts_per_step: Rows
-    """Prompts P per step; P x rollout.num_responses_per_prompt responses are sampled."""
+    """Prompts P per step; P x rollout.num_responses_per_prompt responses are sampled. Modes that
+    sample nothing: rows, or preference pairs, over all ranks."""
 
     max_staleness: Annotated[int, Field(ge=0, le=1000, description="rollouts are too old by then")]
     """Steps between the weights that sample a row's first token and the step that learns from it,

@@ -57,8 +57,13 @@ class MoEConfig:
     """Layers, from 0, that have experts; the others have one dense MLP."""
 
     shared_size: int = 0
-    """Width inside the expert that takes every token, times the sigmoid of one more linear layer
-    (Qwen2-MoE); 0: there is none."""
+    """Width inside the expert that takes every token; 0: there is none."""
+
+    has_shared_gate: bool = False
+    """Whether it is weighed by the sigmoid of one more linear layer (Qwen2-MoE)."""
+
+    has_router_bias: bool = False
+    """Whether routers have a bias that is a parameter in transformers."""
 
     names: ExpertNames = field(default_factory=ExpertNames)
     """Names in the model's files."""
@@ -103,8 +108,8 @@ class Architecture:
     num_norms: int = 2
     """Norms of the residual stream in a block."""
 
-    has_fused_layers: bool = False
-    """Whether queries, keys and values are one linear layer, and gate and up another (Phi-3)."""
+    fused: tuple[str, ...] = ()
+    """Linear layers that stand for several: ``qkv_proj``, ``gate_up_proj`` (Phi-3)."""
 
     norm_eps: float = 1e-6
     """Added to the mean square in RMS norms."""
@@ -146,21 +151,21 @@ class Architecture:
     def linear_sizes(self) -> Mapping[str, tuple[int, int]]:
         """(outputs, inputs) of each linear layer of a dense block, by the end of its name."""
         hidden, query, inner = self.hidden_size, self.query_size, self.intermediate_size
-        if self.has_fused_layers:
-            return {
-                "qkv_proj": (query + 2 * self.key_size, hidden),
-                "o_proj": (hidden, query),
-                "gate_up_proj": (2 * inner, hidden),
-                "down_proj": (hidden, inner),
-            }
         attention = {
             "q_proj": (query, hidden),
             "k_proj": (self.key_size, hidden),
             "v_proj": (self.key_size, hidden),
             "o_proj": (hidden, query),
         }
+        if "qkv_proj" in self.fused:
+            attention = {
+                "qkv_proj": (query + 2 * self.key_size, hidden),
+                "o_proj": (hidden, query),
+            }
         if self.experts is not None and self.experts.names.gate not in MLP_MODULES:
             return attention  # rollout engines adapt no layers of these names
+        if "gate_up_proj" in self.fused:
+            return attention | {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
         return attention | {
             "gate_proj": (inner, hidden),
             "up_proj": (inner, hidden),
@@ -169,6 +174,8 @@ class Architecture:
 
 
 _POSITIONS = ("max_position_embeddings", "original_max_position_embeddings")
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_PER_TOKEN = {"num_experts_per_tok", "moe_k"}
 _MOST = {"num_hidden_layers": 10_000, **dict.fromkeys(_POSITIONS, 2**40)}
 
 
@@ -255,15 +262,15 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
         has_qkv_bias=has_bias or family.always_has_qkv_bias,
         has_output_bias=has_bias and family.has_output_bias,
         has_mlp_bias=bool(values.get("mlp_bias")),
-        has_head_norms=family.has_head_norms,
+        has_head_norms=family.has_head_norms or bool(values.get("use_qk_norm")),
         norms_all_heads=family.norms_all_heads,
         num_norms=family.num_norms,
-        has_fused_layers=family.has_fused_layers,
+        fused=family.fused,
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=_scaling(rope, size) if rope["rope_type"] == "llama3" else None,
         window=_window(values, size) if "sliding_window" in family.defaults else None,
-        experts=_experts(values, size) if "num_experts_per_tok" in family.defaults else None,
+        experts=_experts(values, size) if _PER_TOKEN & family.defaults.keys() else None,
         classifier=_classifier(values),
     )
 
@@ -309,21 +316,26 @@ def _scaling(rope: Mapping[str, Any], size: _SizeReader) -> RopeScaling:
 
 def _experts(values: Mapping[str, Any], size: _SizeReader) -> MoEConfig | None:
     """Read which layers have experts, by the rule of transformers' Qwen3-MoE."""
-    num_experts = size("num_local_experts") or size("num_experts")  # as transformers 5 writes it
+    num_experts = next(filter(None, map(size, _NUM_EXPERTS)), 0)
     dense = {n for n in values.get("mlp_only_layers") or () if isinstance(n, int)}
-    every = size("decoder_sparse_step")
+    dense |= {*range(size("first_k_dense_replace") or size("moe_layer_start_index"))}
+    every = size("decoder_sparse_step") or size("moe_layer_interval", 1)
     layers = tuple(
         n for n in range(size("num_hidden_layers")) if n not in dense and (n + 1) % every == 0
     )
     if not (num_experts and layers):
         return None
+    width = size("moe_intermediate_size", size("intermediate_size"))
+    num_shared = size("n_shared_experts") or size("moe_num_shared_experts")
     return MoEConfig(
         num_experts=num_experts,
-        num_per_token=size("num_experts_per_tok"),
-        intermediate_size=size("moe_intermediate_size", size("intermediate_size")),
+        num_per_token=next(filter(None, map(size, sorted(_PER_TOKEN))), 0),
+        intermediate_size=width,
         normalizes_weights=bool(values.get("norm_topk_prob")),
         sparse_layers=layers,
-        shared_size=size("shared_expert_intermediate_size"),
+        shared_size=size("shared_expert_intermediate_size") or num_shared * width,
+        has_shared_gate=size.family.has_shared_gate,
+        has_router_bias=size.family.has_router_bias,
         names=size.family.expert_names,
     )
 

@@ -48,9 +48,12 @@ class StoredNames:
 
     def __init__(self, model_type: str) -> None:
         self._experts = FAMILIES[model_type].expert_names
+        self._renames = FAMILIES[model_type].renames
 
     def stored(self, name: str) -> str:
         """Return the name in files of a parameter that is no fused one."""
+        for part, part_in_files in self._renames.items():
+            name = name.replace(part, part_in_files)
         return name.replace(_BLOCK, f".{self._experts.block}.")
 
     def matrices(self, name: str, shape: torch.Size) -> tuple[ExpertMatrix, ...]:

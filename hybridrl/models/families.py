@@ -7,7 +7,7 @@ A family is one entry here, and its ``model_type`` among those of the engines th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -36,8 +36,17 @@ class Family:
     num_norms: int = 2
     """Norms of the residual stream in a block."""
 
-    has_fused_layers: bool = False
-    """Whether queries, keys and values are one linear layer, and gate and up another (Phi-3)."""
+    has_router_bias: bool = False
+    """Whether routers have a bias that is a parameter in transformers; GLM's is a buffer."""
+
+    renames: Mapping[str, str] = field(default_factory=dict)
+    """Parts of transformers' names, and what stands for them in files."""
+
+    has_shared_gate: bool = False
+    """Whether a gate weighs the expert that takes every token (Qwen2-MoE)."""
+
+    fused: tuple[str, ...] = ()
+    """Linear layers that stand for several: ``qkv_proj``, ``gate_up_proj``."""
 
     always_has_qkv_bias: bool = False
     has_output_bias: bool = True
@@ -142,15 +151,117 @@ _SMOL = {
     "tie_word_embeddings": True,
     "rope_theta": 2_000_000.0,
 }
+_COHERE = {
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+_ERNIE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 103424,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+}
+_ERNIE_MOE = {
+    **_ERNIE,
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "moe_num_experts": 64,
+    "moe_k": 6,
+    "moe_intermediate_size": 1536,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+}
+_EXAONE = {
+    **_LLAMA,
+    "intermediate_size": 16384,
+    "vocab_size": 102400,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+}
+_GLM = {
+    **_LLAMA,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-07,
+    "attention_bias": True,
+}
+_GLM_MOE = {
+    **_GLM,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+_MINISTRAL = {
+    **_LLAMA,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 34,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 131072,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+}
+_SEED = {
+    **_LLAMA,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 80,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 155136,
+    "max_position_embeddings": 524288,
+    "attention_bias": True,
+}
 _ATTENTIONS = ("full_attention", "sliding_attention")
 FAMILIES = {
+    "cohere2": Family(_COHERE, num_norms=1),
+    "ernie4_5": Family(_ERNIE, bias_setting="use_bias"),
+    "ernie4_5_moe": Family(
+        _ERNIE_MOE,
+        bias_setting="use_bias",
+        has_router_bias=True,
+        renames={".gate.moe_statics.": ".moe_statics."},
+    ),
+    "exaone4": Family(_EXAONE, has_head_norms=True),
     "gemma3_text": Family(
         _GEMMA,
         has_head_norms=True,
         num_norms=4,
         off=("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"),
     ),
+    "glm4": Family(_GLM, num_norms=4, has_output_bias=False, fused=("gate_up_proj",)),
+    "glm4_moe": Family(_GLM_MOE, has_output_bias=False),
+    "granite": Family(_LLAMA),
+    "hunyuan_v1_dense": Family({**_LLAMA, "vocab_size": 290943}, has_head_norms=True),
     "llama": Family(_LLAMA),
+    "ministral3": Family(_MINISTRAL),
     "mistral": Family(_MISTRAL, off=("layer_types",)),
     "mixtral": Family(
         _MIXTRAL,
@@ -158,18 +269,23 @@ FAMILIES = {
         off=("layer_types", "router_jitter_noise"),
     ),
     "olmo2": Family(_OLMO, norms_all_heads=True),
+    "olmo3": Family({**_OLMO, "sliding_window": 4096}, norms_all_heads=True),
     "phi3": Family(
         _PHI,
-        has_fused_layers=True,
+        fused=("qkv_proj", "gate_up_proj"),
         ropes=("default", "longrope"),
-        off=("resid_pdrop",),
     ),
     "qwen2": Family(_QWEN, always_has_qkv_bias=True, has_output_bias=False),
     "qwen2_moe": Family(
-        _QWEN2_MOE, has_output_bias=False, bias_setting="qkv_bias", off=("use_sliding_window",)
+        _QWEN2_MOE,
+        has_output_bias=False,
+        has_shared_gate=True,
+        bias_setting="qkv_bias",
+        off=("use_sliding_window",),
     ),
     "qwen3": Family({**_QWEN, "head_dim": 128}, has_head_norms=True),
     "qwen3_moe": Family(_QWEN_MOE, has_head_norms=True),
+    "seed_oss": Family(_SEED, has_output_bias=False),
     "smollm3": Family(_SMOL),
 }
 

@@ -6,6 +6,7 @@ meanwhile is never complete in the memory of one process.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from pathlib import Path
@@ -226,9 +227,10 @@ def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     config = load_model_config(folder)
     read_architecture(folder)  # refuses settings that would be ignored
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION
         )
+    return _ready(model)
 
 
 def build_empty_critic(
@@ -278,6 +280,24 @@ def _build_empty_classifier(folder: Path, kind: Any, *, dtype: torch.dtype) -> P
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION
         )
     model.config.architectures = [type(model).__name__]
+    return _ready(model)
+
+
+def _ready(model: PreTrainedModel) -> PreTrainedModel:
+    """Turn dropout off, and make frozen parameters of buffers that are in files.
+
+    A policy gradient is taken at the policy that sampled. Buffers in files (the router's bias of
+    GLM-4.5) are weights to everything that loads, shards, sends and exports them.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "residual_dropout"):  # Seed-OSS applies it as a function
+            module.residual_dropout = 0.0
+        for name, values in list(module.named_buffers(recurse=False)):
+            if name not in module._non_persistent_buffers_set:
+                delattr(module, name)
+                module.register_parameter(name, nn.Parameter(values, requires_grad=False))
     return model
 
 
@@ -303,8 +323,14 @@ def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
         }
         for is_once in (True, False)
     )
-    # Copies of tied weights and, in old llama folders, rotary frequencies do no harm.
-    unexpected = {n for n in files.names - known.keys() if not n.endswith("rotary_emb.inv_freq")}
+    # Copies of tied weights and, in old llama folders, rotary frequencies do no harm. What
+    # transformers leaves out is of layers that predict further tokens, after the last one.
+    left_out = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
+    unexpected = {
+        name
+        for name in files.names - known.keys()
+        if not any(re.search(pattern, name) for pattern in left_out)
+    }
     for problem, names in (("missing", wanted.keys() - files.names), ("unexpected", unexpected)):
         if names:
             first = ", ".join(sorted(names)[:3])

@@ -59,6 +59,9 @@ class PolicyModel(PackedModel):
     def __init__(self, hf: PreTrainedModel, *, chunk_tokens: int) -> None:
         super().__init__(hf)
         self._chunk_tokens = chunk_tokens
+        # A factor of the logits is one more temperature: Granite divides, Cohere multiplies.
+        settings = hf.config.to_dict()
+        self._temperature = settings.get("logits_scaling", 1.0) / settings.get("logit_scale", 1.0)
 
     def forward(
         self, tokens: PackedTokens, temperature: float, *, needs_entropy_gradient: bool = False
@@ -68,7 +71,7 @@ class PolicyModel(PackedModel):
             self.hidden_before_scored(tokens),
             self.hf.lm_head.weight,
             tokens.targets_S,
-            temperature=temperature,
+            temperature=temperature * self._temperature,
             chunk_tokens=self._chunk_tokens,
             needs_entropy_gradient=needs_entropy_gradient,
         )

@@ -78,8 +78,8 @@ def _count_block(model: Architecture, *, is_sparse: bool) -> int:
     if not is_sparse or model.experts is None:
         return block + 3 * hidden * inner + model.has_mlp_bias * (2 * inner + hidden)
     experts = model.experts
-    if experts.shared_size:  # an expert for all tokens, and its gate
-        block += 3 * hidden * experts.shared_size + hidden
+    block += 3 * hidden * experts.shared_size + experts.has_shared_gate * hidden
+    block += experts.has_router_bias * experts.num_experts
     return block + hidden * experts.num_experts * (1 + 3 * experts.intermediate_size)
 
 

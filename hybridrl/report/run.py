@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.config.experiment import OFFLINE_MODES
 from hybridrl.errors import RunFolderError
 from hybridrl.log import MANAGER, SERVER_LOGS
 from hybridrl.report.history import History, parse_metrics, read_lines
@@ -41,9 +40,7 @@ class Run:
     @property
     def num_steps(self) -> int:
         """Number of steps of the complete run."""
-        mode = self.settings.text("mode")
-        section = mode if mode in OFFLINE_MODES else "trainer"
-        return int(self.settings.number(f"{section}.num_steps") or 0)
+        return int(self.settings.number("trainer.num_steps") or 0)
 
     @property
     def best_evaluation(self) -> tuple[float, int] | None:

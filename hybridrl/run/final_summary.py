@@ -49,7 +49,7 @@ def describe_end(
     }
     rows += [(label, str(path)) for label, path in places.items() if path.exists()]
     if command and steps:  # without a checkpoint nothing is continued
-        longer = [f"{config.num_steps_key}={2 * config.num_steps}"]
+        longer = [f"trainer.num_steps={2 * config.num_steps}"]
         longer += [] if epochs is None else [f"trainer.num_epochs={2 * epochs:g}"]
         more = [] if error else longer
         rows.append(("to continue", resume_command(command, run_dir=str(folder), changes=more)))

@@ -54,7 +54,7 @@ def open_sft(
     train_rows = load_train_rows(config, tokenizer, on_progress=record.progress)
     config = within_epochs(config, len(train_rows.rows))
     held_out: Sequence[TokenizedRow] = []
-    if config.sft.eval_every_num_steps:
+    if config.eval.every_num_steps:
         held_out = load_eval_rows(config, config.eval.own_set(), tokenizer)
 
     if config.sft.turns == "all":  # so that a bad one ends the run before it began
@@ -67,7 +67,7 @@ def open_sft(
             tokenizer=tokenizer,
             rows=train_rows.rows,
             sampler=train_rows.sampler,
-            batch_size=config.sft.batch_size,
+            batch_size=config.trainer.num_prompts_per_step,
             learns_all_turns=config.sft.turns == "all",
             dp_size=config.num_train_groups,
             on_phase=record.phase,
@@ -88,7 +88,7 @@ def open_dpo(
     train_pairs = load_train_pairs(config, tokenizer, on_progress=record.progress)
     config = within_epochs(config, len(train_pairs.rows))
     held_out: list[PreferencePair] = []
-    if config.dpo.eval_every_num_steps:
+    if config.eval.every_num_steps:
         held_out = load_eval_pairs(config, config.eval.own_set(), tokenizer)
 
     def loop_of(workers: Workers) -> Loop:
@@ -96,7 +96,7 @@ def open_dpo(
             learner=cast(PreferenceLearner, workers["actor"]),
             pairs=train_pairs.rows,
             sampler=train_pairs.sampler,
-            batch_size=config.dpo.batch_size,
+            batch_size=config.trainer.num_prompts_per_step,
             needs_reference=config.needs_reference,
             dp_size=config.num_train_groups,
             on_phase=record.phase,
@@ -124,7 +124,7 @@ def open_reward_model(
     )
     pairs = tokenize(train_pairs.rows)
     held_out: list[ConversationPair] = []
-    if config.reward_model.eval_every_num_steps:
+    if config.eval.every_num_steps:
         held_out = tokenize(load_eval_pairs(config, config.eval.own_set(), tokenizer))
 
     def loop_of(workers: Workers) -> Loop:
@@ -132,7 +132,7 @@ def open_reward_model(
             learner=cast(PreferenceLearner, workers["actor"]),
             pairs=pairs,
             sampler=train_pairs.sampler,
-            batch_size=config.reward_model.batch_size,
+            batch_size=config.trainer.num_prompts_per_step,
             needs_reference=False,
             dp_size=config.num_train_groups,
             lay_out=build_conversation_batch,
@@ -162,12 +162,11 @@ def _loop(
         record.phase("evaluate")
         return measure()
 
-    offline = config.offline
     return Loop(
         take_step=lambda _: step(),
         evaluate=evaluate,
         recorder=record,
         num_steps=config.num_steps,
-        eval_every=0 if offline is None else offline.eval_every_num_steps,
+        eval_every=config.eval.every_num_steps,
         guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
     )

@@ -10,9 +10,12 @@ import math
 import netrc
 import shutil
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from tempfile import gettempdir
 from urllib.parse import urlsplit
+
+from packaging.requirements import Requirement
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
@@ -49,6 +52,7 @@ def missing_here(config: ExperimentConfig, *, devices: Path = _DEVICES) -> Itera
     if config.samples and (note := note_of_cut_sampling(config)):
         yield note
     yield from _full_disk(config)
+    yield from _untested_versions(config)
     if "wandb" in config.tracking.trackers and not _has_login():
         yield (
             "W&B has no key on this machine: type `wandb login`, or set WANDB_API_KEY or "
@@ -93,6 +97,28 @@ def _full_disk(config: ExperimentConfig) -> Iterator[str]:
             f"{gettempdir()} has {free / 2**30:,.1f} GiB free, and files of weights there need "
             f"{needed / 2**30:,.1f} GiB: set TMPDIR to a larger disk"
         )
+
+
+def _untested_versions(config: ExperimentConfig) -> Iterator[str]:
+    """Compare installed packages with the ranges of setup.py, as pip has written them down."""
+    try:
+        lines = metadata.requires("hybridrl") or []
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return
+    extras = ["", *(["sglang"] if config.rollout.engine == "sglang" else [])]
+    extras += ["megatron"] if config.megatron_worlds else []
+    for package in map(Requirement, lines):
+        marker = package.marker
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):
+            continue
+        try:
+            installed = metadata.version(package.name)
+        except metadata.PackageNotFoundError:  # rules say what a run cannot do without
+            continue
+        # A user chooses a pre-release on purpose.
+        if not package.specifier.contains(installed, prereleases=True):
+            tested = f"{package.name}{package.specifier}"
+            yield f"{package.name} {installed} was not tested: pip install '{tested}'"
 
 
 def _has_login() -> bool:

@@ -141,11 +141,10 @@ def within_epochs(config: ExperimentConfig, num_rows: int) -> ExperimentConfig:
     num_epochs = config.trainer.num_epochs
     if num_epochs is None:
         return config
-    offline = config.offline
-    num_a_step = config.trainer.num_prompts_per_step if offline is None else offline.batch_size
+    num_a_step = config.trainer.num_prompts_per_step
     num_steps = min(config.num_steps, max(1, math.ceil(num_epochs * num_rows / num_a_step)))
     log.info("%g epochs of %d rows: %d steps", num_epochs, num_rows, num_steps)
-    return with_value(config, config.num_steps_key, num_steps)
+    return with_value(config, "trainer.num_steps", num_steps)
 
 
 def files_of(config: ExperimentConfig, key: str) -> RowFiles:

@@ -173,13 +173,15 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             shuffle=True,
         ),
         cluster=replace(config.cluster, num_nodes=1, num_ranks_per_node=1),
-        trainer=replace(config.trainer, max_skipped_updates=0, num_epochs=None),
-        sft=SftConfig(
+        trainer=replace(
+            config.trainer,
             num_steps=starter.num_warmup_steps,
-            batch_size=starter.warmup_batch_size,
-            turns="all" if is_calculator else "last",
-            eval_every_num_steps=0,
+            num_prompts_per_step=starter.warmup_batch_size,
+            max_skipped_updates=0,
+            num_epochs=None,
         ),
+        eval=replace(config.eval, every_num_steps=0),
+        sft=SftConfig(turns="all" if is_calculator else "last"),
     )
 
 

@@ -125,15 +125,7 @@ def test_an_own_loss_may_return_losses_alone() -> None:
 
 @pytest.mark.parametrize(("loss", "needs"), [("sigmoid", True), ("simpo", False), ("orpo", False)])
 def test_a_loss_that_reads_no_log_ratios_needs_no_reference(*, loss: str, needs: bool) -> None:
-    section = DpoConfig(
-        num_steps=1,
-        batch_size=1,
-        loss=loss,
-        beta=None,
-        loss_args={},
-        sft_coefficient=0.0,
-        eval_every_num_steps=0,
-    )
+    section = DpoConfig(loss=loss, beta=None, loss_args={}, sft_coefficient=0.0)
     assert section.needs_reference == needs
 
 

@@ -70,6 +70,23 @@ def test_changed_learning_key_is_rejected_unless_accepted(change: str, words: st
 
 
 @pytest.mark.shows("R2.6")
+@pytest.mark.parametrize(("num_rows", "words"), [(16, ""), (32, "num_prompts_per_step: 32 there")])
+@pytest.mark.parametrize("mode", ["sft", "dpo", "train"])
+def test_a_run_whose_mode_had_steps_of_its_own_goes_on(
+    mode: str, num_rows: int, words: str
+) -> None:
+    now = recipe_of(config_of(f"mode={mode}"))
+    former = {"eval_every_num_steps": now["eval.every_num_steps"], "batch_size": num_rows}
+    own = {f"{one}.{name}": value for one in ("sft", mode) for name, value in former.items()}
+    own = {key: value for key, value in own.items() if not key.startswith("train.")}
+    is_other = mode != "train"
+    shared = {"trainer.num_prompts_per_step": 1, "eval.every_num_steps": 1} if is_other else {}
+    saved = {**now, **shared, **own, "sft.turns": "last"}
+    changes = check_recipe(saved, now, where=WHERE, accept=True)
+    assert [words in change for change in changes] == [True] * bool(words and is_other)
+
+
+@pytest.mark.shows("R2.6")
 def test_number_of_steps_matters_to_a_falling_schedule() -> None:
     falling = "actor.optimizer.schedule=cosine"
     longer = recipe_of(config_of(falling, "trainer.num_steps=1000"))

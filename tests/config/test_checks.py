@@ -560,7 +560,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("algorithm=ppo", "trainer.num_steps=5"), "critic.num_warmup_steps", "never learn"),
     (("actor.optimizer.num_warmup_steps=100",), "actor.optimizer.num_warmup_steps", "never rise"),
     (
-        ("mode=sft", "sft.num_steps=5", "actor.optimizer.num_warmup_steps=5"),
+        ("mode=sft", "trainer.num_steps=5", "actor.optimizer.num_warmup_steps=5"),
         "actor.optimizer.num_warmup_steps",
         "takes 5 optimizer steps",
     ),
@@ -1277,7 +1277,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "megatron.transformer_args.attention_dropout",
         "not be the one that sampled",
     ),
-    ((*_GEMMA, "rollout=sglang"), "rollout.engine", "model.path=gemma is gemma3_text"),
+    (
+        (*_FOLDER, "model.path=phi", "rollout=sglang"),
+        "rollout.engine",
+        "model.path=phi is phi3",
+    ),
     ((*_GEMMA, "actor=megatron"), "actor.engine", "model.path=gemma is gemma3_text"),
     ((*_GEMMA, "algorithm=ppo"), "algorithm.advantage", "no gemma3_text with a value head"),
     (
@@ -1316,13 +1320,13 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "4 ranks of the critic",
     ),
     (
-        (*FOUR, *TP2, "mode=sft", "sft.batch_size=63"),
-        "sft.batch_size",
+        (*FOUR, *TP2, "mode=sft", "trainer.num_prompts_per_step=63"),
+        "trainer.num_prompts_per_step",
         "multiple of 2 data-parallel ranks",
     ),
     (
         ("mode=sft", "cluster.num_ranks_per_node=3", "model.starter.warmup_batch_size=63"),
-        "sft.batch_size",
+        "trainer.num_prompts_per_step",
         "multiple of 3",
     ),
 ]

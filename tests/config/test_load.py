@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ends_of, spell_interval
-from hybridrl.config.load import known_keys, load_config
+from hybridrl.config.load import keys_of_other_modes, known_keys, load_config
 from hybridrl.config.spelling import to_override
 from hybridrl.config.values import read_values
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
@@ -115,6 +115,15 @@ def test_an_open_end_is_itself_outside() -> None:
     assert violations_of(values_of("rollout.temperature=0"))[0].key == "rollout.temperature"
     assert violations_of(values_of("rollout.top_p=0"))[0].key == "rollout.top_p"
     assert config_of("rollout.top_p=1").rollout.top_p == 1.0
+
+
+@pytest.mark.parametrize(
+    ("mode", "typed", "is_refused"),
+    [("sft", "dpo.beta=1", 1), ("train", "+dpo.beta=1", 1), ("check", "sft.turns=all", 0)],
+)
+def test_a_typed_key_of_another_mode_is_refused(mode: str, typed: str, is_refused: int) -> None:
+    errors = list(keys_of_other_modes(mode, ["python", "seed=1", typed]))
+    assert ["mode=dpo reads it" in str(error) for error in errors] == [True] * is_refused
 
 
 def test_an_unknown_key_names_the_nearest_known_one() -> None:

@@ -124,7 +124,7 @@ def problem_of(words: Sequence[str]) -> str:
 def _problem_of_make(words: Sequence[str]) -> str:
     makefile = (ROOT / "Makefile").read_text()
     targets = [word for word in words if "=" not in word]
-    if unknown := [target for target in targets if f"\n{target}: " not in makefile]:
+    if unknown := [target for target in targets if f"\n{target}:" not in makefile]:
         return f"no target {unknown}"
     (arguments,) = [w.removeprefix("ARGS=") for w in words if w.startswith("ARGS=")] or [""]
     return _problem_of_run(arguments.split()) if targets == ["train"] else ""

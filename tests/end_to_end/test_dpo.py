@@ -21,8 +21,8 @@ DPO = (
         "mode=dpo",
         "data=preferences",
         "data.use_chat_template=false",
-        "dpo.batch_size=8",
-        "dpo.eval_every_num_steps=4",
+        "trainer.num_prompts_per_step=8",
+        "eval.every_num_steps=4",
         "eval.num_prompts=7",
     ),
     *("actor.optimizer.lr=1e-2", "checkpoint.every_num_steps=4"),
@@ -46,7 +46,7 @@ def _of_pairs(line: dict[str, float]) -> dict[str, float]:
 
 
 def test_a_model_learns_to_prefer_the_chosen_answers(tmp_path: Path) -> None:
-    whole = _train(tmp_path / "whole", "dpo.num_steps=8")
+    whole = _train(tmp_path / "whole", "trainer.num_steps=8")
     before, first, last = whole[0], whole[1], whole[8]
     # The policy is the reference, so all rewards are equal.
     assert first["loss/preference"] == pytest.approx(log(2))
@@ -58,7 +58,7 @@ def test_a_model_learns_to_prefer_the_chosen_answers(tmp_path: Path) -> None:
         last["eval/chosen_reward"] - last["eval/rejected_reward"], rel=1e-4
     )
     for num_steps in (4, 8):  # in two parts
-        parts = _train(tmp_path / "parts", f"dpo.num_steps={num_steps}")
+        parts = _train(tmp_path / "parts", f"trainer.num_steps={num_steps}")
     assert [_of_pairs(line) for line in parts] == [_of_pairs(line) for line in whole]
     ours, theirs = (
         load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("parts", "whole")
@@ -67,7 +67,7 @@ def test_a_model_learns_to_prefer_the_chosen_answers(tmp_path: Path) -> None:
 
 
 def test_a_policy_with_an_adapter_is_its_own_reference(tmp_path: Path) -> None:
-    lora = ("lora=default", "lora.rank=4", "dpo.num_steps=4")
+    lora = ("lora=default", "lora.rank=4", "trainer.num_steps=4")
     one = _train(tmp_path / "one", *lora)
     two = _train(tmp_path / "two", *lora, "cluster.num_ranks_per_node=2")
     assert one[1]["preference/chosen_reward/mean"] == pytest.approx(0.0, abs=1e-6)

@@ -82,7 +82,7 @@ def test_a_run_trains_an_adapter_and_leaves_it_alone_and_merged(
 
 def test_a_run_goes_on_from_the_adapter_of_another(tmp_path: Path) -> None:
     config = small_config(
-        tmp_path / "one", *LORA, "mode=sft", "sft.num_steps=4", "sft.batch_size=8"
+        tmp_path / "one", *LORA, "mode=sft", "trainer.num_steps=4", "trainer.num_prompts_per_step=8"
     )
     run(config, resolved_yaml="")
     _check_exports(tmp_path / "one")

@@ -92,7 +92,8 @@ def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path)
     lines = train(
         tmp_path / "run",
         TENSOR,
-        *("mode=sft", "sft.num_steps=8", "sft.batch_size=8", "sft.eval_every_num_steps=4"),
+        *("mode=sft", "trainer.num_steps=8", "trainer.num_prompts_per_step=8"),
+        "eval.every_num_steps=4",
         "actor.optimizer.lr=1e-2",
     )
     losses = [line["eval/loss_nats"] for line in lines[::4]]

@@ -68,8 +68,13 @@ def test_all_turns_of_conversations_are_learned(tmp_path: Path) -> None:
     for name, num_tokens in (("last", 2), ("all", 5)):
         config = small_config(
             tmp_path / name,
-            *("mode=sft", f"sft.turns={name}", "sft.num_steps=1", "sft.batch_size=1"),
-            *("sft.eval_every_num_steps=0", "model.starter=null", f"model.path={tmp_path}/model"),
+            *(
+                "mode=sft",
+                f"sft.turns={name}",
+                "trainer.num_steps=1",
+                "trainer.num_prompts_per_step=1",
+            ),
+            *("eval.every_num_steps=0", "model.starter=null", f"model.path={tmp_path}/model"),
             *("data=files", f"data.train_files=[{tmp_path}/chats.jsonl]", "data.answer_key=null"),
             *("data.prompt_key=messages", "data.max_prompt_tokens=16", "eval.every_num_steps=0"),
         )

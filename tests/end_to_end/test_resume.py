@@ -292,11 +292,11 @@ def test_a_folder_that_another_process_writes_is_refused(begun: Path) -> None:
 @pytest.mark.shows("R2.1")
 @pytest.mark.nightly
 def test_supervised_fine_tuning_resumes_bit_by_bit(tmp_path: Path) -> None:
-    tuning = ("mode=sft", "sft.batch_size=8", "sft.eval_every_num_steps=2")
-    whole = _run(tmp_path / "whole", "sft.num_steps=4", *tuning)
+    tuning = ("mode=sft", "trainer.num_prompts_per_step=8", "eval.every_num_steps=2")
+    whole = _run(tmp_path / "whole", "trainer.num_steps=4", *tuning)
     parts = tmp_path / "parts"
     for num_steps in (2, 4):
-        _run(parts, f"sft.num_steps={num_steps}", *tuning)
+        _run(parts, f"trainer.num_steps={num_steps}", *tuning)
     assert _metrics(parts) == _metrics(whole)
     _assert_same_state(parts, whole)
 

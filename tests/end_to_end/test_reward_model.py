@@ -19,7 +19,7 @@ from tests.end_to_end.small import read_metrics, small_config
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 TRAINING = (
-    *("mode=reward_model", "reward_model.batch_size=8", "reward_model.eval_every_num_steps=4"),
+    *("mode=reward_model", "trainer.num_prompts_per_step=8", "eval.every_num_steps=4"),
     *("reward_model.center_coefficient=0.01", "eval.num_prompts=7"),
     *("actor.optimizer.lr=1e-2", "checkpoint.every_num_steps=4"),
 )
@@ -53,7 +53,7 @@ def trained(
     tmp_path_factory: pytest.TempPathFactory, pairs: tuple[str, ...], ray_cluster: None
 ) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    _run(folder, *TRAINING, *pairs, "reward_model.num_steps=8")
+    _run(folder, *TRAINING, *pairs, "trainer.num_steps=8")
     return folder
 
 
@@ -69,7 +69,7 @@ def test_it_learns_to_score_the_chosen_answers_higher(
         last["eval/chosen_reward"] - last["eval/rejected_reward"], rel=1e-4
     )
     for num_steps in (4, 8):  # in two parts
-        steps = f"reward_model.num_steps={num_steps}"
+        steps = f"trainer.num_steps={num_steps}"
         parts = _run(tmp_path / "parts", *TRAINING, *pairs, steps)
     assert [_of_pairs(line) for line in parts] == [_of_pairs(line) for line in whole]
     ours, theirs = (load_file(of / "hf/model.safetensors") for of in (tmp_path / "parts", trained))

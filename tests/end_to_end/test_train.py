@@ -152,9 +152,9 @@ def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path)
     config = small_config(
         tmp_path / "run",
         "mode=sft",
-        "sft.num_steps=8",
-        "sft.batch_size=8",
-        "sft.eval_every_num_steps=4",
+        "trainer.num_steps=8",
+        "trainer.num_prompts_per_step=8",
+        "eval.every_num_steps=4",
         "actor.optimizer.lr=1e-2",
         *("cluster.num_ranks_per_node=2", "eval.num_prompts=7"),  # not a multiple of the ranks
     )

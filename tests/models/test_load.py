@@ -126,7 +126,10 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
             "weights are quantised",
         ),
         (json.dumps({"model_type": "quen3"}), "did you mean 'qwen3'"),
-        (json.dumps({"model_type": "gpt_neox"}), "known: .*llama, mistral, mixtral, olmo2"),
+        (
+            json.dumps({"model_type": "gpt_neox"}),
+            "known: .*mistral, mixtral, olmo2",
+        ),
     ],
 )
 def test_an_unusable_configuration_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -215,7 +218,7 @@ def test_experts_load_one_by_one_or_fused(family: Family, tmp_path: Path) -> Non
     model = AutoModelForCausalLM.from_pretrained(one)
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
     names = WeightFiles(tmp_path / "fused").names
-    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in names)
     separate, fused = load(one), load(tmp_path / "fused")
     for name, parameter in model.named_parameters():
         assert torch.equal(separate[name], parameter), name

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.models.packed import AttentionKernel, Segment, build_layout
 from hybridrl.models.packed_model import PolicyModel
+from hybridrl.workers.train.fsdp2 import recompute_blocks
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
 from tests.models import flash_on_cpu
@@ -127,7 +128,7 @@ def test_responses_share_a_prompt_and_learn_as_single_rows(
     )
     assert isinstance(policy, PolicyModel)
     if recomputes:
-        policy.train().hf.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_blocks(policy.train().hf)
     # The second pack has a lone row between two families.
     groups = [[0, 1, 2, 3], [4, 5, 6, 8, 9], [7, 10, 11]]
     alone = _learn(policy, "padded", [[row] for group in groups for row in group])

@@ -118,3 +118,33 @@ def test_a_disk_without_room_for_the_weights_is_a_note(
     config = replace(config, model=replace(config.model, path=str(folder)))
     notes = [note for note in missing_here(config) if "set TMPDIR to a larger disk" in note]
     assert len(notes) == has_note
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "overrides", "has_note"),
+    [
+        ("transformers", "5.99.0", (), True),
+        ("transformers", "5.19.0", (), False),
+        ("torch", "2.14.0.dev20261101+cu130", (), False),
+        ("megatron-core", "0.99.0", (), False),
+        ("megatron-core", "0.99.0", ("actor=megatron",), True),
+        ("sglang", "0.9.0", (), False),
+        ("sglang", "0.9.0", ("rollout=sglang",), True),
+    ],
+)
+def test_an_untested_version_of_a_package_that_the_run_needs_is_a_note(
+    package: str,
+    version: str,
+    overrides: tuple[str, ...],
+    *,
+    has_note: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / f"{package.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Name: {package}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    notes = [note for note in missing_here(config_of(*overrides)) if version in note]
+    assert bool(notes) == has_note
+    assert all(f"pip install '{package}" in note for note in notes)

@@ -54,7 +54,7 @@ def test_a_curriculum_begins_with_easy_or_hard_rows() -> None:
         (("trainer.num_epochs=2.1", "trainer.num_prompts_per_step=4"), 6),
         (("trainer.num_epochs=0.01",), 1),
         (("trainer.num_epochs=1000", "trainer.num_steps=7"), 7),
-        (("mode=sft", "trainer.num_epochs=3", "sft.batch_size=5"), 6),
+        (("mode=sft", "trainer.num_epochs=3", "trainer.num_prompts_per_step=5"), 6),
         ((), 100),
     ],
 )

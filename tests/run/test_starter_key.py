@@ -50,7 +50,7 @@ def test_a_setting_of_the_warm_up_names_the_model(section: str) -> None:
     warmup = starter.warmup_config(config, config.model.starter)
     other = {
         "actor": replace(warmup.actor, compute_dtype="bfloat16"),
-        "sft": replace(warmup.sft, num_steps=1),
+        "sft": replace(warmup.sft, turns="all"),
         "model": replace(warmup.model, dtype="bfloat16"),
     }
     values: dict[str, Any] = {section: other[section]}

@@ -47,7 +47,7 @@ class SeenCopies(TorchDispatchMode):
         """Numbers by storage of a parameter."""
 
         self.unlike: list[str] = []
-        """Copies that change a type or a shape."""
+        """Copies that change a shape, or lose digits: a router in float32 takes bfloat16."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -58,7 +58,8 @@ class SeenCopies(TorchDispatchMode):
         return args[0]
 
     def _see(self, target: Tensor, source: Tensor) -> None:
-        if (target.shape, target.dtype) != (source.shape, source.dtype):
+        keeps_digits = torch.promote_types(target.dtype, source.dtype) == target.dtype
+        if target.shape != source.shape or not keeps_digits:
             self.unlike.append(
                 f"{list(source.shape)} {source.dtype} to {list(target.shape)} {target.dtype}"
             )

@@ -12,11 +12,9 @@ from hybridrl.errors import ConfigError
 
 def check_rows_of_a_step(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rows divide evenly over the data-parallel ranks, and hold no routes of experts."""
-    if config.offline is None:
-        return
-    size, num_ranks = config.offline.batch_size, config.num_train_groups
+    size, num_ranks = config.trainer.num_prompts_per_step, config.num_train_groups
     if size % num_ranks:
-        key, legal = f"{config.mode}.batch_size", -(-size // num_ranks) * num_ranks
+        key, legal = "trainer.num_prompts_per_step", -(-size // num_ranks) * num_ranks
         rule = f"must be a multiple of {num_ranks} data-parallel ranks"
         yield error(config, key, rule, f"{key}={legal}")
     if config.megatron_worlds and config.megatron.replay_routing:

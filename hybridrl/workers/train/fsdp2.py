@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.critic import CriticConfig
@@ -247,7 +248,7 @@ class FSDP2Backend:
     def _prepare_to_learn(self, num_total_steps: int) -> GuardedAdamW:
         self.model.train()
         if self._config.gradient_checkpointing:
-            self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_blocks(self.model.hf)
         return GuardedAdamW(
             (parameter for parameter in self.model.parameters() if parameter.requires_grad),
             config=self._config.optimizer,
@@ -270,3 +271,11 @@ class FSDP2Backend:
         fsdp = as_fsdp(self.model)
         if fsdp is not None:
             fsdp.set_requires_gradient_sync(now)
+
+
+def recompute_blocks(model: PreTrainedModel) -> None:
+    """Keep the inputs of each block alone, and compute it again in the backward pass."""
+    old_name = "gradient_checkpointing_enable"  # until transformers 5.22
+    is_renamed = hasattr(model, "activation_checkpointing_enable")
+    enable = getattr(model, "activation_checkpointing_enable" if is_renamed else old_name)
+    enable({"use_reentrant": False})

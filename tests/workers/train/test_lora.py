@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config.lora import ATTENTION_LINEAR, LINEAR_MODULES
 from hybridrl.errors import ModelError
+from hybridrl.models.architecture import read_architecture
 from hybridrl.workers.train.policy_engine import BaseModelReference
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.ranks import run_ranks
@@ -138,8 +139,7 @@ def test_both_exports_give_the_same_logits_in_peft(
     tmp_path: Path, family: Family, tie_embeddings: bool
 ) -> None:
     source = make_tiny_model(tmp_path / "model", family, tie_embeddings=tie_embeddings)
-    fused = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    names = fused if family == "phi3" else LORA.target_modules
+    names = tuple(read_architecture(source).linear_sizes)
     names = ATTENTION_LINEAR if family in SPARSE else names
     engine = build_lora(source, lora=replace(LORA, target_modules=names))
     randomize(engine)

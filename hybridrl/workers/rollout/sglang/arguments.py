@@ -34,7 +34,7 @@ _CPU: Arguments = {
 _WITH_MEMORY_SAVER: Arguments = {"cuda_graph_backend_prefill": "disabled"}
 """On CUDA SGLang captures prefill graphs by default, in pieces (``breakable``), and the class that
 does so refuses to be made where the memory of graphs can be released
-(model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.17 to 0.5.23)."""
+(model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.21 to 0.5.23)."""
 
 CONTEXT_SLACK = 8
 """SGLang ends a response some tokens before its context limit."""

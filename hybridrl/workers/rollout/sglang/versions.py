@@ -1,6 +1,6 @@
 """The release of a server, and whether it runs with the arguments that it was given.
 
-The tested releases answer alike in all that hybridrl asks (docs/sglang-versions.md).
+The tested releases answer alike in all that hybridrl asks (docs/versions.md).
 """
 
 from __future__ import annotations

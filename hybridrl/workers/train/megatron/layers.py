@@ -6,6 +6,7 @@ a head, H hidden.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,11 +120,19 @@ def decoder_layers(
         spec.submodules.self_attention.submodules.core_attention = attention
         if is_sparse:
             spec.module = RoutedLayer
-            if recomputes_experts:
-                spec.submodules.mlp.module = RecomputedExperts
-            spec.submodules.mlp.submodules.router = Router
+            kind = RecomputedExperts if recomputes_experts else MoELayer
+            spec.submodules.mlp = _with_router(spec.submodules.mlp, kind)
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if is_fused else RMSNorm)
+
+
+def _with_router(mlp: Any, kind: type) -> Any:  # noqa: ANN401
+    """Return the builder of an expert layer with our router; since 0.17 it is a partial."""
+    if not isinstance(mlp, partial):
+        mlp.module, mlp.submodules.router = kind, Router
+        return mlp
+    mlp.keywords["submodules"].router = Router
+    return partial(kind, **mlp.keywords)
 
 
 def _fused_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
@@ -168,7 +177,9 @@ def mark_shards(model: nn.Module) -> None:
 
 def _is_replicated(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
     """Whether each tensor-parallel rank has all of an expert's layer, for its own tokens."""
-    return layer.is_expert and not layer.expert_parallel and layer.tp_group.size() == 1
+    is_alone = layer.is_expert and not layer.expert_parallel and layer.tp_group.size() == 1
+    # Since megatron-core 0.17 it is reduced over the expert data-parallel ranks.
+    return is_alone and getattr(layer.weight, "allreduce", True)
 
 
 def _mark(weight: nn.Parameter | None, *, dim: int) -> None:

@@ -106,9 +106,12 @@ class Router(TopKRouter):
     """
 
     def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: object,  # of newer versions
     ) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+        super().__init__(config=config, pg_collection=pg_collection, **kwargs)
         self.router_replay = _Replay()
         self.current: Routing | None = None
 

@@ -31,6 +31,12 @@ log = logging.getLogger(__name__)
 _RECOMPUTED_BY_TE = ("layernorm", "moe_act")
 """Without TransformerEngine megatron-core 0.16.1 asks a name that was never bound."""
 
+_CUDA_GRAPHS = (
+    "cuda_graph_modules"
+    if "cuda_graph_modules" in TransformerConfig.__dataclass_fields__
+    else "cuda_graph_scope"
+)
+
 _FP8_MULTIPLE = 32
 """Tokens that the strictest of TransformerEngine's 8-bit recipes wants in each matrix product."""
 
@@ -163,7 +169,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "use_cpu_initialization": device.type == "cpu",
         "perform_initialization": False,  # weights come from files
-        "cuda_graph_scope": [],  # the default warns that it is deprecated
+        _CUDA_GRAPHS: [],  # the default warns that it is deprecated
     }
     return build_configuration(
         TransformerConfig, arguments, megatron.transformer_args, key="megatron.transformer_args"

@@ -44,8 +44,9 @@ def _multiply(states: Tensor, weight: Tensor, *, sums: bool) -> Tensor:
 class RMSNorm(nn.Module):
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: int = 0,
         *,
+        normalized_shape: int = 0,  # its name since megatron-core 0.17
         eps: float,
         params_dtype: torch.dtype,
         device: Any,
@@ -54,7 +55,9 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         assert not (sequence_parallel or zero_centered_gamma)
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size or normalized_shape, dtype=params_dtype, device=device)
+        )
         self.eps = eps
 
     def forward(self, states: Tensor) -> Tensor:

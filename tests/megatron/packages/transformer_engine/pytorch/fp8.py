@@ -9,3 +9,7 @@ class FP8GlobalStateManager:
 
 def fp8_autocast(*_: object, **__: object) -> None:
     raise NotImplementedError
+
+
+def fp8_model_init(*_: object, **__: object) -> None:
+    raise NotImplementedError

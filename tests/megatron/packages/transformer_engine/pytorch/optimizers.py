@@ -28,6 +28,7 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
+        capturable: bool = False,
     ) -> None:
         assert adam_w_mode
         assert not store_param_remainders

@@ -32,9 +32,11 @@ def install() -> None:
     for name in FACTORIES:
         setattr(torch, name, _unpinned(getattr(torch, name)))
     tensors: Any = torch.Tensor
+    package: Any = torch
     tensors.pin_memory = lambda tensor, *_device: tensor
     tensors.cuda = _method(_AnsweredFor(WEIGHTS_CHECKER, tensors.cuda, lambda self: self))
     torch.cuda.synchronize = _AnsweredFor(WEIGHTS_CHECKER, torch.cuda.synchronize, lambda: None)
+    package.get_device_module = _on_a_cpu(torch.get_device_module)
     torch.cuda.cudart = _AnsweredFor(HOST_CACHES, torch.cuda.cudart, _HostMemory)
 
 
@@ -45,6 +47,11 @@ def _unpinned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return factory(*arguments, **keywords)
 
     return make
+
+
+def _on_a_cpu(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.cpu`` where no device is named: a build with CUDA returns its module."""
+    return lambda device=None: torch.cpu if device is None else stock(device)
 
 
 class _AnsweredFor:
