@@ -1,7 +1,7 @@
 """An SGLang server without SGLang: it answers in this process, holds bytes, and refuses as SGLang.
 
-It stands at the seam of HTTP (``HttpClient``): arguments, life cycle, weight buckets and requests
-above it are the product's own.
+It stands at the seam of HTTP (``ControlClient``): arguments, life cycle, weight buckets and
+requests above it are the product's own.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec, build_arguments
-from hybridrl.workers.rollout.sglang.client import HttpClient, RefusedError
-from hybridrl.workers.rollout.sglang.server_calls import SGLangServer
+from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 from hybridrl.workers.rollout.sglang.versions import TESTED_VERSIONS, require_as_asked
 from hybridrl.workers.sharding.publishing import NOBODY, Lent, Servers
 
@@ -132,7 +132,7 @@ class Call:
     """Bytes that this process's tensors had on the GPU then."""
 
 
-class RehearsedServer(SGLangServer):
+class RehearsedServer(ControlCalls):
     """Takes the place of ``StartedServer``.
 
     Args:
@@ -206,7 +206,7 @@ class RehearsedServer(SGLangServer):
 
     # -- answers ---------------------------------------------------------------------------------
 
-    def answer(self, path: str, body: Body) -> Any:  # noqa: ANN401 - as HttpClient.call
+    def answer(self, path: str, body: Body) -> Any:  # noqa: ANN401 - as ControlClient.call
         """Answer a call as SGLang would.
 
         Raises:
@@ -343,7 +343,7 @@ class _Process:
     pid = 0
 
 
-class RehearsedClient(HttpClient):
+class RehearsedClient(ControlClient):
     """A client whose server is an object."""
 
     def __init__(self, server: RehearsedServer) -> None:

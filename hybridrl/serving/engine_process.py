@@ -29,7 +29,7 @@ from hybridrl.workers.build import build_rollout_engine
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.sglang.arguments import (
-    ServingPlace,
+    LaunchPlace,
     device_name,
     server_spec,
     show_devices,
@@ -54,7 +54,7 @@ class EngineProcess:
         self,
         config: ExperimentConfig,
         model_folder: Path,
-        place: ServingPlace | None = None,
+        place: LaunchPlace | None = None,
         key: str = "",
         process: str = "engine",
     ) -> None:
@@ -97,7 +97,7 @@ class EngineProcess:
         if self._key:
             is_alone = self._config.cluster.num_nodes == 1
             host = LOOPBACK if is_alone else ray.util.get_node_ip_address()
-            place = place or ServingPlace(gpus=(device_name(device),))
+            place = place or LaunchPlace(gpus=(device_name(device),))
             place = replace(place, door=Door(host, self._key))
         self._engine = build_rollout_engine(
             self._config,
@@ -306,7 +306,7 @@ def _as_raised(error: BaseException) -> BaseException:
 class FollowerProcess:
     """The actor on a further node of an engine: a parent for SGLang's processes there."""
 
-    def __init__(self, config: ExperimentConfig, model_folder: Path, place: ServingPlace) -> None:
+    def __init__(self, config: ExperimentConfig, model_folder: Path, place: LaunchPlace) -> None:
         """Start nothing yet.
 
         Args:

@@ -21,10 +21,10 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.answers import ServedModel
-from hybridrl.workers.rollout.sglang.client import HttpClient, assume_alive
+from hybridrl.workers.rollout.sglang.client import ControlClient, assume_alive
 from hybridrl.workers.rollout.sglang.comparison import (
     BROKEN,
-    ModelNeeds,
+    Expectations,
     Questions,
     differences,
     other_form,
@@ -39,7 +39,9 @@ VERSION = 0
 class ExternalEngine:
     """An ``EngineHandle`` for requests alone: its owner starts and ends the server."""
 
-    def __init__(self, url: str, *, expected: ModelNeeds, config: RolloutConfig, key: str) -> None:
+    def __init__(
+        self, url: str, *, expected: Expectations, config: RolloutConfig, key: str
+    ) -> None:
         """Connect when first used.
 
         Args:
@@ -49,7 +51,7 @@ class ExternalEngine:
         self.url = url.rstrip("/")
         self._expected = expected
         self._config = config
-        self._client = HttpClient(
+        self._client = ControlClient(
             self.url, name=f"SGLang at {self.url}", require_alive=assume_alive, key=key
         )
         self._questions = Questions(

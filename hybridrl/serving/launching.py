@@ -28,7 +28,7 @@ from hybridrl.workers.engine_settings import (
     frozen_config,
     group_arguments,
 )
-from hybridrl.workers.rollout.sglang.arguments import Elsewhere, ServingPlace
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, LaunchPlace
 
 _OTHER_CALLS = 100
 """Calls to an engine beside its requests: stages, probes, and requests that were given up. Ray runs
@@ -133,7 +133,7 @@ class ActorLaunch:
             .remote(
                 config,
                 self.policy_folder,
-                ServingPlace(gpus=("",), elsewhere=elsewhere),
+                LaunchPlace(gpus=("",), elsewhere=elsewhere),
                 process=self._process(engine),
             )
         )
@@ -182,14 +182,14 @@ class ActorLaunch:
         args = group_arguments(config, bootstrap_port=place.address.bootstrap_port)
         return args | place.node_arguments(rank)
 
-    def _place(self, group: GroupPlan, engine: EnginePlan, rank: int) -> ServingPlace | None:
+    def _place(self, group: GroupPlan, engine: EnginePlan, rank: int) -> LaunchPlace | None:
         places = self.devices.places
         place = places.get(engine.first_device)
         if place is None:
             return None
         is_decode = group.worker_type == "decode"
         prefills = self.plan.engines_of_type("prefill") if is_decode else ()
-        return ServingPlace(
+        return LaunchPlace(
             gpus=place.gpus_of_nodes[rank],
             address=None if rank or group.worker_type == "regular" else place.address,
             prefills=tuple(places[one.first_device].address for one in prefills),

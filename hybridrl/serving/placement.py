@@ -20,7 +20,7 @@ from hybridrl.config.serving import HALVES
 from hybridrl.errors import ResourceError
 from hybridrl.network import LOOPBACK, host_and_port
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan
-from hybridrl.workers.rollout.sglang.arguments import Address
+from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
 from hybridrl.workers.rollout.sglang.process import is_port_free
 
 _PORTS = range(20_000, 31_000)
@@ -55,10 +55,10 @@ class EnginePlace:
     """Of the servers of this run that others reach."""
 
     @property
-    def address(self) -> Address:
+    def address(self) -> KeyedAddress:
         """Where other engines reach it."""
         listeners = self.listeners
-        return Address(
+        return KeyedAddress(
             host=listeners.hosts[0],
             port=listeners.port,
             key=self.key,

@@ -22,7 +22,7 @@ from hybridrl.workers.rollout.sample_messages import (
     read_answer,
     request_body,
 )
-from hybridrl.workers.rollout.sglang.client import HttpClient, RefusedError, assume_alive
+from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError, assume_alive
 
 _LEAST_SERVER_FAULT = 500
 
@@ -38,7 +38,7 @@ class RankEngine:
             key: of all engines that the ranks lend.
         """
         self.url = url
-        self._client = HttpClient(
+        self._client = ControlClient(
             url, name=f"the engine of a rank at {url}", require_alive=assume_alive, key=key
         )
         self._is_lost = False

@@ -22,7 +22,7 @@ import aiohttp
 
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import host_and_port
-from hybridrl.workers.rollout.sglang.client import Body, HttpClient, RefusedError
+from hybridrl.workers.rollout.sglang.client import Body, ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class RouterProcess:
         given = _arguments(host, port, metrics_port, self.key) | dict(arguments or {})
         command = [sys.executable, "-m", _CHILD]
         self.process = ChildProcess(command, name="the router", arguments=given)
-        self._client = HttpClient(
+        self._client = ControlClient(
             self.url, name="the router", require_alive=self.process.require_alive, key=self.key
         )
         try:

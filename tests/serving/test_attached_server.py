@@ -22,7 +22,7 @@ from hybridrl.errors import (
     ServerDiedError,
 )
 from hybridrl.workers.rollout.sglang import attached_server
-from hybridrl.workers.rollout.sglang.arguments import Elsewhere, ServingPlace, ServingSpec
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, LaunchPlace, ServingSpec
 from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
 from hybridrl.workers.rollout.sglang.comparison import differences, expect_policy_server
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, TakingServer, elsewhere, taking
@@ -112,7 +112,7 @@ def refusal(folder: Path, url: str, *, key: str = "", **changes: Any) -> str:
 )
 @pytest.mark.shows("4.23")
 def test_a_difference_names_its_remedy(folder: Path, said: dict[str, object], line: str) -> None:
-    place = ServingPlace(elsewhere=_elsewhere("", weights="broadcast"))
+    place = LaunchPlace(elsewhere=_elsewhere("", weights="broadcast"))
     spec = replace(spec_of(folder, routed_experts=True), place=place)
     expected = expect_policy_server(spec, SECTION)
     fitting = INFO | {"enable_return_routed_experts": True, "dp_size": 1}
@@ -193,7 +193,7 @@ def test_the_key_is_in_no_text(folder: Path, caplog: pytest.LogCaptureFixture) -
         server.refuses_control = False
         with attached(folder, server) as own:
             where = _elsewhere(server.url, key=KEY)
-            spec = replace(spec_of(folder), place=ServingPlace(elsewhere=where))
+            spec = replace(spec_of(folder), place=LaunchPlace(elsewhere=where))
             texts += [repr(vars(own)), repr(where), repr(spec)]
             server.repeats_headers = True
             with pytest.raises(EngineError) as refused:

@@ -14,8 +14,8 @@ from hybridrl.sampler import Sample, Sampler
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ServedModel
-from hybridrl.workers.rollout.sglang.arguments import Address
-from hybridrl.workers.rollout.sglang.client import HttpClient
+from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
+from hybridrl.workers.rollout.sglang.client import ControlClient
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.rollout.single_turn import single_turn
@@ -48,9 +48,9 @@ class Waits(Samples):
         return await super().__call__(path, body)
 
 
-def address_of(server: Answering, port: int) -> Address:
+def address_of(server: Answering, port: int) -> KeyedAddress:
     host, own_port = server.url.removeprefix("http://").split(":")
-    return Address(host=host, port=int(own_port), key="secret", bootstrap_port=port)
+    return KeyedAddress(host=host, port=int(own_port), key="secret", bootstrap_port=port)
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def pairs(
     with ExitStack() as opened:
         second = opened.enter_context(answering(decode))
         firsts = [opened.enter_context(answering(prefill)) for prefill in prefills]
-        client = HttpClient(second.url, name="decode", require_alive=lambda _: None)
+        client = ControlClient(second.url, name="decode", require_alive=lambda _: None)
         opened.callback(client.close)
         addresses = [address_of(one, 9000 + n) for n, one in enumerate(firsts)]
 

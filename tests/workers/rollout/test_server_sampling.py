@@ -24,7 +24,7 @@ from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel, read_sample
-from hybridrl.workers.rollout.sglang.client import HttpClient, RefusedError
+from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answering, Body, answering
@@ -67,7 +67,7 @@ def sampling_from(
             return run_program(connected, sampler, call), sampler.metrics()
 
     with answering(answer) as server:
-        client = HttpClient(server.url, name="the server", require_alive=lambda _: None)
+        client = ControlClient(server.url, name="the server", require_alive=lambda _: None)
         try:
             yield server, run
         finally:

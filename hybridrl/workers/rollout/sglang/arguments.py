@@ -41,7 +41,7 @@ CONTEXT_SLACK = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Address:
+class KeyedAddress:
     """Where other processes of the run reach a server."""
 
     host: str
@@ -75,25 +75,25 @@ class Elsewhere:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServingPlace:
+class LaunchPlace:
     """Devices of a server, and servers around it."""
 
     gpus: tuple[str, ...] = ()
     """Of all ranks that share it, by ``device_name``; empty names on a CPU."""
 
-    address: Address | None = None
+    address: KeyedAddress | None = None
     """Where it listens. None: at the door, with a port of its own."""
 
     door: Door = field(default_factory=Door)
 
-    prefills: tuple[Address, ...] = ()
+    prefills: tuple[KeyedAddress, ...] = ()
     """Of a decode server: the prefill servers that it shares requests with."""
 
     elsewhere: Elsewhere | None = None
     """A server that runs already; None: one is started."""
 
 
-_ANYWHERE = ServingPlace()
+_ANYWHERE = LaunchPlace()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ class ServingSpec:
     device: str
     """cpu or cuda."""
 
-    place: ServingPlace = _ANYWHERE
+    place: LaunchPlace = _ANYWHERE
 
     @property
     def by_broadcast(self) -> bool:
@@ -144,7 +144,7 @@ class ServingSpec:
 
 
 def server_spec(
-    config: ExperimentConfig, model_folder: Path, place: ServingPlace = _ANYWHERE
+    config: ExperimentConfig, model_folder: Path, place: LaunchPlace = _ANYWHERE
 ) -> ServingSpec:
     """Return the server spec of this configuration."""
     return ServingSpec(

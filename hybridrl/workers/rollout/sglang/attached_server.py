@@ -24,7 +24,7 @@ from hybridrl.workers.rollout.sglang import comparison
 from hybridrl.workers.rollout.sglang.arguments import Elsewhere, ServingSpec
 from hybridrl.workers.rollout.sglang.client import (
     ConnectionLostError,
-    HttpClient,
+    ControlClient,
     RefusedError,
 )
 from hybridrl.workers.rollout.sglang.comparison import (
@@ -33,7 +33,7 @@ from hybridrl.workers.rollout.sglang.comparison import (
     differences,
     expect_policy_server,
 )
-from hybridrl.workers.rollout.sglang.server_calls import SGLangServer
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ _NUM_LOST = 3
 _LEAVE_S = 5.0
 
 
-class AttachedServer(SGLangServer):
+class AttachedServer(ControlCalls):
     """A server elsewhere while this process uses it."""
 
     def __init__(self, spec: ServingSpec, elsewhere: Elsewhere) -> None:
@@ -61,7 +61,7 @@ class AttachedServer(SGLangServer):
         self._timeout_s = spec.rollout.stage_timeout_s
         self._start_timeout_s = spec.rollout.start_timeout_s
         self._may_be_paused = False
-        self.client = HttpClient(
+        self.client = ControlClient(
             elsewhere.url.rstrip("/"),
             name=f"SGLang at {elsewhere.url}",
             key=elsewhere.key,
@@ -192,7 +192,7 @@ class AttachedServer(SGLangServer):
             )
 
     def load_folder(self, folder: Path, *, load_format: str) -> None:
-        """Load all weights of a folder; see ``SGLangServer``."""
+        """Load all weights of a folder; see ``ControlCalls``."""
         try:
             super().load_folder(folder, load_format=load_format)
         except ConnectionLostError:

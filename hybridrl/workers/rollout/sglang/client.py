@@ -70,7 +70,7 @@ class Endpoint:
         require_alive: Callable[[str], None] = assume_alive,
         key: str = "",
     ) -> None:
-        """Connect when first used; see ``HttpClient``."""
+        """Connect when first used; see ``ControlClient``."""
         self.base_url = base_url
         self.key = key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -157,7 +157,7 @@ class Endpoint:
         return text.replace(self.key, "(key)") if self.key else text
 
 
-class HttpClient(Endpoint):
+class ControlClient(Endpoint):
     """Talks to one server. Thread-safe."""
 
     def __init__(

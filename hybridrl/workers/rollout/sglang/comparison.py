@@ -21,7 +21,7 @@ from hybridrl.sampler import RequestParams
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, ServingSpec
-from hybridrl.workers.rollout.sglang.client import HttpClient, RefusedError
+from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.rollout.sglang.versions import require_known_version
 
@@ -50,7 +50,7 @@ _VOCAB_SIZE = re.compile(r"valid range is \[0, (\d+)\)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelNeeds:
+class Expectations:
     """The needs of a model: a server that answers for it must meet all."""
 
     key: str
@@ -88,7 +88,7 @@ class ModelNeeds:
         return f"set {self.key}.path to its model"
 
 
-def expect_policy_server(spec: ServingSpec, section: str) -> ModelNeeds:
+def expect_policy_server(spec: ServingSpec, section: str) -> Expectations:
     """Return the needs of the policy.
 
     Args:
@@ -98,7 +98,7 @@ def expect_policy_server(spec: ServingSpec, section: str) -> ModelNeeds:
         ModelError: config.json of its folder cannot be read.
     """
     settings = read_settings(spec.model_folder)
-    return ModelNeeds(
+    return Expectations(
         key=section,
         name="",
         model_type=settings["model_type"],
@@ -112,7 +112,7 @@ def expect_policy_server(spec: ServingSpec, section: str) -> ModelNeeds:
     )
 
 
-def expect_server(config: ExperimentConfig, model: str) -> ModelNeeds:
+def expect_server(config: ExperimentConfig, model: str) -> Expectations:
     """Return the needs of a frozen model.
 
     Args:
@@ -123,7 +123,7 @@ def expect_server(config: ExperimentConfig, model: str) -> ModelNeeds:
     """
     folder = Path(str(config.serving.models[model].path))
     settings = read_settings(folder)
-    return ModelNeeds(
+    return Expectations(
         key=f"serving.models.{model}",
         name=folder.name,
         model_type=settings["model_type"],
@@ -134,7 +134,7 @@ def expect_server(config: ExperimentConfig, model: str) -> ModelNeeds:
     )
 
 
-def differences(expected: ModelNeeds, server_info: object, model_info: object) -> list[str]:
+def differences(expected: Expectations, server_info: object, model_info: object) -> list[str]:
     """Compare a server with what is needed.
 
     Args:
@@ -160,7 +160,7 @@ def differences(expected: ModelNeeds, server_info: object, model_info: object) -
     return lines
 
 
-def _legal_values(expected: ModelNeeds) -> Iterator[tuple[str, Sequence[object], str]]:
+def _legal_values(expected: Expectations) -> Iterator[tuple[str, Sequence[object], str]]:
     """Yield the fields of which few values will do, with these and what to type."""
     yield "model_type", [expected.model_type], expected.model_remedy
     yield "is_generation", [True], "start it without --is-embedding"
@@ -178,7 +178,7 @@ def _legal_values(expected: ModelNeeds) -> Iterator[tuple[str, Sequence[object],
             yield field, [1, None], fix
 
 
-def _model(expected: ModelNeeds, said: Json) -> Iterator[str]:
+def _model(expected: Expectations, said: Json) -> Iterator[str]:
     if expected.takes_weights:
         return
     path, served_name = str(said.get("model_path", "")), said.get("served_model_name")
@@ -192,7 +192,7 @@ def _model(expected: ModelNeeds, said: Json) -> Iterator[str]:
         yield f"load_format={_MADE_UP}: its weights are random; start it without --load-format"
 
 
-def _dtype(expected: ModelNeeds, said: Json) -> Iterator[str]:
+def _dtype(expected: Expectations, said: Json) -> Iterator[str]:
     given = str(said.get("dtype", expected.dtype))
     own = expected.own_dtype or expected.dtype
     effective = _ALIASES.get(given, given)
@@ -204,7 +204,7 @@ def _dtype(expected: ModelNeeds, said: Json) -> Iterator[str]:
         yield f"{meaning}, must be {legal}: start it with --dtype {own}"
 
 
-def _context(expected: ModelNeeds, said: Json) -> Iterator[str]:
+def _context(expected: Expectations, said: Json) -> Iterator[str]:
     longest = said.get("max_req_input_len", said.get("context_length"))
     if isinstance(longest, int) and longest < expected.max_context_tokens:
         other = f"set {expected.key}.max_context_tokens={longest}"
@@ -221,7 +221,7 @@ class Questions:
     """Asks one server, on the loop of its client."""
 
     def __init__(
-        self, client: HttpClient, expected: ModelNeeds, *, has_key: bool, timeout_s: float
+        self, client: ControlClient, expected: Expectations, *, has_key: bool, timeout_s: float
     ) -> None:
         """Ask nothing yet.
 

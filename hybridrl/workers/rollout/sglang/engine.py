@@ -24,7 +24,7 @@ from hybridrl.workers.rollout.sglang.memory import held_bytes
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.rollout.sglang.server import StartedServer
-from hybridrl.workers.rollout.sglang.server_calls import SGLangServer
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
 
 _LEAVE_S = 2.0
@@ -70,7 +70,7 @@ class SGLangEngine(ServedWeights):
         self._forget_weights()
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
 
-    def _find_server(self) -> SGLangServer:
+    def _find_server(self) -> ControlCalls:
         if self._spec.place.elsewhere is not None:
             return AttachedServer(self._spec, self._spec.place.elsewhere)
         return StartedServer(self._spec, variables=self._variables)

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.sglang.arguments import Address
+from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
 from hybridrl.workers.rollout.sglang.client import Body, Endpoint
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _ABORT_S = 5.0
 class _Prefill:
     """A prefill server, as the decode servers reach it."""
 
-    address: Address
+    address: KeyedAddress
     endpoint: Endpoint
 
     def rooms(self, num_responses: int) -> Body:
@@ -50,7 +50,7 @@ class PairedEndpoint(Endpoint):
 
     caches_contexts = False
 
-    def __init__(self, own: Endpoint, *, prefills: Sequence[Address]) -> None:
+    def __init__(self, own: Endpoint, *, prefills: Sequence[KeyedAddress]) -> None:
         """Prepare.
 
         Args:

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.workers.rollout.sglang.arguments import (
-    Address,
     Arguments,
+    KeyedAddress,
     ServingSpec,
     build_arguments,
     environment,
 )
-from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, HttpClient
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ControlClient
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
-from hybridrl.workers.rollout.sglang.server_calls import SGLangServer
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 from hybridrl.workers.rollout.sglang.versions import require_as_asked, require_known_version
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _NUM_STARTS = 3
 _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
-class StartedServer(SGLangServer):
+class StartedServer(ControlCalls):
     """A running server, which ends with this process."""
 
     def __init__(self, spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
@@ -60,13 +60,13 @@ class StartedServer(SGLangServer):
 
     def _start(self, spec: ServingSpec, variables: Mapping[str, str]) -> None:
         door = spec.place.door
-        address = spec.place.address or Address(
+        address = spec.place.address or KeyedAddress(
             host=door.host, port=free_port(), key=door.key or secrets.token_urlsafe()
         )
         self.key = address.key
         arguments = build_arguments(spec, name=self.name, port=address.port, key=self.key)
         self.process = start_child(arguments, variables={**environment(spec), **variables})
-        self.client = HttpClient(
+        self.client = ControlClient(
             address.url,
             name="SGLang",
             require_alive=self.process.require_alive,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, HttpClient, RefusedError
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ControlClient, RefusedError
 from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
 log = logging.getLogger(__name__)
@@ -26,10 +26,10 @@ _PAUSE_MODE = "abort"
 asserts that there are none when its memory is released."""
 
 
-class SGLangServer:
+class ControlCalls:
     """A server that answers, and its control calls."""
 
-    client: HttpClient
+    client: ControlClient
 
     info: Body
     """Its arguments when it answered first, and more; see ``server_info``."""
@@ -86,7 +86,7 @@ class SGLangServer:
         info: Body = self.client.call("/server_info", timeout_s=PROBE_TIMEOUT_S, method="GET")
         return info
 
-    def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as HttpClient.call
+    def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ControlClient.call
         """Do one control call within ``rollout.stage_timeout_s``, and the time left of its stage.
 
         Raises:
