@@ -150,13 +150,14 @@ async def ask(
 def killed(config: ExperimentConfig, model_folder: Path, *, picture: Path | None) -> None:
     """Kill an engine while both sample, and print how long its replacement took."""
     with served(config, model_folder) as (server, engines):
-        recovery = Recovery(server, start_timeout_s=config.rollout.start_timeout_s)
+        recovery = Recovery(
+            server,
+            start_timeout_s=config.rollout.start_timeout_s,
+            health_timeout_s=config.serving.health_timeout_s,
+        )
         pool = pool_of(server, config, server.serving_engines())
-        try:
-            with recovery.filling(pool):
-                died_s = asyncio.run(kill_one(pool, engines))
-        finally:
-            recovery.end()
+        with recovery.filling(pool):
+            died_s = asyncio.run(kill_one(pool, engines))
     new = engines[-1]
     noticed_s, start_s = new.launched_s - died_s, new.built_s - new.launched_s
     answer_s = new.answers[0][0] - new.built_s

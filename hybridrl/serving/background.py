@@ -16,9 +16,8 @@ from hybridrl.errors import ServerDiedError
 from hybridrl.loop_thread import LoopThread
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
-from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import AskGroup, EnginePool
-from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
@@ -54,7 +53,6 @@ class BackgroundSampling:
         *,
         requests: PolicyRequests,
         recovery: Recovery,
-        monitor: HealthMonitor[EngineHandle],
         on_update: OnUpdate,
     ) -> None:
         """Sample nothing yet.
@@ -71,7 +69,6 @@ class BackgroundSampling:
         self._groups = groups
         self._requests = requests
         self._recovery = recovery
-        self._monitor = monitor
         self._on_update = on_update
         self._loop = LoopThread("background sampling")
         self._clock = IdleClock()
@@ -112,7 +109,7 @@ class BackgroundSampling:
         return self._loop.run(program(self._pool))
 
     def end(self) -> None:
-        """End all programs. Idempotent; before the end of recovery and server."""
+        """End all programs. Idempotent; before the end of the server."""
         self._is_ending = True
         self._loop.cancel_all()  # so no request is open
         self._phase.close()
@@ -132,7 +129,7 @@ class BackgroundSampling:
         phase = self._sending(version)
         self._loop.run(phase.__aenter__())
         opened.callback(lambda: self._loop.run(phase.__aexit__(None, None, None)))
-        opened.enter_context(self._monitor.watching())
+        opened.enter_context(self._recovery.monitor.watching())
         opened.callback(lambda: self._loop.run(self._stop()))
         # First of all: an engine that comes while others stop waits for the next phase.
         opened.enter_context(self._recovery.filling(self._pool))

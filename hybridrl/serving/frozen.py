@@ -18,7 +18,7 @@ from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.serving.engine_handle import Launch
 from hybridrl.serving.plan import ServerPlan
 from hybridrl.serving.rank_engines import RankEngines
-from hybridrl.serving.recovery import Recovery, watch_engines
+from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.sharding.publishing import update_with_tries
 
@@ -46,8 +46,11 @@ class FrozenModel:
         self._folder = Path(str(config.serving.models[plan.model].path))
         self._vocab_size = read_architecture(self._folder).vocab_size
         self._server = RolloutServer(plan, launch, config=config.rollout)
-        self._recovery = Recovery(self._server, start_timeout_s=config.rollout.start_timeout_s)
-        self._monitor = watch_engines(self._server, self._recovery, config.serving)
+        self._recovery = Recovery(
+            self._server,
+            start_timeout_s=config.rollout.start_timeout_s,
+            health_timeout_s=config.serving.health_timeout_s,
+        )
         self._rank_engines = RankEngines(
             key=key,
             first_index=self._server.num_engines,
@@ -84,7 +87,7 @@ class FrozenModel:
         )
         with (
             self._recovery.filling(pool),
-            self._monitor.watching(),
+            self._recovery.monitor.watching(),
             self._rank_engines.joining(pool, self._lent),
         ):
             return asyncio.run(
@@ -100,9 +103,6 @@ class FrozenModel:
 
     def shutdown(self) -> None:
         """End all engines."""
-        self._monitor.end()
-        self._rank_engines.end()
-        self._recovery.end()
         self._server.shutdown()
 
 

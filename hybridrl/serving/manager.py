@@ -32,7 +32,7 @@ from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.placement import find_reserved_nodes
 from hybridrl.serving.plan import plan_own_engines
 from hybridrl.serving.rank_engines import RankEngines
-from hybridrl.serving.recovery import Recovery, watch_engines
+from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
 from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer, Transfer
@@ -85,8 +85,11 @@ class RolloutManager:
         self._transfer = Transfer()
         self._updating: Future[None] = Future()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="update")
-        self._recovery = Recovery(self._policy, start_timeout_s=config.rollout.start_timeout_s)
-        self._monitor = watch_engines(self._policy, self._recovery, config.serving)
+        self._recovery = Recovery(
+            self._policy,
+            start_timeout_s=config.rollout.start_timeout_s,
+            health_timeout_s=config.serving.health_timeout_s,
+        )
         self._rank_engines = RankEngines(
             key=keys.own,
             first_index=self._policy.num_engines,
@@ -118,7 +121,6 @@ class RolloutManager:
             OpenGroups(pool, self._make_program, buffer),
             requests=self._requests,
             recovery=self._recovery,
-            monitor=self._monitor,
             on_update=config.serving.on_update,
         )
 
@@ -188,7 +190,7 @@ class RolloutManager:
         begin = time.perf_counter()
         with (
             self._recovery.filling(pool),
-            self._monitor.watching(),
+            self._recovery.monitor.watching(),
             self._rank_engines.joining(pool, of_ranks),
         ):
             samples = self._run(program, pool, version=version)
@@ -258,9 +260,6 @@ class RolloutManager:
         self._transfer.end(Sent(reason="the run ends"))
         if self._ahead is not None:
             self._ahead.end()
-        self._monitor.end()
-        self._rank_engines.end()
-        self._recovery.end()
         for model in self._models():
             model.shutdown()
         self._policy.shutdown()

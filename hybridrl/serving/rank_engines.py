@@ -152,10 +152,6 @@ class RankEngines:
         """Return lost engines, and those that are back, since the last call; reset them."""
         return self._losses.take_metrics()
 
-    def end(self) -> None:
-        """End the thread that watches. Idempotent."""
-        self._monitor.end()
-
     def _drop(self, index: int, engine: RankEngine, reason: str) -> None:
         if self._pool is not None:
             self._pool.drop(index, engine, reason)

@@ -288,7 +288,6 @@ class PolicyRouter:
 
     def end(self) -> None:
         """Kill the router. Idempotent."""
-        self._monitor.end()
         if self._process is not None:
             self._process.end()
 

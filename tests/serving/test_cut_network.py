@@ -110,17 +110,14 @@ def test_requests_leave_an_engine_whose_network_is_cut() -> None:
                 lambda index, engine, why: pool.drop(index, cast(SamplingEngine, engine), why),
                 timeout_s=2.0,
             )
-            try:
-                async with routed.open(handles.values(), version=0) as pool.ask:
-                    with monitor.watching():
-                        asks = [pool.sample_group([1, n], PARAMS, keys=[n]) for n in range(8)]
-                        tasks = [asyncio.ensure_future(each) for each in asks]
-                        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                        # At its end: at ours the route would go, and a gateway might answer.
-                        ip("-n", name, "link", "set", "eth", "down")
-                        return await asyncio.gather(*tasks)
-            finally:
-                monitor.end()
+            async with routed.open(handles.values(), version=0) as pool.ask:
+                with monitor.watching():
+                    asks = [pool.sample_group([1, n], PARAMS, keys=[n]) for n in range(8)]
+                    tasks = [asyncio.ensure_future(each) for each in asks]
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    # At its end: at ours the route would go, and a gateway might answer.
+                    ip("-n", name, "link", "set", "eth", "down")
+                    return await asyncio.gather(*tasks)
 
         routed.start()
         try:

@@ -58,10 +58,8 @@ def ranks(model: Path) -> Iterator[list[tuple[HFRolloutEngine, RequestListener]]
 
 
 @pytest.fixture
-def lent() -> Iterator[RankEngines]:
-    engines = RankEngines(key=KEY, first_index=FIRST, health_timeout_s=60.0)
-    yield engines
-    engines.end()
+def lent() -> RankEngines:
+    return RankEngines(key=KEY, first_index=FIRST, health_timeout_s=60.0)
 
 
 def new_pool() -> EnginePool:
@@ -246,7 +244,6 @@ def test_a_hung_engine_is_waited_for_no_longer() -> None:
     ):
         sample(pool)
     assert lent.lost() == (0,)
-    lent.end()
 
 
 def test_engines_of_the_manager_are_replaced_as_before(lent: RankEngines) -> None:
@@ -263,4 +260,3 @@ def test_engines_of_the_manager_are_replaced_as_before(lent: RankEngines) -> Non
         assert not pool.on_lost(FIRST, lent.serving()[FIRST], "gone")
     assert reported == [0]
     assert lent.lost() == (0,)
-    own.end()
