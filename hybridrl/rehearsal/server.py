@@ -41,7 +41,7 @@ from hybridrl.workers.rollout.sglang.capabilities import (
 )
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
 from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
-from hybridrl.workers.sharding.publishing import NOBODY, Lent, Servers
+from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 
 Body = dict[str, Any]
 
@@ -366,7 +366,7 @@ class RehearsedClient(ServerClient):
         return self._server.answer(path, body or {})
 
 
-class RehearsedServers(Servers):
+class RehearsedManager(ManagerClient):
     """Rollout servers beside the ranks: they read the names of what is published, and answer."""
 
     timeout_s = 60.0
@@ -378,7 +378,7 @@ class RehearsedServers(Servers):
 
     @property
     def host(self) -> str:
-        """See ``Servers``."""
+        """See ``ManagerClient``."""
         return LOOPBACK
 
     def need_weights(self, *, version: int) -> bool:

@@ -16,9 +16,10 @@ from hybridrl.sampler import RequestParams
 from hybridrl.serving.engine_handle import SamplingEngine
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.external_engine import VERSION, ExternalEngine
-from hybridrl.serving.frozen import Answer, answer_all
+from hybridrl.serving.frozen import answer_all
 from hybridrl.serving.launching import ServerKeys
 from hybridrl.workers.rollout.sglang.comparison import expect_server
+from hybridrl.workers.sharding.manager_client import Answer
 
 log = logging.getLogger(__name__)
 

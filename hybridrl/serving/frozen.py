@@ -14,12 +14,13 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriftError, EngineError, RequestError
 from hybridrl.models.architecture import read_architecture
 from hybridrl.rewards.judge_reader import max_context_tokens
-from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.sampler import RequestParams, Sampler
 from hybridrl.serving.engine_handle import Launch
 from hybridrl.serving.plan import ServerPlan
 from hybridrl.serving.rank_engines import RankEngines
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
+from hybridrl.workers.sharding.manager_client import Answer
 from hybridrl.workers.sharding.publishing import update_with_tries
 
 _VERSION = 0
@@ -104,10 +105,6 @@ class FrozenModel:
     def shutdown(self) -> None:
         """End all engines."""
         self._server.shutdown()
-
-
-Answer = Sample | str
-"""An answer, or why there is none."""
 
 
 async def answer_all(

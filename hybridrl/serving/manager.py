@@ -26,7 +26,7 @@ from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
 from hybridrl.serving.background import BackgroundSampling
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.external import ExternalModel
-from hybridrl.serving.frozen import Answer, FrozenModel
+from hybridrl.serving.frozen import FrozenModel
 from hybridrl.serving.launching import ActorLaunch, ServerDevices, ServerKeys
 from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.placement import find_reserved_nodes
@@ -42,7 +42,7 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.rollout.single_turn import single_turn
-from hybridrl.workers.sharding.publishing import NOBODY, Lent
+from hybridrl.workers.sharding.manager_client import NOBODY, Answer, Lent
 from hybridrl.workers.sharding.weight_files import Sent, WeightSource
 
 

@@ -15,18 +15,18 @@ import ray
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.serving.launching import ServerDevices, ServerKeys
-from hybridrl.serving.managed_servers import ManagedServers
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.placement import find_places
 from hybridrl.serving.plan import plan_own_engines
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import driver_variables
+from hybridrl.workers.sharding.manager_client import ManagerClient
 
 
 @contextmanager
 def start_servers(
     config: ExperimentConfig, model_folder: Path, *, variables: Mapping[str, str]
-) -> Iterator[ManagedServers]:
+) -> Iterator[ManagerClient]:
     """Start the servers of a run, and end them.
 
     Args:
@@ -48,10 +48,10 @@ def start_servers(
             limit_s = cluster.start_timeout_s + rollout.start_timeout_s
             num_frozen = len(config.serving.frozen)
             limit_s += num_frozen * (2 * rollout.start_timeout_s + rollout.stage_timeout_s)
-            starting = ManagedServers(manager, timeout_s=limit_s)
+            starting = ManagerClient(manager, timeout_s=limit_s)
             try:
                 starting.start()
-                yield ManagedServers(
+                yield ManagerClient(
                     manager,
                     timeout_s=cluster.call_timeout_s,
                     # No server of an embedded engine could join a group.

@@ -20,10 +20,10 @@ from hybridrl.errors import DriftError, ExternalEngineError
 from hybridrl.sampler import RequestParams
 from hybridrl.serving import external
 from hybridrl.serving.external import ExternalModel
-from hybridrl.serving.frozen import Answer
 from hybridrl.serving.launching import ServerKeys
 from hybridrl.workers.rollout.sglang import server_questions
 from hybridrl.workers.rollout.sglang.comparison import differences, expect_server
+from hybridrl.workers.sharding.manager_client import Answer
 from tests.config.values import config_of
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, elsewhere
 from tests.serving.test_frozen import with_tokenizer

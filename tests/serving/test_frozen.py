@@ -16,12 +16,13 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import manager as manager_module
-from hybridrl.serving.frozen import Answer, FrozenModel
+from hybridrl.serving.frozen import FrozenModel
 from hybridrl.serving.launching import ServerDevices, ServerKeys
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, plan_servers
 from hybridrl.serving.starting import start_servers
 from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.sharding.manager_client import Answer
 from tests.config.values import config_of
 from tests.serving.recording_handle import RecordingHandle
 from tests.serving.test_manager import changed_model, engine_processes
