@@ -35,8 +35,8 @@ from hybridrl.run.starter import write_random_model
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.launching import ActorLaunch, ServerDevices
-from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, lay_out, plan_servers
+from hybridrl.serving.launching import ActorLaunch, ReservedDevices
+from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, lay_out, plan_servers
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.single_controller import RayResourcePool
@@ -268,7 +268,7 @@ def simulated(config: ExperimentConfig, sizes: Sequence[int], num_requests: int)
         )
 
 
-def plan_of(num_engines: int) -> ServerPlan:
+def plan_of(num_engines: int) -> ModelPlan:
     """Return a plan of equal engines."""
     groups = {"main": ServerGroupConfig(num_devices=num_engines)}
     serving = ServingConfig(
@@ -298,7 +298,7 @@ def served(
         config=config,
         plan=plan,
         policy_folder=model_folder,
-        devices=ServerDevices(placements=resources.lease()),
+        devices=ReservedDevices(placements=resources.lease()),
     )
 
     def launch(group: GroupPlan, engine: EnginePlan) -> TimedEngine:

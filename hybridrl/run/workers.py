@@ -17,7 +17,7 @@ from hybridrl.config.setup_hook import SetupHook
 from hybridrl.diagnostics import trace
 from hybridrl.planning.frozen_base import BasePlan, base_plan, has_choice
 from hybridrl.rehearsal.plan import plan_by_execution
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.launching import start_servers
 from hybridrl.single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,

@@ -16,7 +16,7 @@ from hybridrl.errors import ServerDiedError
 from hybridrl.loop_thread import LoopThread
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
-from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import AskGroup, EnginePool
 from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.recovery import Recovery
@@ -174,7 +174,7 @@ class IdleClock:
             self._since_s = time.perf_counter()
 
         async def counted(
-            engine: SamplingEngine,
+            engine: EngineHandle,
             token_ids: Sequence[int] | Tensor,
             params: RequestParams,
             keys: Sequence[int],

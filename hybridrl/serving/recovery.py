@@ -1,15 +1,16 @@
-"""Recovery within a phase: lost engines of a server are replaced while the others serve."""
+"""Recovery within a phase: lost engines are found, and replaced while the others serve."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.metrics import Metrics, merge
+from hybridrl.serving.engine_handle import EngineHandle, RankHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.health import HealthMonitor
+from hybridrl.serving.health import HealthMonitor, Losses
 from hybridrl.serving.server import RolloutServer
 
 log = logging.getLogger(__name__)
@@ -19,30 +20,45 @@ _NUM_TRIES = 3
 
 
 class Recovery:
-    """Watches the engines of one server, and replaces lost ones, each in a thread of its own.
+    """Watches the engines of one model while a program samples: its server's, and lent ones.
 
-    A replacement that is not ready when a phase ends joins the next one.
+    Lost ones of the server are replaced, each in a thread of its own; a replacement that is not
+    ready when a phase ends joins the next one. Lost ones that ranks lend are left out: their ranks
+    restart them after the phase.
     """
 
     def __init__(
-        self, server: RolloutServer, *, start_timeout_s: float, health_timeout_s: float
+        self,
+        server: RolloutServer,
+        *,
+        start_timeout_s: float,
+        health_timeout_s: float,
+        key: str = "",
     ) -> None:
         """Watch nothing yet.
 
         Args:
             start_timeout_s: seconds that a process may take to start.
             health_timeout_s: seconds within which an engine must get on.
+            key: that engines of ranks require.
         """
         self._server = server
         self._start_timeout_s = start_timeout_s
+        self._key = key
         self._pool: EnginePool | None = None
-        self.monitor: HealthMonitor[EngineHandle] = HealthMonitor(
-            server.ready_engines, self.report, timeout_s=health_timeout_s
-        )
+        self._lent: dict[int, RankHandle] = {}
+        """By index in the pool, after the server's own ones."""
+        self._lost: set[int] = set()
+        self._losses = Losses("ranks")
+        self.monitor = HealthMonitor(self._watched, self.report, timeout_s=health_timeout_s)
 
     @contextmanager
-    def filling(self, pool: EnginePool) -> Iterator[None]:
-        """Let replacements join ``pool`` in the block, and replace the engines that it loses."""
+    def filling(self, pool: EnginePool, lent: Sequence[str] = ()) -> Iterator[None]:
+        """Let replacements join ``pool`` in the block, and replace the engines that it loses.
+
+        Args:
+            lent: addresses of engines that ranks lend, which sample in the block, too.
+        """
         pool.on_lost = self.report
         self._pool = pool
         for index in self._server.claim_lost():
@@ -51,12 +67,21 @@ class Recovery:
             pool.expect(index)
         for index, engine in self._server.serving_engines().items():
             pool.join(index, engine)  # it came up after the pool was made
+        self._lent = {
+            index: RankHandle(url, key=self._key)
+            for index, url in enumerate(lent, start=self._server.num_engines)
+        }
+        for index, handle in self._lent.items():
+            pool.join(index, handle)
+        self._losses.note_ready(self._lent)
         try:
             yield
         finally:
-            self._pool = None
+            self._pool, handles, self._lent = None, self._lent, {}
+            for handle in handles.values():
+                handle.end()
 
-    def report(self, index: int, handle: SamplingEngine, reason: str) -> bool:
+    def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
         """Replace an engine that failed; others get its open requests. Any thread; returns at once.
 
         Returns:
@@ -65,17 +90,38 @@ class Recovery:
         pool = self._pool
         if pool is not None:
             pool.drop(index, handle, reason)
+        if isinstance(handle, RankHandle):
+            handle.is_lost = True
+            self._lost.add(index - self._server.num_engines)
+            self._losses.note_lost([index], reason)
+            return False
         if self._server.version < 0:
             return False
         self._in_thread(index, handle, reason)
         return True
+
+    def lost(self) -> tuple[int, ...]:
+        """Return the lent engines that did not work since the last call of ``forget_lost``."""
+        return tuple(sorted(self._lost))
+
+    def forget_lost(self) -> None:
+        """Others are lent, or the same ones again, that their ranks have seen to."""
+        self._lost.clear()
+
+    def take_metrics(self) -> Metrics:
+        """Return lost engines, and those that are back, since the last call; reset them."""
+        return merge([self._server.take_metrics(), self._losses.take_metrics()])
+
+    def _watched(self) -> Mapping[int, EngineHandle]:
+        lent = {index: each for index, each in self._lent.items() if each.is_alive()}
+        return {**self._server.ready_engines(), **lent}
 
     # -- in the thread of an engine --------------------------------------------------------------
 
     def _in_thread(self, *args: object) -> None:
         threading.Thread(target=self._run, args=args, name="recovery", daemon=True).start()
 
-    def _run(self, index: int, handle: SamplingEngine | None = None, reason: str = "") -> None:
+    def _run(self, index: int, handle: EngineHandle | None = None, reason: str = "") -> None:
         """Note the loss of an engine, unless it was claimed, and bring it back or give it up."""
         try:
             if handle is not None and not self._server.lose(index, handle, reason):

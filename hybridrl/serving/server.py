@@ -15,10 +15,10 @@ import torch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
 from hybridrl.metrics import Metrics
-from hybridrl.serving.engine_handle import EngineHandle, Launch, SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle, Launch
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import Losses
-from hybridrl.serving.plan import ServerPlan
+from hybridrl.serving.plan import ModelPlan
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.sharding.control import Failures, StageError
 from hybridrl.workers.sharding.lifecycle import Action, LifeCycle, SleepLevel
@@ -59,7 +59,7 @@ class RolloutServer:
 
     def __init__(
         self,
-        plan: ServerPlan,
+        plan: ModelPlan,
         launch: Launch,
         *,
         config: RolloutConfig,
@@ -193,7 +193,7 @@ class RolloutServer:
 
     # -- engines that are lost -------------------------------------------------------------------
 
-    def lose(self, index: int, handle: SamplingEngine, reason: str) -> bool:
+    def lose(self, index: int, handle: EngineHandle, reason: str) -> bool:
         """Note an engine that failed by its own fault. If True, the caller is to ``replace`` it.
 
         False: it is noted or replaced already.

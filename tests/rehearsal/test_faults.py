@@ -55,7 +55,7 @@ FAULTS = {
     ),
     "parameters are not offloaded": (
         Fault(
-            "hybridrl.workers.sharding.colocated_engines",
+            "hybridrl.workers.sharding.training_tenants",
             "            engine.offload(TrainState.PARAMETERS)\n",
             "            engine.offload(TrainState.GRADIENTS)\n",
         ),

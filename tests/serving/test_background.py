@@ -24,11 +24,10 @@ from hybridrl.metrics import Metrics, Sum
 from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams
 from hybridrl.serving.background import BackgroundSampling
-from hybridrl.serving.open_groups import OpenGroups
+from hybridrl.serving.open_groups import OpenGroups, SampleBuffer
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
-from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.single_turn import single_turn

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from hybridrl.errors import EngineError
-from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.health import HealthMonitor
 from tests.serving.recording_handle import RecordingHandle
 from tests.waiting import wait_until
@@ -37,10 +37,10 @@ class Rig:
         self.monitor = HealthMonitor(self._serving, self._report, timeout_s=timeout_s)
         self.is_paused = True
 
-    def _serving(self) -> dict[int, SamplingEngine]:
+    def _serving(self) -> dict[int, EngineHandle]:
         return dict(enumerate(self.engines))
 
-    def _report(self, index: int, engine: SamplingEngine, reason: str) -> None:
+    def _report(self, index: int, engine: EngineHandle, reason: str) -> None:
         self.reports.append((index, reason))
 
     def resume(self) -> None:

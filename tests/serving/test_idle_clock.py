@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.background import IdleClock
-from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 
-ENGINE, PARAMS = cast(SamplingEngine, None), cast(RequestParams, None)
+ENGINE, PARAMS = cast(EngineHandle, None), cast(RequestParams, None)
 
 
 class Seconds:
@@ -52,7 +52,7 @@ def test_the_start_of_the_engines_is_not_idleness(seconds: Seconds) -> None:
 
 
 async def _unasked(
-    engine: SamplingEngine,
+    engine: EngineHandle,
     token_ids: Sequence[int] | Tensor,
     params: RequestParams,
     keys: Sequence[int],
@@ -87,7 +87,7 @@ def test_two_requests_at_a_time_count_their_union(seconds: Seconds) -> None:
         gates = [asyncio.Event(), asyncio.Event()]
 
         async def ask(
-            engine: SamplingEngine,
+            engine: EngineHandle,
             token_ids: Sequence[int] | Tensor,
             params: RequestParams,
             keys: Sequence[int],

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import Sample
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.launching import start_servers
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from tests.config.values import config_of

@@ -29,7 +29,7 @@ from hybridrl.metrics import Sum
 from hybridrl.serving.plan import (
     EnginePlan,
     GroupPlan,
-    ServerPlan,
+    ModelPlan,
     lay_out,
     plan_own_engines,
 )
@@ -45,7 +45,7 @@ FOLDER = Path("/unused")
 RELEASES = ("release", "resume")
 
 
-def plan_of(*groups: tuple[WorkerType, int]) -> ServerPlan:
+def plan_of(*groups: tuple[WorkerType, int]) -> ModelPlan:
     named = {
         f"g{number}": ServerGroupConfig(num_devices=count, worker_type=kind)
         for number, (kind, count) in enumerate(groups)
@@ -68,7 +68,7 @@ class Rig:
     """A server of recording engines, and the stages that it goes through."""
 
     def __init__(
-        self, plan: ServerPlan, *, start_timeout_s: float = 20.0, stage_timeout_s: float = 5.0
+        self, plan: ModelPlan, *, start_timeout_s: float = 20.0, stage_timeout_s: float = 5.0
     ) -> None:
         self.plan = plan
         self.journal = Journal()
@@ -136,7 +136,7 @@ class Rig:
                 assert answer[name].tolist() == Policy.WHOLE.truth(name, version), (index, name)
 
 
-def started(plan: ServerPlan) -> Rig:
+def started(plan: ModelPlan) -> Rig:
     rig = Rig(plan)
     rig.server.start()
     rig.update(0)
@@ -309,7 +309,7 @@ def test_a_replacement_that_fails_is_replaced_itself(call: str) -> None:
 # -- servers that others run ---------------------------------------------------------------------
 
 
-def elsewhere_plan(num_servers: int) -> ServerPlan:
+def elsewhere_plan(num_servers: int) -> ModelPlan:
     urls = ", ".join(f"'http://h{number}:1'" for number in range(num_servers))
     (plan,) = plan_own_engines(
         config_of(

@@ -15,7 +15,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.launching import start_servers
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from tests.config.values import config_of
 from tests.sglang.test_own_engines import servers_below

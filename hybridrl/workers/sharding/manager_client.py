@@ -85,14 +85,14 @@ class ManagerClient:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         return rendezvous_address(ray.util.get_node_ip_address(), nodes)
 
-    def start(self) -> None:
+    def start(self, *, timeout_s: float) -> None:
         """Start all engines; see ``RolloutManager.start``."""
-        self._call("start")
+        self._call("start", timeout_s=timeout_s)
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, timeout_s: float) -> None:
         """End all engines, and the manager."""
         try:
-            self._call("shutdown")
+            self._call("shutdown", timeout_s=timeout_s)
         except (ServerDiedError, DeadlineError) as error:
             log.warning("rollout servers did not end by themselves: %s", error)
         ray.kill(self._manager)
@@ -219,13 +219,14 @@ class ManagerClient:
         answers: list[Answer] = self._call("ask", model, list(contexts), params, timeout_s)
         return answers
 
-    def _call(self, name: str, *args: object) -> Any:  # noqa: ANN401 - each call's own
+    def _call(self, name: str, *args: object, timeout_s: float | None = None) -> Any:  # noqa: ANN401 - each call's own
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            return ray.get(getattr(self._manager, name).remote(*args), timeout=self.timeout_s)
+            return ray.get(getattr(self._manager, name).remote(*args), timeout=limit_s)
         except GetTimeoutError as error:
+            key = "cluster.call_timeout_s=" if timeout_s is None else ""
             raise DeadlineError(
-                f"{name}: the rollout manager did not answer within cluster.call_timeout_s="
-                f"{self.timeout_s:g} s"
+                f"{name}: the rollout manager did not answer within {key}{limit_s:g} s"
             ) from error
         except RayTaskError as error:
             raise error.cause from error
