@@ -1,6 +1,6 @@
 """An SGLang server without SGLang: it answers in this process, holds bytes, and refuses as SGLang.
 
-It stands at the seam of HTTP (``ServerClient``): arguments, capabilities, life cycle, weight
+It stands at the seam of HTTP (``ControlClient``): arguments, capabilities, life cycle, weight
 buckets and requests above it are the product's own.
 """
 
@@ -39,8 +39,8 @@ from hybridrl.workers.rollout.sglang.capabilities import (
     read_capabilities,
     require_as_asked,
 )
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.client import ControlClient, ServerError, assume_alive
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 
 Body = dict[str, Any]
@@ -137,7 +137,7 @@ class Call:
     """Bytes that this process's tensors had on the GPU then."""
 
 
-class RehearsedServer(ServerCalls):
+class RehearsedServer(ControlCalls):
     """Takes the place of ``Server``.
 
     Args:
@@ -213,7 +213,7 @@ class RehearsedServer(ServerCalls):
 
     # -- answers ---------------------------------------------------------------------------------
 
-    def answer(self, path: str, body: Body) -> Any:  # noqa: ANN401 - as ServerClient.call
+    def answer(self, path: str, body: Body) -> Any:  # noqa: ANN401 - as ControlClient.call
         """Answer a call as SGLang would.
 
         Raises:
@@ -350,7 +350,7 @@ class _Process:
     pid = 0
 
 
-class RehearsedClient(ServerClient):
+class RehearsedClient(ControlClient):
     """A client whose server is an object."""
 
     def __init__(self, server: RehearsedServer) -> None:

@@ -19,7 +19,7 @@ from hybridrl.workers.rollout.sample_messages import (
     read_answer,
     request_body,
 )
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
+from hybridrl.workers.rollout.sglang.client import ControlClient, ServerError, assume_alive
 from hybridrl.workers.sharding.lifecycle import Action
 
 _LEAST_SERVER_FAULT = 500
@@ -28,8 +28,8 @@ _LEAST_SERVER_FAULT = 500
 class EngineHandle(ABC):
     """An engine that answers requests. Calls return at once.
 
-    A future holds the error of the engine, or of its lost process. Whoever else moves the engine
-    along its life keeps the defaults.
+    A future holds the error of the engine, or of its lost process. The defaults are those of an
+    engine that others build and move along its life.
     """
 
     @abstractmethod
@@ -77,7 +77,7 @@ class RankHandle(EngineHandle):
             url: of the listener of its rank.
             key: of all engines that the ranks lend.
         """
-        self._client = ServerClient(
+        self._client = ControlClient(
             url, name=f"the engine of a rank at {url}", require_alive=assume_alive, key=key
         )
         self.is_lost = False

@@ -31,7 +31,7 @@ from hybridrl.workers.build import build_rollout_engine
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_program import RequestProgram
 from hybridrl.workers.rollout.sglang.arguments import (
-    ServerPlace,
+    LaunchPlace,
     device_name,
     server_spec,
     show_devices,
@@ -58,7 +58,7 @@ class EngineProcess:
         self,
         config: ExperimentConfig,
         model_folder: Path,
-        place: ServerPlace | None = None,
+        place: LaunchPlace | None = None,
         key: str = "",
         process: str = "engine",
     ) -> None:
@@ -101,7 +101,7 @@ class EngineProcess:
         if self._key:
             is_alone = self._config.cluster.num_nodes == 1
             host = LOOPBACK if is_alone else ray.util.get_node_ip_address()
-            place = place or ServerPlace(gpus=(device_name(device),))
+            place = place or LaunchPlace(gpus=(device_name(device),))
             place = replace(place, door=Door(host, self._key))
         self._engine = build_rollout_engine(
             self._config,
@@ -288,7 +288,7 @@ def _as_raised(error: BaseException) -> BaseException:
 class FollowerProcess:
     """The actor on a further node of an engine: a parent for SGLang's processes there."""
 
-    def __init__(self, config: ExperimentConfig, model_folder: Path, place: ServerPlace) -> None:
+    def __init__(self, config: ExperimentConfig, model_folder: Path, place: LaunchPlace) -> None:
         """Start nothing yet.
 
         Args:

@@ -26,16 +26,16 @@ from hybridrl.serving.frozen import VERSION, FrozenModel
 from hybridrl.serving.plan import EnginePlan, GroupPlan, plan_own_engines
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.answers import ServedModel
-from hybridrl.workers.rollout.sglang.client import ServerClient, assume_alive
+from hybridrl.workers.rollout.sglang.client import ControlClient, assume_alive
 from hybridrl.workers.rollout.sglang.comparison import (
-    ExpectedServer,
+    Expectations,
     differences,
     expect_server,
     names_vocabulary,
 )
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.server_questions import BROKEN, ServerQuestions, other_form
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
+from hybridrl.workers.rollout.sglang.connection import ProgramConnection
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
+from hybridrl.workers.rollout.sglang.server_questions import BROKEN, Questions, other_form
 from hybridrl.workers.sharding.control import StageError
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class ExternalHandle(EngineHandle):
         self,
         url: str,
         *,
-        expected: ExpectedServer,
+        expected: Expectations,
         config: RolloutConfig,
         key: str,
         weight_versions: dict[str, str],
@@ -158,13 +158,13 @@ class ExternalHandle(EngineHandle):
         self._expected = expected
         self._config = config
         self._weight_versions = weight_versions
-        self._client = ServerClient(
+        self._client = ControlClient(
             self._url, name=f"SGLang at {self._url}", require_alive=assume_alive, key=key
         )
-        self._questions = ServerQuestions(
+        self._questions = Questions(
             self._client, expected, has_key=bool(key), timeout_s=config.stage_timeout_s
         )
-        self._sampler: ServerSampler | None = None
+        self._sampler: HttpSampler | None = None
         self._has_ended = False
 
     def build(self) -> Future[None]:
@@ -277,15 +277,15 @@ class ExternalHandle(EngineHandle):
                 raise EngineError(f"{self._url}: the connections to it were closed") from error
             raise
 
-    def _make_sampler(self) -> ServerSampler:
+    def _make_sampler(self) -> HttpSampler:
         model = ServedModel(
             max_context_tokens=self._expected.max_context_tokens,
             vocab_size=self._expected.vocab_size,
             version=VERSION,
             weight_version=self._weight_versions[self._url],
         )
-        return ServerSampler(
-            ServingEngine(self._client),
+        return HttpSampler(
+            ProgramConnection(self._client),
             model,
             ProgramCall(),
             timeout_s=self._config.request_timeout_s,

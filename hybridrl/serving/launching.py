@@ -28,7 +28,7 @@ from hybridrl.workers.engine_settings import (
     frozen_config,
     group_arguments,
 )
-from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerPlace
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, LaunchPlace
 from hybridrl.workers.sharding.manager_client import ManagerClient
 
 _OTHER_CALLS = 100
@@ -82,13 +82,13 @@ class ActorLaunch:
 
     def _attach(self, engine: EnginePlan) -> Any:  # noqa: ANN401 - Ray's
         config, model = attached_config(self.config), self.plan.model
-        elsewhere = ServerElsewhere(
+        elsewhere = Elsewhere(
             url=engine.url,
             key=self.keys.of(model),
             section=f"serving.models.{model}",
             weights=config.serving.weights,
         )
-        place = ServerPlace(gpus=("",), elsewhere=elsewhere)
+        place = LaunchPlace(gpus=("",), elsewhere=elsewhere)
         options = self._options({"num_cpus": 0}, config)
         return options.remote(config, self.policy_folder, place, process=self._process(engine))
 
@@ -134,14 +134,14 @@ class ActorLaunch:
     def _process(self, engine: EnginePlan) -> str:
         return f"{self.plan.model}-engine-{self.plan.engines.index(engine)}"
 
-    def _place(self, group: GroupPlan, place: Place, rank: int) -> ServerPlace:
+    def _place(self, group: GroupPlan, place: Place, rank: int) -> LaunchPlace:
         prefills = [
             self.devices.places[one.first_device].address
             for other in self.plan.groups
             for one in other.engines
             if (group.worker_type, other.worker_type) == ("decode", "prefill")
         ]
-        return ServerPlace(
+        return LaunchPlace(
             gpus=place.gpus_of_nodes[rank],
             address=None if rank or group.worker_type == "regular" else place.address,
             prefills=tuple(prefills),

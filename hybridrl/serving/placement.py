@@ -20,7 +20,7 @@ from hybridrl.config.serving import HALVES
 from hybridrl.errors import ResourceError
 from hybridrl.network import LOOPBACK, host_and_port
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan
-from hybridrl.workers.rollout.sglang.arguments import ServerAddress
+from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
 from hybridrl.workers.rollout.sglang.process import is_port_free
 
 _PORTS = range(20_000, 31_000)
@@ -73,9 +73,9 @@ class Place:
     """Of the servers of this run that others reach."""
 
     @property
-    def address(self) -> ServerAddress:
+    def address(self) -> KeyedAddress:
         """Where other engines reach it."""
-        return ServerAddress(
+        return KeyedAddress(
             host=self.hosts[0], port=self.port, key=self.key, bootstrap_port=self.bootstrap_port
         )
 

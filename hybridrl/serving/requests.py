@@ -33,13 +33,13 @@ from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import AskGroup, EnginePool, ask_process
 from hybridrl.serving.router import PolicyRouter, connect
 from hybridrl.workers.rollout.sglang.client import Endpoint
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
+from hybridrl.workers.rollout.sglang.connection import ProgramConnection
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 
 log = logging.getLogger(__name__)
 
-OpenServer = Callable[[str], Awaitable[ServerSampler]]
+OpenServer = Callable[[str], Awaitable[HttpSampler]]
 """Connects the sampler of the server at an address."""
 
 
@@ -75,8 +75,8 @@ class PolicyRequests:
             return
         async with AsyncExitStack() as opened:
 
-            async def open_server(url: str) -> ServerSampler:
-                server = ServingEngine(Endpoint(url, name=f"SGLang at {url}", key=self._key))
+            async def open_server(url: str) -> HttpSampler:
+                server = ProgramConnection(Endpoint(url, name=f"SGLang at {url}", key=self._key))
                 sampler = connect(self._config, server, self._vocab_size, version=version)
                 return await opened.enter_async_context(sampler)
 
@@ -111,9 +111,9 @@ class StraightRequests:
 
     def __init__(self, open_server: OpenServer) -> None:
         """Open none yet."""
-        self.samplers: list[ServerSampler] = []
+        self.samplers: list[HttpSampler] = []
         self._open_server = open_server
-        self._ways: dict[EngineHandle, asyncio.Task[ServerSampler | None]] = {}
+        self._ways: dict[EngineHandle, asyncio.Task[HttpSampler | None]] = {}
         self._is_interrupted = False
 
     async def ask(
@@ -131,7 +131,7 @@ class StraightRequests:
             return await ask_process(engine, token_ids, params, keys)
         return await sampler.sample_group(token_ids, params, keys=keys)
 
-    async def _open(self, engine: EngineHandle) -> ServerSampler | None:
+    async def _open(self, engine: EngineHandle) -> HttpSampler | None:
         url = await asyncio.wrap_future(engine.address())
         if url is None:
             return None

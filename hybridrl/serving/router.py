@@ -40,8 +40,8 @@ from hybridrl.workers.rollout.sglang.client import (
     Endpoint,
     ServerError,
 )
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine, without_time
+from hybridrl.workers.rollout.sglang.connection import ProgramConnection, without_time
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class PolicyRouter:
         """Addresses that the router has."""
         self._lost: asyncio.Future[None]
         """Done when the next engine is lost."""
-        self._sampler: ServerSampler | None = None
+        self._sampler: HttpSampler | None = None
         self._changing = threading.Lock()
         self._num_restarts = self._num_answered = self._num_unanswered = 0
         self._seconds = Mean(0.0, 0.0)
@@ -287,7 +287,7 @@ class LostBehindRouterError(ServerError):
     """A server left while it may have had the request."""
 
 
-class BehindRouter(ServingEngine):
+class BehindRouter(ProgramConnection):
     """The servers behind the router, as one that answers a program."""
 
     def __init__(self, router: PolicyRouter) -> None:
@@ -321,14 +321,14 @@ class BehindRouter(ServingEngine):
 
 
 def connect(
-    config: ExperimentConfig, server: ServingEngine, vocab_size: int, *, version: int
-) -> ServerSampler:
+    config: ExperimentConfig, server: ProgramConnection, vocab_size: int, *, version: int
+) -> HttpSampler:
     """Return the sampler of a server of the policy, to be entered in a program's loop."""
     model = ServedModel(
         max_context_tokens=config.max_row_tokens, vocab_size=vocab_size, version=version
     )
     timeout_s = config.rollout.request_timeout_s
-    return ServerSampler(server, model, ProgramCall(), timeout_s=timeout_s)
+    return HttpSampler(server, model, ProgramCall(), timeout_s=timeout_s)
 
 
 def single_bodies(body: Body) -> list[Body]:

@@ -25,7 +25,7 @@ import aiohttp
 
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import LOOPBACK
-from hybridrl.workers.rollout.sglang.client import Body, ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import Body, ControlClient, ServerError
 from hybridrl.workers.rollout.sglang.process import ServerProcess, end_with_parent, free_port
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RouterProcess:
             given = _arguments(port, metrics_port, key) | dict(arguments or {})
             json.dump(given, file, allow_nan=False)
         self.process = ServerProcess([sys.executable, "-m", __name__, file.name], name="the router")
-        self._client = ServerClient(
+        self._client = ControlClient(
             self.url, name="the router", require_alive=self.process.require_alive, key=key
         )
         try:

@@ -22,7 +22,7 @@ from hybridrl.errors import (
     ServerDiedError,
 )
 from hybridrl.workers.rollout.sglang import attached_server
-from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, ServerSpec
 from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
 from hybridrl.workers.rollout.sglang.comparison import differences, expect_policy_server
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, TakingServer, elsewhere, taking
@@ -63,8 +63,8 @@ def spec_of(folder: Path, **changes: Any) -> ServerSpec:
     )
 
 
-def _elsewhere(url: str, *, key: str = "", weights: WeightRoute = "files") -> ServerElsewhere:
-    return ServerElsewhere(url=url, key=key, section=SECTION, weights=weights)
+def _elsewhere(url: str, *, key: str = "", weights: WeightRoute = "files") -> Elsewhere:
+    return Elsewhere(url=url, key=key, section=SECTION, weights=weights)
 
 
 def attach(folder: Path, url: str, *, key: str = "", **changes: Any) -> AttachedServer:

@@ -14,7 +14,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.requests import PolicyRequests, StraightRequests
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from tests.config.values import config_of
 from tests.serving.echo import echo_server
 
@@ -52,9 +52,9 @@ class SlowToOpen:
         self.may_open = asyncio.Event()
         self.is_interrupted = False
 
-    async def open(self, _: str) -> ServerSampler:
+    async def open(self, _: str) -> HttpSampler:
         await self.may_open.wait()
-        return cast(ServerSampler, self)
+        return cast(HttpSampler, self)
 
     def interrupt(self) -> None:
         self.is_interrupted = True

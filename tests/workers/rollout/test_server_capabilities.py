@@ -16,7 +16,7 @@ import pytest
 
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.sglang import capabilities
-from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import (
     TESTED_VERSIONS,
     Capability,
@@ -124,7 +124,7 @@ def test_a_server_of_others_needs_the_route_of_serving_weights() -> None:
         max_context_tokens=32,
         seed=0,
         device="cpu",
-        elsewhere=ServerElsewhere(url="", key="", section="", weights="broadcast"),
+        elsewhere=Elsewhere(url="", key="", section="", weights="broadcast"),
     )
     route = "/update_weights_from_distributed"
     with pytest.raises(EngineError, match=route):

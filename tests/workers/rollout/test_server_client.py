@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ControlClient, ServerError
 from tests.workers.rollout.answering import Body, answering
 
 
@@ -24,8 +24,8 @@ def is_gone(what: str) -> None:
 
 
 @contextmanager
-def client_of(url: str, *, is_dead: bool = False) -> Iterator[ServerClient]:
-    client = ServerClient(url, name="the server", require_alive=is_gone if is_dead else is_alive)
+def client_of(url: str, *, is_dead: bool = False) -> Iterator[ControlClient]:
+    client = ControlClient(url, name="the server", require_alive=is_gone if is_dead else is_alive)
     try:
         yield client
     finally:

@@ -41,7 +41,7 @@ CONTEXT_SLACK = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerAddress:
+class KeyedAddress:
     """Where other processes of the run reach a server."""
 
     host: str
@@ -58,7 +58,7 @@ class ServerAddress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerElsewhere:
+class Elsewhere:
     """A server that others started and that outlives the run."""
 
     url: str
@@ -75,21 +75,21 @@ class ServerElsewhere:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerPlace:
+class LaunchPlace:
     """Devices of a server, and servers around it."""
 
     gpus: tuple[str, ...]
     """Of all ranks that share it, by ``device_name``; empty names on a CPU."""
 
-    address: ServerAddress | None = None
+    address: KeyedAddress | None = None
     """Where it listens. None: at the door, with a port of its own."""
 
     door: Door = field(default_factory=Door)
 
-    prefills: tuple[ServerAddress, ...] = ()
+    prefills: tuple[KeyedAddress, ...] = ()
     """Of a decode server: the prefill servers that it shares requests with."""
 
-    elsewhere: ServerElsewhere | None = None
+    elsewhere: Elsewhere | None = None
     """A server that runs already; None: one is started."""
 
 
@@ -112,16 +112,16 @@ class ServerSpec:
     device: str
     """cpu or cuda."""
 
-    address: ServerAddress | None = None
-    """See ``ServerPlace``."""
+    address: KeyedAddress | None = None
+    """See ``LaunchPlace``."""
 
     door: Door = field(default_factory=Door)
 
-    prefills: tuple[ServerAddress, ...] = ()
-    """See ``ServerPlace``."""
+    prefills: tuple[KeyedAddress, ...] = ()
+    """See ``LaunchPlace``."""
 
-    elsewhere: ServerElsewhere | None = None
-    """See ``ServerPlace``."""
+    elsewhere: Elsewhere | None = None
+    """See ``LaunchPlace``."""
 
     @property
     def by_broadcast(self) -> bool:
@@ -149,7 +149,7 @@ class ServerSpec:
 
 
 def server_spec(
-    config: ExperimentConfig, model_folder: Path, place: ServerPlace | None = None
+    config: ExperimentConfig, model_folder: Path, place: LaunchPlace | None = None
 ) -> ServerSpec:
     """Return the server spec of this configuration."""
     return ServerSpec(

@@ -21,11 +21,11 @@ from hybridrl.errors import (
     ServerDiedError,
 )
 from hybridrl.workers.rollout.sglang import server_questions
-from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.client import (
     ConnectionLostError,
-    ServerClient,
+    ControlClient,
     ServerError,
     assume_alive,
 )
@@ -34,8 +34,8 @@ from hybridrl.workers.rollout.sglang.comparison import (
     expect_policy_server,
     names_vocabulary,
 )
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
-from hybridrl.workers.rollout.sglang.server_questions import REFUSED, ServerQuestions
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
+from hybridrl.workers.rollout.sglang.server_questions import REFUSED, Questions
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ _NUM_LOST = 3
 _LEAVE_S = 5.0
 
 
-class AttachedServer(ServerCalls):
+class AttachedServer(ControlCalls):
     """A server elsewhere while this process uses it."""
 
-    def __init__(self, spec: ServerSpec, elsewhere: ServerElsewhere) -> None:
+    def __init__(self, spec: ServerSpec, elsewhere: Elsewhere) -> None:
         """Compare it with what is needed, and stop it until it gets weights.
 
         Raises:
@@ -63,7 +63,7 @@ class AttachedServer(ServerCalls):
         self._timeout_s = spec.rollout.stage_timeout_s
         self._start_timeout_s = spec.rollout.start_timeout_s
         self._may_be_paused = False
-        self.client = ServerClient(
+        self.client = ControlClient(
             elsewhere.url.rstrip("/"),
             name=f"SGLang at {elsewhere.url}",
             require_alive=assume_alive,
@@ -104,9 +104,9 @@ class AttachedServer(ServerCalls):
 
     # -- comparison ------------------------------------------------------------------------------
 
-    def _compare(self, spec: ServerSpec, elsewhere: ServerElsewhere) -> None:
+    def _compare(self, spec: ServerSpec, elsewhere: Elsewhere) -> None:
         expected = expect_policy_server(spec, elsewhere.section)
-        questions = ServerQuestions(
+        questions = Questions(
             self.client,
             expected,
             has_key=bool(elsewhere.key),
@@ -125,7 +125,7 @@ class AttachedServer(ServerCalls):
         if lines := lines or self.client.run(questions.unlike_an_answer(model_info)):
             raise self._unlike(lines)
 
-    def _facts(self, questions: ServerQuestions) -> tuple[object, object]:
+    def _facts(self, questions: Questions) -> tuple[object, object]:
         """Ask what it is, as soon as it listens."""
         deadline = time.monotonic() + _APPEARS_S
         while True:
@@ -201,7 +201,7 @@ class AttachedServer(ServerCalls):
             )
 
     def load_folder(self, folder: Path, *, load_format: str) -> None:
-        """Load all weights of a folder; see ``ServerCalls``."""
+        """Load all weights of a folder; see ``ControlCalls``."""
         try:
             super().load_folder(folder, load_format=load_format)
         except ConnectionLostError:

@@ -25,7 +25,7 @@ from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import LOOPBACK, bind
 from hybridrl.workers.rollout.buckets import Bucket
 from hybridrl.workers.rollout.protocol import Receiver
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
+from hybridrl.workers.rollout.sglang.client import ControlClient, ServerError, assume_alive
 from hybridrl.workers.rollout.stage_time import left_s
 
 _POLL_S = 0.0005
@@ -52,7 +52,7 @@ class WeightGroup:
         self._freed_s = min(_FREED_S, _FREED_SHARE * timeout_s)
         self._name = ""
         self._receivers: Mapping[int, Receiver] = {}
-        self._clients: dict[int, ServerClient] = {}
+        self._clients: dict[int, ControlClient] = {}
         self._group: Any = None
         self._store: Any = None
         self._ranks: dict[int, range] = {}
@@ -92,7 +92,7 @@ class WeightGroup:
             master_listen_fd=listening.detach(),  # the store closes it
         )
         for index, receiver in receivers.items():
-            self._clients[index] = ServerClient(
+            self._clients[index] = ControlClient(
                 receiver.url,
                 name=f"SGLang at {receiver.url}",
                 require_alive=assume_alive,
@@ -282,7 +282,9 @@ class WeightGroup:
         gc.collect()
 
 
-async def _succeed(client: ServerClient, path: str, body: dict[str, Any], timeout_s: float) -> None:
+async def _succeed(
+    client: ControlClient, path: str, body: dict[str, Any], timeout_s: float
+) -> None:
     answer = await client.request(path, body, timeout_s=timeout_s)
     if not isinstance(answer, dict) or not answer.get("success", True):
         raise ServerError(path, 200, str(answer))

@@ -61,7 +61,7 @@ class Endpoint:
         require_alive: Callable[[str], None] = assume_alive,
         key: str = "",
     ) -> None:
-        """Connect when first used; see ``ServerClient``."""
+        """Connect when first used; see ``ControlClient``."""
         self.base_url = base_url
         self.key = key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -140,7 +140,7 @@ class Endpoint:
         return aiohttp.ClientSession(connector=connector, headers=self._headers)
 
 
-class ServerClient(Endpoint):
+class ControlClient(Endpoint):
     """Talks to one server. Thread-safe."""
 
     def __init__(

@@ -30,7 +30,7 @@ _MADE_UP = "dummy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpectedServer:
+class Expectations:
     """The needs of a model: a server that answers for it must meet all."""
 
     key: str
@@ -68,7 +68,7 @@ class ExpectedServer:
         return f"set {self.key}.path to its model"
 
 
-def expect_policy_server(spec: ServerSpec, section: str) -> ExpectedServer:
+def expect_policy_server(spec: ServerSpec, section: str) -> Expectations:
     """Return the needs of the policy.
 
     Args:
@@ -78,7 +78,7 @@ def expect_policy_server(spec: ServerSpec, section: str) -> ExpectedServer:
         ModelError: config.json of its folder cannot be read.
     """
     settings = read_settings(spec.model_folder)
-    return ExpectedServer(
+    return Expectations(
         key=section,
         name="",
         model_type=settings["model_type"],
@@ -92,7 +92,7 @@ def expect_policy_server(spec: ServerSpec, section: str) -> ExpectedServer:
     )
 
 
-def expect_server(config: ExperimentConfig, model: str) -> ExpectedServer:
+def expect_server(config: ExperimentConfig, model: str) -> Expectations:
     """Return the needs of a frozen model.
 
     Args:
@@ -103,7 +103,7 @@ def expect_server(config: ExperimentConfig, model: str) -> ExpectedServer:
     """
     folder = Path(str(config.serving.models[model].path))
     settings = read_settings(folder)
-    return ExpectedServer(
+    return Expectations(
         key=f"serving.models.{model}",
         name=folder.name,
         model_type=settings["model_type"],
@@ -114,7 +114,7 @@ def expect_server(config: ExperimentConfig, model: str) -> ExpectedServer:
     )
 
 
-def differences(expected: ExpectedServer, server_info: object, model_info: object) -> list[str]:
+def differences(expected: Expectations, server_info: object, model_info: object) -> list[str]:
     """Compare a server with what is needed.
 
     Args:
@@ -145,7 +145,7 @@ def names_vocabulary(server_info: object) -> bool:
     return numbers >= _NAMES_VOCABULARY
 
 
-def _model(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _model(expected: Expectations, said: Json) -> Iterator[str]:
     path, served_name = str(said.get("model_path", "")), said.get("served_model_name")
     if not expected.takes_weights and expected.name not in (
         path.rstrip("/").rpartition("/")[2],
@@ -158,15 +158,15 @@ def _model(expected: ExpectedServer, said: Json) -> Iterator[str]:
         )
 
 
-def _model_type(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _model_type(expected: Expectations, said: Json) -> Iterator[str]:
     yield from _require(said, "model_type", [expected.model_type], expected.model_remedy)
 
 
-def _generates(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _generates(expected: Expectations, said: Json) -> Iterator[str]:
     yield from _require(said, "is_generation", [True], "start it without --is-embedding")
 
 
-def _dtype(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _dtype(expected: Expectations, said: Json) -> Iterator[str]:
     given = str(said.get("dtype", expected.dtype))
     own = expected.own_dtype or expected.dtype
     effective = _ALIASES.get(given, given)
@@ -178,21 +178,21 @@ def _dtype(expected: ExpectedServer, said: Json) -> Iterator[str]:
         yield f"{meaning}, must be {legal}: start it with --dtype {own}"
 
 
-def _quantization(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _quantization(expected: Expectations, said: Json) -> Iterator[str]:
     yield from _require(said, "quantization", [None], "start it without --quantization")
 
 
-def _load_format(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _load_format(expected: Expectations, said: Json) -> Iterator[str]:
     if said.get("load_format") == _MADE_UP and not expected.takes_weights:
         yield f"load_format={_MADE_UP}: its weights are random; start it without --load-format"
 
 
-def _disaggregation(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _disaggregation(expected: Expectations, said: Json) -> Iterator[str]:
     fix = "name the server of a model that answers alone"
     yield from _require(said, "disaggregation_mode", ["null", None], fix)
 
 
-def _context(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _context(expected: Expectations, said: Json) -> Iterator[str]:
     longest = said.get("max_req_input_len", said.get("context_length"))
     if isinstance(longest, int) and longest < expected.max_context_tokens:
         other = f"set {expected.key}.max_context_tokens={longest}"
@@ -205,19 +205,19 @@ def _context(expected: ExpectedServer, said: Json) -> Iterator[str]:
         )
 
 
-def _adapters(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _adapters(expected: Expectations, said: Json) -> Iterator[str]:
     if expected.takes_weights:
         fix = "start it without --enable-lora and --lora-paths: it gets all weights"
         yield from _require(said, "enable_lora", [None, False], fix)
 
 
-def _experts(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _experts(expected: Expectations, said: Json) -> Iterator[str]:
     if expected.has_experts:
         fix = "start it with --enable-return-routed-experts, or set rollout.routed_experts=false"
         yield from _require(said, "enable_return_routed_experts", [True], fix)
 
 
-def _ranks(expected: ExpectedServer, said: Json) -> Iterator[str]:
+def _ranks(expected: Expectations, said: Json) -> Iterator[str]:
     for field, option in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
         if expected.by_broadcast:
             fix = f"start one server for each without {option}, or set serving.weights=files"
@@ -230,7 +230,7 @@ def _require(said: Json, field: str, legal: Sequence[object], fix: str) -> Itera
         yield f"{field}={shown(said[field])}, must be {values}: {fix}"
 
 
-_CHECKS: Sequence[Callable[[ExpectedServer, Json], Iterator[str]]] = (
+_CHECKS: Sequence[Callable[[Expectations, Json], Iterator[str]]] = (
     *(_model, _model_type, _generates, _dtype, _quantization, _load_format),
     *(_disaggregation, _context, _adapters, _experts, _ranks),
 )

@@ -21,12 +21,12 @@ from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
 from hybridrl.workers.rollout.sglang.capabilities import Capability
+from hybridrl.workers.rollout.sglang.connection import ProgramConnection
 from hybridrl.workers.rollout.sglang.memory import held_bytes
-from hybridrl.workers.rollout.sglang.pairing import PairedEngine
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.pairing import PairedConnection
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.rollout.sglang.server import Server
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
 
 _LEAVE_S = 2.0
@@ -72,7 +72,7 @@ class SGLangEngine(ServedWeights):
         self._forget_weights()
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
 
-    def _find_server(self) -> ServerCalls:
+    def _find_server(self) -> ControlCalls:
         if self._spec.elsewhere is not None:
             return AttachedServer(self._spec, self._spec.elsewhere)
         return Server(self._spec, variables=self._variables)
@@ -106,9 +106,13 @@ class SGLangEngine(ServedWeights):
                 experts=self._experts,
             )
             client, prefills = self._server.client, self._spec.prefills
-            engine = PairedEngine(client, prefills=prefills) if prefills else ServingEngine(client)
+            engine = (
+                PairedConnection(client, prefills=prefills)
+                if prefills
+                else ProgramConnection(client)
+            )
             timeout_s = self._spec.rollout.request_timeout_s
-            sampler = ServerSampler(engine, model, call, timeout_s=timeout_s)
+            sampler = HttpSampler(engine, model, call, timeout_s=timeout_s)
 
             async def connected(_: Sampler) -> T:
                 async with sampler:

@@ -16,9 +16,9 @@ from typing import Any
 import aiohttp
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.sglang.arguments import ServerAddress
+from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
 from hybridrl.workers.rollout.sglang.client import Body, Endpoint
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine, without_time
+from hybridrl.workers.rollout.sglang.connection import ProgramConnection, without_time
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +28,12 @@ _ROOM_BITS = 62  # SGLang counts rooms in int64
 _ABORT_S = 5.0
 
 
-class PairedEngine(ServingEngine):
+class PairedConnection(ProgramConnection):
     """The own decode server, with each prefill server in turn."""
 
     caches_contexts = False
 
-    def __init__(self, own: Endpoint, *, prefills: Sequence[ServerAddress]) -> None:
+    def __init__(self, own: Endpoint, *, prefills: Sequence[KeyedAddress]) -> None:
         """Prepare.
 
         Args:
@@ -103,7 +103,7 @@ class PairedEngine(ServingEngine):
 class _PrefillHalf:
     """A prefill server, as the decode servers reach it."""
 
-    def __init__(self, address: ServerAddress) -> None:
+    def __init__(self, address: KeyedAddress) -> None:
         self._address = address
         self._endpoint = Endpoint(
             address.url,

@@ -30,7 +30,7 @@ from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sampling import check_request
 from hybridrl.workers.rollout.sglang.answers import ServedModel, accepted_drafts, read_sample
 from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ServerError
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
+from hybridrl.workers.rollout.sglang.connection import ProgramConnection
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +75,12 @@ class SharedPrefill:
     task: asyncio.Task[list[Body]] | None = None
 
 
-class ServerSampler(Sampler):
+class HttpSampler(Sampler):
     """Samples by HTTP. Used for one program."""
 
     def __init__(
         self,
-        engine: ServingEngine,
+        engine: ProgramConnection,
         model: ServedModel,
         call: ProgramCall,
         *,
@@ -109,7 +109,7 @@ class ServerSampler(Sampler):
         """Names of open responses."""
         self._interrupting: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> ServerSampler:
+    async def __aenter__(self) -> HttpSampler:
         """Connect in the current event loop."""
         await self._engine.__aenter__()
         return self

@@ -17,16 +17,16 @@ from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineErro
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.rollout.sglang.arguments import (
     Arguments,
-    ServerAddress,
+    KeyedAddress,
     ServerSpec,
     build_arguments,
     environment,
 )
 from hybridrl.workers.rollout.sglang.capabilities import require_as_asked
-from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ServerClient
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ControlClient
 from hybridrl.workers.rollout.sglang.memory_saver import require_no_obstacle
 from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _REFUSED = "refused: "
 _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
-class Server(ServerCalls):
+class Server(ControlCalls):
     """A running server, which ends with this process."""
 
     def __init__(self, spec: ServerSpec, *, variables: Mapping[str, str]) -> None:
@@ -67,7 +67,7 @@ class Server(ServerCalls):
                 return
 
     def _start(self, spec: ServerSpec, variables: Mapping[str, str]) -> None:
-        address = spec.address or ServerAddress(
+        address = spec.address or KeyedAddress(
             host=spec.door.host,
             port=free_port(),
             key=spec.door.key or secrets.token_urlsafe(),
@@ -83,7 +83,7 @@ class Server(ServerCalls):
             is_installed=find_spec(_MEMORY_SAVER) is not None,
         )
         self.process, file = start_child(arguments, variables=variables)
-        self.client = ServerClient(
+        self.client = ControlClient(
             address.url,
             name="SGLang",
             require_alive=self.process.require_alive,

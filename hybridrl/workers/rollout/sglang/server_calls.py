@@ -19,7 +19,7 @@ from hybridrl.workers.rollout.sglang.capabilities import (
     ServerCapabilities,
     read_capabilities,
 )
-from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ControlClient, ServerError
 from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ Body = dict[str, Any]
 _FLUSH_WAIT_S = 1.0
 
 
-class ServerCalls:
+class ControlCalls:
     """A server that answers, and its control calls."""
 
-    client: ServerClient
+    client: ControlClient
 
     capabilities: ServerCapabilities
 
@@ -112,7 +112,7 @@ class ServerCalls:
         info: Body = self.client.call("/server_info", timeout_s=PROBE_TIMEOUT_S, method="GET")
         return info
 
-    def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ServerClient.call
+    def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ControlClient.call
         """Do one control call within ``rollout.stage_timeout_s``, and the time left of its stage.
 
         Raises:
@@ -198,7 +198,7 @@ class ServerCalls:
         return self.client.run(self.client.loads())
 
 
-def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ServerClient.call
+def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ControlClient.call
     if not isinstance(answer, dict) or not answer.get("success", True):
         reason = answer.get("message") or answer.get("error_message") or answer
         raise EngineError(f"{path} failed: {reason}")

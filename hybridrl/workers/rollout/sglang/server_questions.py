@@ -10,10 +10,10 @@ from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.sampler import RequestParams
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.answers import ServedModel
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
-from hybridrl.workers.rollout.sglang.comparison import ExpectedServer
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
+from hybridrl.workers.rollout.sglang.client import ControlClient, ServerError
+from hybridrl.workers.rollout.sglang.comparison import Expectations
+from hybridrl.workers.rollout.sglang.connection import ProgramConnection
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 
 CALL_S = 10.0
 """Seconds that the answer to a question may take that the server computes nothing for."""
@@ -29,11 +29,11 @@ _NO_TOKEN = 2**31 - 1
 _VOCAB_SIZE = re.compile(r"valid range is \[0, (\d+)\)")
 
 
-class ServerQuestions:
+class Questions:
     """Asks one server, on the loop of its client."""
 
     def __init__(
-        self, client: ServerClient, expected: ExpectedServer, *, has_key: bool, timeout_s: float
+        self, client: ControlClient, expected: Expectations, *, has_key: bool, timeout_s: float
     ) -> None:
         """Ask nothing yet.
 
@@ -115,8 +115,8 @@ class ServerQuestions:
             version=0,
             weight_version=str(version),
         )
-        sampler = ServerSampler(
-            ServingEngine(self._client), model, ProgramCall(), timeout_s=self._timeout_s
+        sampler = HttpSampler(
+            ProgramConnection(self._client), model, ProgramCall(), timeout_s=self._timeout_s
         )
         reason = ""
         try:

@@ -36,7 +36,7 @@ from hybridrl.workers.rollout.sglang.memory import (
     list_weights,
     require_whole_vocabulary,
 )
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
 
 try:
@@ -58,7 +58,7 @@ _NO_SUCH_ADAPTER = "does not exist"
 class ServedWeights:
     """Sends weights to a server. ``SGLangEngine`` starts that server, and generates with it."""
 
-    _server: ServerCalls
+    _server: ControlCalls
     _gate: RequestGate
     _released: set[MemoryTag]
 
@@ -109,7 +109,7 @@ class ServedWeights:
         self.transport.load(self._server, staged, handles)
 
     def join(self) -> Receiver:
-        """Open an update whose buckets another process sends; see ``ReceivingEngine``."""
+        """Open an update whose buckets another process sends; see ``WeightReceiver``."""
         self._open_update(in_session=True)
         client = self._server.client
         return Receiver(client.base_url, client.key, self._server.num_ranks, self._start)

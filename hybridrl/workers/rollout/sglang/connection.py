@@ -10,7 +10,7 @@ import aiohttp
 from hybridrl.workers.rollout.sglang.client import Body, Endpoint
 
 
-class ServingEngine:
+class ProgramConnection:
     """A server that serves the current program. Enter it in the program's event loop."""
 
     caches_contexts = True
@@ -29,7 +29,7 @@ class ServingEngine:
         """Of the server."""
         return self._endpoint.base_url
 
-    async def __aenter__(self) -> ServingEngine:
+    async def __aenter__(self) -> ProgramConnection:
         """Connect."""
         await self._connect(self._connections)
         self.is_open = True
