@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
@@ -20,7 +21,7 @@ from hybridrl.errors import (
     RequestError,
     ServerDiedError,
 )
-from hybridrl.metrics import Metrics, Sum
+from hybridrl.metrics import Max, Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, Sampler, interrupted_sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.request_queue import Member, RequestQueue
@@ -124,6 +125,12 @@ class EnginePool(Sampler):
         self._vocab_size = vocab_size
         self._version = version
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
+        self._num_asked = 0
+        """Requests that engines have."""
+        self._idle_s = 0.0
+        """Seconds in which they had none, up to ``_idle_since_s``."""
+        self._idle_since_s: float | None = None
+        """None before the first weights: the start of the engines is not idleness."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """Of the program, from its first request on."""
         self._gave_back = asyncio.Event()
@@ -174,6 +181,8 @@ class EnginePool(Sampler):
             index: of an engine that was suspended; or lost since.
             handle: of its process, which may have been replaced.
         """
+        if self._idle_since_s is None:
+            self._idle_since_s = time.perf_counter()
         self._version = version
         member = self._members.get(index)
         if member is None or member.handle is not handle:
@@ -270,8 +279,10 @@ class EnginePool(Sampler):
         )
 
     def take_metrics(self) -> Metrics:
-        """Describe the requests since the last call, and count from 0 again."""
-        metrics = self.metrics()
+        """Describe the requests and idle seconds since the last call, and count from 0 again."""
+        self._count_asked(0)
+        metrics = self.metrics() | {"time/engines_idle_s": Max(self._idle_s)}
+        self._idle_s = 0.0
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
         return metrics
 
@@ -297,14 +308,23 @@ class EnginePool(Sampler):
         answer = asyncio.ensure_future(self.ask(member.handle, token_ids, params, keys))
         loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         member.losses.add(loss)
+        self._count_asked(1)
         try:
             await asyncio.wait((answer, loss), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
         finally:
+            self._count_asked(-1)
             member.losses.discard(loss)
             answer.cancel()
         raise EngineError(loss.result())
+
+    def _count_asked(self, change: int) -> None:
+        if self._idle_since_s is not None:
+            now_s = time.perf_counter()
+            self._idle_s += 0.0 if self._num_asked else now_s - self._idle_since_s
+            self._idle_since_s = now_s
+        self._num_asked += change
 
     async def _take(self, token_ids: Sequence[int] | Tensor, num_responses: int) -> Member:
         """Wait for an engine with room, and return the one with the fewest open responses.

@@ -48,6 +48,8 @@ class Recovery:
         self._pool: EnginePool | None = None
         self._lent: dict[int, RankHandle] = {}
         """By index in the pool, after the server's own ones."""
+        self._reported: set[EngineHandle | None] = set()
+        """Lost engines that a thread sees to: until it has noted one, each look reports it."""
         self._lost: set[int] = set()
         self._losses = Losses("ranks")
         self.monitor = HealthMonitor(self._watched, self.report, timeout_s=health_timeout_s)
@@ -97,7 +99,9 @@ class Recovery:
             return False
         if self._server.version < 0:
             return False
-        self._in_thread(index, handle, reason)
+        if handle not in self._reported:
+            self._reported.add(handle)
+            self._in_thread(index, handle, reason)
         return True
 
     def lost(self) -> tuple[int, ...]:
@@ -130,6 +134,8 @@ class Recovery:
         except Exception as error:
             log.exception("a lost rollout engine was not replaced: engine=%d", index)
             reason = f"{type(error).__name__}: {error}"
+        finally:
+            self._reported.discard(handle)
         pool = self._pool
         if reason:
             self._server.give_up(index)

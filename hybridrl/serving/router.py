@@ -227,13 +227,16 @@ class PolicyRouter:
 
         Raises:
             ServerError: a server refused it; or servers that live failed it for some seconds.
+            ServerDiedError: the router ended, and another one did for some seconds.
+            ConnectionLostError: no answer for some seconds, and the router lives.
             RouterError: the router ended again and again.
         """
         begin, give_up_s = time.monotonic(), None
         while True:
             process = self.process
             try:
-                answer = await self._unless_lost(process.generate(body, session=session))
+                asking = process.client.request(_GENERATE, body, timeout_s=None, session=session)
+                answer = await self._unless_lost(asking)
             except LostBehindRouterError:
                 await asyncio.to_thread(self._show)
                 raise  # it may still compute: the next try needs another name

@@ -21,11 +21,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import LOOPBACK
-from hybridrl.workers.rollout.sglang.client import Body, ControlClient, ServerError
+from hybridrl.workers.rollout.sglang.client import ControlClient, ServerError
 from hybridrl.workers.rollout.sglang.process import ServerProcess, end_with_parent, free_port
 
 log = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ class RouterProcess:
             given = _arguments(port, metrics_port, key) | dict(arguments or {})
             json.dump(given, file, allow_nan=False)
         self.process = ServerProcess([sys.executable, "-m", __name__, file.name], name="the router")
-        self._client = ControlClient(
+        self.client = ControlClient(
             self.url, name="the router", require_alive=self.process.require_alive, key=key
         )
         try:
@@ -92,13 +90,13 @@ class RouterProcess:
         new = [{"url": url, "api_key": self._key} for url in urls if url not in known]
 
         async def change() -> None:
-            request = partial(self._client.request, timeout_s=_CALL_S)
+            request = partial(self.client.request, timeout_s=_CALL_S)
             await asyncio.gather(
                 *(request(path, method="DELETE") for path in gone),
                 *(request("/workers", body) for body in new),
             )
 
-        self._client.run(change())
+        self.client.run(change())
         deadline_s = time.monotonic() + self._timeout_s
         while self.workers() != dict.fromkeys(urls, True):
             if time.monotonic() > deadline_s:
@@ -107,18 +105,6 @@ class RouterProcess:
                     f"{self._timeout_s:g} s\n{self.process.tail()}"
                 )
             time.sleep(_POLL_S)
-
-    async def generate(self, body: Body, *, session: aiohttp.ClientSession | None) -> Any:  # noqa: ANN401 - JSON
-        """Send one request to a server of the router's choice.
-
-        The caller limits the wait: see ``while_it_works``.
-
-        Raises:
-            ServerError: the server refuses it, or is gone; or there is none.
-            ServerDiedError: the router is gone.
-            ConnectionLostError: no answer, and the router lives.
-        """
-        return await self._client.request("/generate", body, timeout_s=None, session=session)
 
     def workers(self) -> dict[str, bool]:
         """Return the addresses of its servers, and whether it takes each for healthy.
@@ -136,11 +122,11 @@ class RouterProcess:
         """Return when it answered, by a monotonic clock. The future may hold an error."""
 
         async def ask() -> object:
-            await self._client.request("/liveness", timeout_s=_CALL_S, method="GET")
+            await self.client.request("/liveness", timeout_s=_CALL_S, method="GET")
             return time.monotonic()
 
         try:
-            return self._client.start(ask())
+            return self.client.start(ask())
         except EngineError as error:  # it was ended just now
             failed: Future[object] = Future()
             failed.set_exception(error)
@@ -148,7 +134,7 @@ class RouterProcess:
 
     def end(self) -> None:
         """Kill it. Idempotent."""
-        self._client.close()
+        self.client.close()
         self.process.end()
 
     def _answers(self) -> bool:
@@ -164,7 +150,7 @@ class RouterProcess:
         return True
 
     def _list(self) -> list[dict[str, Any]]:
-        answer = self._client.call("/workers", timeout_s=_CALL_S, method="GET")
+        answer = self.client.call("/workers", timeout_s=_CALL_S, method="GET")
         workers: list[dict[str, Any]] = answer["workers"]
         return workers
 

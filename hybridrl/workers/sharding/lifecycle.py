@@ -15,6 +15,7 @@ from typing import Protocol
 from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import Failures, StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.offloadable_models import OffloadableModels
 from hybridrl.workers.sharding.states import (
     CONTINUE,
     DRAIN,
@@ -33,7 +34,6 @@ from hybridrl.workers.sharding.states import (
     Edge,
     State,
 )
-from hybridrl.workers.sharding.training_tenants import TrainingTenants
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class LifeCycle:
         self,
         engines: LifeCycleMembers,
         *,
-        host: TrainingTenants | None,
+        host: OffloadableModels | None,
         depth: SleepLevel,
         observe: Callable[[str], AbstractContextManager[None]],
         stays: bool = False,

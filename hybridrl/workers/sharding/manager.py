@@ -18,8 +18,8 @@ from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.offloadable_models import OffloadableModels
 from hybridrl.workers.sharding.states import State
-from hybridrl.workers.sharding.training_tenants import TrainingTenants
 from hybridrl.workers.train.protocol import OffloadableModel, TrainEngine
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class ShardingManager:
         """Called at the end of a phase, on all ranks, before engines sleep."""
         self._engines = engines
         self._resends_base = lora is None or lora.base == "resend"
-        self._colocated = TrainingTenants(device=meter.device, control=control)
+        self._colocated = OffloadableModels(device=meter.device, control=control)
         if engines.num_engines:
             self._colocated.engine_bytes = engines.torch_bytes
         if engines.managed is not None:

@@ -31,8 +31,8 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.offloadable_models import OffloadableModels
 from hybridrl.workers.sharding.states import State
-from hybridrl.workers.sharding.training_tenants import TrainingTenants
 from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
 from tests.workers.rollout import engines
 from tests.workers.sharding.engine_set import LocalSet
@@ -502,7 +502,7 @@ class Rig:
         ]
         self.trainer = RecordingTrainEngine(self.journal, policy)
         self.reference = RecordingTenant(self.journal)
-        tenants = TrainingTenants(device=CPU, control=ControlGroup(timeout_s=5.0))
+        tenants = OffloadableModels(device=CPU, control=ControlGroup(timeout_s=5.0))
         tenants.register("actor", self.trainer)
         tenants.register("reference", self.reference)
         shards = Shards(self.trainer)
