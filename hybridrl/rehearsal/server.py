@@ -36,7 +36,7 @@ from hybridrl.workers.rollout.sglang.arguments import ServingSpec, build_argumen
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 from hybridrl.workers.rollout.sglang.versions import TESTED_VERSIONS, require_as_asked
-from hybridrl.workers.sharding.publishing import NOBODY, Lent, Servers
+from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 
 Body = dict[str, Any]
 
@@ -355,7 +355,7 @@ class RehearsedClient(ControlClient):
         return self._server.answer(path, body or {})
 
 
-class RehearsedServers(Servers):
+class RehearsedManager(ManagerClient):
     """Rollout servers beside the ranks: they read the names of what is published, and answer."""
 
     timeout_s = 60.0
@@ -367,7 +367,7 @@ class RehearsedServers(Servers):
 
     @property
     def host(self) -> str:
-        """See ``Servers``."""
+        """See ``ManagerClient``."""
         return LOOPBACK
 
     def need_weights(self, *, version: int) -> bool:

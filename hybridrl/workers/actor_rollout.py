@@ -49,8 +49,8 @@ from hybridrl.workers.sampling import Sampling
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.publishing import Servers
 from hybridrl.workers.train.checkpoint import Notes
 from hybridrl.workers.train.protocol import LearningEngine, TokenLoss
 
@@ -73,7 +73,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self,
         config: ExperimentConfig,
         model_folder: Path,
-        servers: Servers | None = None,
+        servers: ManagerClient | None = None,
         base_plan: BasePlan | None = None,
     ) -> None:
         """Start both engines; a collective call.
@@ -128,7 +128,7 @@ class ActorRolloutWorker(CheckpointedWorker):
     def _start_rollout(
         self,
         model_folder: Path,
-        servers: Servers | None,
+        servers: ManagerClient | None,
         *,
         meter: PeakMeter,
         control: ControlGroup,

@@ -43,7 +43,8 @@ from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines, start_engine
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
-from hybridrl.workers.sharding.publishing import Publisher, Servers, ServersPublisher
+from hybridrl.workers.sharding.manager_client import ManagerClient
+from hybridrl.workers.sharding.publishing import ManagerPublisher, Publisher
 from hybridrl.workers.train.backend import Backend
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
@@ -198,7 +199,7 @@ def build_engines(
     model_folder: Path,
     device: torch.device,
     *,
-    servers: Servers | None,
+    servers: ManagerClient | None,
     control: ControlGroup,
 ) -> FusedEngines:
     """Start the rollout engines that ranks lead. A collective call."""
@@ -290,7 +291,7 @@ def build_sampling(
     model_folder: Path,
     *,
     engine: RolloutEngine | None,
-    servers: Servers | None,
+    servers: ManagerClient | None,
     sharding: ShardingManager,
     control: ControlGroup,
 ) -> Sampling:
@@ -325,12 +326,15 @@ def build_sampling(
 
 
 def _build_publisher(
-    config: ExperimentConfig, servers: Servers | None, device: torch.device, control: ControlGroup
+    config: ExperimentConfig,
+    servers: ManagerClient | None,
+    device: torch.device,
+    control: ControlGroup,
 ) -> Publisher:
     """Choose how weights reach engines that no rank owns."""
     match config.topology:
         case Own() | Attached() | Colocated(has_others=True) if servers is not None:
-            return ServersPublisher(servers, config=config.rollout, device=device, control=control)
+            return ManagerPublisher(servers, config=config.rollout, device=device, control=control)
         case _:
             return Publisher()
 

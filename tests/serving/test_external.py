@@ -19,11 +19,10 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriftError, ExternalEngineError
 from hybridrl.sampler import RequestParams
 from hybridrl.serving import external
-from hybridrl.serving.external import ExternalModel
-from hybridrl.serving.frozen import Answer
-from hybridrl.serving.launching import ServerKeys
+from hybridrl.serving.external import ApiKeys, ExternalModel
 from hybridrl.workers.rollout.sglang import comparison
 from hybridrl.workers.rollout.sglang.comparison import differences, expect_server
+from hybridrl.workers.sharding.manager_client import Answer
 from tests.config.values import config_of
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, elsewhere
 from tests.serving.test_frozen import with_tokenizer
@@ -67,7 +66,7 @@ def started(
     folder: Path, *urls: str, key: str = "", verified: str = "never"
 ) -> Iterator[ExternalModel]:
     config = judged_by(folder, *urls, verified=verified)
-    model = ExternalModel(config, "judge", keys=ServerKeys(by_model={"judge": key}))
+    model = ExternalModel(config, "judge", keys=ApiKeys(by_model={"judge": key}))
     try:
         model.start()
         yield model
@@ -260,7 +259,7 @@ def test_a_key_reaches_its_servers_alone_and_no_text(
     texts = []
     with elsewhere(key=KEY) as server, elsewhere() as stranger:
         config = judged_by(folder, server.url, keys="JUDGE_KEY")
-        keys = ServerKeys.read(config, own="a-key")
+        keys = ApiKeys.read(config, own="a-key")
         texts += [repr(keys), repr(config), repr(vars(ExternalModel(config, "judge", keys=keys)))]
         with started(folder, server.url, key=keys.of("judge")) as model:
             assert last_tokens(model.ask(CONTEXTS, PARAMS, timeout_s=20)) == REPEATED

@@ -18,7 +18,7 @@ from hybridrl.errors import DriftError, RouterError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import router_process
-from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.router import PolicyRouter
 from hybridrl.serving.router_process import RouterProcess
@@ -78,7 +78,7 @@ def run(
 
     losses: dict[int, str] = {}
 
-    def note(index: int, _: SamplingEngine, reason: str) -> bool:
+    def note(index: int, _: EngineHandle, reason: str) -> bool:
         losses[index] = reason
         return False
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.requests import PolicyRequests, StraightRequests
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler
@@ -70,7 +70,7 @@ def test_a_request_whose_server_is_being_opened_is_interrupted_as_well(*, interr
     async def program() -> list[int]:
         server = SlowToOpen()
         requests = StraightRequests(server.open)
-        engine = cast(SamplingEngine, Addressed("http://server"))
+        engine = cast(EngineHandle, Addressed("http://server"))
         asking = asyncio.ensure_future(requests.ask(engine, [1], PARAMS, [7]))
         await asyncio.sleep(0)
         if interrupts:

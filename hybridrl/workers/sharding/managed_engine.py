@@ -90,6 +90,10 @@ class ManagedEngine:
                 "aborted requests that did not finish in rollout.drain_timeout_s: count=%d", aborted
             )
 
+    def interrupt(self) -> None:
+        """End open responses at their present token, and later ones until ``continue``."""
+        self.engine.interrupt()
+
     def continue_generation(self) -> None:
         """Admit requests again."""
         self.engine.continue_generation()
