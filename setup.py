@@ -54,7 +54,7 @@ setup(
     ],
     extras_require={
         "sglang": [
-            "sglang>=0.5.17,<0.5.24",
+            "sglang>=0.5.21,<0.5.24",
             "sglang-router>=0.3.2",
             "torch_memory_saver>=0.0.10",
         ],

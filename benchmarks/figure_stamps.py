@@ -155,7 +155,7 @@ FIGURES = (
         arguments=("--picture", "docs/images/killed_engine.svg"),
         measured=(
             *("benchmarks/sides/answering_engines.py", "benchmarks/sides/timed_engine.py"),
-            *(f"hybridrl/serving/{name}.py" for name in ("engine_pool", "engine_queue", "group")),
+            *(f"hybridrl/serving/{name}.py" for name in ("engine_pool", "request_queue")),
             *(f"hybridrl/serving/{name}.py" for name in ("recovery", "server")),
             *("hybridrl/workers/sharding/lifecycle.py", "hybridrl/workers/rollout/embedded/*.py"),
         ),
@@ -168,7 +168,6 @@ FIGURES = (
             *("benchmarks/sides/asynchronous_runs.py", "benchmarks/sides/measured_costs.py"),
             *("benchmarks/sides/simulated_*.py", "hybridrl/trainer/batches.py"),
             *(f"hybridrl/serving/{name}.py" for name in ("background", "open_groups")),
-            "hybridrl/serving/sample_buffer.py",
         ),
         one_thread=True,
     ),

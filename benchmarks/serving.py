@@ -35,8 +35,8 @@ from hybridrl.run.starter import write_random_model
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.launching import ActorLaunch, ServerDevices
-from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, lay_out, plan_servers
+from hybridrl.serving.launching import ActorLaunch, ReservedDevices
+from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, lay_out, plan_servers
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.single_controller import RayResourcePool
@@ -150,13 +150,14 @@ async def ask(
 def killed(config: ExperimentConfig, model_folder: Path, *, picture: Path | None) -> None:
     """Kill an engine while both sample, and print how long its replacement took."""
     with served(config, model_folder) as (server, engines):
-        recovery = Recovery(server, start_timeout_s=config.rollout.start_timeout_s)
+        recovery = Recovery(
+            server,
+            start_timeout_s=config.rollout.start_timeout_s,
+            health_timeout_s=config.serving.health_timeout_s,
+        )
         pool = pool_of(server, config, server.serving_engines())
-        try:
-            with recovery.filling(pool):
-                died_s = asyncio.run(kill_one(pool, engines))
-        finally:
-            recovery.end()
+        with recovery.filling(pool):
+            died_s = asyncio.run(kill_one(pool, engines))
     new = engines[-1]
     noticed_s, start_s = new.launched_s - died_s, new.built_s - new.launched_s
     answer_s = new.answers[0][0] - new.built_s
@@ -267,7 +268,7 @@ def simulated(config: ExperimentConfig, sizes: Sequence[int], num_requests: int)
         )
 
 
-def plan_of(num_engines: int) -> ServerPlan:
+def plan_of(num_engines: int) -> ModelPlan:
     """Return a plan of equal engines."""
     groups = {"main": ServerGroupConfig(num_devices=num_engines)}
     serving = ServingConfig(
@@ -297,7 +298,7 @@ def served(
         config=config,
         plan=plan,
         policy_folder=model_folder,
-        devices=ServerDevices(placements=resources.lease()),
+        devices=ReservedDevices(placements=resources.lease()),
     )
 
     def launch(group: GroupPlan, engine: EnginePlan) -> TimedEngine:

@@ -27,7 +27,7 @@ from hybridrl.config.serving import WeightRoute
 from hybridrl.main import compose
 from hybridrl.run.cluster import ray_cluster
 from hybridrl.run.starter import write_random_model
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.launching import start_servers
 from hybridrl.workers.build import build_engines
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager

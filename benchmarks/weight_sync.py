@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from hybridrl.config.load import load_config
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.main import compose
-from hybridrl.workers.rollout.sglang.arguments import ServerSpec
+from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.weights import build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
@@ -82,7 +82,7 @@ def start(folder: Path) -> SGLangEngine:
     """Start a small server, paused, with made-up weights."""
     rollout = rollout_config()
     engine = SGLangEngine(
-        ServerSpec(
+        ServingSpec(
             model_folder=folder,
             rollout=replace(rollout, num_slots=4, dtype="float32"),
             lora=None,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.workers.sharding.lifecycle import Action
 
 _TOKENS, _LOGPROBS = torch.tensor([1]), torch.zeros(1)
@@ -46,21 +46,13 @@ class Answers:
             future.set_result(answer)
 
 
-class AnsweringEngine:
-    """An ``EngineHandle``."""
+class AnsweringEngine(EngineHandle):
+    """Answers at once."""
 
     def __init__(self, answers: Answers) -> None:
         """Take the thread that answers."""
         self._answers = answers
         self._version = -1
-
-    def build(self) -> Future[None]:
-        """Build nothing."""
-        return self._answers.give(None)
-
-    def address(self) -> Future[str | None]:
-        """Return None: requests are calls."""
-        return self._answers.give(None)
 
     def act(self, action: Action) -> Future[Any]:
         """Note the version of weights."""
@@ -75,27 +67,9 @@ class AnsweringEngine:
         one = Sample(_TOKENS, _LOGPROBS, "stop", self._version)
         return self._answers.give([one] * len(keys))
 
-    def take_metrics(self) -> Future[Metrics]:
-        """Return none."""
-        return self._answers.give({})
-
     def probe(self) -> Future[object]:
         """Return nothing: nobody watches it."""
         return self._answers.give(None)
 
-    def is_alive(self) -> bool:
-        """Whether it is there."""
-        return True
-
     def end(self) -> None:
         """Do nothing."""
-
-    def signal(self, number: int) -> None:
-        """Do nothing: it has no process."""
-
-    def cut(self) -> None:
-        """Do nothing: nothing travels."""
-
-    def interrupt(self) -> Future[None]:
-        """Do nothing: nothing is open."""
-        return self._answers.give(None)

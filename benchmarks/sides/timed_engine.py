@@ -10,15 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.workers.sharding.lifecycle import Action
 
 
-@dataclass
-class TimedEngine:
-    """An ``EngineHandle`` around another. Times are of ``time.perf_counter``."""
+@dataclass(eq=False)
+class TimedEngine(EngineHandle):
+    """A handle around another. Times are of ``time.perf_counter``."""
 
     engine: EngineHandle
     launched_s: float = field(default_factory=time.perf_counter)
@@ -53,10 +52,6 @@ class TimedEngine:
             num_tokens = sum(len(sample.token_ids) for sample in future.result())
             self.answers.append((time.perf_counter(), num_tokens))
 
-    def take_metrics(self) -> Future[Metrics]:
-        """Return the engine's metrics."""
-        return self.engine.take_metrics()
-
     def probe(self) -> Future[object]:
         """Return how far the engine is."""
         return self.engine.probe()
@@ -68,15 +63,3 @@ class TimedEngine:
     def end(self) -> None:
         """End the process."""
         self.engine.end()
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the engine's processes."""
-        self.engine.signal(number)
-
-    def cut(self) -> None:
-        """Lose all that travels to and from the engine."""
-        self.engine.cut()
-
-    def interrupt(self) -> Future[None]:
-        """End open responses at their present token."""
-        return self.engine.interrupt()

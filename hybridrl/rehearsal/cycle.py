@@ -31,8 +31,8 @@ from hybridrl.rehearsal.model_folder import HollowFile, write_hollow_file
 from hybridrl.rehearsal.plan import Executed
 from hybridrl.rehearsal.server import (
     Handles,
+    RehearsedManager,
     RehearsedServer,
-    RehearsedServers,
     full_samples,
 )
 from hybridrl.rehearsal.torch_cuda import GPU
@@ -132,7 +132,7 @@ class Cycle:
         self._asked = config  # of a run on a CPU the GPU shows memory alone
         self.executed = Executed()
         self.handles = Handles()
-        self.servers: list[RehearsedServer | RehearsedServers] = []
+        self.servers: list[RehearsedServer | RehearsedManager] = []
         self._gpu, self._rank = gpu, rank
         self._folder = Path(config.model.path or "")
         self._rows = Rows.of(config)
@@ -176,7 +176,7 @@ class Cycle:
     def build(self) -> None:
         """Build what a rank has."""
         join(self.config.cluster.num_ranks, self._rank)
-        servers = RehearsedServers() if self.config.has_servers else None
+        servers = RehearsedManager() if self.config.has_servers else None
         if servers is not None:
             self.servers.append(servers)
         fused: dict[str, Any] = {}
@@ -301,7 +301,7 @@ class Cycle:
             (export, "save_file", write_hollow_file),
             (transports, "save_file", write_hollow_file),
             (checkpoint, "_write", lambda _path, _header, copied: copied),
-            (sglang_engine, "Server", start_server),
+            (sglang_engine, "StartedServer", start_server),
             (sglang_weights, "encode", self.handles.make),
             (sglang_weights, "_name_gpus_by_serial_number", lambda: None),
             (actor_rollout, "PeakMeter", partial(Meter, self._gpu, self.executed)),

@@ -1,7 +1,7 @@
 """An SGLang server without SGLang: it answers in this process, holds bytes, and refuses as SGLang.
 
-It stands at the seam of HTTP (``ServerClient``): arguments, capabilities, life cycle, weight
-buckets and requests above it are the product's own.
+It stands at the seam of HTTP (``ControlClient``): arguments, life cycle, weight buckets and
+requests above it are the product's own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import sys
 import weakref
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,15 +32,11 @@ from hybridrl.sampler import NO_VERSION, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang.arguments import ServerSpec, build_arguments
-from hybridrl.workers.rollout.sglang.capabilities import (
-    TESTED_VERSIONS,
-    read_capabilities,
-    require_as_asked,
-)
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
-from hybridrl.workers.sharding.publishing import NOBODY, Lent, Servers
+from hybridrl.workers.rollout.sglang.arguments import ServingSpec, build_arguments
+from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
+from hybridrl.workers.rollout.sglang.versions import TESTED_VERSIONS, require_as_asked
+from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 
 Body = dict[str, Any]
 
@@ -137,8 +132,8 @@ class Call:
     """Bytes that this process's tensors had on the GPU then."""
 
 
-class RehearsedServer(ServerCalls):
-    """Takes the place of ``Server``.
+class RehearsedServer(ControlCalls):
+    """Takes the place of ``StartedServer``.
 
     Args:
         variables: environment of a real one.
@@ -148,7 +143,7 @@ class RehearsedServer(ServerCalls):
 
     def __init__(
         self,
-        spec: ServerSpec,
+        spec: ServingSpec,
         *,
         handles: Handles,
         sizes: Mapping[MemoryTag, int],
@@ -171,12 +166,10 @@ class RehearsedServer(ServerCalls):
         }
         self.info = {
             **arguments,
-            "version": TESTED_VERSIONS[1],
+            "version": TESTED_VERSIONS[0],
             "internal_states": [{"memory_usage": usage}],
         }
         require_as_asked(arguments, self.info)
-        self.capabilities = read_capabilities(self.info, None)
-        self.capabilities.require_for(spec)
         self.client = RehearsedClient(self)
         self.process = _Process()
         self._handles, self._sizes, self._gpu = handles, sizes, gpu
@@ -213,11 +206,11 @@ class RehearsedServer(ServerCalls):
 
     # -- answers ---------------------------------------------------------------------------------
 
-    def answer(self, path: str, body: Body) -> Any:  # noqa: ANN401 - as ServerClient.call
+    def answer(self, path: str, body: Body) -> Any:  # noqa: ANN401 - as ControlClient.call
         """Answer a call as SGLang would.
 
         Raises:
-            ServerError: it would refuse.
+            RefusedError: it would refuse.
         """
         route = path.partition("?")[0]
         tags = tuple(body.get("tags", ()))
@@ -241,7 +234,7 @@ class RehearsedServer(ServerCalls):
         return {"success": True} if handler is None else handler(body)
 
     def _refuse(self, why: str) -> None:
-        raise ServerError(self.asked[-1].path, _REFUSED, why)
+        raise RefusedError(self.asked[-1].path, _REFUSED, why)
 
     def _require(self, *tags: MemoryTag) -> None:
         for tag in tags:
@@ -350,23 +343,19 @@ class _Process:
     pid = 0
 
 
-class RehearsedClient(ServerClient):
+class RehearsedClient(ControlClient):
     """A client whose server is an object."""
 
     def __init__(self, server: RehearsedServer) -> None:
-        super().__init__("http://rehearsal", name="SGLang", require_alive=assume_alive)
+        super().__init__("http://rehearsal", name="SGLang")
         self._server = server
-
-    def open_session(self) -> Any:  # noqa: ANN401 - of aiohttp
-        """There is no connection."""
-        return nullcontext()
 
     async def request(self, path: str, body: Body | None = None, **_: Any) -> Any:  # noqa: ANN401
         """Answer at once."""
         return self._server.answer(path, body or {})
 
 
-class RehearsedServers(Servers):
+class RehearsedManager(ManagerClient):
     """Rollout servers beside the ranks: they read the names of what is published, and answer."""
 
     timeout_s = 60.0
@@ -378,7 +367,7 @@ class RehearsedServers(Servers):
 
     @property
     def host(self) -> str:
-        """See ``Servers``."""
+        """See ``ManagerClient``."""
         return LOOPBACK
 
     def need_weights(self, *, version: int) -> bool:

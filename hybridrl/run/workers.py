@@ -17,8 +17,7 @@ from hybridrl.config.setup_hook import SetupHook
 from hybridrl.diagnostics import trace
 from hybridrl.planning.frozen_base import BasePlan, base_plan, has_choice
 from hybridrl.rehearsal.plan import plan_by_execution
-from hybridrl.serving.managed_servers import ManagedServers
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.launching import start_servers
 from hybridrl.single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -31,7 +30,7 @@ from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.offline import PreferenceWorker, SupervisedWorker
 from hybridrl.workers.reward_model import RewardModelWorker
-from hybridrl.workers.sharding.publishing import Servers
+from hybridrl.workers.sharding.manager_client import ManagerClient
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 class Workers(dict[str, WorkerGroup]):
     """Worker groups by role: ``actor``, and ``critic`` if the algorithm uses one."""
 
-    servers: ManagedServers | None = None
+    servers: ManagerClient | None = None
     """The rollout servers, if there are any."""
 
 
@@ -75,7 +74,7 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
     variables = rank_variables(config)
     workers = Workers()
     with ExitStack() as opened:
-        arguments: dict[str, dict[str, Servers | BasePlan]] = {"actor": {}}
+        arguments: dict[str, dict[str, ManagerClient | BasePlan]] = {"actor": {}}
         if config.has_servers:
             environment = {**_rank_environment(config.cluster), **variables}
             servers = start_servers(config, model_folder, variables=environment)

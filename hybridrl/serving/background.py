@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-
-from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import ServerDiedError
 from hybridrl.loop_thread import LoopThread
 from hybridrl.metrics import Max, Metrics, Sum, merge
-from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
-from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
-from hybridrl.serving.engine_pool import AskGroup, EnginePool
-from hybridrl.serving.health import HealthMonitor
+from hybridrl.sampler import Program, SamplingParams, T
+from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.open_groups import OpenGroups
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
@@ -54,7 +50,6 @@ class BackgroundSampling:
         *,
         requests: PolicyRequests,
         recovery: Recovery,
-        monitor: HealthMonitor[EngineHandle],
         on_update: OnUpdate,
     ) -> None:
         """Sample nothing yet.
@@ -71,10 +66,8 @@ class BackgroundSampling:
         self._groups = groups
         self._requests = requests
         self._recovery = recovery
-        self._monitor = monitor
         self._on_update = on_update
         self._loop = LoopThread("background sampling")
-        self._clock = IdleClock()
         self._phase = ExitStack()
         self._is_ending = False
         self._metrics: Metrics = {}
@@ -112,7 +105,7 @@ class BackgroundSampling:
         return self._loop.run(program(self._pool))
 
     def end(self) -> None:
-        """End all programs. Idempotent; before the end of recovery and server."""
+        """End all programs. Idempotent; before the end of the server."""
         self._is_ending = True
         self._loop.cancel_all()  # so no request is open
         self._phase.close()
@@ -120,8 +113,7 @@ class BackgroundSampling:
 
     def _take_metrics(self) -> Metrics:
         async def take() -> Metrics:
-            parts = (self._pool, self._clock, self._groups)
-            return merge([part.take_metrics() for part in parts])
+            return merge([self._pool.take_metrics(), self._groups.take_metrics()])
 
         metrics, self._metrics = self._metrics, {}
         return merge([metrics, _NONE_CUT[self._on_update], self._loop.run(take())])
@@ -132,7 +124,7 @@ class BackgroundSampling:
         phase = self._sending(version)
         self._loop.run(phase.__aenter__())
         opened.callback(lambda: self._loop.run(phase.__aexit__(None, None, None)))
-        opened.enter_context(self._monitor.watching())
+        opened.enter_context(self._recovery.monitor.watching())
         opened.callback(lambda: self._loop.run(self._stop()))
         # First of all: an engine that comes while others stop waits for the next phase.
         opened.enter_context(self._recovery.filling(self._pool))
@@ -141,7 +133,7 @@ class BackgroundSampling:
     async def _sending(self, version: int) -> AsyncIterator[None]:
         engines = self._server.serving_engines()
         async with self._requests.open(self._pool, engines.values(), version=version) as ask:
-            self._pool.ask = self._clock.counting(ask)
+            self._pool.ask = ask
             if self._pool.prefixes is not None:
                 self._pool.prefixes = KnownPrefixes()  # new weights empty the caches
             for index, engine in engines.items():
@@ -157,50 +149,3 @@ class BackgroundSampling:
         if self._on_update != "finish" and not self._is_ending:
             await self._requests.interrupt(engines.values())
         await self._pool.drained()
-
-
-class IdleClock:
-    """Adds the seconds in which no request is open, of any engine. For one event loop."""
-
-    def __init__(self) -> None:
-        """Begin with no request. Seconds count from the first use of ``counting``."""
-        self._num_open = 0
-        self._idle_s = 0.0
-        self._since_s: float | None = None
-
-    def counting(self, ask: AskGroup) -> AskGroup:
-        """Return a way to ask engines that counts open requests.
-
-        The start of the engines, which comes before, is not idleness.
-        """
-        if self._since_s is None:
-            self._since_s = time.perf_counter()
-
-        async def counted(
-            engine: SamplingEngine,
-            token_ids: Sequence[int] | Tensor,
-            params: RequestParams,
-            keys: Sequence[int],
-        ) -> list[Sample]:
-            self._change(1)
-            try:
-                return await ask(engine, token_ids, params, keys)
-            finally:
-                self._change(-1)
-
-        return counted
-
-    def take_metrics(self) -> Metrics:
-        """Return the seconds since the last call, and begin again."""
-        self._change(0)
-        idle_s, self._idle_s = self._idle_s, 0.0
-        return {"time/engines_idle_s": Max(idle_s)}
-
-    def _change(self, number: int) -> None:
-        if self._since_s is None:
-            return
-        now_s = time.perf_counter()
-        if not self._num_open:
-            self._idle_s += now_s - self._since_s
-        self._since_s = now_s
-        self._num_open += number

@@ -1,74 +1,116 @@
-"""One rollout engine, as the manager's requests and its group call it."""
+"""One rollout engine as the manager calls it: of a process here, of a rank, or of others."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from hybridrl.metrics import Metrics
+from hybridrl.config.serving import FaultKind
+from hybridrl.errors import DriftError, PhaseError, RequestError
 from hybridrl.sampler import RequestParams, Sample, T
 from hybridrl.serving.plan import EnginePlan, GroupPlan
+from hybridrl.workers.rollout.sample_messages import (
+    DRIFTED,
+    SAMPLE_ROUTE,
+    read_answer,
+    request_body,
+)
+from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError, assume_alive
 from hybridrl.workers.sharding.lifecycle import Action
 
+_LEAST_SERVER_FAULT = 500
 
-class SamplingEngine(Protocol):
-    """An engine that answers requests; a rank or the manager moves it along its life.
 
-    Calls return at once. A future holds the error of the engine, or of its lost process.
+class EngineHandle(ABC):
+    """An engine that answers requests. Calls return at once.
+
+    A future holds the error of the engine, or of its lost process. The defaults are those of an
+    engine that others build and move along its life.
     """
 
-    def address(self) -> Future[str | None]:
-        """Return the address of the engine's server; None if requests are calls of this handle."""
-        ...
-
+    @abstractmethod
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
     ) -> Future[list[Sample]]:
         """Sample several continuations of one context; see ``Sampler``."""
-        ...
 
+    @abstractmethod
     def probe(self) -> Future[object]:
         """Return how far the engine is: two answers differ unless it hangs."""
-        ...
 
-    def is_alive(self) -> bool:
-        """Whether the process is there, as far as it is known."""
-        ...
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the engine's processes, as a fault on purpose; see ``faults.py``."""
-        ...
-
-    def cut(self) -> None:
-        """Lose all that travels to and from the engine, but ``end``; a fault on purpose, too."""
-        ...
-
-
-class EngineHandle(SamplingEngine, Protocol):
-    """An engine in a process of its own, which the manager moves along its life."""
+    @abstractmethod
+    def end(self) -> None:
+        """End the engine and its process, or the connections to those of others. Idempotent."""
 
     def build(self) -> Future[None]:
         """Build the engine; called once."""
-        ...
+        return answered(None)
+
+    def address(self) -> Future[str | None]:
+        """Return the address of the engine's server; None if requests are calls of this handle."""
+        return answered(None)
 
     def act(self, action: Action) -> Future[Any]:
-        """Run one edge of the life cycle on the managed engine; what it returns."""
-        ...
+        """Run an edge of the life cycle, or another action, on the managed engine."""
+        return answered(None)
 
-    def interrupt(self) -> Future[None]:
-        """End open responses at their present token; see ``RolloutEngine.interrupt``."""
-        ...
+    def is_alive(self) -> bool:
+        """Whether the process is there, as far as it is known."""
+        return True
 
-    def take_metrics(self) -> Future[Metrics]:
-        """Return the engine's metrics since the last time, and reset them."""
-        ...
+    def harm(self, kind: FaultKind) -> None:
+        """Make a fault on purpose; see ``requests.py``. The configuration allows none elsewhere."""
+        raise PhaseError(f"a fault on purpose of kind {kind} was meant for an engine of others")
+
+
+class RankHandle(EngineHandle):
+    """An engine over HTTP. Its rank moves it along the life cycle, and nobody else."""
+
+    def __init__(self, url: str, *, key: str) -> None:
+        """Connect when first used.
+
+        Args:
+            url: of the listener of its rank.
+            key: of all engines that the ranks lend.
+        """
+        self._client = ControlClient(
+            url, name=f"the engine of a rank at {url}", require_alive=assume_alive, key=key
+        )
+        self.is_lost = False
+        """Whether it failed: its rank restarts it after the phase."""
+
+    def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        """Sample several continuations of one context."""
+        return self._client.start(self._sample(request_body(token_ids, params, keys)))
+
+    async def _sample(self, body: dict[str, Any]) -> list[Sample]:
+        try:
+            answer = await self._client.request(SAMPLE_ROUTE, body, timeout_s=None)
+        except RefusedError as error:
+            if error.status == DRIFTED:
+                raise DriftError(error.text) from error
+            if error.status < _LEAST_SERVER_FAULT:
+                raise RequestError(error.text) from error
+            raise
+        return read_answer(answer)
+
+    def probe(self) -> Future[object]:
+        """Return how far the engine is."""
+        return self._client.start(self._client.loads())
+
+    def is_alive(self) -> bool:
+        """Whether it was not lost: no process of another machine can be looked at."""
+        return not self.is_lost
 
     def end(self) -> None:
-        """End the engine and its process. Idempotent."""
-        ...
+        """Close all connections."""
+        self._client.close()
 
 
 def answered(value: T) -> Future[T]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -19,28 +21,30 @@ from hybridrl.errors import (
     RequestError,
     ServerDiedError,
 )
-from hybridrl.metrics import Metrics, Sum
+from hybridrl.metrics import Max, Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, Sampler, interrupted_sample
-from hybridrl.serving.engine_handle import SamplingEngine
-from hybridrl.serving.engine_queue import EngineQueue, Member
+from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.request_queue import Member, RequestQueue
 from hybridrl.workers.rollout.continuations import sample_to_the_end
 from hybridrl.workers.rollout.prefixes import KnownPrefixes, prefix_sums
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 _NUM_TRIES = 4
 """Engines that may be lost with one request; then it counts as the cause."""
 
 
 AskGroup = Callable[
-    [SamplingEngine, Sequence[int] | Tensor, RequestParams, Sequence[int]],
+    [EngineHandle, Sequence[int] | Tensor, RequestParams, Sequence[int]],
     Coroutine[Any, Any, list[Sample]],
 ]
 """Sends a request to one engine: context, parameters, and a key for each response."""
 
 
 async def ask_process(
-    engine: SamplingEngine,
+    engine: EngineHandle,
     token_ids: Sequence[int] | Tensor,
     params: RequestParams,
     keys: Sequence[int],
@@ -49,12 +53,29 @@ async def ask_process(
     return await asyncio.wrap_future(engine.sample_group(token_ids, params, keys=keys))
 
 
-def _ignore(_: SamplingEngine) -> None:
+def _ignore(_: EngineHandle) -> None:
     pass
 
 
-def _never_replaced(index: int, handle: SamplingEngine, reason: str) -> bool:
+def _never_replaced(index: int, handle: EngineHandle, reason: str) -> bool:
     return False
+
+
+def _in_loop(
+    change: Callable[Concatenate[EnginePool, P], None],
+) -> Callable[Concatenate[EnginePool, P], None]:
+    """Let any thread make a change of a pool: it runs in the loop of the program."""
+
+    @wraps(change)
+    def make(pool: EnginePool, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        loop = pool.loop
+        if loop is None:
+            change(pool, *args, **kwargs)
+            return
+        with suppress(RuntimeError):  # the program has ended, and its loop with it
+            loop.call_soon_threadsafe(partial(change, pool, *args, **kwargs))
+
+    return make
 
 
 class EnginePool(Sampler):
@@ -68,7 +89,7 @@ class EnginePool(Sampler):
 
     def __init__(
         self,
-        engines: Mapping[int, SamplingEngine],
+        engines: Mapping[int, EngineHandle],
         *,
         num_slots: int,
         max_context_tokens: int,
@@ -89,22 +110,29 @@ class EnginePool(Sampler):
         self.drops_interrupted = False
         """Whether interrupted responses lose their tokens, and begin again."""
         self.max_context_tokens = max_context_tokens
-        self.on_left: Callable[[SamplingEngine], None] = _ignore
+        self.on_left: Callable[[EngineHandle], None] = _ignore
         """Called with an engine that is lost, in the program's loop, before ``on_lost``."""
-        self.on_lost: Callable[[int, SamplingEngine, str], bool] = _never_replaced
+        self.on_lost: Callable[[int, EngineHandle, str], bool] = _never_replaced
         """Called with an engine that did not answer, and the reason; returns at once whether a
         replacement comes: then ``join`` or ``give_up`` follows."""
         self._members = {index: Member(index, handle, version) for index, handle in engines.items()}
         self._lost: dict[int, str] = {}
         self._coming: set[int] = set()
         self._suspended: set[int] = set()
-        self._queue = EngineQueue(num_slots=num_slots)
+        self._queue = RequestQueue(num_slots=num_slots)
         for member in self._members.values():
             self._queue.add(member)
         self._vocab_size = vocab_size
         self._version = version
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_asked = 0
+        """Requests that engines have."""
+        self._idle_s = 0.0
+        """Seconds in which they had none, up to ``_idle_since_s``."""
+        self._idle_since_s: float | None = None
+        """None before the first weights: the start of the engines is not idleness."""
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """Of the program, from its first request on."""
         self._gave_back = asyncio.Event()
 
     # -- members ---------------------------------------------------------------------------------
@@ -113,42 +141,38 @@ class EnginePool(Sampler):
         """An engine comes: ``join`` or ``give_up`` follows. Before the first request."""
         self._coming.add(index)
 
-    def join(self, index: int, handle: SamplingEngine) -> None:
+    @_in_loop
+    def join(self, index: int, handle: EngineHandle) -> None:
         """Send requests to this engine, too, whose weights are the newest. Thread-safe.
 
         Idempotent: one that is here keeps its open requests.
         """
-        self._soon(self._joining(index, handle))
+        self._join(index, handle)
 
-    def _joining(self, index: int, handle: SamplingEngine) -> Callable[[], None]:
-        def join() -> None:
-            self._coming.discard(index)
-            known = self._members.get(index)
-            if known is not None and known.handle is handle and index not in self._suspended:
-                return  # it has open requests, which are counted
-            self._suspended.discard(index)
-            if known is not None:
-                self._queue.remove(known)
-            member = self._members[index] = Member(index, handle, self._version)
-            self._queue.add(member)
+    def _join(self, index: int, handle: EngineHandle) -> None:
+        self._coming.discard(index)
+        known = self._members.get(index)
+        if known is not None and known.handle is handle and index not in self._suspended:
+            return  # it has open requests, which are counted
+        self._suspended.discard(index)
+        if known is not None:
+            self._queue.remove(known)
+        member = self._members[index] = Member(index, handle, self._version)
+        self._queue.add(member)
 
-        return join
-
+    @_in_loop
     def suspend(self, index: int) -> None:
         """Send no request to this engine until ``readmit``: it gets weights, and is not lost.
 
         Requests that it has keep their answers. Thread-safe; an unknown engine is left alone.
         """
+        if index in self._members:
+            self._members[index].num_pauses += 1
+            self._queue.remove(self._members[index])
+            self._suspended.add(index)
 
-        def suspend() -> None:
-            if index in self._members:
-                self._members[index].num_pauses += 1
-                self._queue.remove(self._members[index])
-                self._suspended.add(index)
-
-        self._soon(suspend)
-
-    def readmit(self, index: int, handle: SamplingEngine, *, version: int) -> None:
+    @_in_loop
+    def readmit(self, index: int, handle: EngineHandle, *, version: int) -> None:
         """Send requests to this engine again, which has weights of this version. Thread-safe.
 
         Engines that ``join`` later have this version, too.
@@ -157,36 +181,30 @@ class EnginePool(Sampler):
             index: of an engine that was suspended; or lost since.
             handle: of its process, which may have been replaced.
         """
+        if self._idle_since_s is None:
+            self._idle_since_s = time.perf_counter()
+        self._version = version
+        member = self._members.get(index)
+        if member is None or member.handle is not handle:
+            self._join(index, handle)
+        elif index in self._suspended:
+            member.version = version
+            self._suspended.remove(index)
+            self._queue.add(member)
 
-        def readmit() -> None:
-            self._version = version
-            member = self._members.get(index)
-            if member is None or member.handle is not handle:
-                join()
-            elif index in self._suspended:
-                member.version = version
-                self._suspended.remove(index)
-                self._queue.add(member)
-
-        join = self._joining(index, handle)
-        self._soon(readmit)
-
-    def drop(self, index: int, handle: SamplingEngine, reason: str) -> None:
+    @_in_loop
+    def drop(self, index: int, handle: EngineHandle, reason: str) -> None:
         """Send this engine's open requests to others: it does not answer. Thread-safe, idempotent.
 
         One of them reports the loss, as if it had failed by itself.
         """
-
-        def drop() -> None:
-            member = self._members.get(index)
-            if member is None or member.handle is not handle:
-                return
-            self._lose(member, reason)
-            for loss in member.losses:
-                if not loss.done():
-                    loss.set_result(reason)
-
-        self._soon(drop)
+        member = self._members.get(index)
+        if member is None or member.handle is not handle:
+            return
+        self._lose(member, reason)
+        for loss in member.losses:
+            if not loss.done():
+                loss.set_result(reason)
 
     async def drained(self) -> None:
         """Wait until no response is open: those of suspended engines have ended, or were lost."""
@@ -194,25 +212,15 @@ class EnginePool(Sampler):
             self._gave_back.clear()
             await self._gave_back.wait()
 
+    @_in_loop
     def give_up(self, index: int, reason: str) -> None:
         """Expect no engine of this index any more, nor its return if suspended. Thread-safe."""
-
-        def give_up() -> None:
-            self._coming.discard(index)
-            self._lost[index] = reason
-            if index in self._suspended:
-                self._suspended.remove(index)
-                del self._members[index]
-            self._refuse_if_none_is_left()
-
-        self._soon(give_up)
-
-    def _soon(self, change: Callable[[], None]) -> None:
-        if self._loop is None:
-            change()
-            return
-        with suppress(RuntimeError):  # the program has ended, and its loop with it
-            self._loop.call_soon_threadsafe(change)
+        self._coming.discard(index)
+        self._lost[index] = reason
+        if index in self._suspended:
+            self._suspended.remove(index)
+            del self._members[index]
+        self._refuse_if_none_is_left()
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -271,8 +279,10 @@ class EnginePool(Sampler):
         )
 
     def take_metrics(self) -> Metrics:
-        """Describe the requests since the last call, and count from 0 again."""
-        metrics = self.metrics()
+        """Describe the requests and idle seconds since the last call, and count from 0 again."""
+        self._count_asked(0)
+        metrics = self.metrics() | {"time/engines_idle_s": Max(self._idle_s)}
+        self._idle_s = 0.0
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
         return metrics
 
@@ -298,21 +308,30 @@ class EnginePool(Sampler):
         answer = asyncio.ensure_future(self.ask(member.handle, token_ids, params, keys))
         loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         member.losses.add(loss)
+        self._count_asked(1)
         try:
             await asyncio.wait((answer, loss), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
         finally:
+            self._count_asked(-1)
             member.losses.discard(loss)
             answer.cancel()
         raise EngineError(loss.result())
 
+    def _count_asked(self, change: int) -> None:
+        if self._idle_since_s is not None:
+            now_s = time.perf_counter()
+            self._idle_s += 0.0 if self._num_asked else now_s - self._idle_since_s
+            self._idle_since_s = now_s
+        self._num_asked += change
+
     async def _take(self, token_ids: Sequence[int] | Tensor, num_responses: int) -> Member:
         """Wait for an engine with room, and return the one with the fewest open responses.
 
-        Or the one that has the context in its cache; see ``EngineQueue.take``.
+        Or the one that has the context in its cache; see ``RequestQueue.take``.
         """
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         if not self._members and not self._coming:
             raise self._none_serves()
         if self.prefixes is None:

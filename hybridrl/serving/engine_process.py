@@ -1,14 +1,15 @@
-"""The process of one engine: a Ray actor that holds a managed engine and answers requests."""
+"""The processes of one engine: Ray actors that hold a managed engine, and the handle to them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGKILL, SIGSTOP
 from typing import Any
 
 import ray
@@ -17,24 +18,25 @@ from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.serving import FaultKind
 from hybridrl.errors import ResourceError, ServerDiedError
 from hybridrl.guard import descendants
 from hybridrl.log import configure_server
-from hybridrl.metrics import Metrics
 from hybridrl.network import LOOPBACK, Door
 from hybridrl.sampler import RequestParams, Sample
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.placement import ReservedNode
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_rollout_engine
 from hybridrl.workers.rollout.protocol import RolloutEngine
-from hybridrl.workers.rollout.request_server import RequestServer
+from hybridrl.workers.rollout.request_program import RequestProgram
 from hybridrl.workers.rollout.sglang.arguments import (
-    ServerPlace,
+    LaunchPlace,
     device_name,
     server_spec,
     show_devices,
 )
-from hybridrl.workers.rollout.sglang.follower import follow
+from hybridrl.workers.rollout.sglang.server import follow
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 
@@ -46,6 +48,8 @@ _END_S = 15.0
 _LOOK_S = 0.5
 """Seconds between looks whether a server is there."""
 
+_SIGNALS: Mapping[FaultKind, int] = {"kill": SIGKILL, "stop": SIGSTOP}
+
 
 class EngineProcess:
     """The actor. Slow calls run in threads, so it answers requests and probes meanwhile."""
@@ -54,7 +58,7 @@ class EngineProcess:
         self,
         config: ExperimentConfig,
         model_folder: Path,
-        place: ServerPlace | None = None,
+        place: LaunchPlace | None = None,
         key: str = "",
         process: str = "engine",
     ) -> None:
@@ -74,7 +78,7 @@ class EngineProcess:
         self._place = place
         self._engine: RolloutEngine | None = None
         self._managed: ManagedEngine
-        self._requests: RequestServer
+        self._requests: RequestProgram
         install_reducers()
 
     async def build(self) -> None:
@@ -97,7 +101,7 @@ class EngineProcess:
         if self._key:
             is_alone = self._config.cluster.num_nodes == 1
             host = LOOPBACK if is_alone else ray.util.get_node_ip_address()
-            place = place or ServerPlace(gpus=(device_name(device),))
+            place = place or LaunchPlace(gpus=(device_name(device),))
             place = replace(place, door=Door(host, self._key))
         self._engine = build_rollout_engine(
             self._config,
@@ -106,14 +110,14 @@ class EngineProcess:
             place=place,
         )
         self._managed = ManagedEngine(self._engine, config=self._config.rollout, device=device)
-        self._requests = RequestServer(self._engine)
+        self._requests = RequestProgram(self._engine)
 
     async def address(self) -> str | None:
         """Return the address of the engine's server at present; None if nobody may ask it."""
         return self._engine.url if self._engine is not None and self._key else None
 
     async def act(self, action: Action) -> object:
-        """Run one edge of the life cycle; requests are admitted from ``continue`` to ``pause``."""
+        """Run an action; requests are admitted from ``continue`` to ``pause``."""
         if action in _CLOSE:
             self._requests.close()
         result = await asyncio.to_thread(action, self._managed)
@@ -127,14 +131,6 @@ class EngineProcess:
         """Sample several continuations of one context; see ``Sampler``."""
         answer = self._requests.sample_group(token_ids, params, keys=keys)
         return await asyncio.wrap_future(answer)
-
-    async def interrupt(self) -> None:
-        """End open responses at their present token, and later ones until ``continue``."""
-        self._managed.engine.interrupt()
-
-    async def take_metrics(self) -> Metrics:
-        """Return the engine's metrics since the last time, and reset them."""
-        return self._managed.take_metrics()
 
     async def probe(self) -> object:
         """Return how far the engine is: two answers differ unless it hangs."""
@@ -164,36 +160,40 @@ def _parent_of(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
-class RayEngine:
-    """An ``EngineHandle`` over such an actor."""
+class ProcessHandle(EngineHandle):
+    """An engine in processes of Ray: one on each of its nodes. It is lost as soon as one is."""
 
     def __init__(
         self,
         actor: Any,  # noqa: ANN401 - Ray's
-        *,
+        *followers: Any,  # noqa: ANN401 - Ray's
         nodes: Sequence[ReservedNode] = (),
+        is_attached: bool = False,
     ) -> None:
-        """Take over an actor that starts.
+        """Take over actors that start.
 
         Args:
             nodes: of the engine's processes; empty: Ray puts them anywhere.
+            is_attached: whether others run the server, which serves on when the engine ends.
         """
         self._actor = actor
+        self._followers = followers
         self._nodes = nodes
-        self._life = actor.live.remote().future()
+        self._is_attached = is_attached
+        self._lives = [answer_of(each.live.remote()) for each in (actor, *followers)]
         self._is_cut = False
 
     def build(self) -> Future[None]:
-        """Build the engine. If there is no node for it, the wait ends early."""
+        """Build the engine. The wait ends early without a node for it, or with a follower."""
         built: Future[None] = self._call(self._actor.build)
-        return first_ended(built, *(node.missing() for node in self._nodes))
+        return first_ended(built, *(node.missing() for node in self._nodes), *self._lives[1:])
 
     def address(self) -> Future[str | None]:
         """Return the address of the engine's server."""
         return self._call(self._actor.address)
 
     def act(self, action: Action) -> Future[Any]:
-        """Run one edge of the life cycle."""
+        """Run an action on the managed engine."""
         return self._call(self._actor.act, action)
 
     def sample_group(
@@ -203,51 +203,33 @@ class RayEngine:
         tokens = torch.as_tensor(token_ids)
         return self._call(self._actor.sample_group, tokens, params, list(keys))
 
-    def interrupt(self) -> Future[None]:
-        """End open responses at their present token."""
-        return self._call(self._actor.interrupt)
-
-    def take_metrics(self) -> Future[Metrics]:
-        """Return the engine's metrics since the last time."""
-        return self._call(self._actor.take_metrics)
-
     def probe(self) -> Future[object]:
         """Return how far the engine is."""
         return self._call(self._actor.probe)
 
     def is_alive(self) -> bool:
-        """Whether process and server are there: within a second after one has died it is known."""
-        return self._is_cut or not self._life.done()
+        """Whether processes and server are there: within a second after a death it is known."""
+        return self._is_cut or not any(life.done() for life in self._lives)
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the engine's processes."""
-        self._actor.signal.remote(number)
+    def harm(self, kind: FaultKind) -> None:
+        """Send a signal to the processes, or lose all answers, and all calls but ``end``."""
+        if kind == "cut":
+            self._is_cut = True
+        else:
+            self._actor.signal.remote(_SIGNALS[kind])
 
-    def cut(self) -> None:
-        """Lose all answers that are on their way, and all further calls, without a word."""
-        self._is_cut = True
+    def end(self) -> None:
+        """Kill all processes; a server that they started ends with them. Idempotent."""
+        if self._is_attached:
+            self._is_attached = False
+            ray.wait([self._actor.end.remote()], timeout=_END_S)
+        for actor in (self._actor, *self._followers):
+            ray.kill(actor)
 
     def _call(self, method: Any, *args: object) -> Future[Any]:  # noqa: ANN401 - Ray's
         if self._is_cut:
             return Future()
         return answer_of(method.remote(*args), is_lost=lambda: self._is_cut)
-
-    def end(self) -> None:
-        """Kill the process; a server that it started ends with it. Idempotent."""
-        ray.kill(self._actor)
-
-
-class AttachedEngine(RayEngine):
-    """An engine whose server others run: it serves on when the engine ends."""
-
-    _has_ended = False
-
-    def end(self) -> None:
-        """Leave the server, and kill the process. Idempotent."""
-        if not self._has_ended:
-            self._has_ended = True
-            ray.wait([self._actor.end.remote()], timeout=_END_S)
-        super().end()
 
 
 def first_ended(*answers: Future[Any]) -> Future[None]:
@@ -306,7 +288,7 @@ def _as_raised(error: BaseException) -> BaseException:
 class FollowerProcess:
     """The actor on a further node of an engine: a parent for SGLang's processes there."""
 
-    def __init__(self, config: ExperimentConfig, model_folder: Path, place: ServerPlace) -> None:
+    def __init__(self, config: ExperimentConfig, model_folder: Path, place: LaunchPlace) -> None:
         """Start nothing yet.
 
         Args:
@@ -319,31 +301,3 @@ class FollowerProcess:
     async def live(self) -> None:
         """Start SGLang, and never return: the call ends with SGLang, or with the process."""
         await asyncio.to_thread(follow, self._spec, variables=self._variables)
-
-
-class FollowedEngine(RayEngine):
-    """An engine over several nodes. It is lost as soon as one of them is."""
-
-    def __init__(
-        self,
-        actor: Any,  # noqa: ANN401 - Ray's
-        *followers: Any,  # noqa: ANN401 - Ray's
-        nodes: Sequence[ReservedNode] = (),
-    ) -> None:
-        super().__init__(actor, nodes=nodes)
-        self._followers = followers
-        self._lives = [answer_of(follower.live.remote()) for follower in followers]
-
-    def build(self) -> Future[None]:
-        """Build the engine. A follower that ends meanwhile ends the wait."""
-        return first_ended(super().build(), *self._lives)
-
-    def is_alive(self) -> bool:
-        """Whether the processes on all nodes are there."""
-        return super().is_alive() and not any(life.done() for life in self._lives)
-
-    def end(self) -> None:
-        """Kill all processes. Idempotent."""
-        super().end()
-        for follower in self._followers:
-            ray.kill(follower)

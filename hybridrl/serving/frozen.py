@@ -1,4 +1,4 @@
-"""A served model that keeps the weights of its folder, and its answers: a judge, for example."""
+"""Served models that keep their weights, and their answers: a judge, for example."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriftError, EngineError, RequestError
 from hybridrl.models.architecture import read_architecture
 from hybridrl.rewards.judge_reader import max_context_tokens
-from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.sampler import RequestParams
 from hybridrl.serving.engine_handle import Launch
-from hybridrl.serving.plan import ServerPlan
-from hybridrl.serving.rank_engines import RankEngines
-from hybridrl.serving.recovery import Recovery, watch_engines
+from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.plan import ModelPlan
+from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
+from hybridrl.workers.sharding.manager_client import Answer
 from hybridrl.workers.sharding.publishing import update_with_tries
 
-_VERSION = 0
+VERSION = 0
 """Of weights that never change."""
 
 
@@ -33,7 +34,7 @@ class FrozenModel:
     """
 
     def __init__(
-        self, config: ExperimentConfig, plan: ServerPlan, launch: Launch, *, key: str
+        self, config: ExperimentConfig, plan: ModelPlan, launch: Launch, *, key: str
     ) -> None:
         """Start nothing yet.
 
@@ -46,12 +47,11 @@ class FrozenModel:
         self._folder = Path(str(config.serving.models[plan.model].path))
         self._vocab_size = read_architecture(self._folder).vocab_size
         self._server = RolloutServer(plan, launch, config=config.rollout)
-        self._recovery = Recovery(self._server, start_timeout_s=config.rollout.start_timeout_s)
-        self._monitor = watch_engines(self._server, self._recovery, config.serving)
-        self._rank_engines = RankEngines(
-            key=key,
-            first_index=self._server.num_engines,
+        self._recovery = Recovery(
+            self._server,
+            start_timeout_s=config.rollout.start_timeout_s,
             health_timeout_s=config.serving.health_timeout_s,
+            key=key,
         )
         self._lent: Sequence[str] = ()
 
@@ -62,95 +62,69 @@ class FrozenModel:
             StageError: an engine did not start.
         """
         self._server.start()
-        update_with_tries(partial(self._server.update, self._folder, version=_VERSION))
+        update_with_tries(partial(self._server.update, self._folder, version=VERSION))
 
     def lend(self, urls: Sequence[str]) -> None:
         """Take these engines of ranks, in their order, in place of those that were lent before."""
         self._lent = urls
-        self._rank_engines.forget_lost()
+        self._recovery.forget_lost()
 
     def lost(self) -> tuple[int, ...]:
         """Return the engines of ranks that did not work since they were lent, by their order."""
-        return self._rank_engines.lost()
+        return self._recovery.lost()
 
     def ask(
         self, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
     ) -> list[Answer]:
-        """Answer each context once; own engines that are lost meanwhile or before are replaced."""
+        """Answer each context once; own engines that are lost meanwhile or before are replaced.
+
+        Args:
+            contexts: int64 [n] each.
+            timeout_s: ``reward.timeout_s``, of all answers.
+
+        Raises:
+            DriftError: an engine has other weights than before.
+        """
         pool = self._server.pool(
             max_context_tokens=self._max_context_tokens,
             vocab_size=self._vocab_size,
-            version=_VERSION,
+            version=VERSION,
         )
-        with (
-            self._recovery.filling(pool),
-            self._monitor.watching(),
-            self._rank_engines.joining(pool, self._lent),
-        ):
-            return asyncio.run(
-                answer_all(
-                    pool,
-                    contexts,
-                    params,
-                    model=self._name,
-                    seed=self._config.seed,
-                    timeout_s=timeout_s,
-                )
-            )
+        with self._recovery.filling(pool, self._lent), self._recovery.monitor.watching():
+            return asyncio.run(self._answer_all(pool, contexts, params, timeout_s=timeout_s))
+
+    async def _answer_all(
+        self,
+        pool: EnginePool,
+        contexts: Sequence[Tensor],
+        params: RequestParams,
+        *,
+        timeout_s: float,
+    ) -> list[Answer]:
+        async def answer(context: Tensor) -> Answer:
+            try:
+                return await pool.sample(context, params, key=_key_of(context, self._config.seed))
+            except DriftError:
+                raise
+            except RequestError as error:
+                return f"{self._name} refused the request: {error}"
+            except EngineError as error:
+                return f"{self._name}: {error}"
+
+        tasks = [asyncio.create_task(answer(each)) for each in contexts]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            task.cancel()
+        errors = [error for task in tasks if task.done() and (error := task.exception())]
+        if errors:
+            raise errors[0]
+        late = f"{self._name} did not answer within reward.timeout_s={timeout_s:g} s"
+        return [task.result() if task.done() else late for task in tasks]
 
     def shutdown(self) -> None:
         """End all engines."""
-        self._monitor.end()
-        self._rank_engines.end()
-        self._recovery.end()
         self._server.shutdown()
-
-
-Answer = Sample | str
-"""An answer, or why there is none."""
-
-
-async def answer_all(
-    sampler: Sampler,
-    contexts: Sequence[Tensor],
-    params: RequestParams,
-    *,
-    model: str,
-    seed: int,
-    timeout_s: float,
-) -> list[Answer]:
-    """Answer each context once.
-
-    Args:
-        contexts: int64 [n] each.
-        model: name, for reasons.
-        timeout_s: ``reward.timeout_s``, of all answers.
-
-    Raises:
-        DriftError: an engine has other weights than before.
-    """
-
-    async def answer(context: Tensor) -> Answer:
-        try:
-            return await sampler.sample(context, params, key=_key_of(context, seed))
-        except DriftError:
-            raise
-        except RequestError as error:
-            return f"{model} refused the request: {error}"
-        except EngineError as error:
-            return f"{model}: {error}"
-
-    tasks = [asyncio.create_task(answer(each)) for each in contexts]
-    if tasks:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-    for task in tasks:
-        task.cancel()
-    errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
-    if errors:
-        raise errors[0]
-    answers = [task.result() if task.done() else None for task in tasks]
-    late = f"{model} did not answer within reward.timeout_s={timeout_s:g} s"
-    return [late if answer is None else answer for answer in answers]
 
 
 def _key_of(context: Tensor, seed: int) -> int:

@@ -1,7 +1,7 @@
 """Health of engines and routers: a dead or hung one is reported, a busy or paused one never.
 
 Liveness is progress, never a generation: an engine says how far it is, and must be further within
-``serving.health_timeout_s``. The monitor is paused unless a program samples.
+``serving.health_timeout_s``. Nobody is watched unless a program samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROBE_S = 10.0
 
 @dataclass(slots=True)
 class _Watch:
-    """Progress of one engine since the monitor was resumed."""
+    """Progress of one engine since a program samples."""
 
     changed_s: float
     """When it was further than before, at the latest."""
@@ -49,7 +49,7 @@ W = TypeVar("W", bound=Watched)
 
 
 class HealthMonitor(Generic[W]):
-    """Looks at the engines of one server from time to time, in a thread of its own."""
+    """Looks at the engines of one server from time to time, while a program samples."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HealthMonitor(Generic[W]):
         *,
         timeout_s: float,
     ) -> None:
-        """Begin, paused.
+        """Watch nothing yet.
 
         Args:
             engines: returns those that should get on now, by index.
@@ -69,54 +69,37 @@ class HealthMonitor(Generic[W]):
         self._report = report
         self._timeout_s = timeout_s
         self._watches: dict[W, _Watch] = {}
-        self._looking = threading.Lock()
-        self._is_resumed = threading.Event()
-        self._has_ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
-        self._thread.start()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch in the block; after it no engine is asked, and none was asked in vain."""
-        self.begin()
+        has_ended = threading.Event()
+        thread = threading.Thread(target=self._run, args=[has_ended], name="health", daemon=True)
+        thread.start()
         try:
             yield
         finally:
+            has_ended.set()
+            thread.join()
             self.stop()
 
-    def begin(self) -> None:
-        """Watch from now on: all waits begin again."""
-        with self._looking:
-            self._watches.clear()
-            self._is_resumed.set()
-
-    def stop(self) -> None:
-        """Watch no more, and wait for the probes in flight; their answers count no more."""
-        self._is_resumed.clear()
-        with self._looking:
-            probes = [watch.probe for watch in self._watches.values() if watch.probe is not None]
-        wait(probes, timeout=min(_PROBE_S, self._timeout_s))
-
-    def end(self) -> None:
-        """End the thread. Idempotent."""
-        self._has_ended.set()
-        self._is_resumed.set()
-        self._thread.join()
-        self._is_resumed.clear()
-
     def look(self, now_s: float) -> None:
-        """Look at all engines, once; not while paused.
+        """Look at all engines, once.
 
         Args:
             now_s: seconds by a monotonic clock.
         """
-        with self._looking:
-            if self._is_resumed.is_set():
-                for index, engine in self._engines().items():
-                    watch = self._watches.setdefault(engine, _Watch(changed_s=now_s))
-                    reason = self._judge(engine, watch, now_s)
-                    if reason:
-                        self._report(index, engine, reason)
+        for index, engine in self._engines().items():
+            watch = self._watches.setdefault(engine, _Watch(changed_s=now_s))
+            reason = self._judge(engine, watch, now_s)
+            if reason:
+                self._report(index, engine, reason)
+
+    def stop(self) -> None:
+        """Wait for the probes in flight, whose answers count no more; all waits begin again."""
+        probes = [watch.probe for watch in self._watches.values() if watch.probe is not None]
+        self._watches.clear()
+        wait(probes, timeout=min(_PROBE_S, self._timeout_s))
 
     def _judge(self, engine: W, watch: _Watch, now_s: float) -> str:
         """Return why an engine is lost; empty if it is not."""
@@ -132,12 +115,9 @@ class HealthMonitor(Generic[W]):
             watch.probe = engine.probe()
         return ""
 
-    def _run(self) -> None:
-        poll_s = min(_LONGEST_POLL_S, self._timeout_s / 4)
-        self._is_resumed.wait()
-        while not self._has_ended.wait(poll_s):
+    def _run(self, has_ended: threading.Event) -> None:
+        while not has_ended.wait(min(_LONGEST_POLL_S, self._timeout_s / 4)):
             self.look(time.monotonic())
-            self._is_resumed.wait()
 
 
 log = logging.getLogger(__name__)

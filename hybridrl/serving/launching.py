@@ -1,64 +1,43 @@
-"""Starts the processes of a model's engines, as Ray actors on the devices of the plan."""
+"""Starts the rollout manager and the processes of engines on reserved devices, and ends them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import ray
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.serving import ServedModelConfig
-from hybridrl.serving.engine_process import (
-    AttachedEngine,
-    EngineProcess,
-    FollowedEngine,
-    FollowerProcess,
-    RayEngine,
-)
-from hybridrl.serving.placement import EnginePlace, ReservedNode
-from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan
+from hybridrl.serving.engine_process import EngineProcess, FollowerProcess, ProcessHandle
+from hybridrl.serving.external import ApiKeys
+from hybridrl.serving.manager import RolloutManager
+from hybridrl.serving.placement import Place, ReservedNode, find_places, find_reserved_nodes
+from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, plan_own_engines
+from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import (
     attached_config,
+    driver_variables,
     engine_config,
     frozen_config,
     group_arguments,
 )
-from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerPlace
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, LaunchPlace
+from hybridrl.workers.sharding.manager_client import ManagerClient
 
 _OTHER_CALLS = 100
 """Calls to an engine beside its requests: stages, probes, and requests that were given up. Ray runs
 1,000 at a time by default, and an engine whose probe waits behind them would count as hung."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerKeys:
-    """API keys of rollout servers, for the manager. Never shown, logged or written."""
-
-    own: str = field(default="", repr=False)
-    """Of the router, of its servers, and of the engines of the ranks; made for the run."""
-
-    by_model: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Of servers that run elsewhere, by the name of their model."""
-
-    @classmethod
-    def read(cls, config: ExperimentConfig, *, own: str) -> ServerKeys:
-        """Read those of servers elsewhere from the environment of this process."""
-        external = config.serving.external
-        by_model = {name: env.get(model.key_variable or "") for name, model in external.items()}
-        return cls(own, by_model)
-
-    def of(self, model: str) -> str:
-        """Return the key of a model's servers elsewhere; empty if they require none."""
-        return self.by_model.get(model, "")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerDevices:
+class ReservedDevices:
     """Devices that the driver reserved for the servers, and the way to start processes there."""
 
     placements: Sequence[Mapping[str, Any]]
@@ -67,8 +46,11 @@ class ServerDevices:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment of the processes."""
 
-    places: Mapping[int, EnginePlace] = field(default_factory=dict)
+    places: Mapping[int, Place] = field(default_factory=dict)
     """Of ``find_places``."""
+
+    nodes: Mapping[int, ReservedNode] = field(default_factory=dict)
+    """Of ``find_reserved_nodes``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,65 +59,71 @@ class ActorLaunch:
 
     config: ExperimentConfig
 
-    plan: ServerPlan
+    plan: ModelPlan
 
     policy_folder: Path
     """Whose configuration and tokenizer the engines of the policy read."""
 
-    devices: ServerDevices
+    devices: ReservedDevices
 
-    nodes: Mapping[int, ReservedNode] = field(default_factory=dict)
-    """Of ``find_reserved_nodes``."""
+    keys: ApiKeys = field(default_factory=ApiKeys)
 
-    keys: ServerKeys = field(default_factory=ServerKeys)
-
-    def __call__(self, group: GroupPlan, engine: EnginePlan) -> RayEngine:
+    def __call__(self, group: GroupPlan, engine: EnginePlan) -> ProcessHandle:
         """Start the processes of an engine, one on each of its nodes, without waiting.
 
         Each takes a share of the first device of its node; the run's pool holds all devices. That
         of a server that others run takes none.
         """
         if engine.url:
-            return AttachedEngine(self._attach(engine))
-        actors = [self._start(group, engine, rank) for rank in range(len(engine.slices))]
-        nodes = [self.nodes.get(self._device(engine, rank)) for rank in range(len(actors))]
-        kind = FollowedEngine if len(actors) > 1 else RayEngine
-        return kind(*actors, nodes=tuple(filter(None, nodes)))
-
-    @property
-    def _served(self) -> ServedModelConfig:
-        return self.config.serving.models[self.plan.model]
-
-    @property
-    def _is_policy(self) -> bool:
-        return self.plan.model == self.config.serving.policy
-
-    def _device(self, engine: EnginePlan, rank: int) -> int:
-        part = engine.slices[rank]
-        return part.node * self.config.serving.num_devices_per_node + part.first_device
+            return ProcessHandle(self._attach(engine), is_attached=True)
+        actors = [self._start(group, engine, rank) for rank in range(len(engine.nodes))]
+        nodes = [self.devices.nodes.get(part.start) for part in engine.nodes]
+        return ProcessHandle(*actors, nodes=tuple(filter(None, nodes)))
 
     def _attach(self, engine: EnginePlan) -> Any:  # noqa: ANN401 - Ray's
-        config = attached_config(self.config)
-        model = self.plan.model
-        elsewhere = ServerElsewhere(
+        config, model = attached_config(self.config), self.plan.model
+        elsewhere = Elsewhere(
             url=engine.url,
             key=self.keys.of(model),
             section=f"serving.models.{model}",
             weights=config.serving.weights,
         )
-        return (
-            ray.remote(EngineProcess)
-            .options(
-                num_cpus=0,
-                runtime_env=self._environment,
-                max_concurrency=config.rollout.num_slots + _OTHER_CALLS,
-            )
-            .remote(
-                config,
-                self.policy_folder,
-                ServerPlace(gpus=("",), elsewhere=elsewhere),
-                process=self._process(engine),
-            )
+        place = LaunchPlace(gpus=("",), elsewhere=elsewhere)
+        options = self._options({"num_cpus": 0}, config)
+        return options.remote(config, self.policy_folder, place, process=self._process(engine))
+
+    def _start(self, group: GroupPlan, engine: EnginePlan, rank: int) -> Any:  # noqa: ANN401 - Ray's
+        serving, model = self.config.serving, self.plan.model
+        served, is_policy = serving.models[model], model == serving.policy
+        address = self.devices.places.get(engine.first_device)
+        args = group_arguments(
+            served.groups[group.name],
+            bootstrap_port=None if address is None else address.bootstrap_port,
+        )
+        config = engine_config(
+            self.config if is_policy else frozen_config(self.config, model),
+            args if address is None else args | address.node_arguments(rank),
+            num_devices=engine.num_devices,
+            number=engine.first_device,
+        )
+        folder = self.policy_folder if is_policy else Path(str(served.path))
+        placement = self.devices.placements[engine.nodes[rank].start]
+        place = None if address is None else self._place(group, address, rank)
+        if rank:
+            actor_class = ray.remote(FollowerProcess)
+            options = {**placement, "runtime_env": self._environment}
+            return actor_class.options(**options).remote(config, folder, place)
+        # Callers on other nodes: the manager, the rank that sends.
+        is_reached = self.config.asks_servers or serving.weights == "broadcast"
+        key = self.keys.own if is_policy and is_reached else ""
+        options = self._options(placement, config)
+        return options.remote(config, folder, place, key, self._process(engine))
+
+    def _options(self, placement: Mapping[str, Any], config: ExperimentConfig) -> Any:  # noqa: ANN401 - Ray's
+        return ray.remote(EngineProcess).options(
+            **placement,
+            runtime_env=self._environment,
+            max_concurrency=config.rollout.num_slots + _OTHER_CALLS,
         )
 
     @property
@@ -143,54 +131,121 @@ class ActorLaunch:
         variables = self.devices.variables
         return {"env_vars": dict(variables)} if variables else {}
 
-    def _start(self, group: GroupPlan, engine: EnginePlan, rank: int) -> Any:  # noqa: ANN401 - Ray's
-        actor_class = ray.remote(FollowerProcess if rank else EngineProcess)
-        config = engine_config(
-            self.config if self._is_policy else frozen_config(self.config, self.plan.model),
-            self._arguments(group, engine, rank),
-            num_devices=engine.num_devices,
-            number=engine.first_device,
-        )
-        options = {
-            **self.devices.placements[self._device(engine, rank)],
-            "runtime_env": self._environment,
-        }
-        if not rank:
-            options["max_concurrency"] = config.rollout.num_slots + _OTHER_CALLS
-        folder = self.policy_folder if self._is_policy else Path(str(self._served.path))
-        serving = self.config.serving  # callers on other nodes: the manager, the rank that sends
-        is_reached = self.config.asks_servers or serving.weights == "broadcast"
-        key = self.keys.own if self._is_policy and is_reached else ""
-        return actor_class.options(**options).remote(
-            config,
-            folder,
-            self._place(group, engine, rank),
-            *([] if rank else [key, self._process(engine)]),
-        )
-
     def _process(self, engine: EnginePlan) -> str:
         return f"{self.plan.model}-engine-{self.plan.engines.index(engine)}"
 
-    def _arguments(
-        self, group: GroupPlan, engine: EnginePlan, rank: int
-    ) -> dict[str, ArgumentValue]:
-        """Return SGLang's arguments of the group, and those that follow from the engine's place."""
-        config = self._served.groups[group.name]
-        place = self.devices.places.get(engine.first_device)
-        if place is None:
-            return group_arguments(config)
-        args = group_arguments(config, bootstrap_port=place.address.bootstrap_port)
-        return args | place.node_arguments(rank)
-
-    def _place(self, group: GroupPlan, engine: EnginePlan, rank: int) -> ServerPlace | None:
-        places = self.devices.places
-        place = places.get(engine.first_device)
-        if place is None:
-            return None
-        is_decode = group.worker_type == "decode"
-        prefills = self.plan.engines_of_type("prefill") if is_decode else ()
-        return ServerPlace(
+    def _place(self, group: GroupPlan, place: Place, rank: int) -> LaunchPlace:
+        prefills = [
+            self.devices.places[one.first_device].address
+            for other in self.plan.groups
+            for one in other.engines
+            if (group.worker_type, other.worker_type) == ("decode", "prefill")
+        ]
+        return LaunchPlace(
             gpus=place.gpus_of_nodes[rank],
             address=None if rank or group.worker_type == "regular" else place.address,
-            prefills=tuple(places[one.first_device].address for one in prefills),
+            prefills=tuple(prefills),
         )
+
+
+@contextmanager
+def start_servers(
+    config: ExperimentConfig, model_folder: Path, *, variables: Mapping[str, str]
+) -> Iterator[ManagerClient]:
+    """Start the servers of a run, and end them.
+
+    Args:
+        config: of the run, with absolute paths.
+        model_folder: Hugging Face folder of the policy, absolute.
+        variables: environment of the processes, besides that of the driver which concerns engines.
+
+    Raises:
+        ResourceError: the cluster lacks the resources.
+        StageError: an engine did not start.
+    """
+    cluster, rollout = config.cluster, config.rollout
+    variables = {**driver_variables(config, env.everything()), **variables}
+    folder = Path(mkdtemp(prefix="hybridrl-served-weights-"))
+    key = secrets.token_urlsafe()
+    try:
+        with _own_devices(config) as placements:
+            manager = _start_manager(config, model_folder, placements, variables, key)
+            limit_s = cluster.start_timeout_s + rollout.start_timeout_s
+            num_frozen = len(config.serving.frozen)
+            limit_s += num_frozen * (2 * rollout.start_timeout_s + rollout.stage_timeout_s)
+            client = ManagerClient(
+                manager,
+                timeout_s=cluster.call_timeout_s,
+                # No server of an embedded engine could join a group.
+                weights=config.serving.weights if rollout.engine == "sglang" else "files",
+                folder=folder,
+                stage_timeout_s=rollout.stage_timeout_s,
+                key=key,
+            )
+            try:
+                client.start(timeout_s=limit_s)
+                yield client
+            finally:
+                client.shutdown(timeout_s=limit_s)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # which dead ranks leave behind
+
+
+@contextmanager
+def _own_devices(config: ExperimentConfig) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """Reserve the devices of the servers that are not the trainer's.
+
+    Yields options of Ray for a process on each device of the servers, in order. The place of a
+    device of the trainer, where the manager starts no process, has those of the first other one of
+    its node.
+    """
+    cluster, num_shared = config.cluster, config.num_shared_per_node
+    num_own = config.num_own_server_devices // cluster.num_nodes
+    if not num_own:
+        yield ()
+        return
+    pool = RayResourcePool(
+        process_on_nodes=[num_own] * cluster.num_nodes,
+        use_gpu=cluster.device == "cuda",
+        num_cpus_per_rank=cluster.num_cpus_per_rank,
+        wait_s=cluster.start_timeout_s,
+        is_spread=True,
+    )
+    own = pool.lease()
+    try:
+        yield [
+            own[first + max(0, number - num_shared)]
+            for first in range(0, len(own), num_own)
+            for number in range(config.serving.num_devices_per_node)
+        ]
+    finally:
+        pool.give_back()
+
+
+def _start_manager(
+    config: ExperimentConfig,
+    model_folder: Path,
+    placements: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, str],
+    key: str,
+) -> Any:  # noqa: ANN401 - Ray's
+    plans = plan_own_engines(config)
+    devices = ReservedDevices(
+        placements=placements,
+        variables=variables,
+        places=find_places(config, plans, placements, variables=variables),
+        nodes=find_reserved_nodes(placements, wait_s=config.cluster.start_timeout_s),
+    )
+    keys = ApiKeys.read(config, own=key)
+    launches = {
+        plan.model: ActorLaunch(
+            config=config, plan=plan, policy_folder=model_folder, devices=devices, keys=keys
+        )
+        for plan in plans
+    }
+    environment = {"env_vars": dict(variables)} if variables else {}
+    actor_class = ray.remote(RolloutManager)
+    # The end of a run must not wait behind a batch.
+    num_calls = 2 if config.samples_ahead else 1
+    options = {"num_cpus": 0, "runtime_env": environment, "max_concurrency": num_calls}
+    return actor_class.options(**options).remote(config, model_folder, launches, keys)

@@ -24,17 +24,14 @@ from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.architecture import read_architecture
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
 from hybridrl.serving.background import BackgroundSampling
+from hybridrl.serving.engine_handle import Launch
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.external import ExternalModel
-from hybridrl.serving.frozen import Answer, FrozenModel
-from hybridrl.serving.launching import ActorLaunch, ServerDevices, ServerKeys
-from hybridrl.serving.open_groups import OpenGroups
-from hybridrl.serving.placement import find_reserved_nodes
+from hybridrl.serving.external import ApiKeys, ExternalModel
+from hybridrl.serving.frozen import FrozenModel
+from hybridrl.serving.open_groups import OpenGroups, SampleBuffer
 from hybridrl.serving.plan import plan_own_engines
-from hybridrl.serving.rank_engines import RankEngines
-from hybridrl.serving.recovery import Recovery, watch_engines
+from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
-from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer, Transfer
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_agent_rollout
@@ -42,7 +39,8 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.rollout.single_turn import single_turn
-from hybridrl.workers.sharding.publishing import NOBODY, Lent
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.manager_client import NOBODY, Answer, Lent
 from hybridrl.workers.sharding.weight_files import Sent, WeightSource
 
 
@@ -53,11 +51,14 @@ class RolloutManager:
         self,
         config: ExperimentConfig,
         model_folder: Path,
-        *,
-        devices: ServerDevices,
-        keys: ServerKeys,
+        launches: Mapping[str, Launch],
+        keys: ApiKeys,
     ) -> None:
-        """Start nothing yet."""
+        """Start nothing yet.
+
+        Args:
+            launches: start the processes of engines, by model.
+        """
         install_reducers()
         run_folder = Path(config.trainer.run_dir)
         log.configure_server(run_folder, log.MANAGER)
@@ -68,41 +69,24 @@ class RolloutManager:
         self._vocab_size = read_architecture(model_folder).vocab_size
         self._requests = PolicyRequests(config, vocab_size=self._vocab_size, key=keys.own)
         self._router = self._requests.router
-        nodes = find_reserved_nodes(devices.placements, wait_s=config.cluster.start_timeout_s)
-        launches = {
-            plan.model: ActorLaunch(
-                config=config,
-                plan=plan,
-                policy_folder=model_folder,
-                devices=devices,
-                nodes=nodes,
-                keys=keys,
-            )
-            for plan in plan_own_engines(config)
-        }
-        launch = launches[config.serving.policy]
-        self._policy = RolloutServer(launch.plan, launch, config=config.rollout)
+        plans = {plan.model: plan for plan in plan_own_engines(config)}
+        policy = config.serving.policy
+        self._policy = RolloutServer(plans[policy], launches[policy], config=config.rollout)
         self._transfer = Transfer()
         self._updating: Future[None] = Future()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="update")
-        self._recovery = Recovery(self._policy, start_timeout_s=config.rollout.start_timeout_s)
-        self._monitor = watch_engines(self._policy, self._recovery, config.serving)
-        self._rank_engines = RankEngines(
-            key=keys.own,
-            first_index=self._policy.num_engines,
+        self._recovery = Recovery(
+            self._policy,
+            start_timeout_s=config.rollout.start_timeout_s,
             health_timeout_s=config.serving.health_timeout_s,
+            key=keys.own,
         )
         self._ahead: BackgroundSampling | None = None
-        external = config.serving.external
         self._frozen = {
-            name: FrozenModel(config, launches[name].plan, launches[name], key=keys.own)
-            for name in config.serving.frozen
-            if name not in external
-        }
-        self._external = {
             name: ExternalModel(config, name, keys=keys)
+            if name in config.serving.external
+            else FrozenModel(config, plans[name], launches[name], key=keys.own)
             for name in config.serving.frozen
-            if name in external
         }
 
     def _sample_ahead(self) -> BackgroundSampling:
@@ -118,7 +102,6 @@ class RolloutManager:
             OpenGroups(pool, self._make_program, buffer),
             requests=self._requests,
             recovery=self._recovery,
-            monitor=self._monitor,
             on_update=config.serving.on_update,
         )
 
@@ -134,7 +117,7 @@ class RolloutManager:
         self._policy.start()
         if self._config.samples_ahead:
             self._ahead = self._sample_ahead()
-        for model in self._models():
+        for model in self._frozen.values():
             model.start()
 
     def need_weights(self, version: int) -> bool:
@@ -177,7 +160,7 @@ class RolloutManager:
         lent: Lent = NOBODY,
     ) -> tuple[list[Sample], Metrics]:
         """Sample with all engines; see ``Servers.sample``."""
-        self._rank_engines.forget_lost()
+        self._recovery.forget_lost()
         for name, frozen in self._frozen.items():
             frozen.lend(lent.get(name, ()))
         program = self._make_program(prompts, sampling)
@@ -186,15 +169,10 @@ class RolloutManager:
         pool = self._pool(version)
         of_ranks = lent.get(self._policy.model, ())
         begin = time.perf_counter()
-        with (
-            self._recovery.filling(pool),
-            self._monitor.watching(),
-            self._rank_engines.joining(pool, of_ranks),
-        ):
+        with self._recovery.filling(pool, of_ranks), self._recovery.monitor.watching():
             samples = self._run(program, pool, version=version)
         seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
-        losses = self._rank_engines.take_metrics() if of_ranks else {}
-        return samples, merge([pool.metrics(), self._take_metrics(), losses]) | seconds
+        return samples, merge([pool.metrics(), self._take_metrics()]) | seconds
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, version: int
@@ -236,32 +214,25 @@ class RolloutManager:
     def _take_metrics(self) -> Metrics:
         of_agent = {} if self._agent is None else self._agent.take_metrics()
         of_requests = self._requests.take_metrics()
-        return merge([self._policy.take_metrics(), self._engine_metrics(), of_requests, of_agent])
+        return merge([self._recovery.take_metrics(), self._engine_metrics(), of_requests, of_agent])
 
     def lost_engines(self) -> Mapping[str, Collection[int]]:
         """Return, by model, the lost ones of those that were lent last, by their order."""
         of_frozen = {name: model.lost() for name, model in self._frozen.items()}
-        return {self._policy.model: self._rank_engines.lost(), **of_frozen}
+        return {self._policy.model: self._recovery.lost(), **of_frozen}
 
     def ask(
         self, model: str, contexts: Sequence[Tensor], params: RequestParams, timeout_s: float
     ) -> list[Answer]:
         """Answer contexts with a frozen model; see ``FrozenModel.ask``."""
-        asked = self._frozen.get(model) or self._external[model]
-        return asked.ask(contexts, params, timeout_s=timeout_s)
-
-    def _models(self) -> list[FrozenModel | ExternalModel]:
-        return [*self._frozen.values(), *self._external.values()]
+        return self._frozen[model].ask(contexts, params, timeout_s=timeout_s)
 
     def shutdown(self) -> None:
         """End engines and tools."""
         self._transfer.end(Sent(reason="the run ends"))
         if self._ahead is not None:
             self._ahead.end()
-        self._monitor.end()
-        self._rank_engines.end()
-        self._recovery.end()
-        for model in self._models():
+        for model in self._frozen.values():
             model.shutdown()
         self._policy.shutdown()
         if self._router is not None:
@@ -273,6 +244,8 @@ class RolloutManager:
     def _engine_metrics(self) -> Metrics:
         """Return the metrics of engines that answer: of the phase before, while they serve."""
         engines = self._policy.serving_engines().values()
-        futures = [engine.take_metrics() for engine in engines if engine.is_alive()]
+        futures = [
+            engine.act(ManagedEngine.take_metrics) for engine in engines if engine.is_alive()
+        ]
         done, _ = wait(futures, timeout=self._config.rollout.stage_timeout_s)
         return merge([future.result() for future in done if future.exception() is None])

@@ -1,73 +1,89 @@
-"""Recovery within a phase: lost engines of a server are replaced while the others serve."""
+"""Recovery within a phase: lost engines are found, and replaced while the others serve."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 
-from hybridrl.config.serving import ServingConfig
-from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.metrics import Metrics, merge
+from hybridrl.serving.engine_handle import EngineHandle, RankHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.health import HealthMonitor
+from hybridrl.serving.health import HealthMonitor, Losses
 from hybridrl.serving.server import RolloutServer
 
 log = logging.getLogger(__name__)
 
 _NUM_TRIES = 3
-"""Processes that may fail in a row in place of one engine, within a phase."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """A process on its way."""
-
-    future: Future[None]
-    deadline_s: float
-    """By ``time.monotonic``."""
+"""Processes that may fail in a row in place of one engine."""
 
 
 class Recovery:
-    """Replaces lost engines of one server, in a thread of its own.
+    """Watches the engines of one model while a program samples: its server's, and lent ones.
 
-    A replacement that is not ready when a phase ends joins the next one.
+    Lost ones of the server are replaced, each in a thread of its own; a replacement that is not
+    ready when a phase ends joins the next one. Lost ones that ranks lend are left out: their ranks
+    restart them after the phase.
     """
 
-    def __init__(self, server: RolloutServer, *, start_timeout_s: float) -> None:
-        """Begin.
+    def __init__(
+        self,
+        server: RolloutServer,
+        *,
+        start_timeout_s: float,
+        health_timeout_s: float,
+        key: str = "",
+    ) -> None:
+        """Watch nothing yet.
 
         Args:
             start_timeout_s: seconds that a process may take to start.
+            health_timeout_s: seconds within which an engine must get on.
+            key: that engines of ranks require.
         """
         self._server = server
         self._start_timeout_s = start_timeout_s
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._starts: dict[int, _Start] = {}
-        self._num_failed: Counter[int] = Counter()
+        self._key = key
         self._pool: EnginePool | None = None
-        self._lock = threading.Lock()
-        """Held while work is handed to the thread, so that none comes behind its end."""
-        self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
-        self._thread.start()
+        self._lent: dict[int, RankHandle] = {}
+        """By index in the pool, after the server's own ones."""
+        self._reported: set[EngineHandle | None] = set()
+        """Lost engines that a thread sees to: until it has noted one, each look reports it."""
+        self._lost: set[int] = set()
+        self._losses = Losses("ranks")
+        self.monitor = HealthMonitor(self._watched, self.report, timeout_s=health_timeout_s)
 
     @contextmanager
-    def filling(self, pool: EnginePool) -> Iterator[None]:
-        """Let replacements join ``pool`` in the block, and replace the engines that it loses."""
-        self._do(partial(self._open, pool))
+    def filling(self, pool: EnginePool, lent: Sequence[str] = ()) -> Iterator[None]:
+        """Let replacements join ``pool`` in the block, and replace the engines that it loses.
+
+        Args:
+            lent: addresses of engines that ranks lend, which sample in the block, too.
+        """
+        pool.on_lost = self.report
+        self._pool = pool
+        for index in self._server.claim_lost():
+            self._in_thread(index)
+        for index in self._server.coming():
+            pool.expect(index)
+        for index, engine in self._server.serving_engines().items():
+            pool.join(index, engine)  # it came up after the pool was made
+        self._lent = {
+            index: RankHandle(url, key=self._key)
+            for index, url in enumerate(lent, start=self._server.num_engines)
+        }
+        for index, handle in self._lent.items():
+            pool.join(index, handle)
+        self._losses.note_ready(self._lent)
         try:
             yield
         finally:
-            self._do(self._close)
+            self._pool, handles, self._lent = None, self._lent, {}
+            for handle in handles.values():
+                handle.end()
 
-    def report(self, index: int, handle: SamplingEngine, reason: str) -> bool:
+    def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
         """Replace an engine that failed; others get its open requests. Any thread; returns at once.
 
         Returns:
@@ -76,123 +92,63 @@ class Recovery:
         pool = self._pool
         if pool is not None:
             pool.drop(index, handle, reason)
-        if self._server.version < 0 or self._num_failed[index] >= _NUM_TRIES:
+        if isinstance(handle, RankHandle):
+            handle.is_lost = True
+            self._lost.add(index - self._server.num_engines)
+            self._losses.note_lost([index], reason)
             return False
-        self._put(index, partial(self._lose, index, handle, reason))
+        if self._server.version < 0:
+            return False
+        if handle not in self._reported:
+            self._reported.add(handle)
+            self._in_thread(index, handle, reason)
         return True
 
-    def end(self) -> None:
-        """End the thread; from now on nothing is replaced. Idempotent."""
-        with self._lock:
-            self._has_ended = True
-            self._work.put(None)
-        self._thread.join()
+    def lost(self) -> tuple[int, ...]:
+        """Return the lent engines that did not work since the last call of ``forget_lost``."""
+        return tuple(sorted(self._lost))
 
-    # -- in the thread ---------------------------------------------------------------------------
+    def forget_lost(self) -> None:
+        """Others are lent, or the same ones again, that their ranks have seen to."""
+        self._lost.clear()
 
-    def _put(self, index: int, work: Callable[[], None]) -> None:
-        """Let the thread do ``work`` on an engine; after an error none is expected any more."""
+    def take_metrics(self) -> Metrics:
+        """Return lost engines, and those that are back, since the last call; reset them."""
+        return merge([self._server.take_metrics(), self._losses.take_metrics()])
 
-        def run() -> None:
-            try:
-                work()
-            except Exception as error:
-                log.exception("a lost rollout engine was not replaced: engine=%d", index)
-                self._give_up(index, f"{type(error).__name__}: {error}")
+    def _watched(self) -> Mapping[int, EngineHandle]:
+        lent = {index: each for index, each in self._lent.items() if each.is_alive()}
+        return {**self._server.ready_engines(), **lent}
 
-        self._work.put(run)
+    # -- in the thread of an engine --------------------------------------------------------------
 
-    def _do(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in the thread, and wait for it; a no-op after the end."""
-        done: Future[None] = Future()
+    def _in_thread(self, *args: object) -> None:
+        threading.Thread(target=self._run, args=args, name="recovery", daemon=True).start()
 
-        def run() -> None:
-            try:
-                work()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        with self._lock:
-            if self._has_ended:
+    def _run(self, index: int, handle: EngineHandle | None = None, reason: str = "") -> None:
+        """Note the loss of an engine, unless it was claimed, and bring it back or give it up."""
+        try:
+            if handle is not None and not self._server.lose(index, handle, reason):
                 return
-            self._work.put(run)
-        done.result()
+            reason = self._replace(index)
+        except Exception as error:
+            log.exception("a lost rollout engine was not replaced: engine=%d", index)
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            self._reported.discard(handle)
+        pool = self._pool
+        if reason:
+            self._server.give_up(index)
+            if pool is not None:
+                pool.give_up(index, reason)
+        elif pool is not None and (engine := self._server.serving_engines().get(index)):
+            pool.join(index, engine)
 
-    def _run(self) -> None:
-        while True:
-            try:
-                work = self._work.get(timeout=self._wait_s())
-            except queue.Empty:
-                self._drop_late_starts()
-                continue
-            if work is None:
-                return
-            work()
-
-    def _wait_s(self) -> float | None:
-        if not self._starts:
-            return None
-        first_s = min(start.deadline_s for start in self._starts.values())
-        return max(0.0, first_s - time.monotonic())
-
-    def _open(self, pool: EnginePool) -> None:
-        self._num_failed.clear()
-        self._pool = pool
-        pool.on_lost = self.report
-        self._start()
-        for index in filter(self._server.answers, self._starts):
-            pool.expect(index)
-
-    def _close(self) -> None:
-        self._pool = None
-
-    def _lose(self, index: int, handle: SamplingEngine, reason: str) -> None:
-        if self._server.lose(index, handle, reason):
-            self._start()
-
-    def _start(self) -> None:
-        for index, future in self._server.start_replacements().items():
-            self._starts[index] = _Start(future, time.monotonic() + self._start_timeout_s)
-            future.add_done_callback(partial(self._note_start, index))
-
-    def _note_start(self, index: int, future: Future[None]) -> None:
-        self._put(index, partial(self._bring_up, index, future))
-
-    def _bring_up(self, index: int, future: Future[None]) -> None:
-        """Let a process that has started, or failed to, take the place of the lost engine."""
-        start = self._starts.get(index)
-        if start is None or start.future is not future:
-            return
-        del self._starts[index]
-        if not self._server.bring_up(index):
-            self._fail(index, str(future.exception() or "it did not get the weights; see the log"))
-        elif self._pool is not None and (engine := self._server.serving_engines().get(index)):
-            self._pool.join(index, engine)
-
-    def _drop_late_starts(self) -> None:
-        for index, start in list(self._starts.items()):
-            if time.monotonic() >= start.deadline_s:
-                del self._starts[index]
-                self._server.drop_replacement(index)
-                self._fail(index, f"it did not start within {self._start_timeout_s:g} s")
-
-    def _fail(self, index: int, reason: str) -> None:
-        log.warning("a replacement of a rollout engine failed: engine=%d: %s", index, reason)
-        self._num_failed[index] += 1
-        if self._num_failed[index] < _NUM_TRIES:
-            self._start()
-        else:
-            self._give_up(index, f"{_NUM_TRIES} replacements failed, the last one: {reason}")
-
-    def _give_up(self, index: int, reason: str) -> None:
-        if self._pool is not None:
-            self._pool.give_up(index, reason)
-
-
-def watch_engines(
-    server: RolloutServer, recovery: Recovery, config: ServingConfig
-) -> HealthMonitor[EngineHandle]:
-    """Return the monitor of all engines of a server, paused. It reports to the recovery."""
-    return HealthMonitor(server.ready_engines, recovery.report, timeout_s=config.health_timeout_s)
+    def _replace(self, index: int) -> str:
+        """Return why an engine is not back after several tries; empty if it serves."""
+        for _ in range(_NUM_TRIES):
+            reason = self._server.replace(index, timeout_s=self._start_timeout_s)
+            if not reason:
+                return ""
+            log.warning("a replacement of a rollout engine failed: engine=%d: %s", index, reason)
+        return f"{_NUM_TRIES} replacements failed, the last one: {reason}"

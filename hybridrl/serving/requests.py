@@ -1,25 +1,44 @@
-"""The way of a program's requests to the engines of the policy, with the faults of its phase."""
+"""The way of requests to the engines of the policy, and faults on purpose on that way."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+import logging
+import os
+import signal
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.serving import FaultConfig, FaultKind
+from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import AskGroup, EnginePool, ask_process
-from hybridrl.serving.faults import FaultPlan
 from hybridrl.serving.router import PolicyRouter, connect
 from hybridrl.workers.rollout.sglang.client import Endpoint
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
 
-OpenServer = Callable[[str], Awaitable[ServerSampler]]
+log = logging.getLogger(__name__)
+
+OpenServer = Callable[[str], Awaitable[HttpSampler]]
 """Connects the sampler of the server at an address."""
 
 
@@ -55,8 +74,8 @@ class PolicyRequests:
             return
         async with AsyncExitStack() as opened:
 
-            async def open_server(url: str) -> ServerSampler:
-                server = ServingEngine(Endpoint(url, name=f"SGLang at {url}", key=self._key))
+            async def open_server(url: str) -> HttpSampler:
+                server = Endpoint(url, name=f"SGLang at {url}", key=self._key)
                 sampler = connect(self._config, server, self._vocab_size, version=version)
                 return await opened.enter_async_context(sampler)
 
@@ -74,7 +93,7 @@ class PolicyRequests:
             return
         if self._straight is not None:
             self._straight.interrupt()
-        calls = [asyncio.wrap_future(engine.interrupt()) for engine in engines]
+        calls = [asyncio.wrap_future(engine.act(ManagedEngine.interrupt)) for engine in engines]
         await asyncio.gather(*calls, return_exceptions=True)
 
     def take_metrics(self) -> Metrics:
@@ -91,14 +110,14 @@ class StraightRequests:
 
     def __init__(self, open_server: OpenServer) -> None:
         """Open none yet."""
-        self.samplers: list[ServerSampler] = []
+        self.samplers: list[HttpSampler] = []
         self._open_server = open_server
-        self._ways: dict[SamplingEngine, asyncio.Task[ServerSampler | None]] = {}
+        self._ways: dict[EngineHandle, asyncio.Task[HttpSampler | None]] = {}
         self._is_interrupted = False
 
     async def ask(
         self,
-        engine: SamplingEngine,
+        engine: EngineHandle,
         token_ids: Sequence[int] | Tensor,
         params: RequestParams,
         keys: Sequence[int],
@@ -111,7 +130,7 @@ class StraightRequests:
             return await ask_process(engine, token_ids, params, keys)
         return await sampler.sample_group(token_ids, params, keys=keys)
 
-    async def _open(self, engine: SamplingEngine) -> ServerSampler | None:
+    async def _open(self, engine: EngineHandle) -> HttpSampler | None:
         url = await asyncio.wrap_future(engine.address())
         if url is None:
             return None
@@ -126,3 +145,81 @@ class StraightRequests:
         self._is_interrupted = True
         for sampler in self.samplers:
             sampler.interrupt()
+
+
+_OF_PROCESSES: Collection[FaultKind] = ("kill", "stop", "cut")
+
+_GARBAGE: Mapping[FaultKind, Callable[[Sample], Sample]] = {
+    "tokens": lambda sample: replace(sample, token_ids=sample.token_ids - 2**20),
+    "logprobs": lambda sample: replace(sample, logprobs=sample.logprobs * torch.nan),
+    "version": lambda sample: replace(sample, weight_version=sample.weight_version + 1000),
+}
+
+
+class FaultPlan:
+    """Makes faults on purpose (``serving.faults``) at drawn requests of some phases.
+
+    Without faults in the configuration no request passes through it.
+    """
+
+    def __init__(self, faults: Mapping[str, FaultConfig], *, seed: int) -> None:
+        self._faults = faults
+        self._seed = seed
+        self._phase = 0
+        self._num_requests = 0
+        self._due: dict[int, list[FaultKind]] = {}
+        self._cut: set[EngineHandle] = set()
+
+    def spoil(self, ask: AskGroup) -> AskGroup:
+        """Begin a phase: draw its faults, and return how to ask engines in it."""
+        if not self._faults:
+            return ask
+        self._phase += 1
+        self._num_requests = 0
+        self._due = {}
+        for name, fault in self._faults.items():
+            if self._phase % fault.every_num_phases == 0:
+                number = Random(f"{self._seed} {name} {self._phase}").randrange(
+                    fault.within_requests
+                )
+                self._due.setdefault(number, []).append(fault.kind)
+        return partial(self._ask, ask)
+
+    async def _ask(
+        self,
+        ask: AskGroup,
+        engine: EngineHandle,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        keys: Sequence[int],
+    ) -> list[Sample]:
+        """Ask an engine, and make the faults that are due."""
+        kinds = self._due.pop(self._num_requests, [])
+        self._num_requests += 1
+        for kind in kinds:
+            log.warning("a fault on purpose: kind=%s phase=%d", kind, self._phase)
+        if "kill_manager" in kinds:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "error" in kinds:
+            raise EngineError("/generate was answered with status 500: a fault on purpose")
+        for kind in kinds:
+            if kind in _OF_PROCESSES:  # before the request: a short one may be answered
+                engine.harm(kind)
+            if kind == "cut":
+                self._cut.add(engine)
+        samples = await self._pass_on(ask(engine, token_ids, params, keys), engine)
+        for kind in _GARBAGE.keys() & kinds:
+            samples = [_GARBAGE[kind](sample) for sample in samples]
+        return samples
+
+    async def _pass_on(
+        self, asking: Coroutine[Any, Any, list[Sample]], engine: EngineHandle
+    ) -> list[Sample]:
+        """Return an answer, unless the engine was cut off, by this request or meanwhile."""
+        answers = await asyncio.gather(asking, return_exceptions=True)
+        answer: list[Sample] | BaseException = answers[0]
+        if engine in self._cut:
+            await asyncio.get_running_loop().create_future()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer

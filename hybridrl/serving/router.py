@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
+import aiohttp
 from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
@@ -28,7 +30,7 @@ from hybridrl.errors import (
 )
 from hybridrl.metrics import Mean, Metrics, Sum, merge
 from hybridrl.sampler import RequestParams, Sample, T
-from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import AskGroup
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.router_process import RouterProcess
@@ -38,10 +40,9 @@ from hybridrl.workers.rollout.sglang.client import (
     Body,
     ConnectionLostError,
     Endpoint,
-    ServerError,
+    RefusedError,
 )
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine, without_time
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +73,13 @@ class PolicyRouter:
         self._config = config
         self._vocab_size = vocab_size
         self._process: RouterProcess | None = None
-        self._servers: dict[SamplingEngine, Endpoint] = {}
+        self._servers: dict[EngineHandle, Endpoint] = {}
         """Engines that serve in this phase."""
         self._shown: list[str] = []
         """Addresses that the router has."""
         self._lost: asyncio.Future[None]
         """Done when the next engine is lost."""
-        self._sampler: ServerSampler | None = None
+        self._sampler: HttpSampler | None = None
         self._changing = threading.Lock()
         self._num_restarts = self._num_answered = self._num_unanswered = 0
         self._seconds = Mean(0.0, 0.0)
@@ -94,9 +95,8 @@ class PolicyRouter:
         # The router limits a request's total time; no request must reach that.
         longest_s = int(self._config.cluster.call_timeout_s) + 60
         self._process = RouterProcess(
-            host="127.0.0.1",
-            timeout_s=self._config.rollout.start_timeout_s,
             key=self.key,
+            timeout_s=self._config.rollout.start_timeout_s,
             arguments={"request_timeout_secs": longest_s},
         )
         self._shown = []
@@ -129,7 +129,7 @@ class PolicyRouter:
         self._lost = asyncio.get_running_loop().create_future()
         await asyncio.gather(*map(self._know, engines), return_exceptions=True)  # or it is gone
         await asyncio.to_thread(self._show)
-        sampler = connect(self._config, RoutedServers(self), self._vocab_size, version=version)
+        sampler = connect(self._config, BehindRouter(self), self._vocab_size, version=version)
         with self._monitor.watching():
             async with sampler:
                 self._sampler = sampler
@@ -139,7 +139,7 @@ class PolicyRouter:
 
     async def _ask(
         self,
-        engine: SamplingEngine,
+        engine: EngineHandle,
         token_ids: Sequence[int] | Tensor,
         params: RequestParams,
         keys: Sequence[int],
@@ -160,7 +160,7 @@ class PolicyRouter:
         except (EngineError, DeadlineError) as error:
             raise RouterError(f"a request through sglang-router failed: {error}") from error
 
-    async def _know(self, engine: SamplingEngine) -> None:
+    async def _know(self, engine: EngineHandle) -> None:
         url = await asyncio.wrap_future(engine.address())
         if url is None:
             raise EngineError("a rollout engine behind the router has no server")
@@ -177,7 +177,7 @@ class PolicyRouter:
         """Return the servers of this phase whose processes are there."""
         return [endpoint for engine, endpoint in self._servers.items() if engine.is_alive()]
 
-    def leave_out(self, engine: SamplingEngine) -> None:
+    def leave_out(self, engine: EngineHandle) -> None:
         """Send no more requests to the server of an engine that is lost. In the program's loop.
 
         Nobody knows which requests it has, and it may never answer: all are sent again.
@@ -227,26 +227,30 @@ class PolicyRouter:
         limits the wait: see ``while_it_works``.
 
         Raises:
-            ServerError: a server refused it; or servers that live failed it for some seconds.
+            RefusedError: a server refused it; or servers that live failed it for some seconds.
+            ServerDiedError: the router ended, and another one did for some seconds.
+            ConnectionLostError: no answer for some seconds, and the router lives.
             RouterError: the router ended again and again.
         """
         begin, give_up_s = time.monotonic(), None
         while True:
             process = self.process
             try:
-                answer = await self._unless_lost(process.generate(body, session=session))
-            except (ServerDiedError, ConnectionLostError) as error:
-                await self._replace(process, error)
-            except ServerLostError:
+                asking = process.client.request(_GENERATE, body, timeout_s=None, session=session)
+                answer = await self._unless_lost(asking)
+            except LostBehindRouterError:
                 await asyncio.to_thread(self._show)
                 raise  # it may still compute: the next try needs another name
-            except ServerError as error:
+            except (ServerDiedError, ConnectionLostError, RefusedError) as error:
                 now_s = time.monotonic()
                 give_up_s = give_up_s or now_s + _SEES_DEATH_S
-                if error.status < _SERVERS_FAULT or now_s > give_up_s:
+                is_refused = isinstance(error, RefusedError) and error.status < _SERVERS_FAULT
+                if is_refused or now_s > give_up_s:
                     self._num_unanswered += 1
                     raise
                 await asyncio.to_thread(self._show)
+                if self.process is not process:
+                    give_up_s = None
                 await asyncio.sleep(_POLL_S)
             else:
                 self._num_answered += 1
@@ -262,16 +266,7 @@ class PolicyRouter:
                 return answer.result()
         finally:
             answer.cancel()
-        raise ServerLostError(_GENERATE, _SERVERS_FAULT, "a server behind the router is lost")
-
-    async def _replace(self, process: RouterProcess, error: Exception) -> None:
-        """Start another router, unless another request did."""
-        deadline_s = time.monotonic() + _SEES_DEATH_S
-        while process.is_alive() and time.monotonic() < deadline_s:
-            await asyncio.sleep(_POLL_S)
-        if process.is_alive():
-            raise error
-        await asyncio.to_thread(self._show)
+        raise LostBehindRouterError(_GENERATE, _SERVERS_FAULT, "a server behind the router is lost")
 
     def take_metrics(self) -> Metrics:
         """Describe the time since the last call under declared names. Call it in each phase."""
@@ -288,34 +283,40 @@ class PolicyRouter:
 
     def end(self) -> None:
         """Kill the router. Idempotent."""
-        self._monitor.end()
         if self._process is not None:
             self._process.end()
 
 
-class ServerLostError(ServerError):
+class LostBehindRouterError(RefusedError):
     """A server left while it may have had the request."""
 
 
-class RoutedServers(ServingEngine):
+class BehindRouter(Endpoint):
     """The servers behind the router, as one that answers a program."""
 
     def __init__(self, router: PolicyRouter) -> None:
-        """Connect when it is entered."""
-        super().__init__(Endpoint("the router", name="the router", key=router.key))
+        super().__init__("the router", name="the router", key=router.key)
         self._router = router
 
-    async def ask(self, path: str, body: Body, *, timeout_s: float | None) -> Any:  # noqa: ANN401 - JSON
+    async def request(
+        self,
+        path: str,
+        body: Body | None = None,
+        *,
+        timeout_s: float | None,
+        method: str = "POST",
+        session: aiohttp.ClientSession | None = None,
+    ) -> Any:  # noqa: ANN401 - JSON
         """Send requests for tokens to the router, one a response, and others to all servers."""
-        if path != _GENERATE:
+        if path != _GENERATE or body is None:
             calls = [
-                server.request(path, body, timeout_s=timeout_s, session=self._session)
+                server.request(path, body, timeout_s=timeout_s, method=method, session=session)
                 for server in self._router.living()
             ]
             # One that is gone keeps none of the others from its request.
             return await asyncio.gather(*calls, return_exceptions=True)
         tasks = [
-            asyncio.ensure_future(self._router.generate(each, session=self._session))
+            asyncio.ensure_future(self._router.generate(each, session=session))
             for each in single_bodies(body)
         ]
         try:
@@ -324,21 +325,21 @@ class RoutedServers(ServingEngine):
             for task in tasks:
                 task.cancel()
 
-    async def progress(self) -> object:
+    async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:
         """Return the loads of all servers; each has a monitor besides."""
-        loads = [server.loads(self._session) for server in self._router.living()]
-        return [without_time(each) for each in await asyncio.gather(*loads)]
+        loads = [server.loads(session) for server in self._router.living()]
+        return list(chain.from_iterable(await asyncio.gather(*loads)))
 
 
 def connect(
-    config: ExperimentConfig, server: ServingEngine, vocab_size: int, *, version: int
-) -> ServerSampler:
+    config: ExperimentConfig, server: Endpoint, vocab_size: int, *, version: int
+) -> HttpSampler:
     """Return the sampler of a server of the policy, to be entered in a program's loop."""
     model = ServedModel(
         max_context_tokens=config.max_row_tokens, vocab_size=vocab_size, version=version
     )
     timeout_s = config.rollout.request_timeout_s
-    return ServerSampler(server, model, ProgramCall(), timeout_s=timeout_s)
+    return HttpSampler(server, model, ProgramCall(), timeout_s=timeout_s)
 
 
 def single_bodies(body: Body) -> list[Body]:
@@ -357,4 +358,4 @@ def _kill_hung(_: int, process: RouterProcess, reason: str) -> None:
     """Kill a router that does not answer: its requests fail, and another one is started."""
     if process.is_alive():
         log.warning("the router is killed: reason=%s", reason)
-        process.kill()
+        process.process.end()

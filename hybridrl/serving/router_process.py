@@ -10,27 +10,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.network import host_and_port
-from hybridrl.workers.rollout.sglang.client import Body, ServerClient, ServerError
-from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
+from hybridrl.network import LOOPBACK
+from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
+from hybridrl.workers.rollout.sglang.process import ChildProcess, end_with_parent, free_port
 
 log = logging.getLogger(__name__)
 
-_CHILD = "hybridrl.serving.router_child"
 _PACKAGE = "sglang_router"
 _CALL_S = 10.0
 _POLL_S = 0.02
@@ -40,19 +36,13 @@ class RouterProcess:
     """One router in front of the servers of one model. Its key is that of its servers, too."""
 
     def __init__(
-        self,
-        *,
-        host: str,
-        timeout_s: float,
-        key: str | None = None,
-        arguments: Mapping[str, object] | None = None,
+        self, *, key: str, timeout_s: float, arguments: Mapping[str, object] | None = None
     ) -> None:
         """Start it and wait until it answers.
 
         Args:
-            host: address to listen at: loopback, or this node's address in the cluster.
+            key: that clients must send, and servers get from it.
             timeout_s: seconds until it must answer.
-            key: that clients must send, and servers get from it; None makes one.
             arguments: of the router that differ, by their Python names.
 
         Raises:
@@ -61,26 +51,21 @@ class RouterProcess:
         """
         if find_spec(_PACKAGE) is None:
             raise EngineError("sglang-router is not installed; pip install 'hybridrl[sglang]'")
-        self.key = key or secrets.token_urlsafe()
+        self._key = key
         port, metrics_port = free_port(), free_port()
-        self.url = f"http://{host_and_port(host, port)}"
+        self.url = f"http://{LOOPBACK}:{port}"
         self._timeout_s = timeout_s
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="hybridrl-router-", suffix=".json", delete=False
-        ) as file:  # for its owner alone; a command line would show the key to everybody
-            given = _arguments(host, port, metrics_port, self.key) | dict(arguments or {})
-            json.dump(given, file, allow_nan=False)
-        self.process = ServerProcess([sys.executable, "-m", _CHILD, file.name], name="the router")
-        self._client = ServerClient(
-            self.url, name="the router", require_alive=self.process.require_alive, key=self.key
+        given = _arguments(port, metrics_port, key) | dict(arguments or {})
+        command = [sys.executable, "-m", __name__]
+        self.process = ChildProcess(command, name="the router", arguments=given)
+        self.client = ControlClient(
+            self.url, name="the router", require_alive=self.process.require_alive, key=key
         )
         try:
             self.start_s = self.process.wait_until_ready(self._answers, timeout_s=timeout_s)
         except BaseException:
             self.end()
             raise
-        finally:
-            Path(file.name).unlink(missing_ok=True)
 
     def show(self, urls: Collection[str]) -> None:
         """Send requests to exactly these servers, and wait until it does so. Idempotent.
@@ -96,30 +81,24 @@ class RouterProcess:
         """
         known = {worker["url"]: worker["id"] for worker in self._list()}
         gone = [f"/workers/{known[url]}" for url in known.keys() - set(urls)]
-        new = [{"url": url, "api_key": self.key} for url in urls if url not in known]
+        new = [{"url": url, "api_key": self._key} for url in urls if url not in known]
 
         async def change() -> None:
-            request = partial(self._client.request, timeout_s=_CALL_S)
+            request = partial(self.client.request, timeout_s=_CALL_S)
             await asyncio.gather(
                 *(request(path, method="DELETE") for path in gone),
                 *(request("/workers", body) for body in new),
             )
 
-        self._client.run(change())
-        wanted = dict.fromkeys(urls, True)
-        self._wait(lambda: self.workers() == wanted, f"does not have the servers {sorted(urls)}")
-
-    async def generate(self, body: Body, *, session: aiohttp.ClientSession | None) -> Any:  # noqa: ANN401 - JSON
-        """Send one request to a server of the router's choice.
-
-        The caller limits the wait: see ``while_it_works``.
-
-        Raises:
-            ServerError: the server refuses it, or is gone; or there is none.
-            ServerDiedError: the router is gone.
-            ConnectionLostError: no answer, and the router lives.
-        """
-        return await self._client.request("/generate", body, timeout_s=None, session=session)
+        self.client.run(change())
+        deadline_s = time.monotonic() + self._timeout_s
+        while self.workers() != dict.fromkeys(urls, True):
+            if time.monotonic() > deadline_s:
+                raise DeadlineError(
+                    f"the router does not have the servers {sorted(urls)} after "
+                    f"{self._timeout_s:g} s\n{self.process.tail()}"
+                )
+            time.sleep(_POLL_S)
 
     def workers(self) -> dict[str, bool]:
         """Return the addresses of its servers, and whether it takes each for healthy.
@@ -129,10 +108,6 @@ class RouterProcess:
         """
         return {worker["url"]: bool(worker["is_healthy"]) for worker in self._list()}
 
-    def require_alive(self, what: str) -> None:
-        """Raise ServerDiedError if the process is gone; ``what`` was to be done."""
-        self.process.require_alive(what)
-
     def is_alive(self) -> bool:
         """Whether its process is there."""
         return self.process.exit_status() is None
@@ -141,30 +116,26 @@ class RouterProcess:
         """Return when it answered, by a monotonic clock. The future may hold an error."""
 
         async def ask() -> object:
-            await self._client.request("/liveness", timeout_s=_CALL_S, method="GET")
+            await self.client.request("/liveness", timeout_s=_CALL_S, method="GET")
             return time.monotonic()
 
         try:
-            return self._client.start(ask())
+            return self.client.start(ask())
         except EngineError as error:  # it was ended just now
             failed: Future[object] = Future()
             failed.set_exception(error)
             return failed
 
-    def kill(self) -> None:
-        """Kill its processes: requests that it has fail at once. Idempotent."""
-        self.process.end()
-
     def end(self) -> None:
         """Kill it. Idempotent."""
-        self._client.close()
+        self.client.close()
         self.process.end()
 
     def _answers(self) -> bool:
         """Whether it answers; the port may be another process's, which does not know the key."""
         try:
             self._list()
-        except ServerError as error:
+        except RefusedError as error:
             raise EngineError(
                 f"another process answers on the port of the router: {error}"
             ) from error
@@ -173,27 +144,16 @@ class RouterProcess:
         return True
 
     def _list(self) -> list[dict[str, Any]]:
-        workers: list[dict[str, Any]] = self._call("/workers", method="GET")["workers"]
+        answer = self.client.call("/workers", timeout_s=_CALL_S, method="GET")
+        workers: list[dict[str, Any]] = answer["workers"]
         return workers
 
-    def _call(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> Any:  # noqa: ANN401 - JSON
-        return self._client.call(path, body, timeout_s=_CALL_S, method=method)
 
-    def _wait(self, is_done: Callable[[], bool], otherwise: str) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
-        while not is_done():
-            if time.monotonic() > deadline_s:
-                raise DeadlineError(
-                    f"the router {otherwise} after {self._timeout_s:g} s\n{self.process.tail()}"
-                )
-            time.sleep(_POLL_S)
-
-
-def _arguments(host: str, port: int, metrics_port: int, key: str) -> dict[str, object]:
+def _arguments(port: int, metrics_port: int, key: str) -> dict[str, object]:
     return {
-        "host": host,
+        "host": LOOPBACK,
         "port": port,
-        "prometheus_host": host,
+        "prometheus_host": LOOPBACK,
         "prometheus_port": metrics_port,  # else it takes one that another router has
         "api_key": key,
         "log_level": "warn",
@@ -202,3 +162,19 @@ def _arguments(host: str, port: int, metrics_port: int, key: str) -> dict[str, o
         "disable_circuit_breaker": True,
         "disable_health_check": True,  # a busy server would get no requests for a while
     }
+
+
+def route(file: Path) -> None:
+    """Run a router with the arguments in ``file``, until the parent is gone: the child's part.
+
+    ``sglang_router.launch_router`` would do the same, but imports all of SGLang: 8 s.
+    """
+    end_with_parent()
+    router = import_module("sglang_router.router").Router  # by name: it need not be installed
+    arguments = import_module("sglang_router.router_args").RouterArgs
+    import_module("setproctitle").setproctitle("sglang::router")
+    router.from_args(arguments(**json.loads(file.read_text(encoding="utf-8")))).start()
+
+
+if __name__ == "__main__":
+    route(Path(sys.argv[1]))

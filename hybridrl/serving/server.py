@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.errors import DeadlineError, PhaseError
+from hybridrl.errors import DeadlineError, EngineError, PhaseError
 from hybridrl.metrics import Metrics
-from hybridrl.serving.engine_handle import EngineHandle, Launch, SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle, Launch
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.group import Futures, ServerGroup
 from hybridrl.serving.health import Losses
-from hybridrl.serving.plan import ServerPlan
+from hybridrl.serving.plan import ModelPlan
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.sharding.control import Failures, StageError
 from hybridrl.workers.sharding.lifecycle import Action, LifeCycle, SleepLevel
@@ -55,12 +54,12 @@ class RolloutServer:
 
     It owns the order between groups: all engines end a stage before any begins the next. They have
     devices of their own and serve while the trainer computes. An engine that is lost is replaced
-    while the others serve: ``start_replacements``, then ``bring_up``. Thread-safe.
+    while the others serve: ``lose`` or ``claim_lost``, then ``replace``. Thread-safe.
     """
 
     def __init__(
         self,
-        plan: ServerPlan,
+        plan: ModelPlan,
         launch: Launch,
         *,
         config: RolloutConfig,
@@ -74,14 +73,15 @@ class RolloutServer:
         self.model = plan.model
         self.version = -1
         """Policy version of the engines that serve; -1 before the first update."""
-        self._groups = [ServerGroup(group, launch) for group in plan.groups]
-        self._slots = [
-            (group, slot) for group in self._groups for slot in range(len(group.plan.engines))
-        ]
-        self._index_of = {
-            (group.plan.name, slot): index for index, (group, slot) in enumerate(self._slots)
-        }
-        self.num_engines = len(self._slots)
+        self._launch = launch
+        self._places = [(group, engine) for group in plan.groups for engine in group.engines]
+        self.num_engines = len(self._places)
+        self._handles: list[EngineHandle | None] = [None] * self.num_engines
+        """Of the processes; None: it died, or was not started yet."""
+        self._starts: dict[int, Future[None]] = {}
+        """Of the newest process of each engine."""
+        self._coming: dict[int, EngineHandle | None] = {}
+        """Lost engines that somebody replaces, and their new processes; None: not started yet."""
         self._config = config
         self._observe = observe
         self._weights: WeightSource | Transfer | None = None
@@ -89,8 +89,6 @@ class RolloutServer:
         self._life: LifeCycle | None = None
         self._lock = threading.RLock()
         """Held while engines change their states."""
-        self._replaced: set[int] = set()
-        """Engines with a new process that did not come up yet."""
         self._losses = Losses(plan.model)
 
     @property
@@ -110,8 +108,13 @@ class RolloutServer:
             return
         with self._lock:
             for is_encoder in (True, False):
-                groups = self._of_type("encoder", included=is_encoder)
-                failures = self._start([(g, range(len(g.plan.engines))) for g in groups])
+                failures = self._start(
+                    [
+                        index
+                        for index, (group, _) in enumerate(self._places)
+                        if (group.worker_type == "encoder") is is_encoder
+                    ]
+                )
                 if failures:
                     raise StageError(_START, failures, of="engine")
             life = LifeCycle(
@@ -120,11 +123,7 @@ class RolloutServer:
                 depth=SleepLevel.RELEASE_ALL,
                 observe=self._observe,
                 stays=True,
-                may_miss=[
-                    index
-                    for index, (group, slot) in enumerate(self._slots)
-                    if group.plan.engines[slot].url
-                ],
+                may_miss=[index for index, (_, plan) in enumerate(self._places) if plan.url],
             )
             life.start()
             self._life = life
@@ -163,22 +162,13 @@ class RolloutServer:
 
     def serving_engines(self) -> Mapping[int, EngineHandle]:
         """Return the engines that answer requests, by index."""
-        return {i: engine for i, engine in self.ready_engines().items() if self.answers(i)}
+        return {i: engine for i, engine in self.ready_engines().items() if self._answers(i)}
 
     def ready_engines(self) -> Mapping[int, EngineHandle]:
         """Return the engines that serve, by index; prefill engines, too, which others ask."""
         with self._lock:
-            states = self.states
-            return {
-                index: group.engine(slot)
-                for index, (group, slot) in enumerate(self._slots)
-                if states[index] is State.READY
-            }
-
-    def answers(self, index: int) -> bool:
-        """Whether requests for responses go to an engine when it serves."""
-        group, _ = self._slots[index]
-        return group.plan.answers
+            states = enumerate(self.states)
+            return {i: self._handle(i) for i, state in states if state is State.READY}
 
     def pool(self, *, max_context_tokens: int, vocab_size: int, version: int) -> EnginePool:
         """Return the sampler over the engines that answer now, for one program.
@@ -196,65 +186,90 @@ class RolloutServer:
         )
 
     def shutdown(self) -> None:
-        """End all engines. Idempotent."""
+        """End all engines; none is replaced from now on. Idempotent."""
         with self._lock:
-            for group in self._groups:
-                group.clear(range(len(group.plan.engines)))
+            self.version = -1
+            self._clear(range(self.num_engines))
 
     # -- engines that are lost -------------------------------------------------------------------
 
-    def lose(self, index: int, handle: SamplingEngine, reason: str) -> bool:
-        """Note an engine that failed by its own fault; False if it is noted or replaced already."""
+    def lose(self, index: int, handle: EngineHandle, reason: str) -> bool:
+        """Note an engine that failed by its own fault. If True, the caller is to ``replace`` it.
+
+        False: it is noted or replaced already.
+        """
         with self._lock:
             life = self._require_started()
-            group, slot = self._slots[index]
-            if life.states[index] is not State.READY or group.engine(slot) is not handle:
+            if life.states[index] is not State.READY or self._handles[index] is not handle:
                 return False
             self._break(life, [index], reason)
+            if index in self._coming:
+                return False
+            self._coming[index] = None
             return True
 
-    def start_replacements(self) -> Mapping[int, Future[None]]:
-        """Start a process in place of each lost engine, without waiting; return the new futures.
+    def claim_lost(self) -> list[int]:
+        """Return the lost engines that nobody replaces: the caller is to ``replace`` them.
 
-        Nothing is started before the first update: no engine has weights that a new one could get.
+        None before the first update: no engine has weights that a new one could get.
         """
         with self._lock:
             life = self._require_started()
             self._note_dead(life)
             if self.version < 0:
-                return {}
+                return []
             lost = [
                 index
                 for index, state in enumerate(life.states)
-                if state is State.BROKEN and index not in self._replaced
+                if state is State.BROKEN and index not in self._coming
             ]
-            self._replaced.update(lost)
-            futures: dict[int, Future[None]] = {}
-            for group, slots in self._by_group(lost):
-                group.clear(slots)
-                started = group.start(slots)
-                futures |= {self._index_of[group.plan.name, slot]: started[slot] for slot in slots}
-            return futures
+            self._coming |= dict.fromkeys(lost)
+            return lost
 
-    def drop_replacement(self, index: int) -> None:
-        """Take a process that did not start in time for lost, too."""
+    def coming(self) -> list[int]:
+        """Return the engines that somebody replaces, and that will answer requests."""
         with self._lock:
-            self._replaced.discard(index)
+            return [index for index in self._coming if self._answers(index)]
 
-    def bring_up(self, index: int) -> bool:
-        """Give a replacement the weights of the others, which serve on and are asked nothing.
+    def replace(self, index: int, *, timeout_s: float) -> str:
+        """Start a process in place of a lost engine, and give it the weights of the others.
+
+        These serve on and are asked nothing. An update may bring up the process meanwhile.
+
+        Args:
+            timeout_s: seconds that the process may take to start.
 
         Returns:
-            Whether it serves now.
+            Why it does not serve: try again, or ``give_up``. Empty if it serves.
         """
         with self._lock:
+            if self.version < 0:
+                return "no engine has weights that a new one could get"
+            if self.states[index] is not State.BROKEN:
+                self._coming.pop(index, None)
+                return ""
+            self._clear([index])
+            start = self._begin([index])[index]
+            handle = self._coming[index] = self._handles[index]
+        wait([start], timeout=timeout_s)
+        with self._lock:
             life = self._require_started()
-            if self.version >= 0:
-                life.recover([index], load=self._loading())
-            is_ready = life.states[index] is State.READY
-            if is_ready:
+            if life.states[index] is State.BROKEN and self._handles[index] is handle:
+                if not start.done():
+                    return f"it did not start within {timeout_s:g} s"
+                if self.version >= 0:
+                    life.recover([index], load=self._loading())
+            if life.states[index] is State.READY:
+                self._coming.pop(index, None)
                 self._losses.note_ready([index])
-            return is_ready
+                return ""
+        failed = start.exception() if start.done() else None
+        return str(failed or "it did not get the weights; see the log")
+
+    def give_up(self, index: int) -> None:
+        """Leave a lost engine to the next ``claim_lost``, or to an update."""
+        with self._lock:
+            self._coming.pop(index, None)
 
     def take_metrics(self) -> Metrics:
         """Return lost and replaced engines since the last call, and reset them."""
@@ -267,14 +282,13 @@ class RolloutServer:
         """Run ``action`` on the engines ``members``; a restart replaces their processes."""
         if stage == RESTART.name:
             self._losses.note_lost(members, "it failed in a stage")
-            for group, slots in self._by_group(set(members) - self._replaced):
-                group.clear(slots)
-            self._replaced.difference_update(members)
-            return self._start(self._by_group(members))
-        futures = [group.act(action, slots=slots) for group, slots in self._by_group(members)]
+            self._clear([index for index in members if self._coming.get(index) is None])
+            self._coming |= dict.fromkeys(self._coming.keys() & set(members))
+            return self._start(members)
+        futures = {index: self._handle(index).act(action) for index in members}
         limit_s = self._config.stage_timeout_s
         limit_s += self._config.start_timeout_s if stage == SYNC.name else 0  # as a load of files
-        return _describe(self._wait(futures, self._by_group(members), limit_s=limit_s))
+        return _describe(_errors_of(futures, limit_s=limit_s))
 
     def sync(self) -> Failures:
         """Load the weights of this update into every engine.
@@ -284,21 +298,19 @@ class RolloutServer:
         """
         present = [i for i, state in enumerate(self.states) if state is not State.BROKEN]
         has_joined = isinstance(self._weights, Transfer)
-        if isinstance(self._weights, Transfer) and (failures := self._receive(present)):
+        if isinstance(self._weights, Transfer) and (
+            failures := self._receive(self._weights, present)
+        ):
             return failures
         return self.run(SYNC.name, self._loading(has_joined=has_joined), members=present)
 
-    def _receive(self, present: Collection[int]) -> Failures:
+    def _receive(self, transfer: Transfer, present: Collection[int]) -> Failures:
         """Let the rank that gathers the weights send them to these engines."""
-        if not isinstance(self._weights, Transfer):
-            raise PhaseError("nobody sends weights: call update")
-        everyone = self._by_group(present)
-        futures = [group.act(ManagedEngine.join, slots=slots) for group, slots in everyone]
-        if errors := self._wait(futures, everyone, limit_s=self._config.stage_timeout_s):
+        futures = {index: self._handle(index).act(ManagedEngine.join) for index in present}
+        if errors := _errors_of(futures, limit_s=self._config.stage_timeout_s):
             return _describe(errors)
-        ready = self._by_index(futures, everyone)
-        self._weights.receivers.set_result({i: each.result() for i, each in ready.items()})
-        sent = self._weights.sent.result()
+        transfer.receivers.set_result({i: joined.result() for i, joined in futures.items()})
+        sent = transfer.sent.result()
         if sent.copy is None and not sent.failures:
             raise StageError(SYNC.name, dict.fromkeys(present, sent.reason), of="engine")
         self._weights = sent.copy
@@ -316,60 +328,43 @@ class RolloutServer:
             has_joined=has_joined,
         )
 
-    def _start(self, members: Sequence[tuple[ServerGroup, Collection[int]]]) -> Failures:
-        """Fill the empty slots among these, all at once; slots that failed are empty again."""
-        futures = [group.start(slots) for group, slots in members]
-        started = [
-            (group, tuple(of_group)) for (group, _), of_group in zip(members, futures, strict=True)
-        ]
-        errors = self._wait(futures, started, limit_s=self._config.start_timeout_s)
-        for index in errors:
-            group, slot = self._slots[index]
-            group.clear([slot])
+    # -- processes -------------------------------------------------------------------------------
+
+    def _start(self, members: Collection[int]) -> Failures:
+        """Start engines that have no process, all at once; those that failed have none again."""
+        errors = _errors_of(self._begin(members), limit_s=self._config.start_timeout_s)
+        self._clear(errors)
         return _describe(errors)
 
-    def _wait(
-        self,
-        futures: Sequence[Futures],
-        members: Sequence[tuple[ServerGroup, Collection[int]]],
-        *,
-        limit_s: float,
-    ) -> dict[int, BaseException]:
-        """Wait for all calls; return the errors of those that failed or are late, by engine."""
-        by_index = self._by_index(futures, members)
-        wait(by_index.values(), timeout=limit_s)
-        errors = {index: _error_of(future, limit_s) for index, future in by_index.items()}
-        return {index: error for index, error in errors.items() if error is not None}
+    def _begin(self, members: Collection[int]) -> dict[int, Future[None]]:
+        """Start the processes that are missing, without waiting; return the starts of all."""
+        for index in members:
+            if self._handles[index] is None:
+                handle = self._handles[index] = self._launch(*self._places[index])
+                self._starts[index] = handle.build()
+        return {index: self._starts[index] for index in members}
 
-    # -- who is where ----------------------------------------------------------------------------
+    def _clear(self, members: Collection[int]) -> None:
+        for index in members:
+            handle, self._handles[index] = self._handles[index], None
+            if handle is not None:
+                handle.end()
 
-    def _by_index(
-        self,
-        futures: Sequence[Futures],
-        members: Sequence[tuple[ServerGroup, Collection[int]]],
-    ) -> dict[int, Future[Any]]:
-        return {
-            self._index_of[group.plan.name, slot]: of_group[slot]
-            for (group, slots), of_group in zip(members, futures, strict=True)
-            for slot in slots
-        }
+    def _handle(self, index: int) -> EngineHandle:
+        handle = self._handles[index]
+        if handle is None:
+            raise EngineError(f"engine {index} of {self.model} is gone; recover it first")
+        return handle
 
-    def _by_group(self, members: Collection[int]) -> list[tuple[ServerGroup, list[int]]]:
-        of_groups: dict[str, tuple[ServerGroup, list[int]]] = {}
-        for group, slot in (self._slots[index] for index in members):
-            of_groups.setdefault(group.plan.name, (group, []))[1].append(slot)
-        return list(of_groups.values())
-
-    def _of_type(self, worker_type: str, *, included: bool) -> list[ServerGroup]:
-        return [g for g in self._groups if (g.plan.worker_type == worker_type) is included]
+    def _answers(self, index: int) -> bool:
+        return self._places[index][0].answers
 
     def _note_dead(self, life: LifeCycle) -> None:
-        gone = [
-            self._index_of[group.plan.name, slot]
-            for group in self._groups
-            for slot in group.find_dead()
+        dead = [
+            index
+            for index, handle in enumerate(self._handles)
+            if life.states[index] is not State.BROKEN and (handle is None or not handle.is_alive())
         ]
-        dead = [index for index in gone if life.states[index] is not State.BROKEN]
         if dead:
             self._break(life, dead, "its process is gone")
 
@@ -383,10 +378,16 @@ class RolloutServer:
         return self._life
 
 
-def _error_of(future: Future[None], limit_s: float) -> BaseException | None:
-    if not future.done():
-        return DeadlineError(f"no answer within {limit_s:g} s")
-    return future.exception()
+def _errors_of(futures: Mapping[int, Future[Any]], *, limit_s: float) -> dict[int, BaseException]:
+    """Wait for all calls; return the errors of those that failed or are late, by engine."""
+    wait(futures.values(), timeout=limit_s)
+    errors = {
+        index: future.exception()
+        if future.done()
+        else DeadlineError(f"no answer within {limit_s:g} s")
+        for index, future in futures.items()
+    }
+    return {index: error for index, error in errors.items() if error is not None}
 
 
 def _describe(errors: Mapping[int, BaseException]) -> Failures:

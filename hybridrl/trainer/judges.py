@@ -25,7 +25,7 @@ from hybridrl.sampler import RequestParams, Sample
 _COLUMN = re.compile(r"\{(prompt|response|answer|source)\}")
 
 
-class JudgeServers(Protocol):
+class FrozenModels(Protocol):
     """Serves frozen models."""
 
     def ask(
@@ -120,7 +120,7 @@ class JudgeAnswers:
     """Has judges answer about responses."""
 
     judges: Sequence[Judge]
-    servers: JudgeServers
+    servers: FrozenModels
 
     timeout_s: float
     """Seconds that all answers of a judge may take."""

@@ -39,14 +39,18 @@ from hybridrl.workers.build import (
 )
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
-from hybridrl.workers.rollout.assemble import Answered, assemble_rollouts, require_known_tokens
-from hybridrl.workers.rollout.staleness import describe_staleness
+from hybridrl.workers.rollout.assemble import (
+    Answered,
+    assemble_rollouts,
+    describe_staleness,
+    require_known_tokens,
+)
 from hybridrl.workers.sampling import Sampling
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.publishing import Servers
 from hybridrl.workers.train.checkpoint import Notes
 from hybridrl.workers.train.protocol import LearningEngine, TokenLoss
 
@@ -69,7 +73,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self,
         config: ExperimentConfig,
         model_folder: Path,
-        servers: Servers | None = None,
+        servers: ManagerClient | None = None,
         base_plan: BasePlan | None = None,
     ) -> None:
         """Start both engines; a collective call.
@@ -124,7 +128,7 @@ class ActorRolloutWorker(CheckpointedWorker):
     def _start_rollout(
         self,
         model_folder: Path,
-        servers: Servers | None,
+        servers: ManagerClient | None,
         *,
         meter: PeakMeter,
         control: ControlGroup,

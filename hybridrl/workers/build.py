@@ -31,8 +31,8 @@ from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
 from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.rollout.sglang.arguments import (
-    ServerAddress,
-    ServerPlace,
+    KeyedAddress,
+    LaunchPlace,
     device_name,
     server_spec,
     show_devices,
@@ -43,7 +43,8 @@ from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines, start_engine
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
-from hybridrl.workers.sharding.publishing import Publisher, Servers, ServersPublisher
+from hybridrl.workers.sharding.manager_client import ManagerClient
+from hybridrl.workers.sharding.publishing import ManagerPublisher, Publisher
 from hybridrl.workers.train.backend import Backend
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
@@ -168,7 +169,7 @@ def build_rollout_engine(
     model_folder: Path,
     device: torch.device,
     *,
-    place: ServerPlace | None = None,
+    place: LaunchPlace | None = None,
 ) -> RolloutEngine:
     """Start the rollout engine that this rank owns.
 
@@ -184,7 +185,7 @@ def build_rollout_engine(
             max_context_tokens=config.max_row_tokens,
             lora=config.lora if config.lora.sends_adapters else None,
         )
-    place = place or ServerPlace(gpus=(device_name(device),))
+    place = place or LaunchPlace(gpus=(device_name(device),))
     engine: RolloutEngine = import_module(_SGLANG).SGLangEngine(
         server_spec(config, model_folder, place),
         variables=show_devices(place.gpus),
@@ -198,7 +199,7 @@ def build_engines(
     model_folder: Path,
     device: torch.device,
     *,
-    servers: Servers | None,
+    servers: ManagerClient | None,
     control: ControlGroup,
 ) -> FusedEngines:
     """Start the rollout engines that ranks lead. A collective call."""
@@ -242,7 +243,7 @@ def _start_led(
     if own is not None and is_leader:
         port = None if address is None else address.bootstrap_port
         is_decode = own.group is not None and own.group.config.worker_type == "decode"
-        place = ServerPlace(
+        place = LaunchPlace(
             gpus=tuple(gpus[rank] for rank in own.ranks),
             address=address,
             prefills=tuple(_prefills(own, engines, addresses)) if is_decode else (),
@@ -259,7 +260,7 @@ def _start_led(
     return start_engine(build, ranks=ranks, config=config.rollout, control=control)
 
 
-def _address_of(config: ExperimentConfig, engine: LedEngine) -> ServerAddress | None:
+def _address_of(config: ExperimentConfig, engine: LedEngine) -> KeyedAddress | None:
     """Choose where a half of a request is reached by the others; None for other engines."""
     if engine.group is None or engine.group.config.worker_type not in HALVES:
         return None
@@ -267,7 +268,7 @@ def _address_of(config: ExperimentConfig, engine: LedEngine) -> ServerAddress | 
     while bootstrap_port == port:
         bootstrap_port = free_port()
     is_alone = config.cluster.num_nodes == 1
-    return ServerAddress(
+    return KeyedAddress(
         host=LOOPBACK if is_alone else ray.util.get_node_ip_address(),
         port=port,
         key=secrets.token_urlsafe(),
@@ -276,8 +277,8 @@ def _address_of(config: ExperimentConfig, engine: LedEngine) -> ServerAddress | 
 
 
 def _prefills(
-    decode: LedEngine, engines: Sequence[LedEngine], addresses: Sequence[ServerAddress | None]
-) -> Iterator[ServerAddress]:
+    decode: LedEngine, engines: Sequence[LedEngine], addresses: Sequence[KeyedAddress | None]
+) -> Iterator[KeyedAddress]:
     """Yield the addresses of the other halves of the same model."""
     for engine in engines:
         address = addresses[engine.leader]
@@ -290,7 +291,7 @@ def build_sampling(
     model_folder: Path,
     *,
     engine: RolloutEngine | None,
-    servers: Servers | None,
+    servers: ManagerClient | None,
     sharding: ShardingManager,
     control: ControlGroup,
 ) -> Sampling:
@@ -325,12 +326,15 @@ def build_sampling(
 
 
 def _build_publisher(
-    config: ExperimentConfig, servers: Servers | None, device: torch.device, control: ControlGroup
+    config: ExperimentConfig,
+    servers: ManagerClient | None,
+    device: torch.device,
+    control: ControlGroup,
 ) -> Publisher:
     """Choose how weights reach engines that no rank owns."""
     match config.topology:
         case Own() | Attached() | Colocated(has_others=True) if servers is not None:
-            return ServersPublisher(servers, config=config.rollout, device=device, control=control)
+            return ManagerPublisher(servers, config=config.rollout, device=device, control=control)
         case _:
             return Publisher()
 

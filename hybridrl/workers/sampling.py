@@ -14,13 +14,13 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.sampler import SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
-from hybridrl.workers.rollout.oversampling import OpenResponses
+from hybridrl.workers.rollout.continuations import OpenResponses
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup, StageError, attempt
+from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.publishing import Servers
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class RankSampling(Sampling):
 class ManagerSampling(Sampling):
     """Rank 0 asks the rollout manager, which has all engines."""
 
-    def __init__(self, servers: Servers, *, control: ControlGroup, meter: PeakMeter) -> None:
+    def __init__(self, servers: ManagerClient, *, control: ControlGroup, meter: PeakMeter) -> None:
         self._servers = servers
         self._control = control
         self._meter = meter
@@ -142,7 +142,7 @@ class LentSampling(ManagerSampling):
 
     def __init__(
         self,
-        servers: Servers,
+        servers: ManagerClient,
         *,
         engines: tuple[LedEngine, ...],
         listener: RequestListener | None,
@@ -173,7 +173,7 @@ class LentSampling(ManagerSampling):
 
         Raises:
             StageError: an engine cannot be asked.
-            EngineError: on rank 0, as ``Servers.sample``.
+            EngineError: on rank 0, as ``ManagerClient.sample``.
             DeadlineError: a rank is gone, or late.
         """
         self._is_lent = True

@@ -55,7 +55,7 @@ FAULTS = {
     ),
     "parameters are not offloaded": (
         Fault(
-            "hybridrl.workers.sharding.colocated_engines",
+            "hybridrl.workers.sharding.offloadable_models",
             "            engine.offload(TrainState.PARAMETERS)\n",
             "            engine.offload(TrainState.GRADIENTS)\n",
         ),

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError, RequestError
-from hybridrl.metrics import Metrics
 from hybridrl.sampler import FinishReason, RequestParams, Sample
 from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.sharding.lifecycle import Action
@@ -76,6 +75,12 @@ class DecodingHandle(RecordingHandle):
                 self._is_serving = False
             elif action is ManagedEngine.continue_generation:
                 self._is_serving, self._is_interrupted = True, False
+            elif action is ManagedEngine.interrupt:
+                self._is_interrupted = True
+                self._changed.notify()
+                return answered(None)
+            elif action is ManagedEngine.take_metrics:
+                return answered({})
             elif isinstance(action, partial):
                 assert not self._open, "weights changed under an open response"
                 self.version = action.keywords["version"]
@@ -101,17 +106,8 @@ class DecodingHandle(RecordingHandle):
                 self._changed.notify()
         return future
 
-    def interrupt(self) -> Future[None]:
-        with self._changed:
-            self._is_interrupted = True
-            self._changed.notify()
-        return answered(None)
-
     def probe(self) -> Future[object]:
         return answered(object())  # two answers differ: it gets on
-
-    def take_metrics(self) -> Future[Metrics]:
-        return answered({})
 
     def kill(self) -> None:
         super().kill()

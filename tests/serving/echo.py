@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
+from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 
 _ECHO = str(Path(__file__).with_name("echo_server.py"))
 
@@ -17,12 +17,12 @@ _ECHO = str(Path(__file__).with_name("echo_server.py"))
 @contextmanager
 def echo_server(
     *, seconds: float = 0.0, host: str = "127.0.0.1", within: Sequence[str] = ()
-) -> Iterator[tuple[str, ServerProcess]]:
+) -> Iterator[tuple[str, ChildProcess]]:
     """Run ``echo_server.py``, below the command ``within``; a response takes so many seconds."""
     port = free_port()
     url = f"http://{host}:{port}"
     command = [*within, sys.executable, _ECHO, str(port), str(seconds), host]
-    server = ServerProcess(command, name="echo")
+    server = ChildProcess(command, name="echo")
     try:
         server.wait_until_ready(lambda: answers(url), timeout_s=60.0)
         yield url, server

@@ -6,15 +6,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from signal import SIGKILL
 from typing import Any
 
 from torch import Tensor
 
+from hybridrl.config.serving import FaultKind
 from hybridrl.errors import ServerDiedError
-from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import answered
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
 from tests.workers.sharding.recording import Journal, RecordingEngine, managed_engine
@@ -22,7 +21,7 @@ from tests.workers.sharding.recording import Journal, RecordingEngine, managed_e
 _THREADS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="engine")
 
 
-class RecordingHandle:
+class RecordingHandle(EngineHandle):
     """An engine whose calls run in a thread; it dies when a test says so."""
 
     def __init__(self, index: int, journal: Journal) -> None:
@@ -32,7 +31,7 @@ class RecordingHandle:
         self._managed = managed_engine(self.engine, sleep=False)
         self._is_dead = threading.Event()
         self.is_silent = False
-        self.signals: list[int] = []
+        self.harms: list[FaultKind] = []
         self.probes: list[Future[object]] = []
         self.loads: list[tuple[WeightSource, int]] = []
         """Folders of weights that it was given, with versions."""
@@ -44,9 +43,6 @@ class RecordingHandle:
 
         return self._submit(build)
 
-    def address(self) -> Future[str | None]:
-        return answered(None)
-
     def act(self, action: Action) -> Future[Any]:
         if isinstance(action, partial) and action.func is load_weights:
             self.loads.append((action.keywords["source"], action.keywords["version"]))
@@ -56,12 +52,6 @@ class RecordingHandle:
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
     ) -> Future[list[Sample]]:
-        raise NotImplementedError
-
-    def interrupt(self) -> Future[None]:
-        return self._submit(self.engine.interrupt)
-
-    def take_metrics(self) -> Future[Metrics]:
         raise NotImplementedError
 
     def probe(self) -> Future[object]:
@@ -78,12 +68,10 @@ class RecordingHandle:
     def end(self) -> None:
         self.kill()
 
-    def cut(self) -> None:
-        self.is_silent = True
-
-    def signal(self, number: int) -> None:
-        self.signals.append(number)
-        if number == SIGKILL:
+    def harm(self, kind: FaultKind) -> None:
+        self.harms.append(kind)
+        self.is_silent |= kind == "cut"
+        if kind == "kill":
             self.kill()
 
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:

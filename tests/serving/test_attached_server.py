@@ -22,7 +22,7 @@ from hybridrl.errors import (
     ServerDiedError,
 )
 from hybridrl.workers.rollout.sglang import attached_server
-from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, LaunchPlace, ServingSpec
 from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
 from hybridrl.workers.rollout.sglang.comparison import differences, expect_policy_server
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, TakingServer, elsewhere, taking
@@ -47,13 +47,13 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached_server, "_POLL_S", 0.02)
 
 
-def spec_of(folder: Path, **changes: Any) -> ServerSpec:
+def spec_of(folder: Path, **changes: Any) -> ServingSpec:
     common: dict[str, Any] = {
         "engine": "sglang",
         "sleep": False,
         "stage_timeout_s": 5.0,
     }
-    return ServerSpec(
+    return ServingSpec(
         model_folder=folder,
         rollout=replace(rollout_config(), **(common | changes)),
         lora=None,
@@ -63,8 +63,8 @@ def spec_of(folder: Path, **changes: Any) -> ServerSpec:
     )
 
 
-def _elsewhere(url: str, *, key: str = "", weights: WeightRoute = "files") -> ServerElsewhere:
-    return ServerElsewhere(url=url, key=key, section=SECTION, weights=weights)
+def _elsewhere(url: str, *, key: str = "", weights: WeightRoute = "files") -> Elsewhere:
+    return Elsewhere(url=url, key=key, section=SECTION, weights=weights)
 
 
 def attach(folder: Path, url: str, *, key: str = "", **changes: Any) -> AttachedServer:
@@ -112,9 +112,8 @@ def refusal(folder: Path, url: str, *, key: str = "", **changes: Any) -> str:
 )
 @pytest.mark.shows("4.23")
 def test_a_difference_names_its_remedy(folder: Path, said: dict[str, object], line: str) -> None:
-    spec = replace(
-        spec_of(folder, routed_experts=True), elsewhere=_elsewhere("", weights="broadcast")
-    )
+    place = LaunchPlace(elsewhere=_elsewhere("", weights="broadcast"))
+    spec = replace(spec_of(folder, routed_experts=True), place=place)
     expected = expect_policy_server(spec, SECTION)
     fitting = INFO | {"enable_return_routed_experts": True, "dp_size": 1}
     assert differences(expected, fitting, INFO) == []
@@ -194,7 +193,8 @@ def test_the_key_is_in_no_text(folder: Path, caplog: pytest.LogCaptureFixture) -
         server.refuses_control = False
         with attached(folder, server) as own:
             where = _elsewhere(server.url, key=KEY)
-            texts += [repr(vars(own)), repr(where), repr(replace(spec_of(folder), elsewhere=where))]
+            spec = replace(spec_of(folder), place=LaunchPlace(elsewhere=where))
+            texts += [repr(vars(own)), repr(where), repr(spec)]
             server.repeats_headers = True
             with pytest.raises(EngineError) as refused:
                 own.post("/flush_cache")

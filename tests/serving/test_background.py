@@ -24,12 +24,10 @@ from hybridrl.metrics import Metrics, Sum
 from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams
 from hybridrl.serving.background import BackgroundSampling
-from hybridrl.serving.health import HealthMonitor
-from hybridrl.serving.open_groups import OpenGroups
+from hybridrl.serving.open_groups import OpenGroups, SampleBuffer
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
-from hybridrl.serving.sample_buffer import SampleBuffer
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.single_turn import single_turn
@@ -91,10 +89,7 @@ class Rig:
             (folder / name).mkdir()
         save_file(weights, folder / "new" / "model.safetensors")
         self.server.start()
-        self.recovery = Recovery(self.server, start_timeout_s=20.0)
-        self.monitor = HealthMonitor(
-            self.server.serving_engines, self.recovery.report, timeout_s=60.0
-        )
+        self.recovery = Recovery(self.server, start_timeout_s=20.0, health_timeout_s=60.0)
         pool = self.server.pool(max_context_tokens=MOST_TOKENS + 1, vocab_size=100, version=-1)
         self.buffer = SampleBuffer(num_prompts=num_prompts, max_staleness=max_staleness)
         self.ahead = BackgroundSampling(
@@ -103,7 +98,6 @@ class Rig:
             OpenGroups(pool, single_turn, self.buffer),
             requests=PolicyRequests(config_of("serving=own"), vocab_size=100, key=""),
             recovery=self.recovery,
-            monitor=self.monitor,
             on_update=on_update,
         )
         self.num_admitted = 0
@@ -126,8 +120,6 @@ class Rig:
 
     def end(self) -> None:
         self.ahead.end()
-        self.monitor.end()
-        self.recovery.end()
         self.server.shutdown()
 
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.router import PolicyRouter
@@ -107,20 +107,17 @@ def test_requests_leave_an_engine_whose_network_is_cut() -> None:
             pool.on_left = routed.leave_out
             monitor = HealthMonitor(
                 lambda: dict(engines),
-                lambda index, engine, why: pool.drop(index, cast(SamplingEngine, engine), why),
+                lambda index, engine, why: pool.drop(index, cast(EngineHandle, engine), why),
                 timeout_s=2.0,
             )
-            try:
-                async with routed.open(handles.values(), version=0) as pool.ask:
-                    with monitor.watching():
-                        asks = [pool.sample_group([1, n], PARAMS, keys=[n]) for n in range(8)]
-                        tasks = [asyncio.ensure_future(each) for each in asks]
-                        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                        # At its end: at ours the route would go, and a gateway might answer.
-                        ip("-n", name, "link", "set", "eth", "down")
-                        return await asyncio.gather(*tasks)
-            finally:
-                monitor.end()
+            async with routed.open(handles.values(), version=0) as pool.ask:
+                with monitor.watching():
+                    asks = [pool.sample_group([1, n], PARAMS, keys=[n]) for n in range(8)]
+                    tasks = [asyncio.ensure_future(each) for each in asks]
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    # At its end: at ours the route would go, and a gateway might answer.
+                    ip("-n", name, "link", "set", "eth", "down")
+                    return await asyncio.gather(*tasks)
 
         routed.start()
         try:

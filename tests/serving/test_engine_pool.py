@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample
-from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
 
@@ -69,7 +69,7 @@ class Losses:
         self.reasons: dict[int, str] = {}
         self.is_promising = False
 
-    def report(self, index: int, handle: SamplingEngine, reason: str) -> bool:
+    def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
         self.reasons[index] = reason
         return self.is_promising
 
@@ -80,7 +80,7 @@ def pool_of(
     losses: Losses | None = None,
 ) -> EnginePool:
     pool = EnginePool(
-        {index: cast(SamplingEngine, engine) for index, engine in enumerate(engines)},
+        {index: cast(EngineHandle, engine) for index, engine in enumerate(engines)},
         num_slots=num_slots,
         max_context_tokens=32,
         vocab_size=10,
@@ -130,11 +130,11 @@ def test_open_requests_of_a_dropped_engine_go_elsewhere_at_once() -> None:
         tasks = [ask(pool, context, num_keys=2) for context in range(3)]
         await settle()
         assert (one.contexts, other.contexts) == ([0], [1])
-        pool.drop(0, cast(SamplingEngine, OpenEngine()), "a report of an engine before it")
+        pool.drop(0, cast(EngineHandle, OpenEngine()), "a report of an engine before it")
         await settle()
         assert losses.reasons == {}
         for _ in range(2):
-            pool.drop(0, cast(SamplingEngine, one), "it does not get on")
+            pool.drop(0, cast(EngineHandle, one), "it does not get on")
         await settle()
         assert losses.reasons == {0: "it does not get on"}
         assert one.open[0][1].cancelled()
@@ -158,8 +158,8 @@ def test_a_dropped_engine_is_waited_for_if_one_comes_in_its_place() -> None:
         pool = pool_of(one, losses=losses)
         task = ask(pool, 5)
         await settle()
-        pool.drop(0, cast(SamplingEngine, one), "it does not get on")
-        pool.join(0, cast(SamplingEngine, coming))
+        pool.drop(0, cast(EngineHandle, one), "it does not get on")
+        pool.join(0, cast(EngineHandle, coming))
         await settle()
         assert coming.contexts == [5]
         coming.answer()
@@ -282,7 +282,7 @@ def test_all_wait_for_the_replacement_of_the_only_engine() -> None:
             one.fail(EngineError("it is gone"))
         await settle()
         assert not any(task.done() for task in tasks)
-        pool.join(0, cast(SamplingEngine, new))
+        pool.join(0, cast(EngineHandle, new))
         await settle()
         while new.open:
             new.answer()
@@ -300,7 +300,7 @@ def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> None:
         pool = pool_of(one, losses=losses)
         task = ask(pool, 0)
         await settle()
-        pool.join(0, cast(SamplingEngine, new))
+        pool.join(0, cast(EngineHandle, new))
         await settle()
         one.fail(EngineError("it is gone"))
         await settle()
@@ -367,7 +367,7 @@ def test_interrupted_responses_continue_on_other_engines() -> None:
         other.answer_with(sample(3))
         other.answer_with(cut(2), sample(3))  # and the other engine is next
         pool.suspend(1)
-        pool.readmit(0, cast(SamplingEngine, one), version=4)
+        pool.readmit(0, cast(EngineHandle, one), version=4)
         await settle()
         assert one.asked[1:] == [([5, 2], 3, [2])]
         one.answer(version=4)
@@ -395,7 +395,7 @@ def test_interrupted_responses_may_lose_their_tokens_instead() -> None:
         pool.suspend(0)
         await settle()
         one.answer_with(sample(3), cut(7, 8), cut())
-        pool.readmit(0, cast(SamplingEngine, one), version=4)
+        pool.readmit(0, cast(EngineHandle, one), version=4)
         await settle()
         assert one.asked[1:] == [([5], 4, [1, 2])]  # those that lost theirs share a request again
         one.answer(version=4)
@@ -422,7 +422,7 @@ def test_requests_wait_while_all_engines_are_suspended() -> None:
             task = ask(pool, version)
             await settle()
             assert not one.open
-            pool.readmit(0, cast(SamplingEngine, one), version=version)
+            pool.readmit(0, cast(EngineHandle, one), version=version)
             await settle()
             one.answer(version=version)
             assert (await task)[0].weight_version == version
@@ -445,8 +445,8 @@ def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
             await settle()
             other.answer_with(cut())
             pool.suspend(1)
-            pool.readmit(0, cast(SamplingEngine, one), version=3)
-            pool.readmit(1, cast(SamplingEngine, other), version=3)
+            pool.readmit(0, cast(EngineHandle, one), version=3)
+            pool.readmit(1, cast(EngineHandle, other), version=3)
             await settle()
             (holder,) = [engine for engine in (one, other) if engine.open]
             if holder is other:
@@ -469,7 +469,7 @@ def test_an_answer_of_before_the_update_has_its_version() -> None:
         task = ask(pool, 5)
         await settle()
         pool.suspend(0)
-        pool.readmit(0, cast(SamplingEngine, one), version=4)
+        pool.readmit(0, cast(EngineHandle, one), version=4)
         await settle()
         one.answer(version=3)
         assert (await task)[0].weight_version == 3
@@ -490,7 +490,7 @@ def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
         pool.suspend(0)
         tasks = [ask(pool, context) for context in (5, 6)]
         await settle()
-        pool.readmit(0, cast(SamplingEngine, new), version=4)
+        pool.readmit(0, cast(EngineHandle, new), version=4)
         await settle()
         assert (one.contexts, new.contexts) == ([], [5, 6])
         for task in tasks:
@@ -507,7 +507,7 @@ def test_an_engine_that_joins_twice_keeps_its_open_requests() -> None:
         pool = pool_of(engine, num_slots=1)
         task = ask(pool, 5)
         await settle()
-        pool.join(0, cast(SamplingEngine, engine))  # as a late recovery does
+        pool.join(0, cast(EngineHandle, engine))  # as a late recovery does
         waiting = ask(pool, 6)
         await settle()
         assert engine.contexts == [5]  # it has one slot
@@ -588,7 +588,7 @@ async def update_engines(pool: EnginePool, engines: list[Cutting], data: st.Data
         engines[index].version = version
     await settle()
     for index in chosen:
-        pool.readmit(index, cast(SamplingEngine, engines[index]), version=version)
+        pool.readmit(index, cast(EngineHandle, engines[index]), version=version)
     await settle()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hybridrl.errors import EngineError, ResourceError
 from hybridrl.serving import engine_process
-from hybridrl.serving.engine_process import EngineProcess, RayEngine
+from hybridrl.serving.engine_process import EngineProcess, ProcessHandle
 from hybridrl.serving.placement import ReservedNode
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from tests.config.values import config_of
@@ -54,18 +54,18 @@ class Actor:
 
     def __init__(self) -> None:
         self.live, self.build = Call(), Call()
-        self.probe, self.take_metrics = Call(), Call()
+        self.probe, self.address = Call(), Call()
 
 
 def test_nothing_reaches_an_engine_that_was_cut_or_comes_from_it() -> None:
     actor = Actor()
-    engine = RayEngine(actor)
-    answered, lost, failed = engine.probe(), engine.probe(), engine.take_metrics()
+    engine = ProcessHandle(actor)
+    answered, lost, failed = engine.probe(), engine.probe(), engine.address()
     actor.probe.calls[0].set_result(1)
     assert answered.result() == 1
-    engine.cut()
+    engine.harm("cut")
     actor.probe.calls[1].set_result(2)
-    actor.take_metrics.calls[0].set_exception(EngineError("it is gone"))
+    actor.address.calls[0].set_exception(EngineError("it is gone"))
     later = engine.probe()
     assert len(actor.probe.calls) == 2
     actor.live.calls[0].set_exception(EngineError("it is gone"))
@@ -90,7 +90,7 @@ def test_an_engine_whose_node_is_lost_for_good_names_it() -> None:
     actor, lost = Actor(), Reservation(has_node=False)
     kept = Reservation(has_node=True)
     nodes = [ReservedNode(kept, "10.0.0.1", 4.5), ReservedNode(lost, "10.0.0.2", 4.5)]
-    built = RayEngine(actor, nodes=nodes).build()
+    built = ProcessHandle(actor, nodes=nodes).build()
     with pytest.raises(ResourceError, match=r"node 10\.0\.0\.2 is lost.*start_timeout_s=4\.5 s"):
         built.result(60)
     assert lost.waited_s == [5]  # Ray counts full seconds
@@ -98,7 +98,7 @@ def test_an_engine_whose_node_is_lost_for_good_names_it() -> None:
 
 def test_an_engine_on_a_node_is_built_when_its_process_says_so() -> None:
     actor, kept = Actor(), Reservation(has_node=True)
-    built = RayEngine(actor, nodes=[ReservedNode(kept, "10.0.0.1", 5.0)]).build()
+    built = ProcessHandle(actor, nodes=[ReservedNode(kept, "10.0.0.1", 5.0)]).build()
     assert not built.done()
     actor.build.calls[-1].set_result(None)
     assert built.result(60) is None

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from safetensors.torch import save_file
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving import manager as manager_module
-from hybridrl.serving.frozen import Answer, FrozenModel
-from hybridrl.serving.launching import ServerDevices, ServerKeys
+from hybridrl.serving.external import ApiKeys
+from hybridrl.serving.frozen import FrozenModel
+from hybridrl.serving.launching import start_servers
 from hybridrl.serving.manager import RolloutManager
-from hybridrl.serving.plan import EnginePlan, GroupPlan, ServerPlan, plan_servers
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.plan import EnginePlan, GroupPlan, plan_servers
 from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.sharding.manager_client import Answer
 from tests.config.values import config_of
 from tests.serving.recording_handle import RecordingHandle
 from tests.serving.test_manager import changed_model, engine_processes
@@ -54,15 +53,12 @@ def with_tokenizer(folder: Path) -> Path:
 class RecordingLaunch:
     """Launches recording engines of a model, and keeps them."""
 
-    launched: ClassVar[dict[str, list[RecordingHandle]]] = {}
-
-    def __init__(self, *, plan: ServerPlan, **_: object) -> None:
-        self.plan = plan
-        self.of_model = self.launched.setdefault(plan.model, [])
+    def __init__(self) -> None:
+        self.launched: list[RecordingHandle] = []
 
     def __call__(self, group: GroupPlan, engine: EnginePlan) -> RecordingHandle:
-        self.of_model.append(RecordingHandle(engine.first_device, Journal()))
-        return self.of_model[-1]
+        self.launched.append(RecordingHandle(engine.first_device, Journal()))
+        return self.launched[-1]
 
 
 def weights_in(folder: Path, version: int) -> Path:
@@ -77,22 +73,14 @@ def is_serving(handle: RecordingHandle) -> bool:
 
 
 @pytest.mark.shows("4.1", "4.11")
-def test_only_the_policy_gets_weights_of_the_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched: dict[str, list[RecordingHandle]] = {}
-    monkeypatch.setattr(RecordingLaunch, "launched", launched)
-    monkeypatch.setattr(manager_module, "ActorLaunch", RecordingLaunch)
+def test_only_the_policy_gets_weights_of_the_trainer(tmp_path: Path) -> None:
+    launches = {"policy": RecordingLaunch(), "judge": RecordingLaunch()}
+    launched = {model: launch.launched for model, launch in launches.items()}
     judge = with_tokenizer(make_tiny_model(tmp_path / "judge"))
     config = two_models(judge)
     weights_in(judge, 7)
     old, new = weights_in(tmp_path / "old", 0), weights_in(tmp_path / "new", 1)
-    manager = RolloutManager(
-        config,
-        judge,
-        devices=ServerDevices(placements=[]),
-        keys=ServerKeys("a-key"),
-    )
+    manager = RolloutManager(config, judge, launches, ApiKeys("a-key"))
     manager.start()
     for version, folder in enumerate((old, new)):
         assert manager.need_weights(version)
@@ -135,13 +123,12 @@ def test_a_frozen_engine_is_watched_while_it_is_asked(tmp_path: Path) -> None:
     model.start()
     assert model.ask([], GREEDY, timeout_s=60) == []
     num_probes = len(launch.launched[0].probes)
-    model._monitor.look(time.monotonic())
-    assert len(launch.launched[0].probes) == num_probes  # paused: nobody asks
+    time.sleep(0.2)
+    assert len(launch.launched[0].probes) == num_probes  # nobody asks
     answers = model.ask([torch.tensor([1, 2])], GREEDY, timeout_s=60)  # the first engine hangs
     assert tokens_in(answers) == [[1]]
     assert [each.is_alive() for each in launch.launched] == [False, True]
     model.shutdown()
-    assert not model._monitor._thread.is_alive()
 
 
 def answers_of(folder: Path) -> list[list[int]]:

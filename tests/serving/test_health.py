@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from hypothesis import settings
@@ -16,16 +17,17 @@ from hypothesis.stateful import (
 )
 
 from hybridrl.errors import EngineError
-from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.health import HealthMonitor
 from tests.serving.recording_handle import RecordingHandle
+from tests.waiting import wait_until
 from tests.workers.sharding.recording import Journal
 
 TIMEOUT_S = 100.0
 
 
 class Rig:
-    """A monitor that looks when the test says so: its own thread waits for minutes."""
+    """A monitor that looks when the test says so, and not while it is paused."""
 
     def __init__(self, num_engines: int, *, timeout_s: float = TIMEOUT_S) -> None:
         journal = Journal()
@@ -33,20 +35,25 @@ class Rig:
         self.reports: list[tuple[int, str]] = []
         self.now_s = 0.0
         self.monitor = HealthMonitor(self._serving, self._report, timeout_s=timeout_s)
-        self.monitor.end()  # the thread alone
+        self.is_paused = True
 
-    def _serving(self) -> dict[int, SamplingEngine]:
+    def _serving(self) -> dict[int, EngineHandle]:
         return dict(enumerate(self.engines))
 
-    def _report(self, index: int, engine: SamplingEngine, reason: str) -> None:
+    def _report(self, index: int, engine: EngineHandle, reason: str) -> None:
         self.reports.append((index, reason))
 
     def resume(self) -> None:
-        self.monitor.begin()
+        self.is_paused = False
+
+    def pause(self) -> None:
+        self.is_paused = True
+        self.monitor.stop()
 
     def look(self, after_s: float = 0.0) -> None:
         self.now_s += after_s
-        self.monitor.look(self.now_s)
+        if not self.is_paused:
+            self.monitor.look(self.now_s)
 
     def answer(self, index: int, progress: object) -> None:
         """Let an engine answer the probe in flight, if there is one."""
@@ -104,7 +111,7 @@ def test_a_pause_waits_for_the_probe_in_flight() -> None:
     rig = Rig(1)
     rig.resume()
     rig.look()
-    pausing = threading.Thread(target=rig.monitor.stop)
+    pausing = threading.Thread(target=rig.pause)
     pausing.start()
     pausing.join(0.2)
     assert pausing.is_alive()
@@ -120,7 +127,7 @@ def test_the_wait_begins_anew_at_each_resume() -> None:
     rig = Rig(1, timeout_s=0.05)  # so long a pause waits for the probe in flight
     rig.resume()
     rig.look()
-    rig.monitor.stop()
+    rig.pause()
     rig.now_s += 1.0
     rig.resume()
     rig.look()
@@ -153,7 +160,7 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def pause_and_update(self) -> None:
         """The engines are paused meanwhile: none is asked, none gets further."""
-        self.rig.monitor.stop()
+        self.rig.pause()
         self.is_resumed = False
         self.num_probes = sum(len(engine.probes) for engine in self.rig.engines)
 
@@ -196,3 +203,13 @@ def test_a_busy_or_paused_engine_is_never_taken_for_a_dead_one() -> None:
         Lives,
         settings=settings(max_examples=25, stateful_step_count=12, derandomize=True, database=None),
     )
+
+
+def test_engines_are_watched_in_the_block_alone() -> None:
+    rig = Rig(1, timeout_s=0.2)
+    with rig.monitor.watching():
+        wait_until(lambda: rig.reports)
+    num_reports, num_probes = len(rig.reports), len(rig.engines[0].probes)
+    time.sleep(0.2)
+    assert (len(rig.reports), len(rig.engines[0].probes)) == (num_reports, num_probes)
+    assert not any(thread.name == "health" for thread in threading.enumerate())

@@ -10,19 +10,19 @@ import ray
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.serving import launching
 from hybridrl.serving.engine_process import EngineProcess
-from hybridrl.serving.launching import ActorLaunch, ServerDevices
-from hybridrl.serving.plan import ServerPlan, plan_servers
+from hybridrl.serving.launching import ActorLaunch, ReservedDevices
+from hybridrl.serving.plan import ModelPlan, plan_servers
 from tests.config.values import config_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def _launch(config: ExperimentConfig, plan: ServerPlan, folder: Path) -> ActorLaunch:
+def _launch(config: ExperimentConfig, plan: ModelPlan, folder: Path) -> ActorLaunch:
     return ActorLaunch(
         config=config,
         plan=plan,
         policy_folder=folder,
-        devices=ServerDevices(placements=[{"num_cpus": 0}] * config.num_server_devices),
+        devices=ReservedDevices(placements=[{"num_cpus": 0}] * config.num_server_devices),
     )
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import Sample
-from hybridrl.serving.managed_servers import ManagedServers
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.launching import start_servers
 from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.sharding.manager_client import ManagerClient
 from tests.config.values import config_of
 from tests.serving.processes import engine_processes, wait_for_a_busy_process
 from tests.tiny_models import make_tiny_model
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(model: Path, ray_cluster: None) -> Iterator[ManagedServers]:
+def servers(model: Path, ray_cluster: None) -> Iterator[ManagerClient]:
     config = config_of(
         *("serving=own", "rollout.num_slots=2", "rollout.drain_timeout_s=5"),
         *("data.max_prompt_tokens=12", "rollout.max_response_tokens=50"),
@@ -69,7 +69,7 @@ def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.shows("4.1", "4.12", "4.15")
 def test_a_killed_engine_costs_no_sample_and_is_replaced(
-    servers: ManagedServers, model: Path
+    servers: ManagerClient, model: Path
 ) -> None:
     assert servers.need_weights(version=0)
     servers.update(model, version=0)
@@ -92,7 +92,7 @@ def test_a_killed_engine_costs_no_sample_and_is_replaced(
 
 
 def test_new_weights_are_sampled_with_and_versions_compared(
-    servers: ManagedServers, other: Path
+    servers: ManagerClient, other: Path
 ) -> None:
     servers.update(other, version=7)
     samples, _ = servers.sample(PROMPTS, SAMPLING, version=7)

@@ -11,7 +11,7 @@ import pytest
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ResourceError
 from hybridrl.run.check import rehearsed_configs
-from hybridrl.serving.placement import Device, EnginePlace, look_at, place_engines
+from hybridrl.serving.placement import Device, Place, look_at, place_engines
 from hybridrl.serving.plan import plan_servers
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import driver_variables
@@ -27,7 +27,7 @@ TWO_NODES = (
 )
 
 
-def places_of(config: ExperimentConfig, *, free: tuple[int, ...] = FREE) -> dict[int, EnginePlace]:
+def places_of(config: ExperimentConfig, *, free: tuple[int, ...] = FREE) -> dict[int, Place]:
     per_node = config.serving.num_devices_per_node
     devices = [
         Device(host=f"fd00::{node}", gpu=str(gpu), free_ports=free)
@@ -35,7 +35,7 @@ def places_of(config: ExperimentConfig, *, free: tuple[int, ...] = FREE) -> dict
         for gpu in range(per_node)
     ]
     all_groups = [group for plan in plan_servers(config) for group in plan.groups]
-    return place_engines(all_groups, devices, per_node=per_node)
+    return place_engines(all_groups, devices)
 
 
 @pytest.mark.shows("4.7", "4.8", "4.9")

@@ -12,11 +12,10 @@ from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.errors import ResourceError
 from hybridrl.main import compose
 from hybridrl.network import host_and_port
-from hybridrl.serving.placement import PortCursor, assign_addresses, find_places
+from hybridrl.serving.placement import Device, find_places, place_engines
 from hybridrl.serving.plan import (
     EnginePlan,
-    GroupPlan,
-    ServerPlan,
+    ModelPlan,
     lay_out,
     plan_own_engines,
     plan_servers,
@@ -50,7 +49,7 @@ def servings(draw: st.DrawFn) -> ServingConfig:
     )
 
 
-def plans_of(serving: ServingConfig, num_shared: int = 0) -> tuple[ServerPlan, ...]:
+def plans_of(serving: ServingConfig, num_shared: int = 0) -> tuple[ModelPlan, ...]:
     return lay_out(
         serving.placed_groups,
         num_devices_per_node=serving.num_devices_per_node,
@@ -59,11 +58,9 @@ def plans_of(serving: ServingConfig, num_shared: int = 0) -> tuple[ServerPlan, .
 
 
 def devices_of(engine: EnginePlan, per_node: int) -> list[int]:
-    return [
-        part.node * per_node + part.first_device + number
-        for part in engine.slices
-        for number in range(part.num_devices)
-    ]
+    for part in engine.nodes:
+        assert part.start // per_node == part[-1] // per_node  # one node
+    return [number for part in engine.nodes for number in part]
 
 
 @pytest.mark.shows("4.2")
@@ -90,15 +87,12 @@ def test_groups_take_the_devices_one_after_the_other(
 @pytest.mark.shows("4.4")
 @given(serving=servings())
 def test_an_engine_answers_on_its_first_node(serving: ServingConfig) -> None:
-    per_node = serving.num_devices_per_node
     for plan in plans_of(serving):
-        firsts = [engine.slices[0] for engine in plan.engines]
-        offsets = [first.node * per_node + first.first_device for first in firsts]
-        assert [engine.first_device for engine in plan.engines] == offsets
         for group in plan.groups:
             for engine in group.engines:
-                assert engine.num_devices == sum(part.num_devices for part in engine.slices)
-                assert group.num_nodes_per_engine == len(engine.slices)
+                assert engine.first_device == engine.nodes[0].start
+                assert engine.num_devices == sum(len(part) for part in engine.nodes)
+                assert group.num_nodes_per_engine == len(engine.nodes)
 
 
 @pytest.mark.shows("4.5")
@@ -110,7 +104,7 @@ def test_unequal_groups_have_no_number_of_nodes() -> None:
             worker_type=worker_type,  # type: ignore[arg-type]
         )
 
-    def plan_of(**groups: ServerGroupConfig) -> ServerPlan:
+    def plan_of(**groups: ServerGroupConfig) -> ModelPlan:
         model = ServedModelConfig(groups=groups)
         serving = ServingConfig(num_devices_per_node=4, colocated=False, models={"m": model})
         return plans_of(serving)[0]
@@ -153,36 +147,29 @@ def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
 @pytest.mark.shows("4.7")
 @given(serving=servings(), busy=st.sets(st.integers(20_000, 20_400)))
 def test_no_port_of_a_node_is_given_twice(serving: ServingConfig, busy: set[int]) -> None:
-    hosts = [f"10.0.0.{node}" for node in range(200)]
-    cursors = {
-        host: PortCursor(host, first=20_000, is_free=lambda port: port not in busy)
-        for host in hosts
-    }
-    taken: dict[str, list[range]] = {host: [] for host in hosts}
-    groups: list[GroupPlan] = [group for plan in plans_of(serving) for group in plan.groups]
+    per_node = serving.num_devices_per_node
+    free = tuple(port for port in range(20_000, 24_000) if port not in busy)
+    devices = [Device(f"10.0.0.{number // per_node}", "", free) for number in range(300)]
+    groups = [group for plan in plans_of(serving) for group in plan.groups]
+    places = place_engines(groups, devices)
+    assert list(places) == [engine.first_device for g in groups for engine in g.engines]
+    taken: dict[str, list[range]] = {device.host: [] for device in devices}
     for group in groups:
-        addresses = assign_addresses(group, hosts, cursors)
-        for address, engine in zip(addresses, group.engines, strict=True):
-            assert address.hosts == tuple(hosts[part.node] for part in engine.slices)
-            first = taken[address.hosts[0]]
-            first.append(range(address.port, address.port + 1))
-            first.append(range(address.dist_init_port, address.dist_init_port + 31))
-            assert (address.bootstrap_port is None) == (group.worker_type != "prefill")
-            if address.bootstrap_port is not None:
-                first.append(range(address.bootstrap_port, address.bootstrap_port + 1))
-            for host, port in zip(address.hosts, address.nccl_ports, strict=True):
+        for engine in group.engines:
+            place = places[engine.first_device]
+            assert place.hosts == tuple(devices[part.start].host for part in engine.nodes)
+            first = taken[place.hosts[0]]
+            first.append(range(place.port, place.port + 1))
+            first.append(range(place.dist_init_port, place.dist_init_port + 31))
+            assert (place.bootstrap_port is None) == (group.worker_type != "prefill")
+            if place.bootstrap_port is not None:
+                first.append(range(place.bootstrap_port, place.bootstrap_port + 1))
+            for host, port in zip(place.hosts, place.nccl_ports, strict=True):
                 taken[host].append(range(port, port + 1))
     for spans in taken.values():
         ordered = sorted(spans, key=lambda span: span.start)
         assert all(before.stop <= after.start for before, after in pairwise(ordered))
         assert busy.isdisjoint(port for span in spans for port in span)
-
-
-def test_a_node_without_free_ports_is_named() -> None:
-    cursor = PortCursor("10.0.0.7", first=65_530, is_free=lambda port: port != 65_533)
-    assert cursor.take(3) == 65_530
-    with pytest.raises(ResourceError, match=r"node 10\.0\.0\.7 has no 3 free ports in a row"):
-        cursor.take(3)
 
 
 @pytest.mark.shows("4.8")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +20,20 @@ from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, S
 from hybridrl.metrics import Sum
 from hybridrl.network import Door
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler
-from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_handle import RankHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.rank_engines import RankEngine, RankEngines
+from hybridrl.serving.plan import ModelPlan
+from hybridrl.serving.recovery import Recovery
+from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.rollout.sample_messages import answer_body, read_answer
 from hybridrl.workers.rollout.single_turn import single_turn
+from tests.serving.recording_handle import RecordingHandle
+from tests.serving.test_frozen import weights_in
+from tests.serving.test_server import plan_of
 from tests.tiny_models import make_tiny_model
+from tests.waiting import wait_until
 from tests.workers.rollout.engines import (
     VOCAB_SIZE,
     make_prompts,
@@ -35,12 +41,13 @@ from tests.workers.rollout.engines import (
     sampling_params,
     tokens_of,
 )
+from tests.workers.sharding.recording import Journal, rollout_config
 
 PROMPTS = make_prompts([3, 9, 5, 2] * 2)
 SAMPLING = sampling_params(group=2, tokens=12)
 SHORT = RequestParams(max_new_tokens=4, temperature=1.0)
 KEY = "a-key"
-FIRST = 5
+FIRST = 0
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +65,20 @@ def ranks(model: Path) -> Iterator[list[tuple[HFRolloutEngine, RequestListener]]
 
 
 @pytest.fixture
-def lent() -> Iterator[RankEngines]:
-    engines = RankEngines(key=KEY, first_index=FIRST, health_timeout_s=60.0)
-    yield engines
-    engines.end()
+def lent() -> Recovery:
+    return recovery_of()
+
+
+def recovery_of(*, num_own: int = 0, health_timeout_s: float = 60.0) -> Recovery:
+    """A model with engines of the manager's own, which serve, and lent ones."""
+    journal = Journal()
+    server = RolloutServer(
+        plan_of(("regular", num_own)) if num_own else ModelPlan("policy", ()),
+        lambda _, engine: RecordingHandle(engine.first_device, journal),
+        config=rollout_config(start_timeout_s=20.0, stage_timeout_s=5.0),
+    )
+    server.start()
+    return Recovery(server, start_timeout_s=20.0, health_timeout_s=health_timeout_s, key=KEY)
 
 
 def new_pool() -> EnginePool:
@@ -80,13 +97,13 @@ def sample(pool: EnginePool) -> list[Sample]:
 
 
 def test_ranks_sample_for_the_manager_bit_by_bit(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: RankEngines, model: Path
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: Recovery, model: Path
 ) -> None:
     engine = ready_engine(model)
     expected = engine.run(single_turn(PROMPTS, SAMPLING))
     for _ in range(3):
         pool = new_pool()
-        with lent.joining(pool, [listener.open() for _, listener in ranks]):
+        with lent.filling(pool, [listener.open() for _, listener in ranks]):
             samples = sample(pool)
         for rank, listener in ranks:
             listener.close()
@@ -100,30 +117,30 @@ def test_ranks_sample_for_the_manager_bit_by_bit(
 
 
 def test_each_refusal_has_its_own_error(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: RankEngines
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: Recovery
 ) -> None:
     listener = ranks[0][1]
     url = listener.open()
-    with lent.joining(new_pool(), [url]):
-        engine = lent.serving()[FIRST]
+    with lent.filling(new_pool(), [url]):
+        engine = lent._watched()[FIRST]
         assert engine.address().result() is None
         assert engine.probe().result(60) != engine.probe().result(60)
         with pytest.raises(RequestError, match="the model knows 0 to 63"):
             engine.sample_group([VOCAB_SIZE], SHORT, keys=(1,)).result(60)
-        with pytest.raises(PhaseError, match="the engine belongs to a rank"):
-            engine.signal(9)
+        with pytest.raises(PhaseError, match="was meant for an engine of others"):
+            engine.harm("kill")
         listener.close()
         with pytest.raises(EngineError, match="status 500: PhaseError: a request was refused"):
             engine.sample_group([1], SHORT, keys=(1,)).result(60)
-    strange = RankEngine(url, key="another")
+    strange = RankHandle(url, key="another")
     with pytest.raises(EngineError, match="the key is wrong"):
         strange.sample_group([1], SHORT, keys=(1,)).result(60)
-    strange.disconnect()
+    strange.end()
 
 
 def test_an_engine_of_other_weights_ends_the_phase_and_is_not_taken_for_lost(
     ranks: list[tuple[HFRolloutEngine, RequestListener]],
-    lent: RankEngines,
+    lent: Recovery,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, listener = ranks[0]
@@ -135,7 +152,7 @@ def test_an_engine_of_other_weights_ends_the_phase_and_is_not_taken_for_lost(
     monkeypatch.setattr(engine, "run", run)
     pool = new_pool()
     with (
-        lent.joining(pool, [listener.open()]),
+        lent.filling(pool, [listener.open()]),
         pytest.raises(DriftError, match="by weights of version 7"),
     ):
         sample(pool)
@@ -207,24 +224,24 @@ def test_what_is_no_request_is_refused_and_the_engine_serves_on(
 
 @pytest.mark.shows("4.15")
 def test_requests_of_a_lost_engine_go_to_another(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: RankEngines, model: Path
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: Recovery, model: Path
 ) -> None:
     expected = ready_engine(model).run(single_turn(PROMPTS, SAMPLING))
     ranks[0][1].open()  # the second one refuses all requests
     urls = [listener._url for _, listener in ranks]
     pool = new_pool()
-    with lent.joining(pool, urls):
+    with lent.filling(pool, urls):
         samples = sample(pool)
-        assert list(lent.serving()) == [FIRST]
+        assert list(lent._watched()) == [FIRST]
     assert tokens_of(samples) == tokens_of(expected)
     assert lent.lost() == (1,)
     assert pool.metrics()["rollout/repeated_requests"].value > 0
     assert lent.take_metrics()["rollout/lost_engines"] == Sum(1)
     ranks[1][1].open()
     lent.forget_lost()
-    with lent.joining(new_pool(), urls):
+    with lent.filling(new_pool(), urls):
         assert lent.lost() == ()
-        assert list(lent.serving()) == [FIRST, FIRST + 1]
+        assert list(lent._watched()) == [FIRST, FIRST + 1]
         assert lent.take_metrics()["rollout/replaced_engines"] == Sum(1)
 
 
@@ -237,30 +254,27 @@ def silent_server() -> Iterator[str]:
 
 @pytest.mark.shows("4.14")
 def test_a_hung_engine_is_waited_for_no_longer() -> None:
-    lent = RankEngines(key=KEY, first_index=FIRST, health_timeout_s=0.3)
+    lent = recovery_of(health_timeout_s=0.3)
     pool = new_pool()
     with (
         silent_server() as hung,
-        pytest.raises(ServerDiedError, match=r"serves; engine 5: no progress within"),
-        lent.joining(pool, [hung]),
+        pytest.raises(ServerDiedError, match=r"serves; engine 0: no progress within"),
+        lent.filling(pool, [hung]),
+        lent.monitor.watching(),
     ):
         sample(pool)
     assert lent.lost() == (0,)
-    lent.end()
 
 
-def test_engines_of_the_manager_are_replaced_as_before(lent: RankEngines) -> None:
-    reported: list[int] = []
-
-    def replace(index: int, engine: SamplingEngine, reason: str) -> bool:
-        reported.append(index)
-        return True
-
-    pool, own = new_pool(), RankEngines(key="", first_index=0, health_timeout_s=1)
-    pool.on_lost = replace
-    with lent.joining(pool, ["http://127.0.0.1:9"]):
-        assert pool.on_lost(0, cast(SamplingEngine, own), "gone")
-        assert not pool.on_lost(FIRST, lent.serving()[FIRST], "gone")
-    assert reported == [0]
+def test_engines_of_the_manager_come_before_lent_ones_and_are_replaced(tmp_path: Path) -> None:
+    lent, pool = recovery_of(num_own=1), new_pool()
+    server = lent._server
+    server.update(weights_in(tmp_path / "weights", 0), version=0)
+    own = server.serving_engines()[0]
+    with lent.filling(pool, ["http://127.0.0.1:9"]):
+        assert list(lent._watched()) == [0, 1]
+        assert not pool.on_lost(1, lent._watched()[1], "gone")
+        assert pool.on_lost(0, own, "gone")
+        wait_until(lambda: server.ready_engines() and server.serving_engines()[0] is not own)
     assert lent.lost() == (0,)
-    own.end()
+    server.shutdown()

@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -104,7 +103,9 @@ class Rig:
         weights = {name: torch.tensor(Policy.WHOLE.truth(name, 0)) for name in WEIGHTS}
         save_file(weights, folder / "model.safetensors")
         self.server.update(folder, version=0)
-        self.recovery = Recovery(self.server, start_timeout_s=start_timeout_s)
+        self.recovery = Recovery(
+            self.server, start_timeout_s=start_timeout_s, health_timeout_s=60.0
+        )
         self.pool = self.new_pool()
 
     def new_pool(self) -> EnginePool:
@@ -139,7 +140,6 @@ class Rig:
         return future
 
     def end(self) -> None:
-        self.recovery.end()
         self.server.shutdown()
 
 
@@ -220,35 +220,31 @@ def test_a_report_of_an_engine_that_was_replaced_costs_no_other() -> None:
     rig.end()
 
 
-def pass_time(recovery: Recovery) -> None:
-    """Let the deadlines of all starts pass."""
-    for index, start in recovery._starts.items():
-        recovery._starts[index] = replace(start, deadline_s=0.0)
-    recovery._drop_late_starts()
-
-
-def test_the_late_end_of_a_dropped_start_is_not_that_of_its_successor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig(1, start_timeout_s=600.0)
-    rig.num_silent[0] = 2
+def test_the_late_end_of_a_dropped_start_is_not_that_of_its_successor() -> None:
+    rig = Rig(1, start_timeout_s=0.3)
+    rig.num_silent[0] = 1
     answers = rig.sample(1)
     rig.launched[0].kill()
-    wait_until(lambda: rig.recovery._starts)
-    rig.recovery._do(lambda: pass_time(rig.recovery))
-    assert len(rig.launched) == 3
-    brought_up: list[int] = []
-    monkeypatch.setattr(rig.server, "bring_up", brought_up.append)
+    wait_until(lambda: len(rig.launched) == 3)
     dropped, successor = rig.launched[1:3]
     dropped.built.set_exception(EngineError("it is gone"))
-    rig.recovery._do(lambda: None)  # whatever was handed to the thread before is done
-    assert brought_up == []
-    monkeypatch.undo()
-    successor.is_silent = False
-    successor.built.set_result(None)
     wait_until(lambda: successor.open)
     successor.answer()
     assert answers.result(60) == [2]
+    assert len(rig.launched) == 3
+    rig.end()
+
+
+def test_two_reports_of_one_engine_start_one_process() -> None:
+    rig = Rig(2)
+    answers = rig.sample(4)
+    for _ in range(3):
+        assert rig.recovery.report(0, rig.launched[0], "it does not get on")
+    wait_until(lambda: len(rig.launched) == 3 and rig.launched[2].open)
+    for handle in rig.launched[1:]:
+        handle.answer()
+    assert sorted(answers.result(60)) == [1, 1, 2, 2]
+    assert len(rig.launched) == 3
     rig.end()
 
 
@@ -268,6 +264,7 @@ def test_a_phase_that_begins_without_engines_waits_for_new_ones() -> None:
     rig = Rig(1)
     rig.launched[0].kill()
     assert rig.server.lose(0, rig.launched[0], "it failed")
+    rig.server.give_up(0)
     rig.pool = rig.new_pool()
     answers = rig.sample(2)
     assert rig.launched[1].is_alive()

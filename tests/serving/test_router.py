@@ -18,11 +18,11 @@ from hybridrl.errors import DriftError, RouterError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving import router_process
-from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.router import PolicyRouter
 from hybridrl.serving.router_process import RouterProcess
-from hybridrl.workers.rollout.sglang.process import ServerProcess
+from hybridrl.workers.rollout.sglang.process import ChildProcess
 from tests.config.values import config_of
 from tests.serving.echo import echo_server
 
@@ -36,7 +36,7 @@ CONFIG = config_of(
 class Addressed:
     """An engine of which the address is asked, and whether its process is there."""
 
-    def __init__(self, url: str, process: ServerProcess) -> None:
+    def __init__(self, url: str, process: ChildProcess) -> None:
         self.url = url
         self.process = process
 
@@ -49,7 +49,7 @@ class Addressed:
         return answer
 
 
-def engine_of(url: str, process: ServerProcess) -> EngineHandle:
+def engine_of(url: str, process: ChildProcess) -> EngineHandle:
     return cast(EngineHandle, Addressed(url, process))
 
 
@@ -63,7 +63,7 @@ def routed() -> Iterator[PolicyRouter]:
 
 
 @contextmanager
-def echo_servers(count: int, *, seconds: float = 0.0) -> Iterator[dict[str, ServerProcess]]:
+def echo_servers(count: int, *, seconds: float = 0.0) -> Iterator[dict[str, ChildProcess]]:
     with ExitStack() as stack:
         yield dict(stack.enter_context(echo_server(seconds=seconds)) for _ in range(count))
 
@@ -72,13 +72,13 @@ Ask = Callable[[EnginePool], Coroutine[None, None, list[Sample]]]
 
 
 def run(
-    routed: PolicyRouter, servers: Mapping[str, ServerProcess], ask: Ask, *, version: int = 0
+    routed: PolicyRouter, servers: Mapping[str, ChildProcess], ask: Ask, *, version: int = 0
 ) -> tuple[list[Sample], dict[int, str], Metrics]:
     engines = {i: engine_of(*server) for i, server in enumerate(servers.items())}
 
     losses: dict[int, str] = {}
 
-    def note(index: int, _: SamplingEngine, reason: str) -> bool:
+    def note(index: int, _: EngineHandle, reason: str) -> bool:
         losses[index] = reason
         return False
 
@@ -115,11 +115,11 @@ def seeds_of(samples: list[Sample]) -> list[int]:
     return [int(sample.token_ids[0]) for sample in samples]
 
 
-def kill(process: ServerProcess) -> None:
+def kill(process: ChildProcess) -> None:
     os.killpg(process.pid, signal.SIGKILL)
 
 
-def router_of(routed: PolicyRouter) -> ServerProcess:
+def router_of(routed: PolicyRouter) -> ChildProcess:
     return routed.process.process
 
 
@@ -262,7 +262,7 @@ def test_requests_of_a_router_that_died_stay_counted(routed: PolicyRouter) -> No
         routed.hide()
 
 
-def stop(process: ServerProcess) -> None:
+def stop(process: ChildProcess) -> None:
     for each in psutil.Process(process.pid).children(recursive=True):
         each.suspend()
 

@@ -17,11 +17,13 @@ from hybridrl.serving.router_process import RouterProcess
 from tests.serving.echo import echo_server
 from tests.waiting import wait_until
 
+KEY = "a-key"
+
 
 @pytest.fixture(scope="module")
 def router() -> Iterator[RouterProcess]:
     pytest.importorskip("sglang_router")
-    router = RouterProcess(host="127.0.0.1", timeout_s=120.0)
+    router = RouterProcess(key=KEY, timeout_s=120.0)
     yield router
     router.end()
 
@@ -38,13 +40,13 @@ def url_of(answer: httpx.Response) -> str:
 def test_requests_go_to_the_servers_that_are_shown_and_to_no_other(router: RouterProcess) -> None:
     with echo_server() as (one, _), echo_server() as (other, _):
         router.show([one])
-        assert {url_of(ask(router, router.key)) for _ in range(4)} == {one}
+        assert {url_of(ask(router, KEY)) for _ in range(4)} == {one}
         router.show([one, other])
         router.show([other])
-        assert {url_of(ask(router, router.key)) for _ in range(4)} == {other}
+        assert {url_of(ask(router, KEY)) for _ in range(4)} == {other}
         router.show([])
     assert router.workers() == {}
-    assert ask(router, router.key).status_code == 503
+    assert ask(router, KEY).status_code == 503
 
 
 def test_nobody_is_served_without_the_key(router: RouterProcess) -> None:
@@ -52,32 +54,32 @@ def test_nobody_is_served_without_the_key(router: RouterProcess) -> None:
         router.show([url])
         assert ask(router, "").status_code == ask(router, "wrong").status_code == 401
         assert ask(router, "wrong", "/workers").status_code == 401
-        echo = ask(router, router.key).json()["meta_info"]["echo"]
-        assert echo["key"] == f"Bearer {router.key}"  # which the server is to check
+        echo = ask(router, KEY).json()["meta_info"]["echo"]
+        assert echo["key"] == f"Bearer {KEY}"  # which the server is to check
         router.show([])
     line = Path(f"/proc/{router.process.pid}/cmdline").read_text(encoding="utf-8")
-    assert router.key not in line
+    assert KEY not in line
 
 
 def test_a_request_to_a_dead_server_is_not_repeated_elsewhere(router: RouterProcess) -> None:
     with echo_server() as (one, server), echo_server() as (other, _):
         router.show([one])
         server.end()
-        assert ask(router, router.key).status_code == 500
+        assert ask(router, KEY).status_code == 500
         router.show([other])
-        assert url_of(ask(router, router.key)) == other
+        assert url_of(ask(router, KEY)) == other
         router.show([])
 
 
 @pytest.mark.shows("4.22")
 def test_a_router_that_died_is_reported_and_leaves_nothing() -> None:
     pytest.importorskip("sglang_router")
-    router = RouterProcess(host="127.0.0.1", timeout_s=120.0)
-    router.require_alive("sample")
+    router = RouterProcess(key=KEY, timeout_s=120.0)
+    router.process.require_alive("sample")
     os.killpg(router.process.pid, signal.SIGKILL)
     wait_until(lambda: not members_of(router.process.pid))
     with pytest.raises(ServerDiedError, match=r"sample: the router .* was killed by SIGKILL"):
-        router.require_alive("sample")
+        router.process.require_alive("sample")
     with pytest.raises(ServerDiedError, match="/workers: the router"):
         router.workers()
     router.end()
@@ -88,10 +90,10 @@ def test_a_router_that_died_is_reported_and_leaves_nothing() -> None:
 def test_a_router_that_does_not_start_shows_the_end_of_its_log() -> None:
     pytest.importorskip("sglang_router")
     with pytest.raises(EngineError, match=r"(?s)it did not start: the router .*policy_"):
-        RouterProcess(host="127.0.0.1", timeout_s=120.0, arguments={"policy_": "random"})
+        RouterProcess(key=KEY, timeout_s=120.0, arguments={"policy_": "random"})
 
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang_router", None)
     with pytest.raises(EngineError, match=r"pip install 'hybridrl\[sglang\]'"):
-        RouterProcess(host="127.0.0.1", timeout_s=1.0)
+        RouterProcess(key=KEY, timeout_s=1.0)

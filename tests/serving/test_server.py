@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import wait
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -27,11 +26,10 @@ from safetensors.torch import save_file
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig, WorkerType
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Sum
-from hybridrl.serving.group import ServerGroup
 from hybridrl.serving.plan import (
     EnginePlan,
     GroupPlan,
-    ServerPlan,
+    ModelPlan,
     lay_out,
     plan_own_engines,
 )
@@ -47,7 +45,7 @@ FOLDER = Path("/unused")
 RELEASES = ("release", "resume")
 
 
-def plan_of(*groups: tuple[WorkerType, int]) -> ServerPlan:
+def plan_of(*groups: tuple[WorkerType, int]) -> ModelPlan:
     named = {
         f"g{number}": ServerGroupConfig(num_devices=count, worker_type=kind)
         for number, (kind, count) in enumerate(groups)
@@ -70,7 +68,7 @@ class Rig:
     """A server of recording engines, and the stages that it goes through."""
 
     def __init__(
-        self, plan: ServerPlan, *, start_timeout_s: float = 20.0, stage_timeout_s: float = 5.0
+        self, plan: ModelPlan, *, start_timeout_s: float = 20.0, stage_timeout_s: float = 5.0
     ) -> None:
         self.plan = plan
         self.journal = Journal()
@@ -114,9 +112,11 @@ class Rig:
 
     def recover(self) -> dict[int, bool]:
         """Replace the lost engines one after another; say which serve now."""
-        futures = self.server.start_replacements()
-        wait(futures.values())
-        return {index: self.server.bring_up(index) for index in futures}
+        reasons = {i: self.server.replace(i, timeout_s=60.0) for i in self.server.claim_lost()}
+        for index, reason in reasons.items():
+            if reason:
+                self.server.give_up(index)
+        return {index: not reason for index, reason in reasons.items()}
 
     def check_stages(self) -> None:
         """Engines are asked in a stage what belongs to it; between stages processes start."""
@@ -136,7 +136,7 @@ class Rig:
                 assert answer[name].tolist() == Policy.WHOLE.truth(name, version), (index, name)
 
 
-def started(plan: ServerPlan) -> Rig:
+def started(plan: ModelPlan) -> Rig:
     rig = Rig(plan)
     rig.server.start()
     rig.update(0)
@@ -151,17 +151,14 @@ def names_since(rig: Rig, first: int) -> list[str]:
 
 
 @pytest.mark.shows("4.6")
-def test_a_second_start_of_a_group_starts_no_engine_again() -> None:
+def test_a_second_start_starts_no_engine_again() -> None:
     rig = Rig(plan_of(("regular", 3)))
-    group = ServerGroup(rig.plan.groups[0], rig._launch)
-    for future in group.start().values():
-        future.result()
-    assert group.start() == {}
-    rig.newest[1].kill()
-    assert group.find_dead() == [1]
-    group.clear([1])
-    assert list(group.start()) == [1]
-    assert len(rig.launched) == 4
+    rig.journal.fail(1, "restart")
+    with pytest.raises(StageError, match="start failed on engine 1"):
+        rig.server.start()
+    for _ in range(2):
+        rig.server.start()
+        assert [handle.index for handle in rig.launched] == [0, 1, 2, 1]
 
 
 @pytest.mark.shows("4.2")
@@ -266,7 +263,7 @@ def test_after_an_update_that_failed_no_engine_counts_as_one_of_the_old_weights(
     with pytest.raises(StageError, match="sync failed on engine 1"):
         rig.update(1)
     assert rig.server.needs_update(0)  # engine 0 has the new weights
-    assert rig.server.start_replacements() == {}  # there are no weights that all have
+    assert rig.server.claim_lost() == []  # there are no weights that all have
     rig.update(0)
     rig.check_served(0)
 
@@ -292,7 +289,7 @@ def test_nothing_is_replaced_before_the_first_weights() -> None:
     rig = Rig(plan_of(("regular", 2)))
     rig.server.start()
     rig.newest[0].kill()
-    assert rig.server.start_replacements() == {}
+    assert rig.server.claim_lost() == []
     assert len(rig.launched) == 2
     rig.update(0)
     rig.check_served(0)
@@ -312,7 +309,7 @@ def test_a_replacement_that_fails_is_replaced_itself(call: str) -> None:
 # -- servers that others run ---------------------------------------------------------------------
 
 
-def elsewhere_plan(num_servers: int) -> ServerPlan:
+def elsewhere_plan(num_servers: int) -> ModelPlan:
     urls = ", ".join(f"'http://h{number}:1'" for number in range(num_servers))
     (plan,) = plan_own_engines(
         config_of(

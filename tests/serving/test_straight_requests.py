@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle, SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.requests import PolicyRequests, StraightRequests
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from tests.config.values import config_of
 from tests.serving.echo import echo_server
 
@@ -52,9 +52,9 @@ class SlowToOpen:
         self.may_open = asyncio.Event()
         self.is_interrupted = False
 
-    async def open(self, _: str) -> ServerSampler:
+    async def open(self, _: str) -> HttpSampler:
         await self.may_open.wait()
-        return cast(ServerSampler, self)
+        return cast(HttpSampler, self)
 
     def interrupt(self) -> None:
         self.is_interrupted = True
@@ -70,7 +70,7 @@ def test_a_request_whose_server_is_being_opened_is_interrupted_as_well(*, interr
     async def program() -> list[int]:
         server = SlowToOpen()
         requests = StraightRequests(server.open)
-        engine = cast(SamplingEngine, Addressed("http://server"))
+        engine = cast(EngineHandle, Addressed("http://server"))
         asking = asyncio.ensure_future(requests.ask(engine, [1], PARAMS, [7]))
         await asyncio.sleep(0)
         if interrupts:

@@ -18,7 +18,7 @@ from hybridrl.errors import PhaseError
 from hybridrl.sampler import Program, Sample, T
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang.arguments import ServerSpec
+from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.sglang.strangers import generating, kill_server
 from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
@@ -38,9 +38,9 @@ def sglang_config(**changes: object) -> RolloutConfig:
     return replace(rollout_config(), **(common | changes))  # type: ignore[arg-type]
 
 
-def server_spec(folder: Path, **changes: object) -> ServerSpec:
+def server_spec(folder: Path, **changes: object) -> ServingSpec:
     """What a server of the tests serves; ``changes`` are keys of the rollout section."""
-    return ServerSpec(
+    return ServingSpec(
         model_folder=folder,
         rollout=sglang_config(**changes),
         lora=None,
@@ -81,7 +81,7 @@ class MortalEngine(SGLangEngine):
 
 @contextmanager
 def running_engine(
-    spec: ServerSpec, *, variables: Mapping[str, str] | None = None
+    spec: ServingSpec, *, variables: Mapping[str, str] | None = None
 ) -> Iterator[MortalEngine]:
     """An engine as it boots; its server is gone afterwards."""
     engine = MortalEngine(spec, variables=variables or {})

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.workers.rollout.buckets import Bucket, lay_out
 from hybridrl.workers.rollout.sglang.arguments import build_arguments
+from hybridrl.workers.rollout.sglang.child import load_server_args
 from hybridrl.workers.rollout.sglang.process import free_port
-from hybridrl.workers.rollout.sglang.start import load_server_args
 from hybridrl.workers.sharding.weight_stream import buckets
 from tests.sglang.engines import server_spec
 

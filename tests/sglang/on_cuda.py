@@ -1,6 +1,6 @@
 """The rehearsal of a server's start as it would be on a machine with an H100: its child's stand-in.
 
-``python -m tests.sglang.on_cuda CASE.json RESULT.json``: as ``sglang.start``, which does all but
+``python -m tests.sglang.on_cuda CASE.json RESULT.json``: as ``sglang.child``, which does all but
 the answers about the device. CASE.json may hold a list of cases, RESULT.json then as many results.
 SGLang is imported first, on the CPU that there is, so that it looks for no kernels.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.workers.rollout.sglang import start as server_start
+from hybridrl.workers.rollout.sglang import child
 
 MEMORY_MIB = 81_559
 PROPERTIES = SimpleNamespace(
@@ -33,8 +33,8 @@ PROPERTIES = SimpleNamespace(
 
 def pretend() -> None:
     """Answer every question about the device as an H100 with CUDA 13 does."""
-    server_start.load_server_args()
-    for name in ("sglang.srt.entrypoints.engine", *_MODULES):
+    child.load_server_args()
+    for name in ("sglang.srt.entrypoints.engine", _SAVER):
         import_module(name)
     torch.version.cuda = "13.0"
     cuda: Any = torch.cuda
@@ -55,7 +55,6 @@ def pretend() -> None:
 
 
 _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
-_MODULES = (_SAVER, "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend")
 
 
 def _install_memory_saver() -> None:
@@ -70,7 +69,7 @@ def _install_memory_saver() -> None:
 def rehearse(case: dict[str, Any]) -> Mapping[str, object]:
     """One of several, with the variables that a process of its own would have."""
     os.environ.update(case["variables"])
-    return server_start.rehearse(case)
+    return child.rehearse(case)
 
 
 def main(case_file: Path, result_file: Path) -> None:
@@ -79,7 +78,7 @@ def main(case_file: Path, result_file: Path) -> None:
     if isinstance(cases, list):
         result_file.write_text(json.dumps([rehearse(case) for case in cases]))
         return
-    server_start.main(case_file, result_file)
+    child.main(case_file, result_file)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """A server that answers as a release of SGLang did, in a process of its own, within a second.
 
 ``python -m tests.sglang.recorded_server ARGUMENTS.json``, as the real one is started. It writes the
-control calls that it gets to ``$RECORDED_CALLS``, one JSON object a line. It lacks the routes in
-``$RECORDED_LACKS``, answers those in ``$RECORDED_DELAYS`` so many seconds late, and its pause has
-the modes of ``$RECORDED_PAUSE_MODES`` (all JSON).
+control calls that it gets to ``$RECORDED_CALLS``, one JSON object a line. It answers those in
+``$RECORDED_DELAYS`` (JSON) so many seconds late.
 """
 
 from __future__ import annotations
@@ -36,14 +35,8 @@ def serve(file: Path) -> None:
     recorded = json.loads((ANSWERS / f"{version}.json").read_text())
     changes = json.loads(os.environ.get("RECORDED_CHANGES", "{}"))
     delays = json.loads(os.environ.get("RECORDED_DELAYS", "{}"))
-    for route in json.loads(os.environ.get("RECORDED_LACKS", "[]")):
-        del recorded["openapi"]["paths"][route]
-    if modes := os.environ.get("RECORDED_PAUSE_MODES"):
-        pause = recorded["openapi"]["components"]["schemas"]["PauseGenerationReqInput"]
-        pause["properties"]["mode"]["enum"] = json.loads(modes)
     answers = {
         "/server_info": recorded["server_info"] | arguments | changes,
-        "/openapi.json": recorded["openapi"],
         "/health": {},
     }
 

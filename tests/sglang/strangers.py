@@ -15,7 +15,7 @@ import psutil
 from hybridrl.batch import PromptBatch
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.sglang.server import Server
+from hybridrl.workers.rollout.sglang.server import StartedServer
 from hybridrl.workers.rollout.single_turn import single_turn
 
 Body = dict[str, Any]
@@ -23,9 +23,9 @@ Body = dict[str, Any]
 _POLL_S = 0.05
 
 
-def server_of(engine: SGLangEngine) -> Server:
+def server_of(engine: SGLangEngine) -> StartedServer:
     server = engine._server
-    assert isinstance(server, Server)
+    assert isinstance(server, StartedServer)
     return server
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import PromptBatch
 from hybridrl.config.serving import OnUpdate
 from hybridrl.sampler import Sample
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.launching import start_servers
 from tests.config.values import config_of
 from tests.sglang.test_own_engines import servers_below
 from tests.sglang.test_run import run_command

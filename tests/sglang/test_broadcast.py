@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hybridrl.errors import EngineError, LedgerError
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.launching import start_servers
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine

@@ -9,7 +9,7 @@ import torch
 
 from hybridrl.metrics import Sum
 from hybridrl.sampler import Sample
-from hybridrl.workers.rollout.oversampling import OpenResponses
+from hybridrl.workers.rollout.continuations import OpenResponses
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.engines import make_prompts, sampling_params

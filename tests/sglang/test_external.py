@@ -12,8 +12,7 @@ import torch
 
 from hybridrl.errors import ExternalEngineError
 from hybridrl.sampler import RequestParams
-from hybridrl.serving.external import ExternalModel
-from hybridrl.serving.launching import ServerKeys
+from hybridrl.serving.external import ApiKeys, ExternalModel
 from hybridrl.workers.rollout.sglang.arguments import build_arguments, environment
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.process import free_port
@@ -63,7 +62,7 @@ def judge_at(
         *("serving.num_devices_per_node=1", *overrides),
         *("reward.function=judge", "reward.args={model: judge, template: '{response}'}"),
     )
-    model = ExternalModel(config, "judge", keys=ServerKeys(by_model={"judge": key}))
+    model = ExternalModel(config, "judge", keys=ApiKeys(by_model={"judge": key}))
     try:
         model.start()
         yield model
@@ -95,7 +94,7 @@ def test_weights_of_real_servers_are_compared_on_demand(
     urls = f"{url}, {url.replace('127.0.0.1', 'localhost')}"  # the same one twice
     key = server_of(engine).key
     with judge_at(urls, judge_folder, "rollout.verify_weights=always", key=key) as judge:
-        sums = [each.checksums().result() for each in judge._engines]
+        sums = [each.checksums().result() for each in judge._handles.values()]
     assert sums[0] == sums[1]
     assert "rank 0: model.norm.weight" in sums[0]
 
@@ -126,7 +125,7 @@ def started_by_others(folder: Path, key: str) -> Iterator[str]:
     port = free_port()
     arguments = build_arguments(spec, name="judge", port=port, key=key)
     arguments |= {"load_format": "auto", "skip_tokenizer_init": False}
-    process, file = start_child(arguments, variables=environment(spec))
+    process = start_child(arguments, variables=environment(spec))
     url = f"http://127.0.0.1:{port}"
     try:
         process.wait_until_ready(lambda: answers(f"{url}/health"), timeout_s=150.0)
@@ -134,7 +133,6 @@ def started_by_others(folder: Path, key: str) -> Iterator[str]:
         assert answers(f"{url}/health")  # whoever used it did not end it
     finally:
         process.end()
-        file.unlink()
 
 
 def answers(url: str) -> bool:

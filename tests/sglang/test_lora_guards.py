@@ -14,8 +14,7 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.answers import ServedModel
-from hybridrl.workers.rollout.sglang.sampling import Group, ServerSampler
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
+from hybridrl.workers.rollout.sglang.sampling import Group, HttpSampler
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.sglang.engines import greedy_of_hugging_face, sync, weights_of
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine
@@ -67,8 +66,7 @@ def ask(engine: ForgetfulEngine, *, adapter: str | None = None) -> list[list[int
     """Send the prompts as they are spelled, past the engine's own checks."""
     answers: list[list[int]] = []
     model = ServedModel(max_context_tokens=96, vocab_size=64, version=0, adapter=adapter)
-    engines = ServingEngine(engine._server.client)
-    sampler = ServerSampler(engines, model, ProgramCall(), timeout_s=60.0)
+    sampler = HttpSampler(engine._server.client, model, ProgramCall(), timeout_s=60.0)
     for tokens in PROMPTS.token_ids_PL.unbind():
         group = Group(tokens.tolist(), GREEDY.request_params(), [0])
         items: list[dict[str, Any]] = engine._server.post("/generate", **sampler.group_body(group))

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hybridrl.metrics import Sum
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.launching import start_servers
 from tests.config.values import config_of
 from tests.serving.processes import wait_for_a_busy_process
 from tests.waiting import wait_until

@@ -144,8 +144,6 @@ def _flat() -> dict[str, tuple[str, ...]]:
 
 
 REFUSED: dict[str, dict[str, ArgumentValue]] = {
-    "prefill graphs in pieces": {"cuda_graph_backend_prefill": "breakable"},
-    "decode graphs in pieces": {"cuda_graph_backend_decode": "breakable"},
     "a page that does not divide": {"page_size": 7, "chunked_prefill_size": 100},
     "another number of speculative steps": {"speculative_algorithm": "WARP"},
     "no such attention": {"attention_backend": "warp"},
@@ -179,9 +177,7 @@ def test_what_sglang_refuses_at_its_start_is_found_with_the_argument(
 ) -> None:
     refused = {name: results[name] for name in REFUSED}
     names = {name: [r["names"] for r in result["refusals"]] for name, result in refused.items()}
-    # With a page of 7 no size divides, so the page alone is at fault.
-    assert names == {name: [list(given)[:1]] for name, given in REFUSED.items()}
-    assert "not compatible with memory saver" in _reason(refused["prefill graphs in pieces"])
+    assert names == {name: [list(given)] for name, given in REFUSED.items()}
     assert "fa3" in _reason(refused["no such attention"])
     assert "chunked_prefill_size" in refused["no such argument"]["refusals"][0]["fix"]
 

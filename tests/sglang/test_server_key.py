@@ -8,17 +8,17 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.sglang.strangers import server_of
 
 
 @contextmanager
-def stranger(engine: SGLangEngine, key: str) -> Iterator[ServerClient]:
+def stranger(engine: SGLangEngine, key: str) -> Iterator[ControlClient]:
     """Somebody else on this machine who found the port."""
     server = server_of(engine)
     url = f"http://127.0.0.1:{server.info['port']}"
-    client = ServerClient(url, name="it", require_alive=server.process.require_alive, key=key)
+    client = ControlClient(url, name="it", require_alive=server.process.require_alive, key=key)
     try:
         yield client
     finally:
@@ -39,7 +39,7 @@ def stranger(engine: SGLangEngine, key: str) -> Iterator[ServerClient]:
 def test_a_server_serves_nobody_without_its_key(
     engine: SGLangEngine, key: str, path: str, method: str
 ) -> None:
-    with stranger(engine, key) as client, pytest.raises(ServerError) as refused:
+    with stranger(engine, key) as client, pytest.raises(RefusedError) as refused:
         client.call(path, {}, timeout_s=10.0, method=method)
     assert refused.value.status == 401
 

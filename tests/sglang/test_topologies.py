@@ -14,7 +14,7 @@ import pytest
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.env import ROOT, python_path
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.launching import start_servers
 from tests.config.values import config_of
 from tests.end_to_end.small import SMALL as SMALL_RUN
 from tests.end_to_end.small import read_metrics

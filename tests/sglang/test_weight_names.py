@@ -25,7 +25,7 @@ from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import build_empty_model
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang import server
-from hybridrl.workers.rollout.sglang.arguments import ServerSpec, environment
+from hybridrl.workers.rollout.sglang.arguments import ServingSpec, environment
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
@@ -164,7 +164,7 @@ BAD_CALLS: list[tuple[str, dict[str, object], str]] = [
 
 @contextmanager
 def recorded_engine(
-    spec: ServerSpec, calls: Path, monkeypatch: pytest.MonkeyPatch
+    spec: ServingSpec, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SGLangEngine]:
     """An engine whose server writes down what it gets."""
     monkeypatch.setattr(server, "_CHILD", MODULE)

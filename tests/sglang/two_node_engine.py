@@ -15,8 +15,8 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from hybridrl.serving.managed_servers import ManagedServers
-from hybridrl.serving.starting import start_servers
+from hybridrl.serving.launching import start_servers
+from hybridrl.workers.sharding.manager_client import ManagerClient
 from tests.config.values import config_of
 from tests.sglang.test_own_engines import servers_below
 from tests.sglang.topologies import GREEDY, PROMPTS, SMALL, groups
@@ -48,7 +48,7 @@ def main(*folders: Path) -> None:
         cluster.shutdown()
 
 
-def _answers(servers: ManagedServers, version: int) -> list[tuple[list[int], list[float]]]:
+def _answers(servers: ManagerClient, version: int) -> list[tuple[list[int], list[float]]]:
     samples, _ = servers.sample(PROMPTS, GREEDY, version=version)
     return [(one.token_ids.tolist(), one.logprobs.tolist()) for one in samples]
 

@@ -22,8 +22,8 @@ from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.sampling import LentSampling
 from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.manager_client import NOBODY, Lent
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.publishing import NOBODY, Lent
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
 from tests.workers.rollout.engines import make_prompts, sampling_params

@@ -1,4 +1,4 @@
-"""Responses of any rollout engine become one batch."""
+"""Responses of any rollout engine become one batch; and how old their tokens are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from torch.nn.functional import pad
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged, jagged_from
 from hybridrl.errors import DriftError, EngineError
+from hybridrl.metrics import Max, Mean, Metrics
 from hybridrl.sampler import Sample
+
+_AGES = (
+    *(("0", 0, 0), ("1", 1, 1), ("2", 2, 2), ("3", 3, 3), ("4_to_7", 4, 7)),
+    ("8_or_more", 8, torch.inf),
+)
+"""Name, first and last step of each bin of the histogram, the same ones in every run."""
 
 
 class Answered(NamedTuple):
@@ -87,6 +94,28 @@ def require_known_tokens(rollouts: RolloutBatch, *, vocab_size: int) -> None:
             "which are the model's: it runs another model, or its memory is lost; nothing of this "
             "phase is used. Set rollout.backup_weights=always, or rollout.sleep=false"
         )
+
+
+def describe_staleness(steps_T: Tensor) -> Metrics:
+    """Describe the ages of T >= 1 tokens: mean, maximum, and a histogram.
+
+    The shares of the histogram are means over tokens, so those of several ranks can be merged,
+    which percentiles could not.
+
+    Args:
+        steps_T: >= 0, between the weights that sampled a token and its update.
+    """
+    num_tokens = len(steps_T)
+    return {
+        "rollout/staleness_steps/mean": Mean(float(steps_T.sum()), num_tokens),
+        "rollout/staleness_steps/max": Max(float(steps_T.max())),
+        **{
+            f"rollout/staleness_fraction/{name}": Mean(
+                float(((steps_T >= first) & (steps_T < last + 1)).sum()), num_tokens
+            )
+            for name, first, last in _AGES
+        },
+    }
 
 
 def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:

@@ -250,7 +250,7 @@ class RolloutEngine(WeightSender, Protocol):
 
 
 @runtime_checkable
-class ReceivingEngine(Protocol):
+class WeightReceiver(Protocol):
     """An engine whose server can join a group with the rank that gathers the weights."""
 
     def join(self) -> Receiver:

@@ -15,7 +15,7 @@ from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread
 from hybridrl.network import Door, host_and_port
 from hybridrl.workers.rollout.protocol import RolloutEngine
-from hybridrl.workers.rollout.request_server import RequestServer
+from hybridrl.workers.rollout.request_program import RequestProgram
 from hybridrl.workers.rollout.sample_messages import (
     DRIFTED,
     PROGRESS_ROUTE,
@@ -42,7 +42,7 @@ class RequestListener:
             door: address of this machine, and the key that callers must send.
         """
         self._engine = engine
-        self._requests = RequestServer(engine)
+        self._requests = RequestProgram(engine)
         self._door = door
         self._loop = LoopThread("request listener")
         self._url = self._loop.run(self._listen())

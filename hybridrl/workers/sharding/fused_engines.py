@@ -48,7 +48,7 @@ FROZEN_VERSION = 0
 
 
 class FusedEngines:
-    """An ``EngineSet`` whose members live in the ranks of one worker group.
+    """``LifeCycleMembers`` that live in the ranks of one worker group.
 
     Adjacent ranks share an engine, and the first of them owns it. The others, and ranks without
     an engine, still take part in every status exchange and every gather. Engines of the policy get

@@ -13,9 +13,9 @@ from enum import Enum
 from typing import Protocol
 
 from hybridrl.errors import PhaseError
-from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import Failures, StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.offloadable_models import OffloadableModels
 from hybridrl.workers.sharding.states import (
     CONTINUE,
     DRAIN,
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 Action = Callable[[ManagedEngine], object]
 
 
-class EngineSet(Protocol):
+class LifeCycleMembers(Protocol):
     """Engines that change state together: local ones under a control group, or remote servers."""
 
     num_engines: int
@@ -77,9 +77,9 @@ class LifeCycle:
 
     def __init__(
         self,
-        engines: EngineSet,
+        engines: LifeCycleMembers,
         *,
-        host: ColocatedEngines | None,
+        host: OffloadableModels | None,
         depth: SleepLevel,
         observe: Callable[[str], AbstractContextManager[None]],
         stays: bool = False,

@@ -16,7 +16,7 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, ReceivingEngine, RolloutEngine
+from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, RolloutEngine, WeightReceiver
 from hybridrl.workers.rollout.stage_time import left_s
 from hybridrl.workers.sharding.ledger import WeightLedger
 from hybridrl.workers.sharding.memory import (
@@ -89,6 +89,10 @@ class ManagedEngine:
             log.warning(
                 "aborted requests that did not finish in rollout.drain_timeout_s: count=%d", aborted
             )
+
+    def interrupt(self) -> None:
+        """End open responses at their present token, and later ones until ``continue``."""
+        self.engine.interrupt()
 
     def continue_generation(self) -> None:
         """Admit requests again."""
@@ -186,8 +190,8 @@ class ManagedEngine:
         self._receiving().compare_with_files(folder)
         self.is_proved = True
 
-    def _receiving(self) -> ReceivingEngine:
-        if not isinstance(self.engine, ReceivingEngine):
+    def _receiving(self) -> WeightReceiver:
+        if not isinstance(self.engine, WeightReceiver):
             raise PhaseError("this engine has no server that could join; set serving.weights=files")
         return self.engine
 

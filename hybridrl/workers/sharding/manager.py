@@ -13,12 +13,12 @@ from hybridrl.diagnostics import activity, trace
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics
 from hybridrl.workers.rollout.protocol import RolloutEngine
-from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup, Limit
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.offloadable_models import OffloadableModels
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import OffloadableModel, TrainEngine
 
@@ -74,7 +74,7 @@ class ShardingManager:
         """Called at the end of a phase, on all ranks, before engines sleep."""
         self._engines = engines
         self._resends_base = lora is None or lora.base == "resend"
-        self._colocated = ColocatedEngines(device=meter.device, control=control)
+        self._colocated = OffloadableModels(device=meter.device, control=control)
         if engines.num_engines:
             self._colocated.engine_bytes = engines.torch_bytes
         if engines.managed is not None:

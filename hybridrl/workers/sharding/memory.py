@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from hybridrl.workers.rollout.sglang.memory_saver import EXPANDABLE_SEGMENTS
-
 _MIB = 2**20
+_EXPANDABLE_SEGMENTS = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+"""In allocator settings."""
 
 
 def empty_cache(device: torch.device) -> None:
@@ -78,11 +79,11 @@ def ordinary_segments() -> Iterator[None]:
     """
     # The calls behind torch.cuda.memory._set_allocator_settings, which is deprecated.
     settings: str = torch._C._accelerator_getAllocatorSettings()
-    if EXPANDABLE_SEGMENTS.search(settings) is None:
+    if _EXPANDABLE_SEGMENTS.search(settings) is None:
         yield
         return
     torch._C._accelerator_setAllocatorSettings(
-        EXPANDABLE_SEGMENTS.sub("expandable_segments:False", settings)
+        _EXPANDABLE_SEGMENTS.sub("expandable_segments:False", settings)
     )
     try:
         yield

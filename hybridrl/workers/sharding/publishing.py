@@ -1,23 +1,18 @@
-"""The rollout manager as the ranks call it, and the weights that its engines get from rank 0."""
+"""The weights that engines which no rank owns get from rank 0."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 
 import torch
 
-from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.config.serving import WeightRoute
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.dtypes import DTYPES
-from hybridrl.sampler import Sample, SamplingParams
-from hybridrl.workers.rollout.assemble import Answered
-from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import (
     ControlGroup,
@@ -26,6 +21,7 @@ from hybridrl.workers.sharding.control import (
     StageError,
     attempt,
 )
+from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.states import SYNC
 from hybridrl.workers.sharding.weight_stream import (
     Load,
@@ -39,125 +35,6 @@ log = logging.getLogger(__name__)
 
 _NUM_UPDATES = 3
 """Tries of one update."""
-
-Lent = Mapping[str, Sequence[str]]
-"""Addresses of engines that ranks lend, in their order, by frozen model; by "" of the policy."""
-
-NOBODY: Lent = {}
-
-
-class Servers:
-    """The rollout manager of a run, as rank 0 calls it.
-
-    Methods raise ServerDiedError if the servers, or all engines, are gone, and DeadlineError if no
-    answer comes in time.
-    """
-
-    timeout_s: float
-    """Seconds that one call may take (``cluster.call_timeout_s``)."""
-
-    weights: WeightRoute = "files"
-    """How weights reach them (``serving.weights``, as far as their engines can)."""
-
-    folder: Path | None = None
-    """For files of weights; it is removed at the end of the run. None: ``$TMPDIR``."""
-
-    key: str = ""
-    """That engines of the ranks require of the manager; empty if ranks lend none."""
-
-    @property
-    def host(self) -> str:
-        """Address at which all engines reach this process."""
-        raise NotImplementedError
-
-    def need_weights(self, *, version: int) -> bool:
-        """Return whether an engine of the policy does not serve with this version."""
-        raise NotImplementedError
-
-    def update(self, source: Path, *, version: int) -> None:
-        """Bring all engines of the policy to these weights; see ``RolloutServer.update``.
-
-        Raises:
-            StageError: names the engines that could not.
-        """
-        raise NotImplementedError
-
-    def begin_update(self, *, version: int, device: torch.device) -> None:
-        """Stop all engines, and form a group with their servers; ``end_update`` ends that.
-
-        Args:
-            device: from which ``send`` sends.
-
-        Raises:
-            StageError: names the engines that could not.
-        """
-        raise NotImplementedError
-
-    def send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Send one bucket, staged by reference, to all servers.
-
-        Raises:
-            EngineError: it did not reach all of them.
-        """
-        raise NotImplementedError
-
-    def end_update(self, *, reason: str = "") -> None:
-        """Let all engines serve the weights that were sent.
-
-        Args:
-            reason: why not all were sent; empty: they were.
-
-        Raises:
-            StageError: names the engines that lack weights; always with a ``reason``.
-        """
-        raise NotImplementedError
-
-    def leave(self) -> None:
-        """End the group with the servers. Idempotent."""
-
-    def sample(
-        self,
-        prompts: PromptBatch,
-        sampling: SamplingParams,
-        *,
-        version: int,
-        lent: Lent = NOBODY,
-    ) -> tuple[list[Sample], Metrics]:
-        """Sample G responses to each of P prompts.
-
-        Args:
-            version: of the policy that must sample them.
-            lent: engines that ranks lend: of the policy for this call, and they serve this version;
-                of others until the next call, or as long as their rank lets them answer.
-
-        Returns:
-            P * G samples in prompt order, those to the same prompt adjacent; and metrics.
-
-        Raises:
-            DriftError: an engine sampled with other weights.
-        """
-        raise NotImplementedError
-
-    def lost_engines(self) -> Mapping[str, Collection[int]]:
-        """Return, by model, which of the engines that were lent to the last call did not work."""
-        raise NotImplementedError
-
-    def exchange(
-        self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
-    ) -> tuple[Answered, Metrics]:
-        """Admit prompts, which are sampled while the trainer learns, and wait for a batch.
-
-        Args:
-            prompts: to admit; None: no more.
-
-        Returns:
-            P prompts that were admitted now or before, with P * G samples; and metrics.
-
-        Raises:
-            PhaseError: the servers sample for the present step alone.
-            DriftError: an engine sampled with weights that it does not have.
-        """
-        raise NotImplementedError
 
 
 def update_with_tries(update: Callable[[], None]) -> None:
@@ -195,7 +72,7 @@ class Publisher:
         return {}
 
 
-class ServersPublisher(Publisher):
+class ManagerPublisher(Publisher):
     """Brings them to the rollout manager's engines, which stop only to take weights.
 
     Rank 0 writes or sends the weights of all ranks.
@@ -203,7 +80,7 @@ class ServersPublisher(Publisher):
 
     def __init__(
         self,
-        servers: Servers,
+        servers: ManagerClient,
         *,
         config: RolloutConfig,
         device: torch.device,

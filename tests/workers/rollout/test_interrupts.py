@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hybridrl.random_streams import request_key
 from hybridrl.sampler import RequestParams, Sample, Sampler, join_parts
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.request_server import RequestServer
+from hybridrl.workers.rollout.request_program import RequestProgram
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import ready_engine
 from tests.workers.rollout.test_programs import PARAMS, context, require_equal
@@ -165,7 +165,7 @@ def test_each_token_has_the_version_that_sampled_it(tiny_model: Path) -> None:
 
 def test_requests_of_threads_are_interrupted_and_served_again(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model, num_slots=2)
-    server = RequestServer(engine)
+    server = RequestProgram(engine)
     server.open()
     answers = [server.sample_group(context(n), LONG, keys=keys_of(n)) for n in range(8)]
     assert answers[0].result(60)

@@ -14,10 +14,10 @@ from hybridrl.sampler import Sample, Sampler
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ServedModel
-from hybridrl.workers.rollout.sglang.arguments import ServerAddress
-from hybridrl.workers.rollout.sglang.client import ServerClient
-from hybridrl.workers.rollout.sglang.pairing import PairedEngine
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
+from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
+from hybridrl.workers.rollout.sglang.client import ControlClient
+from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answer, Answering, Body, answering
 from tests.workers.rollout.engines import tokens_of
@@ -48,9 +48,9 @@ class Waits(Samples):
         return await super().__call__(path, body)
 
 
-def address_of(server: Answering, port: int) -> ServerAddress:
+def address_of(server: Answering, port: int) -> KeyedAddress:
     host, own_port = server.url.removeprefix("http://").split(":")
-    return ServerAddress(host=host, port=int(own_port), key="secret", bootstrap_port=port)
+    return KeyedAddress(host=host, port=int(own_port), key="secret", bootstrap_port=port)
 
 
 @contextmanager
@@ -61,14 +61,14 @@ def pairs(
     with ExitStack() as opened:
         second = opened.enter_context(answering(decode))
         firsts = [opened.enter_context(answering(prefill)) for prefill in prefills]
-        client = ServerClient(second.url, name="decode", require_alive=lambda _: None)
+        client = ControlClient(second.url, name="decode", require_alive=lambda _: None)
         opened.callback(client.close)
         addresses = [address_of(one, 9000 + n) for n, one in enumerate(firsts)]
 
         def run() -> list[Sample]:
             with RequestGate().admit() as call:
-                pair = PairedEngine(client, prefills=addresses)
-                sampler = ServerSampler(pair, MODEL, call, timeout_s=30.0)
+                pair = PairedEndpoint(client, prefills=addresses)
+                sampler = HttpSampler(pair, MODEL, call, timeout_s=30.0)
 
                 async def connected(_: Sampler) -> list[Sample]:
                     async with sampler:

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ControlClient, RefusedError
 from tests.workers.rollout.answering import Body, answering
 
 
@@ -24,8 +24,8 @@ def is_gone(what: str) -> None:
 
 
 @contextmanager
-def client_of(url: str, *, is_dead: bool = False) -> Iterator[ServerClient]:
-    client = ServerClient(url, name="the server", require_alive=is_gone if is_dead else is_alive)
+def client_of(url: str, *, is_dead: bool = False) -> Iterator[ControlClient]:
+    client = ControlClient(url, name="the server", require_alive=is_gone if is_dead else is_alive)
     try:
         yield client
     finally:
@@ -55,10 +55,10 @@ def test_a_refusal_tells_path_status_and_the_servers_own_words() -> None:
     with (
         answering(answer) as server,
         client_of(server.url) as client,
-        pytest.raises(ServerError, match="/refused was answered with status 400: no such ten"),
+        pytest.raises(RefusedError, match="/refused was answered with status 400: no such ten"),
     ):
         client.call("/refused", {}, timeout_s=10.0)
-        with pytest.raises(ServerError, match="status 500: it broke"):
+        with pytest.raises(RefusedError, match="status 500: it broke"):
             client.call("/other", {}, timeout_s=10.0)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from hybridrl.diagnostics.processes import members_of
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
-from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
+from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 from tests.waiting import wait_until
 
 SERVER = """
@@ -29,15 +29,15 @@ time.sleep(600)
 
 
 @contextmanager
-def running(script: str) -> Iterator[ServerProcess]:
-    server = ServerProcess([sys.executable, "-c", textwrap.dedent(script)], name="the server")
+def running(script: str) -> Iterator[ChildProcess]:
+    server = ChildProcess([sys.executable, "-c", textwrap.dedent(script)], name="the server")
     try:
         yield server
     finally:
         server.end()
 
 
-def says(server: ServerProcess, word: str) -> bool:
+def says(server: ChildProcess, word: str) -> bool:
     return word in server.log_file.read_text(encoding="utf-8")
 
 
@@ -126,8 +126,8 @@ def test_no_server_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
     parent_script = tmp_path / "parent.py"
     parent_script.write_text(
         "import sys, time\n"
-        "from hybridrl.workers.rollout.sglang.process import ServerProcess\n"
-        f"server = ServerProcess([sys.executable, '-c', {SERVER!r}], name='the server')\n"
+        "from hybridrl.workers.rollout.sglang.process import ChildProcess\n"
+        f"server = ChildProcess([sys.executable, '-c', {SERVER!r}], name='the server')\n"
         "server.wait_until_ready(lambda: 'up' in server.log_file.read_text(), timeout_s=60.0)\n"
         "print(server.pid, server.log_file, flush=True)\n"
         "time.sleep(600)\n"

@@ -24,9 +24,8 @@ from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel, read_sample
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
+from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answering, Body, answering
 from tests.workers.rollout.engines import tokens_of
@@ -59,7 +58,7 @@ def sampling_from(
 
     def run() -> tuple[list[Sample], Metrics]:
         with (gate or RequestGate()).admit() as call:
-            sampler = ServerSampler(ServingEngine(client), model, call, timeout_s=timeout_s)
+            sampler = HttpSampler(client, model, call, timeout_s=timeout_s)
 
             async def connected(_: Sampler) -> list[Sample]:
                 async with sampler:
@@ -68,7 +67,7 @@ def sampling_from(
             return run_program(connected, sampler, call), sampler.metrics()
 
     with answering(answer) as server:
-        client = ServerClient(server.url, name="the server", require_alive=lambda _: None)
+        client = ControlClient(server.url, name="the server", require_alive=lambda _: None)
         try:
             yield server, run
         finally:
@@ -312,7 +311,7 @@ def test_a_request_that_is_refused_is_not_repeated() -> None:
         asked += 1
         return web.json_response({"error": {"message": "context too long"}}, status=400)
 
-    with sampling_from(refuse) as (_, run), pytest.raises(ServerError, match="too long"):
+    with sampling_from(refuse) as (_, run), pytest.raises(RefusedError, match="too long"):
         run()
     assert asked == 2  # one a group
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.metrics import check_declared, merge
-from hybridrl.workers.rollout.staleness import describe_staleness
+from hybridrl.workers.rollout.assemble import describe_staleness
 
 AGES = st.lists(st.integers(0, 12), min_size=1, max_size=30)
 

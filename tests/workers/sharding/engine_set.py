@@ -75,7 +75,7 @@ class SmallBuckets(FusedEngines):
 
 
 class LocalSet:
-    """An EngineSet over k engines of one process, each driven by the real code of its rank."""
+    """k engines of one process, each driven by the real code of its rank."""
 
     def __init__(
         self,

@@ -10,8 +10,9 @@ from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.publishing import Publisher, Servers, ServersPublisher
+from hybridrl.workers.sharding.publishing import ManagerPublisher, Publisher
 
 
 def sharding_manager(
@@ -22,7 +23,7 @@ def sharding_manager(
     control: ControlGroup,
     call_timeout_s: float = 60.0,
     engines: tuple[LedEngine, ...] | None = None,
-    servers: Servers | None = None,
+    servers: ManagerClient | None = None,
     lora: LoraConfig | None = None,
 ) -> ShardingManager:
     """Return the manager of this rank.
@@ -37,7 +38,7 @@ def sharding_manager(
         engines = even_engines(control.world_size, config.tensor_parallel_size)
     others = Publisher()
     if servers is not None:
-        others = ServersPublisher(servers, config=config, device=device, control=control)
+        others = ManagerPublisher(servers, config=config, device=device, control=control)
     return ShardingManager(
         engines=FusedEngines(
             None if engine is None else ManagedEngine(engine, config=config, device=device),

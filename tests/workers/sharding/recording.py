@@ -25,13 +25,13 @@ from hybridrl.metrics import Metrics
 from hybridrl.sampler import Program, T
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
-from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.offloadable_models import OffloadableModels
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
 from tests.workers.rollout import engines
@@ -502,7 +502,7 @@ class Rig:
         ]
         self.trainer = RecordingTrainEngine(self.journal, policy)
         self.reference = RecordingTenant(self.journal)
-        tenants = ColocatedEngines(device=CPU, control=ControlGroup(timeout_s=5.0))
+        tenants = OffloadableModels(device=CPU, control=ControlGroup(timeout_s=5.0))
         tenants.register("actor", self.trainer)
         tenants.register("reference", self.reference)
         shards = Shards(self.trainer)

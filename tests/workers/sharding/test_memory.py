@@ -10,10 +10,10 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Max
 from hybridrl.workers.rollout.buckets import Bucket, FlatBuffers, StagedBucket, tensors_in
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.sharding import colocated_engines
-from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
+from hybridrl.workers.sharding import offloadable_models
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.memory import DeviceMemory, empty_cache, free_bytes
+from hybridrl.workers.sharding.offloadable_models import OffloadableModels
 from hybridrl.workers.sharding.release import await_release
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import (
@@ -70,7 +70,7 @@ def test_shared_memory_is_collected_before_the_cache_is_emptied(
 
 def test_what_tenants_do_not_list_keeps_them_from_having_left() -> None:
     tenant = RecordingTenant(Journal())
-    tenants = ColocatedEngines(device=CPU, control=ControlGroup(timeout_s=1.0))
+    tenants = OffloadableModels(device=CPU, control=ControlGroup(timeout_s=1.0))
     tenants.register("actor", tenant)
     engine_bytes = 3 * 2**30
     memory = CountedMemory(
@@ -95,7 +95,7 @@ def test_what_tenants_do_not_list_keeps_them_from_having_left() -> None:
 
 
 def test_all_tenants_leave_and_come_back_in_every_cycle() -> None:
-    tenants = ColocatedEngines(device=CPU, control=ControlGroup(timeout_s=1.0))
+    tenants = OffloadableModels(device=CPU, control=ControlGroup(timeout_s=1.0))
     both = [RecordingTenant(Journal()), RecordingTenant(Journal())]
     for name, tenant in zip(("actor", "critic"), both, strict=True):
         tenants.register(name, tenant)
@@ -115,7 +115,7 @@ def test_all_tenants_leave_and_come_back_in_every_cycle() -> None:
 
 
 def test_two_tenants_may_not_have_one_name() -> None:
-    tenants = ColocatedEngines(device=CPU, control=ControlGroup(timeout_s=1.0))
+    tenants = OffloadableModels(device=CPU, control=ControlGroup(timeout_s=1.0))
     tenants.register("actor", RecordingTenant(Journal()))
     with pytest.raises(PhaseError, match="'actor' is registered already"):
         tenants.register("actor", RecordingTenant(Journal()))
@@ -151,7 +151,7 @@ class HandedEngine(RecordingEngine):
 def test_an_engine_comes_back_though_torch_keeps_what_it_did_not_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(colocated_engines, "_MAY_STAY_BYTES", 0)
+    monkeypatch.setattr(offloadable_models, "_MAY_STAY_BYTES", 0)
     device = recording_device(kind=HandedEngine)
     engine, trainer = device.engine, device.trainer
     assert isinstance(engine, HandedEngine)

@@ -22,8 +22,8 @@ from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.sharding import publishing
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.publishing import NOBODY, Lent, Servers
 from tests.ranks import run_ranks
 from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
@@ -35,7 +35,7 @@ from tests.workers.sharding.recording import (
 )
 
 
-class RecordingServers(Servers):
+class RecordingServers(ManagerClient):
     """Takes the weights that it is given, as engines would."""
 
     timeout_s = 20.0
@@ -103,7 +103,7 @@ class RecordingServers(Servers):
 
 
 def rank_with(
-    servers: Servers, *, stage_timeout_s: float = 20.0
+    servers: ManagerClient, *, stage_timeout_s: float = 20.0
 ) -> tuple[ShardingManager, RecordingTrainEngine]:
     manager = sharding_manager(
         None,

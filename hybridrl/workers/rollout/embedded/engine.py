@@ -8,9 +8,11 @@ number falls within that rounding of the border between two tokens.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,7 +26,14 @@ from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import WeightFiles
-from hybridrl.sampler import Program, T
+from hybridrl.sampler import (
+    Program,
+    RequestParams,
+    Sample,
+    Sampler,
+    T,
+    interrupted_sample,
+)
 from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.embedded.adapted_layers import LoadedAdapter
@@ -38,12 +47,12 @@ from hybridrl.workers.rollout.embedded.model import (
     build_model,
     load_config,
 )
-from hybridrl.workers.rollout.embedded.requests import RolloutStats
-from hybridrl.workers.rollout.embedded.sampler import EmbeddedSampler
+from hybridrl.workers.rollout.embedded.requests import Request, RolloutStats
 from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checksum
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory, mismatch
-from hybridrl.workers.rollout.request_gate import RequestGate
+from hybridrl.workers.rollout.request_gate import ProgramCall, RequestGate
+from hybridrl.workers.rollout.sampling import check_request
 
 
 class HFRolloutEngine:
@@ -327,3 +336,48 @@ def _threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedSampler(Sampler):
+    """Queues requests for ``Decoding``, whose steps the event loop does while all tasks wait."""
+
+    decoding: Decoding
+    call: ProgramCall
+    max_context_tokens: int
+    vocab_size: int
+
+    async def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> list[Sample]:
+        """See ``Sampler``."""
+        return await self._request(token_ids, params, keys, is_continued=False)
+
+    async def sample(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
+    ) -> Sample:
+        """See ``Sampler``. Its keys and values stay until another response needs the slot."""
+        (only,) = await self._request(token_ids, params, (key,), is_continued=True)
+        return only
+
+    async def _request(
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        keys: Sequence[int],
+        *,
+        is_continued: bool,
+    ) -> list[Sample]:
+        tokens_L = check_request(
+            token_ids,
+            params,
+            num_responses=len(keys),
+            max_context_tokens=self.max_context_tokens,
+            vocab_size=self.vocab_size,
+        )
+        if self.call.is_interrupted:
+            return [interrupted_sample(self.decoding.version)] * len(keys)
+        with self.call.request(len(keys)):
+            future: asyncio.Future[list[Sample]] = asyncio.get_running_loop().create_future()
+            self.decoding.submit(Request(tokens_L, params, keys, is_continued, future))
+            return await future

@@ -15,7 +15,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import WeightRoute
-from hybridrl.network import LOOPBACK, Door, host_and_port
+from hybridrl.network import Door, host_and_port
 
 if TYPE_CHECKING:  # mode=check builds arguments too, and imports no torch
     import torch
@@ -34,14 +34,14 @@ _CPU: Arguments = {
 _WITH_MEMORY_SAVER: Arguments = {"cuda_graph_backend_prefill": "disabled"}
 """On CUDA SGLang captures prefill graphs by default, in pieces (``breakable``), and the class that
 does so refuses to be made where the memory of graphs can be released
-(model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.17 to 0.5.23)."""
+(model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.21 to 0.5.23)."""
 
 CONTEXT_SLACK = 8
 """SGLang ends a response some tokens before its context limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerAddress:
+class KeyedAddress:
     """Where other processes of the run reach a server."""
 
     host: str
@@ -58,7 +58,7 @@ class ServerAddress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerElsewhere:
+class Elsewhere:
     """A server that others started and that outlives the run."""
 
     url: str
@@ -75,26 +75,29 @@ class ServerElsewhere:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerPlace:
+class LaunchPlace:
     """Devices of a server, and servers around it."""
 
-    gpus: tuple[str, ...]
+    gpus: tuple[str, ...] = ()
     """Of all ranks that share it, by ``device_name``; empty names on a CPU."""
 
-    address: ServerAddress | None = None
+    address: KeyedAddress | None = None
     """Where it listens. None: at the door, with a port of its own."""
 
     door: Door = field(default_factory=Door)
 
-    prefills: tuple[ServerAddress, ...] = ()
+    prefills: tuple[KeyedAddress, ...] = ()
     """Of a decode server: the prefill servers that it shares requests with."""
 
-    elsewhere: ServerElsewhere | None = None
+    elsewhere: Elsewhere | None = None
     """A server that runs already; None: one is started."""
 
 
+_ANYWHERE = LaunchPlace()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerSpec:
+class ServingSpec:
     """Model and device of one server."""
 
     model_folder: Path
@@ -112,26 +115,18 @@ class ServerSpec:
     device: str
     """cpu or cuda."""
 
-    address: ServerAddress | None = None
-    """See ``ServerPlace``."""
-
-    door: Door = field(default_factory=Door)
-
-    prefills: tuple[ServerAddress, ...] = ()
-    """See ``ServerPlace``."""
-
-    elsewhere: ServerElsewhere | None = None
-    """See ``ServerPlace``."""
+    place: LaunchPlace = _ANYWHERE
 
     @property
     def by_broadcast(self) -> bool:
         """Whether weights reach a server that others run through a process group."""
-        return self.elsewhere is not None and self.elsewhere.weights == "broadcast"
+        elsewhere = self.place.elsewhere
+        return elsewhere is not None and elsewhere.weights == "broadcast"
 
     @property
     def from_disk(self) -> bool:
         """Whether the server reads weights from files, where they do not come through a group."""
-        return self.elsewhere is not None or self.rollout.transport == "disk"
+        return self.place.elsewhere is not None or self.rollout.transport == "disk"
 
     @property
     def saves_memory(self) -> bool:
@@ -149,24 +144,21 @@ class ServerSpec:
 
 
 def server_spec(
-    config: ExperimentConfig, model_folder: Path, place: ServerPlace | None = None
-) -> ServerSpec:
+    config: ExperimentConfig, model_folder: Path, place: LaunchPlace = _ANYWHERE
+) -> ServingSpec:
     """Return the server spec of this configuration."""
-    return ServerSpec(
+    return ServingSpec(
         model_folder=model_folder,
         rollout=config.rollout,
         lora=config.lora if config.lora.sends_adapters else None,
         max_context_tokens=config.max_row_tokens,
         seed=config.seed,
         device=config.cluster.device,
-        address=None if place is None else place.address,
-        door=Door() if place is None else place.door,
-        prefills=() if place is None else place.prefills,
-        elsewhere=None if place is None else place.elsewhere,
+        place=place,
     )
 
 
-def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Arguments:
+def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arguments:
     """Return the arguments of one server by their Python names.
 
     Args:
@@ -177,7 +169,7 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Argu
     arguments: Arguments = {
         "model_path": str(spec.model_folder),
         "served_model_name": name,
-        "host": LOOPBACK if spec.address is None else spec.address.host,
+        "host": (spec.place.address or spec.place.door).host,
         "port": port,
         "api_key": key,
         "load_format": "dummy",
@@ -207,7 +199,7 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Argu
     return arguments | dict(_as_lists(rollout.engine_args))
 
 
-def environment(spec: ServerSpec) -> Mapping[str, str]:
+def environment(spec: ServingSpec) -> Mapping[str, str]:
     """Return the variables that a server needs beside its arguments."""
     variables = {
         "HF_HUB_OFFLINE": "1",

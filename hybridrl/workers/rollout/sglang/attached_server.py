@@ -20,22 +20,20 @@ from hybridrl.errors import (
     ExternalEngineError,
     ServerDiedError,
 )
-from hybridrl.workers.rollout.sglang import server_questions
-from hybridrl.workers.rollout.sglang.arguments import ServerElsewhere, ServerSpec
-from hybridrl.workers.rollout.sglang.capabilities import Capability
+from hybridrl.workers.rollout.sglang import comparison
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, ServingSpec
 from hybridrl.workers.rollout.sglang.client import (
     ConnectionLostError,
-    ServerClient,
-    ServerError,
-    assume_alive,
+    ControlClient,
+    RefusedError,
 )
 from hybridrl.workers.rollout.sglang.comparison import (
+    REFUSED,
+    Questions,
     differences,
     expect_policy_server,
-    names_vocabulary,
 )
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
-from hybridrl.workers.rollout.sglang.server_questions import REFUSED, ServerQuestions
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +47,10 @@ _NUM_LOST = 3
 _LEAVE_S = 5.0
 
 
-class AttachedServer(ServerCalls):
+class AttachedServer(ControlCalls):
     """A server elsewhere while this process uses it."""
 
-    def __init__(self, spec: ServerSpec, elsewhere: ServerElsewhere) -> None:
+    def __init__(self, spec: ServingSpec, elsewhere: Elsewhere) -> None:
         """Compare it with what is needed, and stop it until it gets weights.
 
         Raises:
@@ -63,10 +61,9 @@ class AttachedServer(ServerCalls):
         self._timeout_s = spec.rollout.stage_timeout_s
         self._start_timeout_s = spec.rollout.start_timeout_s
         self._may_be_paused = False
-        self.client = ServerClient(
+        self.client = ControlClient(
             elsewhere.url.rstrip("/"),
             name=f"SGLang at {elsewhere.url}",
-            require_alive=assume_alive,
             key=elsewhere.key,
         )
         self.start_s = 0.0
@@ -104,9 +101,9 @@ class AttachedServer(ServerCalls):
 
     # -- comparison ------------------------------------------------------------------------------
 
-    def _compare(self, spec: ServerSpec, elsewhere: ServerElsewhere) -> None:
+    def _compare(self, spec: ServingSpec, elsewhere: Elsewhere) -> None:
         expected = expect_policy_server(spec, elsewhere.section)
-        questions = ServerQuestions(
+        questions = Questions(
             self.client,
             expected,
             has_key=bool(elsewhere.key),
@@ -119,13 +116,10 @@ class AttachedServer(ServerCalls):
         self.info = server_info
         self.num_ranks = int(server_info.get("tp_size") or 1)
         self._weight_version = str(model_info.get("weight_version"))
-        lines = self._unusable(spec)
-        if not lines and names_vocabulary(server_info):
-            lines = self.client.run(questions.unlike_a_vocabulary())
-        if lines := lines or self.client.run(questions.unlike_an_answer(model_info)):
+        if lines := self._unusable() or self.client.run(questions.unlike_in_use(model_info)):
             raise self._unlike(lines)
 
-    def _facts(self, questions: ServerQuestions) -> tuple[object, object]:
+    def _facts(self, questions: Questions) -> tuple[object, object]:
         """Ask what it is, as soon as it listens."""
         deadline = time.monotonic() + _APPEARS_S
         while True:
@@ -137,16 +131,13 @@ class AttachedServer(ServerCalls):
                     raise self._unlike([questions.advice(error)]) from error
             time.sleep(_POLL_S)
 
-    def _unusable(self, spec: ServerSpec) -> list[str]:
+    def _unusable(self) -> list[str]:
         """Return why it cannot be moved along the life cycle; it serves again if it was paused."""
         try:
-            self.capabilities = self.read_capabilities()
-            self.capabilities.require_for(spec)
             self.post("/continue_generation")
-            if self.capabilities.can(Capability.UPDATE_SESSION):
-                with suppress(ServerError):  # no update is open, as that of a run that was killed
-                    self.post("/end_weight_update")
-        except ServerError as error:
+            with suppress(RefusedError):  # no update is open, as that of a run that was killed
+                self.post("/end_weight_update")
+        except RefusedError as error:
             if error.status in REFUSED:
                 return [
                     "its control routes refuse the key: start it with --api-key alone, without "
@@ -191,7 +182,7 @@ class AttachedServer(ServerCalls):
         self._weight_version = name
 
     def _require_known_weights(self) -> None:
-        timeout_s = server_questions.CALL_S
+        timeout_s = comparison.CALL_S
         answer = self.client.call("/model_info", timeout_s=timeout_s, method="GET")
         version = str(answer.get("weight_version")) if isinstance(answer, dict) else "unknown"
         if version != self._weight_version:
@@ -201,7 +192,7 @@ class AttachedServer(ServerCalls):
             )
 
     def load_folder(self, folder: Path, *, load_format: str) -> None:
-        """Load all weights of a folder; see ``ServerCalls``."""
+        """Load all weights of a folder; see ``ControlCalls``."""
         try:
             super().load_folder(folder, load_format=load_format)
         except ConnectionLostError:

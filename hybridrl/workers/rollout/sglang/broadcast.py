@@ -25,7 +25,7 @@ from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import LOOPBACK, bind
 from hybridrl.workers.rollout.buckets import Bucket
 from hybridrl.workers.rollout.protocol import Receiver
-from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError, assume_alive
+from hybridrl.workers.rollout.sglang.client import Body, ControlClient, RefusedError
 from hybridrl.workers.rollout.stage_time import left_s
 
 _POLL_S = 0.0005
@@ -52,7 +52,7 @@ class WeightGroup:
         self._freed_s = min(_FREED_S, _FREED_SHARE * timeout_s)
         self._name = ""
         self._receivers: Mapping[int, Receiver] = {}
-        self._clients: dict[int, ServerClient] = {}
+        self._clients: dict[int, ControlClient] = {}
         self._group: Any = None
         self._store: Any = None
         self._ranks: dict[int, range] = {}
@@ -92,10 +92,9 @@ class WeightGroup:
             master_listen_fd=listening.detach(),  # the store closes it
         )
         for index, receiver in receivers.items():
-            self._clients[index] = ServerClient(
+            self._clients[index] = ControlClient(
                 receiver.url,
                 name=f"SGLang at {receiver.url}",
-                require_alive=assume_alive,
                 key=receiver.key,
             )
             self._ask(
@@ -157,8 +156,11 @@ class WeightGroup:
     def _ask(self, index: int, path: str, **body: object) -> None:
         """Begin a call, whose answer may come when a failure has freed the server."""
         timeout_s = left_s(self._timeout_s) + 2 * self._freed_s
+        self._answers[index] = self._call(index, path, body, timeout_s)
+
+    def _call(self, index: int, path: str, body: Body, timeout_s: float) -> Future[Any]:
         client, body = self._clients[index], {"group_name": self._name, **body}
-        self._answers[index] = client.start(_succeed(client, path, body, timeout_s))
+        return client.start(client.succeed(path, body, timeout_s=timeout_s))
 
     def _have_come(self, size: int) -> bool:
         """Whether gloo's ends have written their addresses."""
@@ -198,7 +200,7 @@ class WeightGroup:
         silent = {
             i: e or DeadlineError("it did not answer, and does not since it was freed")
             for i, e in errors.items()
-            if not self._answers[i].done() or not isinstance(e, ServerError | None)
+            if not self._answers[i].done() or not isinstance(e, RefusedError | None)
         }
         faults = silent or refused
         self.failures = {i: f"{type(e).__name__}: {e}" for i, e in faults.items()}
@@ -225,11 +227,8 @@ class WeightGroup:
             time.sleep(_POLL_S)
 
     def _destroy_at(self, indices: Collection[int]) -> None:
-        calls = []
-        for index in indices:
-            client, body = self._clients[index], {"group_name": self._name}
-            path = "/destroy_weights_update_group"
-            calls.append(client.start(_succeed(client, path, body, self._freed_s)))
+        path = "/destroy_weights_update_group"
+        calls = [self._call(index, path, {}, self._freed_s) for index in indices]
         wait(calls, timeout=self._freed_s)
         for call in calls:
             call.cancel()
@@ -280,12 +279,6 @@ class WeightGroup:
         self._works = []
         self._group = self._store = None
         gc.collect()
-
-
-async def _succeed(client: ServerClient, path: str, body: dict[str, Any], timeout_s: float) -> None:
-    answer = await client.request(path, body, timeout_s=timeout_s)
-    if not isinstance(answer, dict) or not answer.get("success", True):
-        raise ServerError(path, 200, str(answer))
 
 
 def _errors_of(answers: Mapping[int, Future[Any]]) -> dict[int, BaseException | None]:

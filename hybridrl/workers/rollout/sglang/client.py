@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import aiohttp
 
-from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.errors import DeadlineError, EngineError, PhaseError
 from hybridrl.loop_thread import LoopThread
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ _KEEP_ALIVE_S = 2.0
 PROBE_TIMEOUT_S = 5.0
 """Of calls that a busy server answers at once, too."""
 
+_NUM_LOOKS = 4
 _FAIL_S = 5.0
 """How long a request may take to fail when its connection was closed."""
 
@@ -33,11 +35,15 @@ _NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, Connecti
 _NO_HTTP = (aiohttp.ClientError, UnicodeDecodeError)
 
 
-class ServerError(EngineError):
-    """The server answered, and refused."""
+_OK = 200
+
+
+class RefusedError(EngineError):
+    """The server answered, and refused: by its status, or within an answer of status 200."""
 
     def __init__(self, path: str, status: int, text: str) -> None:
-        super().__init__(f"{path} was answered with status {status}: {text}")
+        how = "failed" if status == _OK else f"was answered with status {status}"
+        super().__init__(f"{path} {how}: {text}")
         self.status = status
         self.text = text
 
@@ -53,6 +59,9 @@ def assume_alive(what: str) -> None:
 class Endpoint:
     """Sends requests to one server, in the event loop of the caller."""
 
+    caches_contexts = True
+    """Whether a context that was sent once is computed once."""
+
     def __init__(
         self,
         base_url: str,
@@ -61,7 +70,7 @@ class Endpoint:
         require_alive: Callable[[str], None] = assume_alive,
         key: str = "",
     ) -> None:
-        """Connect when first used; see ``ServerClient``."""
+        """Connect when first used; see ``ControlClient``."""
         self.base_url = base_url
         self.key = key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -86,13 +95,14 @@ class Endpoint:
         caller limits the wait: see ``while_it_works``.
         """
         if session is None:
-            session = self._session = self._session or self.open_session()
+            session = self._session = self._session or open_session()
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with session.request(
                 method,
                 self.base_url + path,
                 json=body,
+                headers=self._headers,
                 timeout=timeout,
                 allow_redirects=False,  # the key is for this server
             ) as answer:
@@ -113,8 +123,21 @@ class Endpoint:
                 "program on its port?"
             ) from None  # whose text may repeat what was sent
         if answer.status // 100 != 2:
-            raise ServerError(path, answer.status, _message_of(text))
+            raise RefusedError(path, answer.status, _message_of(text))
         return _parsed(text)
+
+    async def succeed(self, path: str, body: Body, *, timeout_s: float) -> Body:
+        """Do one call whose answer contains its own success; fails as ``request`` does.
+
+        Raises:
+            RefusedError: the answer is a failure, with its reason.
+        """
+        answer = await self.request(path, body, timeout_s=timeout_s)
+        said: Body = answer if isinstance(answer, dict) else {"success": False}
+        if not said.get("success", True):
+            reason = said.get("message") or said.get("error_message") or answer
+            raise RefusedError(path, _OK, str(reason))
+        return said
 
     async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:
         """Return the load of each data rank, as its scheduler wrote it last: once a second if idle.
@@ -133,18 +156,17 @@ class Endpoint:
         """Return an answer without the key, which ``/server_info`` repeats: texts are logged."""
         return text.replace(self.key, "(key)") if self.key else text
 
-    def open_session(self) -> aiohttp.ClientSession:
-        """Return connections of the current event loop; the caller closes them."""
-        # No limit: the server queues, and knows best the order of requests.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-        return aiohttp.ClientSession(connector=connector, headers=self._headers)
 
-
-class ServerClient(Endpoint):
+class ControlClient(Endpoint):
     """Talks to one server. Thread-safe."""
 
     def __init__(
-        self, base_url: str, *, name: str, require_alive: Callable[[str], None], key: str = ""
+        self,
+        base_url: str,
+        *,
+        name: str,
+        require_alive: Callable[[str], None] = assume_alive,
+        key: str = "",
     ) -> None:
         """Connect when first used.
 
@@ -162,7 +184,7 @@ class ServerClient(Endpoint):
         """Do one control call and return the answer: JSON if it is JSON, else text.
 
         Raises:
-            ServerError: the status is not 2xx.
+            RefusedError: the status is not 2xx.
             ConnectionLostError: no answer came, and the server's process lives.
             EngineError: the server is gone.
             DeadlineError: no answer within ``timeout_s``.
@@ -197,6 +219,55 @@ class ServerClient(Endpoint):
         if requests:
             await asyncio.wait(requests, timeout=_FAIL_S)
         await asyncio.sleep(0)  # a transport that was closed is freed in the next round of the loop
+
+
+@asynccontextmanager
+async def while_it_works(
+    progress: Callable[[], Awaitable[object]], *, timeout_s: float, name: str
+) -> AsyncIterator[None]:
+    """Let the block wait for an engine: behind others, or for a long response, as long as it takes.
+
+    Args:
+        progress: returns how far the engine is; asked four times in ``timeout_s``. An error is no
+            progress.
+        timeout_s: seconds in which it must be further (``rollout.request_timeout_s``).
+
+    Raises:
+        DeadlineError: it was not.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def watch(limit: asyncio.Timeout) -> None:
+        last: object = None
+        while True:
+            await asyncio.sleep(timeout_s / _NUM_LOOKS)
+            with suppress(EngineError, PhaseError, DeadlineError):
+                now = await progress()
+                if now != last and not limit.expired():
+                    last = now
+                    limit.reschedule(loop.time() + timeout_s)
+
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            watching = asyncio.ensure_future(watch(limit))
+            try:
+                yield
+            finally:
+                watching.cancel()
+    except TimeoutError as error:
+        if isinstance(error, DeadlineError):  # of the block
+            raise
+        raise DeadlineError(
+            f"{name} made no progress within rollout.request_timeout_s={timeout_s:g} s; raise it "
+            "if an engine may compute for longer before a token"
+        ) from error
+
+
+def open_session() -> aiohttp.ClientSession:
+    """Return connections of the current event loop; the caller closes them."""
+    # No limit: the server queues, and knows best the order of requests.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+    return aiohttp.ClientSession(connector=connector)
 
 
 def _parsed(text: str) -> Any:  # noqa: ANN401

@@ -18,15 +18,13 @@ from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel
-from hybridrl.workers.rollout.sglang.arguments import ServerSpec
+from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
-from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.memory import held_bytes
-from hybridrl.workers.rollout.sglang.pairing import PairedEngine
-from hybridrl.workers.rollout.sglang.sampling import ServerSampler
-from hybridrl.workers.rollout.sglang.server import Server
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
+from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
+from hybridrl.workers.rollout.sglang.server import StartedServer
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
 
 _LEAVE_S = 2.0
@@ -42,7 +40,7 @@ class SGLangEngine(ServedWeights):
 
     def __init__(
         self,
-        spec: ServerSpec,
+        spec: ServingSpec,
         *,
         variables: Mapping[str, str],
         device: torch.device | None = None,
@@ -54,7 +52,7 @@ class SGLangEngine(ServedWeights):
             device: of this process; None is the first of its kind.
 
         Raises:
-            EngineError: it did not start. Other errors are those of ``Server`` and of
+            EngineError: it did not start. Other errors are those of ``StartedServer`` and of
                     ``ServedWeights``.
         """
         super().__init__(spec, device=device or torch.device(spec.device))
@@ -72,10 +70,10 @@ class SGLangEngine(ServedWeights):
         self._forget_weights()
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
 
-    def _find_server(self) -> ServerCalls:
-        if self._spec.elsewhere is not None:
-            return AttachedServer(self._spec, self._spec.elsewhere)
-        return Server(self._spec, variables=self._variables)
+    def _find_server(self) -> ControlCalls:
+        if self._spec.place.elsewhere is not None:
+            return AttachedServer(self._spec, self._spec.place.elsewhere)
+        return StartedServer(self._spec, variables=self._variables)
 
     @property
     def url(self) -> str:
@@ -105,10 +103,10 @@ class SGLangEngine(ServedWeights):
                 adapter=None if self._spec.lora is None else ADAPTER,
                 experts=self._experts,
             )
-            client, prefills = self._server.client, self._spec.prefills
-            engine = PairedEngine(client, prefills=prefills) if prefills else ServingEngine(client)
+            client, prefills = self._server.client, self._spec.place.prefills
+            endpoint = PairedEndpoint(client, prefills=prefills) if prefills else client
             timeout_s = self._spec.rollout.request_timeout_s
-            sampler = ServerSampler(engine, model, call, timeout_s=timeout_s)
+            sampler = HttpSampler(endpoint, model, call, timeout_s=timeout_s)
 
             async def connected(_: Sampler) -> T:
                 async with sampler:
@@ -122,7 +120,7 @@ class SGLangEngine(ServedWeights):
             return result
 
     def progress(self) -> object:
-        """Return the scheduler's last sign of life; not while it is paused. See ``Server``."""
+        """Return the scheduler's last sign of life; not while it is paused."""
         return self._server.progress()
 
     def has_died(self) -> bool:
@@ -166,22 +164,15 @@ class SGLangEngine(ServedWeights):
                 f"{len(backup)} weights must survive the release, and the server was started "
                 "without a host copy; set lora.base=backup, or rollout.backup_weights=always"
             )
-        if self._can_release(part):
-            self._server.post("/release_memory_occupation", tags=[part.value])
+        self._server.post("/release_memory_occupation", tags=[part.value])
         self._released.add(part)
 
     def resume(self, part: MemoryTag) -> None:
         """Allocate a memory tag again."""
         if part not in self._released:
             raise PhaseError(f"{part.name} is resident; only what was released can be resumed")
-        if self._can_release(part):
-            self._server.post("/resume_memory_occupation", tags=[part.value])
+        self._server.post("/resume_memory_occupation", tags=[part.value])
         self._released.remove(part)
-
-    def _can_release(self, part: MemoryTag) -> bool:
-        """Whether a tag survives its release: older servers lose what captured graphs read."""
-        is_graph = part is MemoryTag.CUDA_GRAPH
-        return not is_graph or self._server.capabilities.can(Capability.KEEP_CUDA_GRAPHS)
 
     def continue_generation(self) -> None:
         """Admit requests again. Idempotent."""
@@ -190,7 +181,7 @@ class SGLangEngine(ServedWeights):
 
     def resident_bytes(self, part: MemoryTag) -> int:
         """Return at least how many bytes a tag holds; 0 if the server cannot free it."""
-        if part in self._released or not self.frees_memory or not self._can_release(part):
+        if part in self._released or not self.frees_memory:
             return 0
         return held_bytes(self._server.info, part)
 
@@ -198,21 +189,15 @@ class SGLangEngine(ServedWeights):
         """Kill the server and start another; its weights are random again.
 
         Raises:
-            EngineError: it did not start, or is of another version than the one before.
+            EngineError: it did not start.
         """
         self.shutdown()
-        before = self._server.capabilities
         self._boot()
-        try:
-            before.require_same_version(self._server.info)
-        except EngineError:
-            self.shutdown()
-            raise
 
     def shutdown(self) -> None:
         """Kill the server with all its processes; one that runs elsewhere lives on. Idempotent."""
         self._gate.pause()
-        if self._spec.elsewhere is not None:
+        if self._spec.place.elsewhere is not None:
             self._leave_requests()
         self._server.end()
         self.transport.forget()

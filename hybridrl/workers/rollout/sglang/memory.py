@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
+from hybridrl.workers.rollout.protocol import MemoryTag
 
 _WEIGHT = ".weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -33,35 +32,16 @@ def base_shapes(folder: Path) -> Shapes:
     }
 
 
-def list_weights(shapes: Shapes, *, itemsize: int) -> tuple[WeightMemory, ...]:
-    """List what must be sent to a server before it may sample.
-
-    Buffers (rotary tables, scales) are not listed: SGLang itself copies them before its weights
-    are released and restores them afterwards.
-
-    Args:
-        shapes: of all weights, and of the matrices of an adapter that the server applies.
-        itemsize: bytes of a number in the server.
-    """
-    return tuple(
-        WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)
-        for name, shape in shapes.items()
-    )
-
-
 def adapter_shapes(base: Shapes, lora: LoraConfig | None) -> Shapes:
     """Return names and shapes of a complete adapter of this model; empty without an adapter."""
-    return {} if lora is None else dict(_matrices(base, lora))
-
-
-def _matrices(shapes: Shapes, lora: LoraConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, shape in shapes.items():
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in base.items():
         layer = name.removesuffix(_WEIGHT)
-        if layer != name and layer.rpartition(".")[2] in lora.modules:
+        if lora is not None and layer != name and layer.rpartition(".")[2] in lora.modules:
             outputs, inputs = shape
             name_a, name_b = matrix_names(layer)
-            yield name_a, (lora.rank, inputs)
-            yield name_b, (outputs, lora.rank)
+            shapes |= {name_a: (lora.rank, inputs), name_b: (outputs, lora.rank)}
+    return shapes
 
 
 def require_whole_vocabulary(folder: Path) -> None:

@@ -7,6 +7,7 @@ this process holds that pipe, so its death leaves no process behind. The child s
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -39,18 +40,29 @@ _NOISE = re.compile(r"Ignore import error|DeprecationWarning|FutureWarning|UserW
 _PORTS = (20_000, 32_000)
 
 
-class ServerProcess:
+class ChildProcess:
     """One server in a session of its own."""
 
     def __init__(
-        self, command: Sequence[str], *, name: str, variables: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        variables: Mapping[str, str] | None = None,
+        arguments: Mapping[str, object] | None = None,
     ) -> None:
         """Start it.
 
         Args:
             variables: environment on top of this process's.
+            arguments: JSON in a file whose path ends the command. The file is for its owner alone,
+                and goes when the server is ready: a command line would show keys to everybody.
         """
         self.name = name
+        self._arguments_file: Path | None = None
+        if arguments is not None:
+            self._arguments_file = _write(arguments)
+            command = [*command, str(self._arguments_file)]
         handle, path = tempfile.mkstemp(prefix="hybridrl-server-", suffix=".log")
         self.log_file = Path(path)
         with os.fdopen(handle, "wb") as log_handle:
@@ -100,6 +112,8 @@ class ServerProcess:
             return took_s
         except ServerDiedError as error:  # it would do so again: a restart does not help
             raise EngineError(str(error)) from error
+        finally:
+            self._forget_arguments()
 
     def _wait(self, is_ready: Callable[[], bool], timeout_s: float) -> float:
         last_word_s = self._begin
@@ -132,6 +146,19 @@ class ServerProcess:
         """Kill it with all its children, and delete its log. Idempotent."""
         end_guarded(self._process)
         self.log_file.unlink(missing_ok=True)
+        self._forget_arguments()
+
+    def _forget_arguments(self) -> None:
+        if self._arguments_file is not None:
+            self._arguments_file.unlink(missing_ok=True)
+
+
+def _write(arguments: Mapping[str, object]) -> Path:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="hybridrl-server-", suffix=".json", delete=False
+    ) as file:
+        json.dump(arguments, file, allow_nan=False)
+    return Path(file.name)
 
 
 def free_port() -> int:

@@ -1,7 +1,7 @@
 """Checks the arguments of SGLang servers before a run starts, so that refusals are early.
 
-The arguments are those of a start (``arguments.py``). SGLang's own code (``start.py``) processes
-them in a child process, because its import takes seconds.
+The arguments are those of a start (``arguments.py``). SGLang's own code processes them in a child
+process (``child.py``), because its import takes seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,16 +22,16 @@ from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.rollout.sglang.arguments import (
     Arguments,
-    ServerSpec,
+    ServingSpec,
     build_arguments,
     environment,
     server_spec,
 )
-from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
+from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 
 log = logging.getLogger(__name__)
 
-_CHILD = "hybridrl.workers.rollout.sglang.start"
+_CHILD = "hybridrl.workers.rollout.sglang.child"
 _NAME = "rehearsal"
 
 
@@ -70,22 +69,19 @@ def rehearse_server(config: ExperimentConfig, *, keys: Mapping[str, str] | None 
     return f"{result['version']} accepts the arguments of its servers; no model was loaded"
 
 
-def case_of(spec: ServerSpec) -> dict[str, Any]:
-    """Write the case for the child: all arguments, and those without the user's own."""
-    given = replace(spec, rollout=replace(spec.rollout, engine_args={}))
-    port = free_port()
+def case_of(spec: ServingSpec) -> dict[str, Any]:
+    """Write the case for the child."""
     return {
-        "arguments": build_arguments(spec, name=_NAME, port=port, key=_NAME),
-        "ours": build_arguments(given, name=_NAME, port=port, key=_NAME),
+        "arguments": build_arguments(spec, name=_NAME, port=free_port(), key=_NAME),
         "own": list(spec.rollout.engine_args),
         "device": spec.device,
     }
 
 
-def _run(spec: ServerSpec, case: Mapping[str, object], folder: Path) -> Any:  # noqa: ANN401 - JSON
+def _run(spec: ServingSpec, case: Mapping[str, object], folder: Path) -> Any:  # noqa: ANN401 - JSON
     case_file, result_file = folder / "case.json", folder / "result.json"
     case_file.write_text(to_json_text(case), encoding="utf-8")
-    process = ServerProcess(
+    process = ChildProcess(
         [sys.executable, "-m", _CHILD, str(case_file), str(result_file)],
         name="the rehearsal of SGLang's start",
         variables=environment(spec),

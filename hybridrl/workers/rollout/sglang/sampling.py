@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import aiohttp
 from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError
@@ -25,12 +26,16 @@ from hybridrl.sampler import (
     Sampler,
     interrupted_sample,
 )
-from hybridrl.workers.rollout.progress import while_it_works
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sampling import check_request
 from hybridrl.workers.rollout.sglang.answers import ServedModel, accepted_drafts, read_sample
-from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ServerError
-from hybridrl.workers.rollout.sglang.serving_engine import ServingEngine
+from hybridrl.workers.rollout.sglang.client import (
+    ConnectionLostError,
+    Endpoint,
+    RefusedError,
+    open_session,
+    while_it_works,
+)
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +80,12 @@ class SharedPrefill:
     task: asyncio.Task[list[Body]] | None = None
 
 
-class ServerSampler(Sampler):
+class HttpSampler(Sampler):
     """Samples by HTTP. Used for one program."""
 
     def __init__(
         self,
-        engine: ServingEngine,
+        endpoint: Endpoint,
         model: ServedModel,
         call: ProgramCall,
         *,
@@ -89,11 +94,13 @@ class ServerSampler(Sampler):
         """Prepare.
 
         Args:
+            endpoint: of the server; connections to it are open from entering this to leaving it.
             call: counts requests, and says whether the program was aborted or is interrupted.
             timeout_s: seconds in which the server of a request must make progress.
         """
         self.max_context_tokens = model.max_context_tokens
-        self._engine = engine
+        self._endpoint = endpoint
+        self._session: aiohttp.ClientSession | None = None
         self._model = model
         self._call = call
         call.on_interrupt = self.interrupt
@@ -109,14 +116,16 @@ class ServerSampler(Sampler):
         """Names of open responses."""
         self._interrupting: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> ServerSampler:
+    async def __aenter__(self) -> HttpSampler:
         """Connect in the current event loop."""
-        await self._engine.__aenter__()
+        self._session = open_session()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*self._aborts, return_exceptions=True)
-        await self._engine.__aexit__()
+        if self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
 
     def describe(self) -> str:
         """Report the progress."""
@@ -203,7 +212,7 @@ class ServerSampler(Sampler):
             items = await self._ask(self.group_body(group))
         except ConnectionLostError as error:
             return str(error)
-        except ServerError as error:
+        except RefusedError as error:
             if error.status < _BUSY:
                 raise
             return str(error)
@@ -246,7 +255,7 @@ class ServerSampler(Sampler):
 
         Tasks that ask for the same context in the same turn of the event loop share the request.
         """
-        if not self._engine.caches_contexts:
+        if not self._endpoint.caches_contexts:
             return
         context = tuple(group.token_ids)
         prefill = self._prefills.setdefault(context, SharedPrefill())
@@ -265,14 +274,14 @@ class ServerSampler(Sampler):
                 del self._prefills[context]
 
     async def _ask(self, body: Body) -> list[Body]:
-        engine = self._engine
         names: Sequence[str] = body.get("rid", [])
         self._open.update(names)
         try:
-            async with while_it_works(
-                engine.progress, timeout_s=self._timeout_s, name=f"SGLang at {engine.url}"
-            ):
-                answer: list[Body] = await engine.ask("/generate", body, timeout_s=None)
+            name = f"SGLang at {self._endpoint.base_url}"
+            async with while_it_works(self._progress, timeout_s=self._timeout_s, name=name):
+                answer: list[Body] = await self._endpoint.request(
+                    "/generate", body, timeout_s=None, session=self._session
+                )
         except asyncio.CancelledError:
             self._abort(names)
             raise
@@ -280,12 +289,17 @@ class ServerSampler(Sampler):
             self._open.difference_update(names)
         return answer
 
+    async def _progress(self) -> object:
+        """Return the loads, which any token changes; a scheduler writes them again without one."""
+        loads = await self._endpoint.loads(self._session)
+        return [{**load, "timestamp": None} for load in loads]
+
     def _abort(self, names: Sequence[str]) -> None:
         """Free the slots of cancelled responses now: SGLang looks for lost clients every 4 s.
 
         Not if the program was aborted: then the drain aborts all requests at once.
         """
-        if not self._engine.is_open or self._call.is_aborted:
+        if self._session is None or self._call.is_aborted:
             return
         for name in names:
             task = asyncio.ensure_future(self._ask_abort(name))
@@ -293,7 +307,10 @@ class ServerSampler(Sampler):
             task.add_done_callback(self._end_abort)
 
     async def _ask_abort(self, name: str) -> None:
-        await self._engine.ask("/abort_request", {"rid": name}, timeout_s=_ABORT_TIMEOUT_S)
+        body = {"rid": name}
+        await self._endpoint.request(
+            "/abort_request", body, timeout_s=_ABORT_TIMEOUT_S, session=self._session
+        )
 
     def _end_abort(self, task: asyncio.Task[Any]) -> None:
         self._aborts.discard(task)
@@ -328,7 +345,7 @@ class ServerSampler(Sampler):
                 known = f"this run expects {expected}"
             raise DriftError(
                 f"a response was sampled by weights of version {version}, and {known}; "
-                f"somebody else updates this server ({self._engine.url})"
+                f"somebody else updates this server ({self._endpoint.base_url})"
             )
 
 

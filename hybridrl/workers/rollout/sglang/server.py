@@ -2,55 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import sys
-import tempfile
+import time
 import uuid
 from collections.abc import Mapping
-from importlib.util import find_spec
-from pathlib import Path
 
-from hybridrl import env
-from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError
-from hybridrl.json_text import to_json_text
+from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.workers.rollout.sglang.arguments import (
     Arguments,
-    ServerAddress,
-    ServerSpec,
+    KeyedAddress,
+    ServingSpec,
     build_arguments,
     environment,
 )
-from hybridrl.workers.rollout.sglang.capabilities import require_as_asked
-from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ServerClient
-from hybridrl.workers.rollout.sglang.memory_saver import require_no_obstacle
-from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ControlClient
+from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
+from hybridrl.workers.rollout.sglang.versions import require_as_asked, require_known_version
 
 log = logging.getLogger(__name__)
 
+_POLL_S = 0.2
 _CHILD = "hybridrl.workers.rollout.sglang.child"
-_MEMORY_SAVER = "torch_memory_saver"
 _NUM_STARTS = 3
-_REFUSED = "refused: "
 _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
-class Server(ServerCalls):
+class StartedServer(ControlCalls):
     """A running server, which ends with this process."""
 
-    def __init__(self, spec: ServerSpec, *, variables: Mapping[str, str]) -> None:
+    def __init__(self, spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
         """Start it and wait until it answers.
 
         Args:
             variables: environment besides that of every server, for example its visible devices.
 
         Raises:
-            EngineError: it did not start, with the last lines of its log; or it lacks a capability,
-                or runs with other arguments.
+            EngineError: it did not start, with the last lines of its log; or it is too old, or runs
+                with other arguments.
             DeadlineError: it did not answer within ``rollout.start_timeout_s``.
-            ConfigErrors: it has no argument of a name in ``rollout.engine_args``.
         """
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
         self._timeout_s = spec.rollout.stage_timeout_s
@@ -66,24 +58,15 @@ class Server(ServerCalls):
             else:
                 return
 
-    def _start(self, spec: ServerSpec, variables: Mapping[str, str]) -> None:
-        address = spec.address or ServerAddress(
-            host=spec.door.host,
-            port=free_port(),
-            key=spec.door.key or secrets.token_urlsafe(),
+    def _start(self, spec: ServingSpec, variables: Mapping[str, str]) -> None:
+        door = spec.place.door
+        address = spec.place.address or KeyedAddress(
+            host=door.host, port=free_port(), key=door.key or secrets.token_urlsafe()
         )
         self.key = address.key
         arguments = build_arguments(spec, name=self.name, port=address.port, key=self.key)
-        arguments["host"] = address.host
-        variables = {**environment(spec), **variables}
-        require_no_obstacle(
-            device=spec.device,
-            variables=env.everything() | variables,
-            is_on=arguments.get("enable_memory_saver") is True,
-            is_installed=find_spec(_MEMORY_SAVER) is not None,
-        )
-        self.process, file = start_child(arguments, variables=variables)
-        self.client = ServerClient(
+        self.process = start_child(arguments, variables={**environment(spec), **variables})
+        self.client = ControlClient(
             address.url,
             name="SGLang",
             require_alive=self.process.require_alive,
@@ -94,20 +77,12 @@ class Server(ServerCalls):
                 self._answers, timeout_s=spec.rollout.start_timeout_s
             )
             self.info = self.server_info()
+            version = require_known_version(self.info)
             require_as_asked(arguments, self.info)
-            self.capabilities = self.read_capabilities()
-            self.capabilities.require_for(spec)
-        except EngineError as error:
-            refused = refused_arguments(self.process.tail(), arguments)
-            self.end()
-            if refused:
-                raise ConfigErrors(refused) from error
-            raise
+            log.info("SGLang answers: version=%s took_s=%.1f", version, self.start_s)
         except BaseException:
             self.end()
             raise
-        finally:
-            file.unlink(missing_ok=True)
 
     def _answers(self) -> bool:
         """Whether it answers and has served its own request; another server is not waited for."""
@@ -127,7 +102,7 @@ class Server(ServerCalls):
         return self.process.exit_status() is not None
 
     def require_alive(self, what: str) -> None:
-        """Raise if its process is gone; see ``ServerProcess``."""
+        """Raise if its process is gone; see ``ChildProcess``."""
         self.process.require_alive(what)
 
     def end(self) -> None:
@@ -136,38 +111,33 @@ class Server(ServerCalls):
         self.process.end()
 
 
-def start_child(
-    arguments: Arguments, *, variables: Mapping[str, str]
-) -> tuple[ServerProcess, Path]:
-    """Start a server; return its process and the file of its arguments, which it reads first.
+def start_child(arguments: Arguments, *, variables: Mapping[str, str]) -> ChildProcess:
+    """Start a server with these arguments."""
+    command = [sys.executable, "-m", _CHILD]
+    return ChildProcess(command, name="SGLang", variables=variables, arguments=arguments)
 
-    The file is for its owner alone: a command line would show the key to everybody.
+
+def follow(spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
+    """Run SGLang on a further node of an engine: it computes, and the first node's server answers.
+
+    Only an error ends it.
+
+    SGLang opens a port of HTTP here, too, which answers health checks alone.
+
+    Args:
+        spec: of the engine, with the arguments of this node in ``rollout.engine_args``.
+        variables: environment besides that of every server, for example visible devices.
+
+    Raises:
+        ServerDiedError: the processes are gone; with the end of their log.
     """
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="hybridrl-server-", suffix=".json", delete=False
-    ) as file:
-        json.dump(arguments, file, allow_nan=False)
-    command = [sys.executable, "-m", _CHILD, file.name]
-    return ServerProcess(command, name="SGLang", variables=variables), Path(file.name)
-
-
-def refused_arguments(log_text: str, arguments: Mapping[str, object]) -> list[ConfigError]:
-    """Find the arguments that a server does not have in its log; ``refusal_of`` wrote the lines."""
-    lines = [line.strip() for line in log_text.splitlines()]
-    refusals = [
-        json.loads(line.removeprefix(_REFUSED)) for line in lines if line.startswith(_REFUSED)
-    ]
-    return [
-        ConfigError(
-            f"rollout.engine_args.{name}",
-            arguments[name],
-            "the installed SGLang has no such argument",
-            fix,
-        )
-        for name, fix in refusals
-    ]
-
-
-def refusal_of(name: str, fix: str) -> str:
-    """Write the line that ``refused_arguments`` reads."""
-    return _REFUSED + to_json_text([name, fix])
+    arguments = build_arguments(
+        spec, name="hybridrl-follower", port=free_port(), key=secrets.token_urlsafe()
+    )
+    process = start_child(arguments, variables={**environment(spec), **variables})
+    try:
+        while True:
+            process.require_alive(f"node {spec.rollout.engine_args['node_rank']} of an engine")
+            time.sleep(_POLL_S)
+    finally:
+        process.end()

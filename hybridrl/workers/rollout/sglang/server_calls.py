@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.sglang.capabilities import (
-    OPENAPI_ROUTE,
-    PAUSE_MODE,
-    Capability,
-    ServerCapabilities,
-    read_capabilities,
-)
-from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ControlClient, RefusedError
 from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
 log = logging.getLogger(__name__)
@@ -28,13 +21,15 @@ Body = dict[str, Any]
 
 _FLUSH_WAIT_S = 1.0
 
+_PAUSE_MODE = "abort"
+"""That ends all requests: with other modes of ``/pause_generation`` some stay, and the server
+asserts that there are none when its memory is released."""
 
-class ServerCalls:
+
+class ControlCalls:
     """A server that answers, and its control calls."""
 
-    client: ServerClient
-
-    capabilities: ServerCapabilities
+    client: ControlClient
 
     info: Body
     """Its arguments when it answered first, and more; see ``server_info``."""
@@ -84,27 +79,6 @@ class ServerCalls:
             abort_all_requests=False,
         )
 
-    def read_capabilities(self) -> ServerCapabilities:
-        """Ask what it can do.
-
-        Raises:
-            EngineError: it is too old.
-            DeadlineError: no answer.
-        """
-        try:
-            openapi = self.client.call(OPENAPI_ROUTE, timeout_s=self._timeout_s, method="GET")
-        except ServerError:  # hidden by the user: DISABLE_OPENAPI_DOC
-            openapi = None
-        capabilities = read_capabilities(self.info, openapi)
-        lacking = [each.name.lower() for each in Capability if not capabilities.can(each)]
-        log.info(
-            "SGLang answers: version=%s took_s=%.1f without=%s",
-            capabilities.version,
-            self.start_s,
-            ",".join(lacking) or "nothing",
-        )
-        return capabilities
-
     # -- control calls ---------------------------------------------------------------------------
 
     def server_info(self) -> Body:
@@ -112,7 +86,7 @@ class ServerCalls:
         info: Body = self.client.call("/server_info", timeout_s=PROBE_TIMEOUT_S, method="GET")
         return info
 
-    def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ServerClient.call
+    def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ControlClient.call
         """Do one control call within ``rollout.stage_timeout_s``, and the time left of its stage.
 
         Raises:
@@ -122,22 +96,17 @@ class ServerCalls:
         return self.client.call(path, body, timeout_s=left_s(self._timeout_s))
 
     def require_success(self, path: str, **body: object) -> Body:
-        """Do one control call whose answer contains its own success.
-
-        Raises:
-            EngineError: the answer is a failure, with its reason.
-        """
-        return _successful(path, self.post(path, **body))
+        """Do one control call as ``post``, whose answer contains its own success."""
+        return self.client.run(self.client.succeed(path, body, timeout_s=left_s(self._timeout_s)))
 
     def load_folder(self, folder: Path, *, load_format: str) -> None:
         """Load all weights of a folder, within ``rollout.start_timeout_s``.
 
         Fails as ``require_success`` does.
         """
-        path = "/update_weights_from_disk"
         body = {"model_path": str(folder), "load_format": load_format, "flush_cache": False}
         timeout_s = left_s(self._start_timeout_s)
-        _successful(path, self.client.call(path, body, timeout_s=timeout_s))
+        self.client.run(self.client.succeed("/update_weights_from_disk", body, timeout_s=timeout_s))
 
     def hold(self, *, timeout_s: float) -> None:
         """Admit no request, and verify that none runs and no cache of old weights is left.
@@ -152,7 +121,7 @@ class ServerCalls:
         while True:
             try:
                 self._empty(deadline)
-            except (ServerError, DeadlineError) as error:
+            except (RefusedError, DeadlineError) as error:
                 log.info("SGLang is still busy: %s", error)
                 if time.monotonic() > deadline:
                     raise DeadlineError(
@@ -167,7 +136,7 @@ class ServerCalls:
         """Abort all, stop admission, and let the server itself verify that it is idle.
 
         In this order because ``/pause_generation`` looks only once a second whether all requests
-        have ended (0.5.17 to 0.5.23); on an idle server it returns at once.
+        have ended (0.5.21 to 0.5.23); on an idle server it returns at once.
         """
 
         def until_deadline_s() -> float:
@@ -177,7 +146,7 @@ class ServerCalls:
         wait_s = min(_FLUSH_WAIT_S, until_deadline_s())
         path = f"/flush_cache?timeout={wait_s:.2f}"
         self.client.call(path, timeout_s=wait_s + until_deadline_s())
-        self.client.call("/pause_generation", {"mode": PAUSE_MODE}, timeout_s=until_deadline_s())
+        self.client.call("/pause_generation", {"mode": _PAUSE_MODE}, timeout_s=until_deadline_s())
         # Again: a request may have arrived before the admission stopped.
         self.client.call("/flush_cache", timeout_s=until_deadline_s())
 
@@ -196,10 +165,3 @@ class ServerCalls:
     def progress(self) -> object:
         """Return its loads with their times, which a paused or hung server does not change."""
         return self.client.run(self.client.loads())
-
-
-def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ServerClient.call
-    if not isinstance(answer, dict) or not answer.get("success", True):
-        reason = answer.get("message") or answer.get("error_message") or answer
-        raise EngineError(f"{path} failed: {reason}")
-    return answer

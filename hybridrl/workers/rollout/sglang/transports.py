@@ -21,7 +21,7 @@ from hybridrl.workers.rollout.buckets import (
     allocator_of,
     lay_out,
 )
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 
 Encode = Callable[[Tensor, Sequence[TensorSpan]], str]
@@ -38,7 +38,7 @@ class Transport:
         """Stage this rank's bytes of a bucket; see ``WeightSender``."""
         raise NotImplementedError
 
-    def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
+    def load(self, server: ControlCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Let ``server`` load a bucket, or make the preparations for it.
 
         Raises:
@@ -47,7 +47,7 @@ class Transport:
         """
         raise NotImplementedError
 
-    def finish(self, server: ServerCalls) -> None:
+    def finish(self, server: ControlCalls) -> None:
         """All buckets were loaded. Without any since the last time it does nothing."""
 
     def release_buffers(self) -> None:
@@ -89,7 +89,7 @@ class SharedTransport(Transport):
         handle = partial(self._encode, flat, spans)
         return StagedBucket(spans=spans, flat=flat, make_handle=handle)
 
-    def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
+    def load(self, server: ControlCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Send the handles."""
         server.require_success(
             "/update_weights_from_tensor",
@@ -122,7 +122,7 @@ class DiskTransport(Transport):
         spans = lay_out(bucket, dtype=self._dtype)
         return StagedBucket(spans=spans, tensors=bucket if self._is_sender else ())
 
-    def load(self, server: ServerCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
+    def load(self, server: ControlCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Write a file.
 
         Raises:
@@ -140,7 +140,7 @@ class DiskTransport(Transport):
             self.forget()
             raise
 
-    def finish(self, server: ServerCalls) -> None:
+    def finish(self, server: ControlCalls) -> None:
         """Let the server load the folder; it is removed afterwards."""
         if self._folder is None:
             return

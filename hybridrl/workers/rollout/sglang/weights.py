@@ -5,6 +5,7 @@ The only module that imports sglang, for handles and groups that a server unders
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -27,16 +28,14 @@ from hybridrl.workers.rollout.adapter_fit import (
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory, mismatch
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sglang.arguments import ServerSpec
-from hybridrl.workers.rollout.sglang.capabilities import Capability
-from hybridrl.workers.rollout.sglang.client import ServerError
+from hybridrl.workers.rollout.sglang.arguments import ServingSpec
+from hybridrl.workers.rollout.sglang.client import RefusedError
 from hybridrl.workers.rollout.sglang.memory import (
     adapter_shapes,
     base_shapes,
-    list_weights,
     require_whole_vocabulary,
 )
-from hybridrl.workers.rollout.sglang.server_calls import ServerCalls
+from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
 from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
 
 try:
@@ -58,11 +57,11 @@ _NO_SUCH_ADAPTER = "does not exist"
 class ServedWeights:
     """Sends weights to a server. ``SGLangEngine`` starts that server, and generates with it."""
 
-    _server: ServerCalls
+    _server: ControlCalls
     _gate: RequestGate
     _released: set[MemoryTag]
 
-    def __init__(self, spec: ServerSpec, *, device: torch.device) -> None:
+    def __init__(self, spec: ServingSpec, *, device: torch.device) -> None:
         """Read names and shapes of the model's weights.
 
         Raises:
@@ -87,9 +86,16 @@ class ServedWeights:
         self.version = -1
 
     def weight_memory(self) -> tuple[WeightMemory, ...]:
-        """List weights by the names in the model's files, tied ones once, then the adapter's."""
-        shapes = {**self._shapes, **self._adapter_shapes}
-        return list_weights(shapes, itemsize=DTYPES[self._spec.rollout.dtype].itemsize)
+        """List weights by the names in the model's files, tied ones once, then the adapter's.
+
+        Buffers (rotary tables, scales) are not listed: SGLang itself copies them before its weights
+        are released and restores them afterwards.
+        """
+        itemsize = DTYPES[self._spec.rollout.dtype].itemsize
+        return tuple(
+            WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)
+            for name, shape in {**self._shapes, **self._adapter_shapes}.items()
+        )
 
     def stage(self, bucket: Bucket) -> StagedBucket:
         """Stage a bucket; see ``WeightSender``."""
@@ -109,7 +115,7 @@ class ServedWeights:
         self.transport.load(self._server, staged, handles)
 
     def join(self) -> Receiver:
-        """Open an update whose buckets another process sends; see ``ReceivingEngine``."""
+        """Open an update whose buckets another process sends; see ``WeightReceiver``."""
         self._open_update(in_session=True)
         client = self._server.client
         return Receiver(client.base_url, client.key, self._server.num_ranks, self._start)
@@ -117,8 +123,7 @@ class ServedWeights:
     def _open_update(self, *, in_session: bool) -> None:
         self._require_loadable("load of weights")
         self._server.begin_update()
-        has_sessions = self._server.capabilities.can(Capability.UPDATE_SESSION)
-        if has_sessions and in_session and not self._is_updating:
+        if in_session and not self._is_updating:
             self._server.require_success("/begin_weight_update")
             self._is_updating = True
 
@@ -176,7 +181,7 @@ class ServedWeights:
             return
         try:
             self._server.require_success("/unload_lora_adapter", lora_name=ADAPTER)
-        except ServerError as error:
+        except RefusedError as error:
             if _NO_SUCH_ADAPTER not in error.text:
                 raise
         self._may_have_adapter = False
@@ -202,7 +207,7 @@ class ServedWeights:
         """Let the server compare its weights with the copy bitwise, in its own layout."""
         try:
             self._server.require_success("/weights_checker", action="compare")
-        except ServerError as error:
+        except RefusedError as error:
             names = re.findall(r"name=(\S+)", error.text)
             raise LedgerError(mismatch(names or [error.text])) from error
 

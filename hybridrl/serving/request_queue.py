@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.workers.rollout.prefixes import STAY
 
 _ENTRIES_PER_ENGINE = 8
@@ -20,7 +20,7 @@ class Member:
     """An engine of the pool."""
 
     index: int
-    handle: SamplingEngine
+    handle: EngineHandle
     version: int
     """Of its weights."""
 
@@ -33,7 +33,7 @@ class Member:
     """Times that it was suspended."""
 
 
-class EngineQueue:
+class RequestQueue:
     """Hands engines with room to requests; for one event loop.
 
     A change costs the same with any number of engines (but for a logarithm) and of requests that

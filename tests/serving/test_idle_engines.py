@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from typing import cast
 
 import pytest
+import torch
 from torch import Tensor
 
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.background import IdleClock
-from hybridrl.serving.engine_handle import SamplingEngine
+from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.engine_pool import EnginePool
 
-ENGINE, PARAMS = cast(SamplingEngine, None), cast(RequestParams, None)
+PARAMS = RequestParams(max_new_tokens=1, temperature=1.0)
+ANSWER = Sample(torch.tensor([1]), torch.zeros(1), "stop", 0)
 
 
 class Seconds:
@@ -34,77 +36,82 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> Seconds:
     return clock
 
 
-def idle_s(clock: IdleClock) -> float:
-    return clock.take_metrics()["time/engines_idle_s"].value
+def new_pool() -> EnginePool:
+    engine = cast(EngineHandle, object())
+    pool = EnginePool({0: engine}, num_slots=2, max_context_tokens=9, vocab_size=9, version=-1)
+    pool.suspend(0)
+    return pool
+
+
+def admit(pool: EnginePool) -> None:
+    pool.readmit(0, pool._members[0].handle, version=0)
+
+
+def idle_s(pool: EnginePool) -> float:
+    return pool.take_metrics()["time/engines_idle_s"].value
 
 
 def test_the_start_of_the_engines_is_not_idleness(seconds: Seconds) -> None:
-    clock = IdleClock()
+    pool = new_pool()
     seconds.now_s += 50
-    assert idle_s(clock) == 0
+    assert idle_s(pool) == 0
     seconds.now_s += 50
-    ask = clock.counting(_unasked)
+    admit(pool)
     seconds.now_s += 3
-    assert idle_s(clock) == 3
+    assert idle_s(pool) == 3
     seconds.now_s += 2
-    assert clock.counting(ask) is not ask  # another update: the seconds before it count
-    assert idle_s(clock) == 2
-
-
-async def _unasked(
-    engine: SamplingEngine,
-    token_ids: Sequence[int] | Tensor,
-    params: RequestParams,
-    keys: Sequence[int],
-) -> list[Sample]:
-    raise AssertionError("nobody asked")
+    pool.suspend(0)
+    admit(pool)  # another update: the seconds before it count
+    assert idle_s(pool) == 2
 
 
 def test_engines_are_idle_while_no_request_is_open(seconds: Seconds) -> None:
-    clock = IdleClock()
+    pool = new_pool()
+    admit(pool)
 
-    async def sample_for(duration_s: float) -> None:
-        async def ask(*args: object) -> list[Sample]:
-            seconds.now_s += duration_s
-            return []
-
-        await clock.counting(ask)(ENGINE, [1], PARAMS, [0])
+    async def ask(*_: object) -> list[Sample]:
+        seconds.now_s += 4.0
+        return [ANSWER]
 
     async def cycles() -> None:
+        pool.ask = ask
         for number in range(3):
             seconds.now_s += 0.5
-            await sample_for(4.0)
+            await pool.sample_group([1], PARAMS, keys=[0])
             seconds.now_s += 0.25
-            assert idle_s(clock) == (0.25 if not number else 0.75)
+            assert idle_s(pool) == 0.75, number
 
     asyncio.run(cycles())
 
 
 def test_two_requests_at_a_time_count_their_union(seconds: Seconds) -> None:
-    clock = IdleClock()
+    pool = new_pool()
+    admit(pool)
 
     async def overlapping() -> None:
         gates = [asyncio.Event(), asyncio.Event()]
 
         async def ask(
-            engine: SamplingEngine,
+            engine: EngineHandle,
             token_ids: Sequence[int] | Tensor,
             params: RequestParams,
             keys: Sequence[int],
         ) -> list[Sample]:
             await gates[keys[0]].wait()
-            return []
+            return [ANSWER]
 
-        counted = clock.counting(ask)
+        pool.ask = ask
         tasks = [
-            asyncio.ensure_future(counted(ENGINE, [1], PARAMS, [number])) for number in range(2)
+            asyncio.ensure_future(pool.sample_group([1], PARAMS, keys=[number]))
+            for number in range(2)
         ]
-        for gate, task in zip(gates, tasks, strict=True):
+        for _ in range(5):
             await asyncio.sleep(0)
+        for gate, task in zip(gates, tasks, strict=True):
             seconds.now_s += 1
             gate.set()
             await task
         seconds.now_s += 5
-        assert idle_s(clock) == 5
+        assert idle_s(pool) == 5
 
     asyncio.run(overlapping())

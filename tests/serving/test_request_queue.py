@@ -9,12 +9,12 @@ from typing import cast
 import pytest
 
 from hybridrl.errors import ServerDiedError
-from hybridrl.serving.engine_handle import SamplingEngine
-from hybridrl.serving.engine_queue import EngineQueue, Member
+from hybridrl.serving.engine_handle import EngineHandle
+from hybridrl.serving.request_queue import Member, RequestQueue
 
 
-def members_of(queue: EngineQueue, number: int) -> list[Member]:
-    members = [Member(index, cast(SamplingEngine, None), 0) for index in range(number)]
+def members_of(queue: RequestQueue, number: int) -> list[Member]:
+    members = [Member(index, cast(EngineHandle, None), 0) for index in range(number)]
     for member in members:
         queue.add(member)
     return members
@@ -22,7 +22,7 @@ def members_of(queue: EngineQueue, number: int) -> list[Member]:
 
 def test_a_refusal_reaches_those_that_wait_behind_a_cancelled_one() -> None:
     async def program() -> None:
-        queue = EngineQueue(num_slots=1)
+        queue = RequestQueue(num_slots=1)
         cancelled, waiting = [asyncio.ensure_future(queue.take(1)) for _ in range(2)]
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -36,7 +36,7 @@ def test_a_refusal_reaches_those_that_wait_behind_a_cancelled_one() -> None:
 
 def test_a_queue_keeps_nothing_of_requests_that_ended() -> None:
     async def program() -> int:
-        queue = EngineQueue(num_slots=4)
+        queue = RequestQueue(num_slots=4)
         members = members_of(queue, 2)
         await queue.take(2)
         for _ in range(1000):

@@ -16,7 +16,7 @@ _MAY_STAY_BYTES = 2**30
 """Part of torch's memory besides the listed tensors: tables, workspaces of cuBLAS and kernels."""
 
 
-class ColocatedEngines:
+class OffloadableModels:
     """All training engines of this device; each verb runs on all ranks and fails on all alike."""
 
     def __init__(self, *, device: torch.device, control: ControlGroup) -> None:

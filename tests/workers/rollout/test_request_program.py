@@ -19,20 +19,20 @@ from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_gate import ProgramCall, RequestGate
-from hybridrl.workers.rollout.request_server import RequestServer
+from hybridrl.workers.rollout.request_program import RequestProgram
 from tests.workers.rollout.engines import ready_engine
 from tests.workers.rollout.test_programs import context, require_equal, sample_alone
 
 SHORT = RequestParams(max_new_tokens=6, temperature=1.0)
 
 
-def request(server: RequestServer, number: int) -> Future[list[Sample]]:
+def request(server: RequestProgram, number: int) -> Future[list[Sample]]:
     return server.sample_group(context(number), SHORT, keys=(request_key(number, 0),))
 
 
-def opened(folder: Path) -> tuple[HFRolloutEngine, RequestServer]:
+def opened(folder: Path) -> tuple[HFRolloutEngine, RequestProgram]:
     engine = ready_engine(folder, num_slots=4)
-    server = RequestServer(engine)
+    server = RequestProgram(engine)
     server.open()
     return engine, server
 
@@ -86,7 +86,7 @@ def test_a_caller_that_goes_away_does_not_hold_the_program(tiny_model: Path) -> 
 
 def test_the_loop_turns_before_while_and_after_it_is_open(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model, num_slots=4)
-    server = RequestServer(engine)
+    server = RequestProgram(engine)
     server.turn().result(0)
     server.open()
     answer = request(server, 1)
@@ -129,7 +129,7 @@ class StuckSampler(Sampler):
 @pytest.mark.shows("2.9")
 def test_a_drain_at_its_deadline_ends_open_requests_with_an_error() -> None:
     engine = StuckEngine()
-    server = RequestServer(cast(RolloutEngine, engine))
+    server = RequestProgram(cast(RolloutEngine, engine))
     server.open()
     answer = server.sample_group([1, 2], SHORT, keys=(1, 2))
     assert engine.is_busy.wait(60)
@@ -158,7 +158,7 @@ class DyingEngine(StuckEngine):
 
 def test_a_request_to_an_engine_that_just_failed_is_refused() -> None:
     engine = DyingEngine()
-    server = RequestServer(cast(RolloutEngine, engine))
+    server = RequestProgram(cast(RolloutEngine, engine))
     server.open()
     answer = server.sample_group([1, 2], SHORT, keys=(1,))
     assert engine.is_busy.wait(60)
@@ -186,4 +186,4 @@ def test_an_engine_that_cannot_serve_says_so_when_it_is_opened(tiny_model: Path)
     engine = ready_engine(tiny_model)
     engine.pause()
     with pytest.raises(PhaseError, match="the engine is paused"):
-        RequestServer(engine).open()
+        RequestProgram(engine).open()

@@ -38,7 +38,7 @@ class _Session:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class RequestServer:
+class RequestProgram:
     """Keeps one program running on an engine, through which any thread may sample."""
 
     def __init__(self, engine: RolloutEngine) -> None:

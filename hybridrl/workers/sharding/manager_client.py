@@ -1,0 +1,234 @@
+"""The client of the rollout manager: it travels to the processes that call it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from torch import Tensor
+
+from hybridrl.batch import PromptBatch
+from hybridrl.config.serving import WeightRoute
+from hybridrl.errors import DeadlineError, ServerDiedError
+from hybridrl.metrics import Metrics
+from hybridrl.network import rendezvous_address
+from hybridrl.sampler import RequestParams, Sample, SamplingParams
+from hybridrl.workers.rollout.assemble import Answered
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
+from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
+from hybridrl.workers.sharding.control import attempt
+from hybridrl.workers.sharding.weight_files import Sent, WeightCopy
+
+log = logging.getLogger(__name__)
+
+Lent = Mapping[str, Sequence[str]]
+"""Addresses of engines that ranks lend, in their order, by frozen model; by "" of the policy."""
+
+NOBODY: Lent = {}
+
+Answer = Sample | str
+"""An answer of a frozen model, or why there is none."""
+
+
+class ManagerClient:
+    """The rollout manager, as the ranks and the driver call it.
+
+    Methods raise ServerDiedError if the manager, or all engines, are gone, and DeadlineError if no
+    answer comes in time.
+    """
+
+    timeout_s: float
+    """Seconds that one call may take (``cluster.call_timeout_s``)."""
+
+    weights: WeightRoute = "files"
+    """How weights reach the engines (``serving.weights``, as far as these can)."""
+
+    folder: Path | None = None
+    """For files of weights; it is removed at the end of the run. None: ``$TMPDIR``."""
+
+    key: str = ""
+    """That engines of the ranks require of the manager; empty if ranks lend none."""
+
+    def __init__(
+        self,
+        manager: Any,  # noqa: ANN401 - Ray's
+        *,
+        timeout_s: float,
+        weights: WeightRoute = "files",
+        folder: Path | None = None,
+        stage_timeout_s: float = 0.0,
+        key: str = "",
+    ) -> None:
+        """Call a manager.
+
+        Args:
+            stage_timeout_s: seconds for a bucket of a broadcast.
+        """
+        self._manager = manager
+        self.timeout_s = timeout_s
+        self.weights = weights
+        self.folder = folder
+        self.key = key
+        self._group = WeightGroup(timeout_s=stage_timeout_s)
+        self._names: list[str] = []
+        self._copies: list[Callable[[], Bucket]] = []
+
+    @property
+    def host(self) -> str:
+        """Address at which all engines reach this process."""
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        return rendezvous_address(ray.util.get_node_ip_address(), nodes)
+
+    def start(self, *, timeout_s: float) -> None:
+        """Start all engines; see ``RolloutManager.start``."""
+        self._call("start", timeout_s=timeout_s)
+
+    def shutdown(self, *, timeout_s: float) -> None:
+        """End all engines, and the manager."""
+        try:
+            self._call("shutdown", timeout_s=timeout_s)
+        except (ServerDiedError, DeadlineError) as error:
+            log.warning("rollout servers did not end by themselves: %s", error)
+        ray.kill(self._manager)
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def need_weights(self, *, version: int) -> bool:
+        """Return whether an engine of the policy does not serve with this version."""
+        return bool(self._call("need_weights", version))
+
+    def update(self, source: Path, *, version: int) -> None:
+        """Bring all engines of the policy to these weights; see ``RolloutServer.update``.
+
+        Raises:
+            StageError: names the engines that could not.
+        """
+        self._call("update", source, version)
+
+    def begin_update(self, *, version: int, device: torch.device) -> None:
+        """Stop all engines, and form a group with their servers; ``end_update`` ends that.
+
+        Args:
+            device: from which ``send`` sends.
+
+        Raises:
+            StageError: names the engines that could not.
+        """
+        receivers = self._call("begin_update", version)
+        self._names, self._copies = [], []
+        try:
+            self._group.join(receivers, device=device)
+        except Exception as error:
+            self.end_update(reason=str(error))
+            raise
+
+    def send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """Send one bucket, staged by reference, to all servers.
+
+        Raises:
+            EngineError: it did not reach all of them.
+        """
+        self._group.send(staged.tensors)
+        # While it travels: engines that replace others within a phase need it on their node.
+        on_host = [(name, tensor.detach().cpu()) for name, tensor in staged.tensors]
+        self._names += [name for name, _ in on_host]
+        self._copies.append(partial(ray.get, ray.put(on_host)))
+        self._group.wait_until_sent()
+
+    def end_update(self, *, reason: str = "") -> None:
+        """Let all engines serve the weights that were sent.
+
+        Args:
+            reason: why not all were sent; empty: they were.
+
+        Raises:
+            StageError: names the engines that lack weights; always with a ``reason``.
+        """
+        if not reason:
+            _, error = attempt(self._group.finish)
+            reason = "" if error is None else str(error)
+        copy = None if reason else WeightCopy(frozenset(self._names), tuple(self._copies))
+        self._names, self._copies = [], []  # they live as long as the manager has them
+        self._call("end_update", Sent(copy, reason, self._group.failures))
+
+    def leave(self) -> None:
+        """End the group with the servers. Idempotent."""
+        self._group.leave()
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingParams,
+        *,
+        version: int,
+        lent: Lent = NOBODY,
+    ) -> tuple[list[Sample], Metrics]:
+        """Sample G responses to each of P prompts.
+
+        Args:
+            version: of the policy that must sample them.
+            lent: engines that ranks lend: of the policy for this call, and they serve this version;
+                of others until the next call, or as long as their rank lets them answer.
+
+        Returns:
+            P * G samples in prompt order, those to the same prompt adjacent; and metrics.
+
+        Raises:
+            DriftError: an engine sampled with other weights.
+        """
+        answer: tuple[list[Sample], Metrics] = self._call(
+            "sample", prompts, sampling, version, lent
+        )
+        return answer
+
+    def lost_engines(self) -> Mapping[str, Collection[int]]:
+        """Return, by model, which of the engines that were lent to the last call did not work."""
+        lost: Mapping[str, Collection[int]] = self._call("lost_engines")
+        return lost
+
+    def exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
+    ) -> tuple[Answered, Metrics]:
+        """Admit prompts, which are sampled while the trainer learns, and wait for a batch.
+
+        Args:
+            prompts: to admit; None: no more.
+
+        Returns:
+            P prompts that were admitted now or before, with P * G samples; and metrics.
+
+        Raises:
+            PhaseError: the servers sample for the present step alone.
+            DriftError: an engine sampled with weights that it does not have.
+        """
+        answer: tuple[Answered, Metrics] = self._call("exchange", prompts, sampling, version)
+        return answer
+
+    def ask(
+        self, model: str, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
+    ) -> list[Answer]:
+        """Answer contexts with a frozen model; see ``FrozenModel.ask``."""
+        answers: list[Answer] = self._call("ask", model, list(contexts), params, timeout_s)
+        return answers
+
+    def _call(self, name: str, *args: object, timeout_s: float | None = None) -> Any:  # noqa: ANN401 - each call's own
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            return ray.get(getattr(self._manager, name).remote(*args), timeout=limit_s)
+        except GetTimeoutError as error:
+            key = "cluster.call_timeout_s=" if timeout_s is None else ""
+            raise DeadlineError(
+                f"{name}: the rollout manager did not answer within {key}{limit_s:g} s"
+            ) from error
+        except RayTaskError as error:
+            raise error.cause from error
+        except RayError as error:
+            raise ServerDiedError(f"{name}: the rollout manager is gone: {error}") from error
