@@ -17,8 +17,8 @@ from hybridrl.agents.environment_child import PACKET_BYTES, encode_packet
 from hybridrl.agents.observations import Observed
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.data.rows import Row, write_record
-from hybridrl.diagnostics.processes import end_guarded, start_guarded_module
 from hybridrl.errors import AgentError
+from hybridrl.processes.guarded import end_guarded, start_guarded_module
 from hybridrl.rewards.child import HEADER, encode
 
 _CHILD = "hybridrl.agents.environment_child"

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.diagnostics.processes import end_guarded, start_guarded_module
 from hybridrl.errors import AgentError
+from hybridrl.processes.guarded import end_guarded, start_guarded_module
 from hybridrl.rewards.channel import Channel, ChannelClosed, Garbage, Refused
 
 _CHILD = "hybridrl.agents.tool_child"

@@ -26,8 +26,8 @@ from hybridrl.config.agent import BUILT_IN_TOOLS, SEARCH
 from hybridrl.errors import AgentError, suggest_name
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread, is_cancelled
+from hybridrl.processes.sandbox import Sandbox, SandboxLimits
 from hybridrl.rewards.child import last_line, load_function
-from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
 
 Schema = Mapping[str, Any]
 

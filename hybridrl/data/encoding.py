@@ -26,8 +26,8 @@ from hybridrl.data.prompts import Rendered, render
 from hybridrl.data.records import Malformed
 from hybridrl.data.row_table import encode_batch
 from hybridrl.data.rows import Row
-from hybridrl.diagnostics.processes import end_guarded, start_guarded_module
 from hybridrl.errors import DataError, HybridRLError
+from hybridrl.processes.guarded import end_guarded, start_guarded_module
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.reward import BUILT_IN_REWARDS, RewardPart
-from hybridrl.diagnostics.processes import end_guarded, guarded
 from hybridrl.errors import RewardError, suggest_name
+from hybridrl.processes.guarded import end_guarded, guarded
+from hybridrl.processes.sandbox import Level, Sandbox, SandboxLimits
 from hybridrl.rewards import child
 from hybridrl.rewards.channel import Channel, ChannelClosed, Garbage, Refused
 from hybridrl.rewards.child import Reward
-from hybridrl.rewards.sandbox import Level, Sandbox, SandboxLimits
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class ChildRunner:
     A thread cannot be killed, and a fork of the driver would copy running threads of Ray and torch.
     So it is a fresh interpreter (60 ms, plus the imports of the file). It has a session of its own,
     so Ctrl-C does not reach it. All processes and daemons that it starts die with it: see
-    `hybridrl.guard`.
+    `hybridrl.processes.guard`.
     """
 
     def __init__(self, functions: Sequence[FunctionFile], *, timeout_s: float) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.reward import RewardConfig, RewardPart
-from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import RewardError, shown
+from hybridrl.processes.guarded import usual_num_processes
 from hybridrl.rewards import functions
 from hybridrl.rewards.child import Reward, RewardFunction
 from hybridrl.rewards.judge_reader import JudgeAnswer, JudgeReader

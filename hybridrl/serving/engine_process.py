@@ -18,10 +18,10 @@ from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ResourceError, ServerDiedError
-from hybridrl.guard import descendants
 from hybridrl.log import configure_server
 from hybridrl.metrics import Metrics
 from hybridrl.network import LOOPBACK, Door
+from hybridrl.processes.guard import descendants
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.placement import ReservedNode
 from hybridrl.single_controller.payload import install_reducers

@@ -13,10 +13,10 @@ import pytest
 
 from hybridrl.config.reward import RewardConfig, RewardPart
 from hybridrl.errors import RewardError, SandboxError
+from hybridrl.processes.sandbox import Sandbox, SandboxLimits
 from hybridrl.rewards.pool import RewardPool
 from hybridrl.rewards.report import warn_of_useless_rewards
 from hybridrl.rewards.runner import FunctionFile, RewardInputs
-from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from tests.waiting import wait_until
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from hybridrl.errors import SandboxError
+from hybridrl.processes.sandbox import Sandbox, SandboxLimits, SandboxResult
 from hybridrl.rewards.code_answers import code, code_of
-from hybridrl.rewards.sandbox import Sandbox, SandboxLimits, SandboxResult
 
 LIMITS = SandboxLimits(
     cpu_s=1.0, wall_s=5.0, memory_mib=256, processes=6, files_mib=2, output_kib=64
@@ -240,7 +240,7 @@ UNSHARE_COMMAND = shutil.which("unshare")
 @pytest.mark.skipif(UNSHARE_COMMAND is None, reason="util-linux")
 def test_where_namespaces_are_forbidden_it_is_refused() -> None:
     program = """
-        from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
+        from hybridrl.processes.sandbox import Sandbox, SandboxLimits
         try:
             Sandbox(SandboxLimits()).check()
         except Exception as error:

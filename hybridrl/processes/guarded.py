@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hybridrl import guard
 from hybridrl.diagnostics.activity import process_stat
 from hybridrl.json_text import to_json_text
+from hybridrl.processes import guard
 
 log = logging.getLogger(__name__)
 
