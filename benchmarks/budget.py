@@ -24,7 +24,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "diagnostics": (1130, 7),
     "models": (2814, 19),
     "planning": (908, 10),
-    "processes": (769, 5),
+    "processes": (1390, 7),
     "rehearsal": (2175, 10),
     "report": (1639, 13),
     "rewards": (2716, 17),

@@ -22,7 +22,7 @@ from hybridrl.config.load import load_config
 from hybridrl.config.yaml_text import read_yaml
 from hybridrl.errors import ConfigErrors, HybridRLError
 from hybridrl.json_text import to_json_text
-from hybridrl.processes.guarded import kill_session
+from hybridrl.processes.guard import kill_session
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 
 _LAUNCH = "hybridrl.run.launch"

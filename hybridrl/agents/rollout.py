@@ -26,8 +26,8 @@ from hybridrl.data.prompts import decode_row
 from hybridrl.data.rows import Message
 from hybridrl.errors import AgentError
 from hybridrl.metrics import Mean, Metrics, Sum, merge
-from hybridrl.processes.guarded import usual_num_processes
-from hybridrl.rewards.child import last_line, load_module
+from hybridrl.processes.child import last_line, load_module
+from hybridrl.processes.guard import usual_num_processes
 from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from hybridrl.errors import EngineError, ServerDiedError
-from hybridrl.processes.guarded import members_of
+from hybridrl.processes.guard import members_of
 from hybridrl.serving.router_process import RouterProcess
 from tests.serving.echo import echo_server
 from tests.waiting import wait_until

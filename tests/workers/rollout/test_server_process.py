@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
-from hybridrl.processes.guarded import members_of
+from hybridrl.processes.guard import members_of
 from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
 from tests.waiting import wait_until
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from hybridrl import env
 from hybridrl.diagnostics import activity
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
-from hybridrl.processes.guarded import end_guarded, guarded
+from hybridrl.processes.guard import end_guarded, guarded
 
 log = logging.getLogger(__name__)
 
