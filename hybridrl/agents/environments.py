@@ -202,7 +202,7 @@ class Environments:
         try:
             process.start()
         except LoadFailed as failure:
-            raise AgentError(str(failure)) from failure
+            raise AgentError(f"{failure}; correct the file") from failure
 
 
 class PlaysEnvironment:

@@ -94,6 +94,6 @@ class ToolProcess(Child):
                     raise Garbage("answered with something that is not a text")
                 return text
         except LoadFailed as failure:
-            raise AgentError(str(failure)) from failure
+            raise AgentError(f"{failure}; correct the file") from failure
         except CallFailed as failure:
             raise ToolFailed(to_text(str(failure), max_chars=self._max_chars)) from failure

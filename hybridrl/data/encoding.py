@@ -6,6 +6,7 @@ on the number of processes.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
 from base64 import b64decode, b64encode
@@ -61,20 +62,14 @@ class EncodedRows:
 
     def to_json(self) -> dict[str, Any]:
         """Return a form for ``from_json``."""
-        batch = b64encode(self.batch.serialize()).decode()
-        return {
-            "batch": batch,
-            "num_rows": self.num_rows,
-            "malformed": self.malformed,
-            "overlong": self.overlong,
-        }
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "batch": b64encode(self.batch.serialize()).decode()}
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """Read what ``to_json`` returned."""
         batch = pyarrow.ipc.read_record_batch(pyarrow.py_buffer(b64decode(form["batch"])), SCHEMA)
-        overlong = [(origin, num_tokens) for origin, num_tokens in form["overlong"]]
-        return cls(batch, form["num_rows"], form["malformed"], overlong)
+        return cls(batch, form["num_rows"], form["malformed"], [*map(tuple, form["overlong"])])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +130,8 @@ def encode_by_processes(
     Raises:
         DataError: a chunk cannot be encoded, or a process has ended.
     """
-    pool = Pool([_EncoderProcess(encoder) for _ in range(num_processes)], name="tokenize")
+    pickled = _pickle(encoder)
+    pool = Pool([_EncoderProcess(pickled) for _ in range(num_processes)], name="tokenize")
     with closing(pool), _named_end():
         starts = pool.start()
         num_begun = 0
@@ -160,11 +156,11 @@ def encode_by_processes(
 class _EncoderProcess(Child):
     """A process that encodes chunks, with this module's service."""
 
-    def __init__(self, encoder: RowEncoder) -> None:
+    def __init__(self, pickled: str) -> None:
         super().__init__(
             __name__,
-            {"pickled": _pickle(encoder)},
-            names=["a process that tokenizes rows"],
+            {"pickled": pickled},
+            names=["the tokenizer"],
             timeout_s=_DAY_S,
             load_timeout_s=_DAY_S,
         )
@@ -202,6 +198,6 @@ def _named_end() -> Iterator[None]:
         raise DataError(str(error)) from error
     except CallFailed as error:
         raise DataError(
-            f"a process that tokenizes rows {error}, perhaps for want of memory; set "
+            f"a process that tokenizes rows failed, perhaps for want of memory: {error}; set "
             "data.num_processes=1, or fewer than now"
         ) from error

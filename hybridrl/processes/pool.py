@@ -121,9 +121,8 @@ class Child:
         except CallFailed as failure:
             self.drop()
             number = failure.number if isinstance(failure, Refused) else 0
-            raise LoadFailed(
-                f"{self.names[number]} cannot be loaded: {failure}; correct the file"
-            ) from failure
+            name = self.names[min(max(0, number), len(self.names) - 1)]  # it is the child's
+            raise LoadFailed(f"{name} cannot be loaded: {failure}") from failure
 
     @contextmanager
     def call(

@@ -72,7 +72,7 @@ class Outcomes:
 
 
 class RewardPool:
-    """Holds processes that each have all functions loaded; close it, or use it in a ``with``."""
+    """Holds processes that each have all functions loaded; close it."""
 
     def __init__(
         self, functions: Sequence[FunctionFile], *, num_processes: int, timeout_s: float

@@ -110,7 +110,7 @@ class RewardProcess(Child):
         try:
             super().start()
         except LoadFailed as failure:
-            raise RewardError(str(failure)) from failure
+            raise RewardError(f"{failure}; correct the file") from failure
         if len(self.kinds) != len(self.names) or not _KINDS.issuperset(self.kinds):
             raise RewardError(f"{self.names[0]}: its process sent something else than its kind")
 
