@@ -24,6 +24,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "diagnostics": (1130, 7),
     "models": (3053, 20),
     "planning": (908, 10),
+    "processes": (1390, 7),
     "rehearsal": (2175, 10),
     "report": (1636, 13),
     "rewards": (2716, 17),

@@ -20,9 +20,9 @@ from hybridrl.atomic_io import atomic_write_text
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.config.yaml_text import read_yaml
-from hybridrl.diagnostics.processes import kill_session
 from hybridrl.errors import ConfigErrors, HybridRLError
 from hybridrl.json_text import to_json_text
+from hybridrl.processes.guard import kill_session
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 
 _LAUNCH = "hybridrl.run.launch"

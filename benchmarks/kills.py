@@ -24,8 +24,8 @@ from pathlib import Path
 from benchmarks.child import Child
 from hybridrl.checkpoint.compare import compare_runs
 from hybridrl.config.load import load_config
-from hybridrl.diagnostics.processes import members_of
 from hybridrl.main import compose
+from hybridrl.processes.guard import members_of
 
 SMALL = (
     *("model.starter.hidden_size=32", "model.starter.num_layers=1"),

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 
 from hybridrl.config.reward import RewardConfig
 from hybridrl.errors import SandboxError
+from hybridrl.processes.sandbox import Sandbox, SandboxLimits
 from hybridrl.rewards.runner import RewardInputs
-from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
 from hybridrl.rewards.scorer import RewardScorer
 
 

@@ -13,7 +13,7 @@ from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.trajectory import Trajectory
 from hybridrl.diagnostics import trace
 from hybridrl.loop_thread import is_cancelled
-from hybridrl.rewards.child import last_line
+from hybridrl.processes.child import last_line
 
 log = logging.getLogger(__name__)
 

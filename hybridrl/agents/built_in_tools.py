@@ -7,7 +7,7 @@ import asyncio
 import operator
 from collections.abc import Callable, Mapping
 
-from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
+from hybridrl.processes.sandbox import Sandbox, SandboxLimits
 
 _Number = int | float
 _LARGEST = 10**100

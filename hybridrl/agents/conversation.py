@@ -20,11 +20,10 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from hybridrl.agents.open_sequence import OpenSequence
 from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import ToolResult
-from hybridrl.agents.trajectory import Ended, TokenSequence, Trajectory, Turn
+from hybridrl.agents.trajectory import Ended, OpenSequence, TokenSequence, Trajectory, Turn
 from hybridrl.agents.turn_records import CallRecord, call_record
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace

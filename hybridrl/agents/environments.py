@@ -13,23 +13,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hybridrl.agents import built_in_environments
 from hybridrl.agents.conversation import Conversation
-from hybridrl.agents.environment_process import EnvironmentFailed, EnvironmentServer
-from hybridrl.agents.observations import (
-    Observed,
-    arguments_of_reset,
-    read_reset,
-    read_step,
-)
-from hybridrl.agents.tool_process import ToolLimits
+from hybridrl.agents.observations import Observed, Question
+from hybridrl.agents.tool_process import BYTES_PER_CHAR, ToolLimits
 from hybridrl.config.agent import BUILT_IN_ENVIRONMENTS
-from hybridrl.data.rows import Message, Row
+from hybridrl.data.rows import Message
 from hybridrl.diagnostics import trace
 from hybridrl.errors import AgentError, suggest_name
-from hybridrl.rewards.child import last_line, load_module
+from hybridrl.processes.channel import CallFailed
+from hybridrl.processes.child import last_line, load_module
+from hybridrl.processes.pool import Child, Copy, LoadFailed
+
+_ANSWER_BYTES = 1 << 16
+_USUAL_MESSAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +88,8 @@ def load_environment(spelled: str) -> EnvironmentKind:
     return EnvironmentKind(Path(file), name, factory, is_async, roles)
 
 
-class PlayedEnvironment(Protocol):
-    """An environment of one conversation, wherever it runs."""
-
-    async def reset(self, row: Row, seed: int) -> Observed:
-        """Begin.
-
-        Raises:
-            EnvironmentFailed: it raised, hung, ended its process, or answered in another form.
-        """
-        ...
-
-    async def step(self, action: str) -> Observed:
-        """Answer a turn."""
-        ...
-
-    async def close(self) -> None:
-        """End it, in bounded time."""
-        ...
+class EnvironmentFailed(Exception):
+    """An environment raised, hung, or answered in another form: its conversation ends."""
 
 
 class LoopEnvironment:
@@ -116,44 +99,62 @@ class LoopEnvironment:
         self._environment = environment
         self._limits = limits
 
-    async def reset(self, row: Row, seed: int) -> Observed:
-        """Begin; see ``PlayedEnvironment``, and ``observations.Environment``."""
-        given = arguments_of_reset(self._environment.reset, row, seed)
-        value = await self._limited(self._environment.reset(**given))
-        try:
-            chars = self._limits.max_chars
-            return read_reset(value, is_gymnasium="row" not in given, max_chars=chars)
-        except (TypeError, ValueError) as error:
-            raise EnvironmentFailed(str(error)) from error
+    async def ask(self, question: Question) -> Observed:
+        """Return the answer.
 
-    async def step(self, action: str) -> Observed:
-        """Answer a turn; raises as ``reset``."""
-        value = await self._limited(self._environment.step(action))
-        try:
-            return read_step(value, max_chars=self._limits.max_chars)
-        except (TypeError, ValueError) as error:
-            raise EnvironmentFailed(str(error)) from error
-
-    async def close(self) -> None:
-        """Let it close what it opened."""
-        closed = getattr(self._environment, "close", bool)()
-        if inspect.isawaitable(closed):
-            await self._limited(closed)
-
-    async def _limited(self, awaitable: Any) -> object:  # noqa: ANN401 - of a user
+        Raises:
+            EnvironmentFailed: it raised, hung, or answered in another form.
+        """
         deadline = asyncio.timeout(self._limits.timeout_s)
+        chars = self._limits.max_chars
         try:
             async with deadline:
-                return await awaitable
+                value, read = question.put_to(self._environment, max_chars=chars)
+                return read(await value if inspect.isawaitable(value) else value)
         except (Exception, SystemExit) as error:  # any user code
             if deadline.expired():
                 limit = f"{self._limits.timeout_s:g} s"
                 raise EnvironmentFailed(f"took longer than {limit}") from error
             raise EnvironmentFailed(f"raised {last_line(error)}") from error
 
+    async def end(self) -> None:
+        """Let it close what it opened."""
+        await self.ask(Question())
+
+
+class ProcessEnvironment:
+    """An environment of plain methods, in a process of its own."""
+
+    def __init__(self, copy: Copy, limits: ToolLimits) -> None:
+        self._copy = copy
+        self._max_bytes = _ANSWER_BYTES + _USUAL_MESSAGES * BYTES_PER_CHAR * limits.max_chars
+
+    async def ask(self, question: Question) -> Observed:
+        """Return the answer; raises as ``LoopEnvironment.ask``, and if its process ended."""
+        try:
+            answer = await self._copy.call(question.to_json(), max_bytes=self._max_bytes)
+            return Observed.from_json(answer["observed"])
+        except CallFailed as error:
+            raise EnvironmentFailed(str(error)) from error
+        except (TypeError, KeyError) as error:
+            raise EnvironmentFailed("sent something else than an observation") from error
+
+    async def end(self) -> None:
+        """Let it close what it opened, and kill it."""
+        try:
+            await self.ask(Question())
+        except EnvironmentFailed:
+            return
+        finally:
+            self._copy.end()
+
 
 class Environments:
-    """The environments of a rank; close it at the end."""
+    """The environments of a rank; close it at the end.
+
+    Each plain one plays in a process of its own: one that hangs, dies, forks or floods costs its
+    own conversation. They are copies of one process, which has loaded the file.
+    """
 
     def __init__(self, kind: EnvironmentKind, *, limits: ToolLimits) -> None:
         """Start the process that makes plain ones.
@@ -163,27 +164,45 @@ class Environments:
         """
         self.kind = kind
         self._limits = limits
-        self._server: EnvironmentServer | None = None
+        self._process: Child | None = None
         if not kind.is_async:
-            self._server = EnvironmentServer(kind.path, kind.name, limits=limits)
+            self._process = Child(
+                "hybridrl.agents.observations",
+                {"path": str(kind.path), "name": kind.name, "max_chars": limits.max_chars},
+                names=[f"agent.environment={kind.path}:{kind.name}"],
+                timeout_s=limits.timeout_s,
+                is_silent=True,
+            )
+            self._start(self._process)
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[PlayedEnvironment]:
-        """Make an environment, and close it at the end."""
-        environment: PlayedEnvironment
-        if self._server is not None:
-            environment = self._server.begin()
-        else:
+    async def open(self) -> AsyncIterator[LoopEnvironment | ProcessEnvironment]:
+        """Make an environment, and end it.
+
+        Raises:
+            AgentError: the process had to be started again, and that failed.
+        """
+        environment: LoopEnvironment | ProcessEnvironment
+        if self._process is None:
             environment = LoopEnvironment(self.kind.factory(), self._limits)
+        else:
+            self._start(self._process)
+            environment = ProcessEnvironment(self._process.fork(), self._limits)
         try:
             yield environment
         finally:
-            await environment.close()
+            await environment.end()
 
     def close(self) -> None:
         """End all processes. Twice is a no-op."""
-        if self._server is not None:
-            self._server.close()
+        if self._process is not None:
+            self._process.close()
+
+    def _start(self, process: Child) -> None:
+        try:
+            process.start()
+        except LoadFailed as failure:
+            raise AgentError(f"{failure}; correct the file") from failure
 
 
 class PlaysEnvironment:
@@ -196,7 +215,7 @@ class PlaysEnvironment:
     async def run(self, conversation: Conversation) -> None:
         """Play until the environment is done, or ends by a limit of its own."""
         async with self._environments.open() as environment:
-            observed = await environment.reset(conversation.row, conversation.seed)
+            observed = await environment.ask(Question(row=conversation.row, seed=conversation.seed))
             if observed.text is not None:
                 conversation.begin_with(_put_behind(conversation.messages, observed.text))
             elif observed.messages:
@@ -204,7 +223,7 @@ class PlaysEnvironment:
             while True:
                 action = await conversation.sample()
                 begin_ns = time.perf_counter_ns()
-                observed = await environment.step(action)
+                observed = await environment.ask(Question(action=action))
                 trace.add("environment", begin_ns, track=conversation.number)
                 conversation.reward(observed.reward)
                 if observed.is_truncated:

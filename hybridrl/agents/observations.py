@@ -1,19 +1,21 @@
 """The answers of an environment: of ``reset`` and ``step``, in this project's form or Gymnasium's.
 
-Imported by the processes in which environments play, so without torch.
+Plain environments play in processes, which import this module, so it does without torch.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Protocol, Self
 
-from hybridrl.agents.tool_child import to_text
-from hybridrl.data.rows import Message, Row
+from hybridrl.agents.tool_process import to_text
+from hybridrl.data.rows import Message, Row, read_record, write_record
 from hybridrl.json_text import to_json_text
+from hybridrl.processes.child import Emit, Service, declined_as, load_module
 
 
 class Environment(Protocol):
@@ -62,7 +64,59 @@ class Observed:
         return cls(**{**form, "messages": messages})
 
 
-def arguments_of_reset(reset: object, row: Row, seed: int) -> dict[str, object]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A call of an environment: to begin, to answer a turn, or without either to close."""
+
+    row: Row | None = None
+    seed: int = 0
+    action: str | None = None
+
+    def put_to(
+        self,
+        environment: Any,  # noqa: ANN401 - of a user
+        *,
+        max_chars: int,
+    ) -> tuple[object, Callable[[Any], Observed]]:
+        """Call the method; return its value or coroutine, and a function that reads the value."""
+        if self.row is not None:
+            given = _arguments_of_reset(environment.reset, self.row, self.seed)
+            value = environment.reset(**given)
+            is_gymnasium = "row" not in given
+            return value, partial(read_reset, is_gymnasium=is_gymnasium, max_chars=max_chars)
+        if self.action is not None:
+            return environment.step(self.action), partial(read_step, max_chars=max_chars)
+        return getattr(environment, "close", bool)(), lambda _: Observed()
+
+    def to_json(self) -> Mapping[str, Any]:
+        """Return a form for ``from_json``."""
+        record = None if self.row is None else write_record(self.row).decode()
+        return {"record": record, "seed": self.seed, "action": self.action}
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any]) -> Self:
+        """Read what ``to_json`` returned."""
+        record = form["record"]
+        row = None if record is None else read_record(record.encode(), origin="")
+        return cls(row=row, seed=form["seed"], action=form["action"])
+
+
+def load(path: str, name: str, max_chars: int) -> tuple[Service, None]:
+    """Load the class of an environment; its service, see ``processes/child.py``, plays one."""
+    with declined_as(0):
+        factory = vars(load_module(path))[name]
+    made: list[Any] = []
+
+    def play(message: dict[str, Any], emit: Emit) -> None:
+        if not made:
+            made.append(factory())
+        value, read = Question.from_json(message).put_to(made[0], max_chars=max_chars)
+        emit(observed=read(value).to_json())
+
+    return play, None
+
+
+def _arguments_of_reset(reset: object, row: Row, seed: int) -> dict[str, object]:
     """Return those of row, seed and options that ``reset`` takes."""
     if not callable(reset):
         raise TypeError("it has no method reset")

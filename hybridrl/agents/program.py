@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from hybridrl import env
-from hybridrl.diagnostics.processes import end_guarded, guarded
+from hybridrl.processes.guard import end_guarded, guarded
 
 _TAIL_BYTES = 4096
 _LINE_CHARS = 300

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import env
@@ -29,18 +31,18 @@ from hybridrl.agents.chat import (
     to_template,
 )
 from hybridrl.agents.conversation import Conversation, ConversationEnded
-from hybridrl.agents.open_sequence import OpenSequence
 from hybridrl.agents.program import AgentProgram, ProgramEnd
 from hybridrl.agents.proxy_server import HOST, MODEL, serve
 from hybridrl.agents.setting import Setting
-from hybridrl.agents.stop_strings import cut_behind, text_before
 from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall, text_before_calls
 from hybridrl.agents.tools import ToolResult
+from hybridrl.agents.trajectory import OpenSequence
 from hybridrl.config.agent import AgentConfig
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
+from hybridrl.sampler import Sample
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ class Chats:
             sample = await self._conversation.sample_turn(
                 sequence,
                 max_new_tokens=request.max_tokens,
-                shorten=lambda sampled: cut_behind(sampled, request.stops, self._tokenizer.decode),
+                shorten=lambda sampled: _cut_behind(sampled, request.stops, self._tokenizer.decode),
             )
         except ConversationEnded as error:
             self.ended = error
@@ -119,7 +121,7 @@ class Chats:
         text: str = self._tokenizer.decode(
             sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
         )
-        stopped_text = text_before(text, request.stops)
+        stopped_text = _text_before(text, request.stops)
         is_limited = sample.is_truncated and stopped_text is None
         if is_limited and len(sample.token_ids) != request.max_tokens:
             self._conversation.end("tokens")
@@ -209,6 +211,40 @@ def _new_messages(chat: _Answered, request: ChatRequest) -> tuple[ChatMessage, .
     new = request.messages[num_known:]
     is_known = request.tools == chat.tools and request.messages[:num_known] == chat.messages
     return new if is_known and all(m.role in ("tool", "user") for m in new) else ()
+
+
+def _cut_behind(sample: Sample, stops: Sequence[str], decode: Callable[[Tensor], str]) -> Sample:
+    """Drop the tokens behind the one that completes the first stop string.
+
+    The engine samples to the end of the turn, and knows nothing of strings: the tokens up to here
+    do not depend on those behind them.
+
+    Args:
+        stops: not empty strings; may be none.
+
+    Returns:
+        The sample itself if its text has none of the strings; else one that lacks a stop token.
+    """
+    token_ids = sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
+
+    def has_stop(num_tokens: int) -> bool:
+        return _text_before(decode(token_ids[:num_tokens]), stops) is not None
+
+    if not stops or not has_stop(len(token_ids)):
+        return sample
+    num_tokens = bisect_left(range(len(token_ids)), 1, key=has_stop)
+    return replace(
+        sample,
+        token_ids=token_ids[:num_tokens],
+        logprobs=sample.logprobs[:num_tokens],
+        finish_reason="length",
+    )
+
+
+def _text_before(text: str, stops: Sequence[str]) -> str | None:
+    """Return a text up to the first stop string in it; None if it has none."""
+    places = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(places)] if places else None
 
 
 def _has_json_form(call: ToolCall) -> bool:

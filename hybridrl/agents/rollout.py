@@ -24,10 +24,10 @@ from hybridrl.batch import PromptBatch
 from hybridrl.config.agent import ENVIRONMENT, PROXY, AgentConfig
 from hybridrl.data.prompts import decode_row
 from hybridrl.data.rows import Message
-from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import AgentError
 from hybridrl.metrics import Mean, Metrics, Sum, merge
-from hybridrl.rewards.child import last_line, load_module
+from hybridrl.processes.child import last_line, load_module
+from hybridrl.processes.guard import usual_num_processes
 from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 
 if TYPE_CHECKING:

@@ -20,14 +20,14 @@ from transformers.utils import get_json_schema
 from hybridrl.agents import built_in_tools, search
 from hybridrl.agents.search import SearchIndex
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall
-from hybridrl.agents.tool_child import to_text
-from hybridrl.agents.tool_process import ToolFailed, ToolLimits, ToolProcesses
+from hybridrl.agents.tool_process import ToolFailed, ToolLimits, ToolProcess, to_text
 from hybridrl.config.agent import BUILT_IN_TOOLS, SEARCH
 from hybridrl.errors import AgentError, suggest_name
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread, is_cancelled
-from hybridrl.rewards.child import last_line, load_function
-from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
+from hybridrl.processes.child import last_line, load_function
+from hybridrl.processes.pool import Pool
+from hybridrl.processes.sandbox import Sandbox, SandboxLimits
 
 Schema = Mapping[str, Any]
 
@@ -180,11 +180,9 @@ class Toolbox:
         self._limits = limits
         in_processes = [t for t in tools if not inspect.iscoroutinefunction(t.function)]
         self._numbers = {tool.name: number for number, tool in enumerate(in_processes)}
-        self._processes = ToolProcesses(
-            [(tool.file, tool.name) for tool in in_processes],
-            limits=limits,
-            num_processes=num_processes,
-        )
+        functions = [(tool.file, tool.name) for tool in in_processes]
+        processes = [ToolProcess(functions, limits) for _ in range(num_processes)]
+        self._processes = Pool(processes, name="tool")
         self._loop = LoopThread("asynchronous tools")
 
     async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
@@ -219,7 +217,8 @@ class Toolbox:
     async def _result(self, tool: Tool, arguments: Mapping[str, object]) -> str:
         number = self._numbers.get(tool.name)
         if number is not None:
-            return await asyncio.wrap_future(self._processes.submit(number, arguments))
+            call = self._processes.submit(lambda process: process.run(number, arguments))
+            return await asyncio.wrap_future(call)
         work = self._run_coroutine(tool, arguments)
         if tool.spelled in BUILT_IN_TOOLS:  # they end, and in turn: an engine's steps repeat
             result: asyncio.Future[str] = asyncio.ensure_future(work)

@@ -6,15 +6,17 @@ on the number of processes.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import pyarrow
 from transformers import PreTrainedTokenizerBase
@@ -24,12 +26,19 @@ from hybridrl.data.columns import Columns
 from hybridrl.data.parsing import RawRow, parse
 from hybridrl.data.prompts import Rendered, render
 from hybridrl.data.records import Malformed
-from hybridrl.data.row_table import encode_batch
+from hybridrl.data.row_table import SCHEMA, encode_batch
 from hybridrl.data.rows import Row
-from hybridrl.diagnostics.processes import end_guarded, start_guarded_module
 from hybridrl.errors import DataError, HybridRLError
+from hybridrl.processes.channel import CallFailed, Refused
+from hybridrl.processes.child import Declined, Emit, Service
+from hybridrl.processes.pool import Child, Pool
 
 log = logging.getLogger(__name__)
+
+_DAY_S = 86_400.0
+"""A chunk takes as long as it takes, and so do imports on a slow disk."""
+
+_ANSWER_BYTES = 1 << 40
 
 Chunk = Sequence[RawRow | Row]
 """Some rows, at least one, that are encoded together."""
@@ -50,6 +59,17 @@ class EncodedRows:
 
     overlong: Sequence[tuple[str, int]]
     """Origin and tokens of each longer prompt."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a form for ``from_json``."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "batch": b64encode(self.batch.serialize()).decode()}
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any]) -> Self:
+        """Read what ``to_json`` returned."""
+        batch = pyarrow.ipc.read_record_batch(pyarrow.py_buffer(b64decode(form["batch"])), SCHEMA)
+        return cls(batch, form["num_rows"], form["malformed"], [*map(tuple, form["overlong"])])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +123,6 @@ def encode_by_processes(
     """Encode chunks by processes, in order; they end with the generator.
 
     They take seconds to begin. Nobody waits for that: this process encodes until one has begun.
-    No pool of the standard library does: its children get Ctrl-C, outlive a driver that is killed,
-    and import the user's main module.
 
     Args:
         encoder: its tokenizer is a fast one, which can be sent to a process.
@@ -112,92 +130,74 @@ def encode_by_processes(
     Raises:
         DataError: a chunk cannot be encoded, or a process has ended.
     """
-    pickled = pickle.dumps(encoder)
-    starting: list[_Child] = []
-    idle: list[_Child] = []
-    busy: deque[_Child] = deque()  # in the order of their chunks; each has one
-    with ExitStack() as at_end:
-        for _ in range(num_processes):
-            starting.append(_Child())
-            at_end.callback(starting[-1].end)
+    pickled = _pickle(encoder)
+    pool = Pool([_EncoderProcess(pickled) for _ in range(num_processes)], name="tokenize")
+    with closing(pool), _named_end():
+        starts = pool.start()
+        num_begun = 0
+        under_way: deque[Future[EncodedRows]] = deque()
         for chunk in chunks:
-            for child in [child for child in starting if child.has_begun(pickled)]:
-                starting.remove(child)
-                idle.append(child)
-                log.info("a process begins to tokenize: %d to come", len(starting))
-            if not idle and not busy:
+            for start in starts[:]:
+                if start.done():
+                    starts.remove(start)
+                    start.result()
+                    num_begun += 1
+                    log.info("a process begins to tokenize: %d to come", len(starts))
+            if not num_begun:
                 yield encoder(chunk)
-            elif idle:
-                busy.append(idle.pop())
-                busy[-1].send(chunk)
-            else:
-                busy.append(busy.popleft())
-                encoded = busy[-1].receive()
-                busy[-1].send(chunk)
-                yield encoded
-        for child in busy:
-            yield child.receive()
+                continue
+            under_way.append(pool.submit(partial(_EncoderProcess.encode, chunk=chunk)))
+            if len(under_way) > num_begun:
+                yield under_way.popleft().result()
+        for encoded in under_way:
+            yield encoded.result()
 
 
-class _Child:
-    """A process that encodes. It has a session of its own, so Ctrl-C does not reach it."""
+class _EncoderProcess(Child):
+    """A process that encodes chunks, with this module's service."""
 
-    def __init__(self) -> None:
-        self._connection, child_end = Pipe()
-        with child_end:
-            self._process = start_guarded_module(__name__, child_end.fileno())
-        self._has_encoder = False
+    def __init__(self, pickled: str) -> None:
+        super().__init__(
+            __name__,
+            {"pickled": pickled},
+            names=["the tokenizer"],
+            timeout_s=_DAY_S,
+            load_timeout_s=_DAY_S,
+        )
 
-    def has_begun(self, encoder: bytes) -> bool:
-        """Give it the encoder once it has started; return whether it waits for rows."""
-        if not self._connection.poll():
-            return False
-        self.receive()
-        if self._has_encoder:
-            return True
-        with _named_end():
-            self._connection.send_bytes(encoder)
-        self._has_encoder = True
-        return False
+    def encode(self, chunk: Chunk) -> EncodedRows:
+        with self.call({"pickled": _pickle(chunk)}, max_bytes=_ANSWER_BYTES) as next_answer:
+            return EncodedRows.from_json(next_answer())
 
-    def send(self, chunk: Chunk) -> None:
-        with _named_end():
-            self._connection.send(chunk)
 
-    def receive(self) -> EncodedRows:
-        with _named_end():
-            answer: EncodedRows | HybridRLError = self._connection.recv()
-        if isinstance(answer, HybridRLError):
-            raise answer
-        return answer
+def load(pickled: str) -> tuple[Service, None]:
+    """Load an encoder in a process; its service, see ``processes/child.py``, encodes chunks."""
+    env.set_value("TOKENIZERS_PARALLELISM", "false")
+    encoder: RowEncoder = pickle.loads(b64decode(pickled))
 
-    def end(self) -> None:
-        end_guarded(self._process)
-        self._connection.close()
+    def encode(message: dict[str, Any], emit: Emit) -> None:
+        try:
+            encoded = encoder(pickle.loads(b64decode(message["pickled"])))
+        except HybridRLError as error:
+            raise Declined(str(error)) from error
+        emit(**encoded.to_json())
+
+    return encode, None
+
+
+def _pickle(value: object) -> str:
+    """Return a value as a text that JSON holds; only a child of this process reads it."""
+    return b64encode(pickle.dumps(value)).decode()
 
 
 @contextmanager
 def _named_end() -> Iterator[None]:
     try:
         yield
-    except (EOFError, OSError) as error:
+    except Refused as error:
+        raise DataError(str(error)) from error
+    except CallFailed as error:
         raise DataError(
-            "a process that tokenizes rows has ended, perhaps for want of memory; set "
+            f"a process that tokenizes rows failed, perhaps for want of memory: {error}; set "
             "data.num_processes=1, or fewer than now"
         ) from error
-
-
-def main(descriptor: int) -> None:
-    """Be such a process: ask for an encoder, then answer each chunk until the other end closes."""
-    env.set_value("TOKENIZERS_PARALLELISM", "false")
-    connection: Connection = Connection(descriptor)
-    with connection, suppress(EOFError, ConnectionError):
-        connection.send(None)
-        encoder: RowEncoder = connection.recv()
-        connection.send(None)
-        while True:
-            chunk = connection.recv()
-            try:
-                connection.send(encoder(chunk))
-            except HybridRLError as error:
-                connection.send(error)

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.rewards.sandbox import Level, Sandbox, SandboxLimits, SandboxResult
+from hybridrl.processes.sandbox import Level, Sandbox, SandboxLimits, SandboxResult
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _SHARE_OF_TIMEOUT = 0.9

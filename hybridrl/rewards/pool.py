@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-import queue
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
+from hybridrl.processes.channel import CallFailed
+from hybridrl.processes.pool import CallHung, Pool
 from hybridrl.rewards.child import Reward
-from hybridrl.rewards.runner import CallFailed, CallHung, ChildRunner, FunctionFile, RewardInputs
+from hybridrl.rewards.runner import FunctionFile, RewardInputs, RewardProcess
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +22,8 @@ _PIECES_PER_PROCESS = 4
 _MAX_HANGS_IN_A_ROW, _MAX_HANGS = 3, 16  # for each process
 _GIVEN_UP = "not tried after others hung"
 _STOPPED = "not tried after another failed"
+
+_Scored = tuple[dict[int, Reward], CallFailed | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class Outcomes:
 
 
 class RewardPool:
-    """Holds processes that each have all functions loaded; close it, or use it in a ``with``."""
+    """Holds processes that each have all functions loaded; close it."""
 
     def __init__(
         self, functions: Sequence[FunctionFile], *, num_processes: int, timeout_s: float
@@ -78,33 +82,22 @@ class RewardPool:
         Raises:
             RewardError: a function cannot be loaded.
         """
-        self._functions = functions
         self._num_processes = num_processes
-        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="reward")
-        self._runners: list[ChildRunner] = []
-        self._idle: queue.LifoQueue[ChildRunner] = queue.LifoQueue()
+        children = [RewardProcess(functions, timeout_s=timeout_s) for _ in range(num_processes)]
+        self._pool = Pool(children, name="reward")
         with ExitStack() as on_error:
             on_error.callback(self.close)
-            starts = [
-                self._threads.submit(ChildRunner, functions, timeout_s=timeout_s)
-                for _ in range(num_processes)
-            ]
+            starts = self._pool.start()
             wait(starts)
-            self._runners += [start.result() for start in starts if start.exception() is None]
             for start in starts:
                 start.result()  # raises the error of the first one
             on_error.pop_all()
-        for runner in self._runners:
-            self._idle.put(runner)
-
-    @property
-    def kinds(self) -> Sequence[str]:
-        """How each function is called; see `channel.KINDS`."""
-        return self._runners[0].kinds
+        self.kinds = children[0].kinds
+        """How each function is called; see ``RewardFunction.kind``."""
 
     def score(
         self,
-        inputs: RewardInputs,
+        inputs: Sequence[RewardInputs],
         *,
         stop_at_failure: bool,
         known: Sequence[Mapping[int, Reward]] = (),
@@ -115,95 +108,77 @@ class RewardPool:
         for each process, or sixteen in all, rows not yet tried are given up.
 
         Args:
-            inputs: B rows, those of the same prompt adjacent.
+            inputs: of each function B rows, those of the same prompt adjacent.
             stop_at_failure: do not try the others once a row was found that fails alone.
             known: results by function and row of earlier calls; those rows are not scored.
 
         Raises:
             RewardError: a function had to be loaded again, and that failed.
         """
-        outcomes = Outcomes([dict(rewards) for rewards in known or [{}] * len(self._functions)])
+        outcomes = Outcomes([dict(rewards) for rewards in known or [{}] * len(inputs)])
         failed = (isinstance(r, str) for rewards in outcomes.by_function for r in rewards.values())
         outcomes.is_any_failed = any(failed)
         waiting = deque(self._cut(inputs, outcomes))
-        running: dict[Future[list[Reward]], Piece] = {}
+        running: dict[Future[_Scored], Piece] = {}
         while waiting or running:
             while waiting and len(running) < self._num_processes:
                 piece = waiting.popleft()
-                rows = inputs.take(piece.rows)
-                running[self._threads.submit(self._call, piece.function, rows)] = piece
+                rows = inputs[piece.function].take(piece.rows)
+                call = partial(RewardProcess.score, inputs=rows, function=piece.function)
+                running[self._pool.submit(call)] = piece
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                waiting.extend(self._take_in(running.pop(future), future, outcomes))
+                waiting.extend(self._take_in(running.pop(future), future.result(), outcomes))
             if reason := self._reason_to_end(outcomes, stop_at_failure=stop_at_failure):
                 waiting.clear()
                 for rewards in outcomes.by_function if not running else ():
-                    for row in range(len(inputs)):
+                    for row in range(len(inputs[0])):
                         rewards.setdefault(row, reason)
         return outcomes
 
-    def score_some(
-        self, inputs: RewardInputs, function: int
-    ) -> tuple[dict[int, Reward], CallFailed | None]:
+    def score_some(self, inputs: RewardInputs, function: int) -> _Scored:
         """Score rows in one process, whatever else the others do; return a failure with its row.
 
         Of a function of one row: a row that fails gets the reason, and those behind it nothing.
         """
-        try:
-            return dict(enumerate(self._call(function, inputs))), None
-        except CallFailed as failure:
-            rewards = dict(failure.rewards)
-            if self.kinds[function] == "row":
-                rewards[len(rewards)] = str(failure)
-            return rewards, failure
+        rewards, failure = self._pool.run(lambda process: process.score(inputs, function))
+        if failure is not None and self.kinds[function] == "row":
+            rewards[len(rewards)] = str(failure)
+        return rewards, failure
 
     def close(self) -> None:
         """End all processes. Twice is a no-op."""
-        for runner in self._runners:
-            runner.end()
-        self._threads.shutdown(cancel_futures=True)
-        for runner in self._runners:
-            runner.close()
+        self._pool.close()
 
-    def _cut(self, inputs: RewardInputs, outcomes: Outcomes) -> Iterator[Piece]:
+    def _cut(self, inputs: Sequence[RewardInputs], outcomes: Outcomes) -> Iterator[Piece]:
         """Cut rows into pieces; those that see several rows see all of a prompt's."""
         for function, kind in enumerate(self.kinds):
             known = outcomes.by_function[function]
-            rows = [row for row in range(len(inputs)) if row not in known]
+            rows = [row for row in range(len(inputs[function])) if row not in known]
             if kind == "row":
                 num_pieces = self._num_processes * _PIECES_PER_PROCESS
                 rows_per_piece = -(-len(rows) // num_pieces)
                 begins = list(range(0, len(rows), rows_per_piece or 1))
             else:
-                prompts = [inputs.prompts[row] for row in rows]
+                prompts = [inputs[function].prompts[row] for row in rows]
                 begins = _begins_of_slices(prompts, self._num_processes)
             for begin, end in pairwise([*begins, len(rows)]):
                 yield Piece(function, rows[begin:end])
 
-    def _call(self, function: int, inputs: RewardInputs) -> list[Reward]:
-        runner = self._idle.get()
-        try:
-            return runner.call(inputs, function)
-        finally:
-            self._idle.put(runner)
-
-    def _take_in(
-        self, piece: Piece, future: Future[list[Reward]], outcomes: Outcomes
-    ) -> list[Piece]:
+    def _take_in(self, piece: Piece, scored: _Scored, outcomes: Outcomes) -> list[Piece]:
         """Keep what a call gave, and return the pieces to try again."""
-        try:
-            outcomes.add(piece, dict(enumerate(future.result())))
+        rewards, failure = scored
+        remaining = outcomes.add(piece, rewards)
+        if failure is None:
             return []
-        except CallFailed as failure:
-            remaining = outcomes.add(piece, failure.rewards)
-            if len(piece.rows) > 1:
-                log.warning("reward function failed on %d rows: %s", len(piece.rows), failure)
-            if len(piece.rows) == 1 or self._runners[0].kinds[piece.function] == "row":
-                # Rows are scored in order, so the first without a reward is at fault.
-                outcomes.fail(piece.function, remaining[0], failure)
-                return [Piece(piece.function, remaining[1:])] if remaining[1:] else []
-            outcomes.failed_calls.append((piece, f"{len(piece.rows)} responses {failure}"))
-            return [Piece(piece.function, [row]) for row in remaining]
+        if len(piece.rows) > 1:
+            log.warning("reward function failed on %d rows: %s", len(piece.rows), failure)
+        if len(piece.rows) == 1 or self.kinds[piece.function] == "row":
+            # Rows are scored in order, so the first without a reward is at fault.
+            outcomes.fail(piece.function, remaining[0], failure)
+            return [Piece(piece.function, remaining[1:])] if remaining[1:] else []
+        outcomes.failed_calls.append((piece, f"{len(piece.rows)} responses {failure}"))
+        return [Piece(piece.function, [row]) for row in remaining]
 
     def _reason_to_end(self, outcomes: Outcomes, *, stop_at_failure: bool) -> str:
         hangs, in_a_row = outcomes.num_hangs, outcomes.num_hangs_in_a_row

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import logging
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.reward import BUILT_IN_REWARDS, RewardPart
-from hybridrl.diagnostics.processes import end_guarded, guarded
-from hybridrl.errors import RewardError, suggest_name
-from hybridrl.rewards import child
-from hybridrl.rewards.channel import Channel, ChannelClosed, Garbage, Refused
+from hybridrl.config.reward import BUILT_IN_REWARDS, RewardConfig, RewardPart
+from hybridrl.errors import ConfigError, RewardError, SandboxError, suggest_name
+from hybridrl.processes.channel import CallFailed, Garbage
+from hybridrl.processes.child import Message
+from hybridrl.processes.pool import CallKilled, Child, LoadFailed
+from hybridrl.processes.sandbox import Level, Sandbox, SandboxLimits
 from hybridrl.rewards.child import Reward
-from hybridrl.rewards.sandbox import Level, Sandbox, SandboxLimits
 
 log = logging.getLogger(__name__)
 
-_LOAD_TIMEOUT_S = 60.0
+_ANSWER_BYTES, _REWARD_BYTES = 1 << 16, 1 << 14
+"""Largest size of an answer: a constant, and an amount per reward."""
+
+_KINDS = {"batch", "row", "concurrent"}
 _MAX_RESTARTS = 2
 _CONCURRENT_GRACE_S = 1.0
 """Added where the process itself limits each row: it answers before it is killed."""
-
-_KILLED = tuple(
-    -number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-)
-"""Signals of processes that were killed from outside, and did not crash."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,206 +74,110 @@ class FunctionFile:
         return f"{self.path}:{self.name}"
 
 
-class CallFailed(Exception):
-    """A call did not give all rewards. Never leaves this package: the pool calls again without."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.rewards: dict[int, Reward] = {}
-        """Rewards by row that came before."""
-
-
-class CallHung(CallFailed):
-    """A call took longer than it may, and was killed."""
-
-
-class CallKilled(CallFailed):
-    """The process was killed from outside."""
-
-
-class ChildRunner:
-    """Runs users' functions in a process of its own, with a deadline for every call.
-
-    A thread cannot be killed, and a fork of the driver would copy running threads of Ray and torch.
-    So it is a fresh interpreter (60 ms, plus the imports of the file). It has a session of its own,
-    so Ctrl-C does not reach it. All processes and daemons that it starts die with it: see
-    `hybridrl.guard`.
-    """
+class RewardProcess(Child):
+    """Runs users' functions in a process of its own, with a deadline for every call."""
 
     def __init__(self, functions: Sequence[FunctionFile], *, timeout_s: float) -> None:
-        """Start the process and load the functions.
+        """Start nothing yet.
 
         Args:
             functions: called by their number in this list.
             timeout_s: seconds for one call, from the first byte of its input on; of a function of
                 one row for each row.
+        """
+        files = [
+            {"path": str(each.path), "name": each.name, "args": dict(each.args)}
+            for each in functions
+        ]
+        super().__init__(
+            "hybridrl.rewards.child",
+            {"functions": files, "timeout_s": timeout_s},
+            names=[f"reward.function={each}" for each in functions],
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """How each function is called, see ``RewardFunction.kind``; known once it started."""
+        return tuple(map(str, self.loaded)) if isinstance(self.loaded, list) else ()
+
+    def start(self) -> None:
+        """Start the process, unless it runs.
 
         Raises:
             RewardError: a function cannot be loaded within 60 s.
         """
-        self._functions = functions
-        self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._is_ended = False
-        self._start()
+        try:
+            super().start()
+        except LoadFailed as failure:
+            raise RewardError(f"{failure}; correct the file") from failure
+        if len(self.kinds) != len(self.names) or not _KINDS.issuperset(self.kinds):
+            raise RewardError(f"{self.names[0]}: its process sent something else than its kind")
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """How each function is called; see `channel.KINDS`."""
-        return self._kinds
-
-    def call(self, inputs: RewardInputs, function: int = 0) -> list[Reward]:
-        """Return the rewards of a function, or reasons why there is none.
+    def score(
+        self, inputs: RewardInputs, function: int = 0
+    ) -> tuple[dict[int, Reward], CallFailed | None]:
+        """Return the rewards of a function by row, or reasons why there is none.
 
         A process that somebody killed, the kernel for want of memory for example, is started again
         and asked again, twice at most; all attempts share the ``timeout_s`` seconds.
 
+        Returns:
+            Rewards, and why those of other rows are missing: the call raised, died or hung.
+
         Raises:
-            CallFailed: the call raised, died or hung; has the rewards that came before.
             RewardError: functions had to be loaded again, and that failed.
         """
         rewards: dict[int, Reward] = {}
-        remaining_s, num_restarts = self._timeout_s, 0
+        remaining_s, num_restarts = self.timeout_s, 0
         while True:
-            self._start_again_if_gone(function)
             begin, num_before = time.monotonic(), len(rewards)
             try:
-                self._call_once(inputs, function, rewards, remaining_s)
-                return [rewards[row] for row in range(len(inputs))]
+                self.start()
+                self._score_once(inputs, function, rewards, remaining_s)
+                return rewards, None
             except CallKilled as killed:
                 if len(rewards) > num_before:
-                    remaining_s, num_restarts = self._timeout_s, 0  # it died of another row
+                    remaining_s, num_restarts = self.timeout_s, 0  # it died of another row
                 remaining_s -= time.monotonic() - begin
                 if num_restarts == _MAX_RESTARTS or remaining_s <= 0.0:
-                    killed.rewards = rewards
-                    raise
+                    return rewards, killed
                 num_restarts += 1
                 log.warning(
-                    "the process of reward.function=%s %s during a call; "
-                    "it is started again (%d of %d)",
-                    *(self._functions[function], killed, num_restarts, _MAX_RESTARTS),
+                    "the process of %s %s during a call; it is started again (%d of %d)",
+                    *(self.names[function], killed, num_restarts, _MAX_RESTARTS),
                 )
             except CallFailed as failure:
-                failure.rewards = rewards
-                raise
+                return rewards, failure
 
-    def end(self) -> None:
-        """Kill the process and all that it started, for good; another thread's call then fails."""
-        with self._lock:
-            self._is_ended = True
-        end_guarded(self._process)
-
-    def close(self) -> None:
-        """Leave nothing behind. Twice is a no-op. No other thread may be in a call."""
-        self.end()
-        self._drop()
-
-    def _drop(self) -> None:
-        self._is_dropped = True
-        self._channel.close()
-        end_guarded(self._process)
-
-    def _call_once(
+    def _score_once(
         self, inputs: RewardInputs, function: int, rewards: dict[int, Reward], timeout_s: float
     ) -> None:
-        """Add the rewards of the rows that have none yet."""
-        deadline = time.monotonic() + timeout_s
+        """Add the rewards of the rows that have none yet, as they come."""
         rows = [row for row in range(len(inputs)) if row not in rewards]
-        call = {"function": function, "columns": inputs.take(rows).columns()}
-        try:
-            self._channel.send(call, timeout_s=timeout_s)
-        except TimeoutError as error:
-            self._drop()
-            raise CallHung(f"did not read its input within {self._timeout_s:g} s") from error
-        except ChannelClosed as error:
-            raise self._death() from error
-        grace_s = _CONCURRENT_GRACE_S if self._kinds[function] == "concurrent" else 0.0
-        try:
-            for first, values in self._channel.receive(
-                num_rewards=len(rows), timeout_s=deadline - time.monotonic() + grace_s
-            ):
+        with self.call(
+            {"function": function, "columns": inputs.take(rows).columns()},
+            max_bytes=_ANSWER_BYTES + len(rows) * _REWARD_BYTES,
+            timeout_s=timeout_s,
+            grace_s=_CONCURRENT_GRACE_S if self.kinds[function] == "concurrent" else 0.0,
+        ) as next_answer:
+            missing = set(range(len(rows)))
+            while missing:
+                first, values = _rewards_of(next_answer())
+                places = range(first, first + len(values))
+                if not places or not missing.issuperset(places):
+                    raise Garbage("answered with rewards of rows that were not asked for")
+                missing.difference_update(places)
                 rewards.update(zip(rows[first:], values, strict=False))
-        except TimeoutError as error:
-            self._drop()
-            raise CallHung(f"took longer than {self._timeout_s:g} s") from error
-        except (ChannelClosed, Garbage, Refused) as error:
-            raise self._failure_of(error) from error
-
-    def _failure_of(self, error: ChannelClosed | Garbage | Refused) -> CallFailed:
-        if isinstance(error, ChannelClosed):
-            return self._death()
-        if isinstance(error, Refused):
-            return CallFailed(str(error))
-        self._drop()
-        return CallFailed(f"{error}; its process was ended")
-
-    def _start_again_if_gone(self, function: int) -> None:
-        status = self._process.poll()
-        if status is None:
-            return
-        if not self._is_dropped:  # else the error is known
-            log.warning(
-                "the process of reward.function=%s %s between calls; it is started again",
-                *(self._functions[function], _describe_end(status)),
-            )
-        self._drop()
-        self._start()
-
-    def _start(self) -> None:
-        parent_end, child_end = socket.socketpair()
-        with child_end:
-            # -P: its folder must not hide modules of the standard library.
-            command = [sys.executable, "-P", child.__file__, str(child_end.fileno())]
-            with self._lock:
-                if self._is_ended:
-                    parent_end.close()
-                    raise CallFailed("its process was ended with the run")
-                self._process = subprocess.Popen(
-                    guarded(command),
-                    pass_fds=[child_end.fileno()],
-                    stdin=subprocess.PIPE,
-                    start_new_session=True,
-                )
-        self._channel = Channel(parent_end)
-        self._is_dropped = False
-        self._kinds = self._load()
-
-    def _load(self) -> tuple[str, ...]:
-        load = {
-            "functions": [
-                {"path": str(each.path), "name": each.name, "args": dict(each.args)}
-                for each in self._functions
-            ],
-            "search_path": [entry for entry in sys.path if isinstance(entry, str)],
-            "timeout_s": self._timeout_s,
-        }
-        try:
-            self._channel.send({"load": load}, timeout_s=_LOAD_TIMEOUT_S)
-            return self._channel.receive_kinds(
-                num_functions=len(self._functions), timeout_s=_LOAD_TIMEOUT_S
-            )
-        except (TimeoutError, ChannelClosed, Garbage, Refused) as error:
-            self._drop()
-            reason = str(error) or _describe_end(self._process.returncode)
-            if isinstance(error, TimeoutError):
-                reason = f"took longer than {_LOAD_TIMEOUT_S:g} s"
-            number = error.function if isinstance(error, Refused) else 0
-            raise RewardError(
-                f"reward.function={self._functions[number]} cannot be loaded: {reason}; "
-                "correct the file"
-            ) from error
-
-    def _death(self) -> CallFailed:
-        """Return the error of a process that ended, and make sure that it did."""
-        self._drop()
-        kind = CallKilled if self._process.returncode in _KILLED else CallFailed
-        return kind(_describe_end(self._process.returncode))
 
 
-def _describe_end(status: int) -> str:
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"ended its process, exit code {status}"
+def _rewards_of(answer: Message) -> tuple[int, list[Reward]]:
+    row, rewards = answer.get("row", 0), answer.get("rewards")
+    if not isinstance(row, int) or not isinstance(rewards, list):
+        raise Garbage("answered with text that is not a list of rewards")
+    if not all(type(value) in (float, str) for value in rewards):
+        raise Garbage("answered with text that is not a list of rewards")
+    return row, rewards
 
 
 def find_function(part: RewardPart) -> FunctionFile:
@@ -315,3 +213,29 @@ def check_sandbox(part: RewardPart) -> None:
     if part.function == "code":
         level: Level = "limits" if part.args.get("sandbox") == "limits" else "namespaces"
         Sandbox(SandboxLimits(), level).check()
+
+
+def find_reward_flaws(reward: RewardConfig) -> list[ConfigError]:
+    """Load the functions in processes, as a run would, and end these; try the sandbox of code.
+
+    Returns:
+        An error for each that cannot be loaded, or not run in its sandbox.
+    """
+    flaws = []
+    for name, part in reward.parts.items():
+        path, colon, _ = part.function.rpartition(":")
+        key = "reward.function" if reward.function else f"reward.functions.{name}.function"
+        try:
+            check_sandbox(part)
+        except SandboxError as err:
+            flaws.append(ConfigError(key, part.function, str(err), "choose another function"))
+        if not colon:
+            continue
+        try:
+            with closing(RewardProcess([find_function(part)], timeout_s=reward.timeout_s)) as child:
+                child.start()
+        except RewardError as err:
+            reason = str(err).partition("cannot be loaded: ")[2] or str(err)
+            rule = f"cannot be loaded: {reason.removesuffix('; correct the file')}"
+            flaws.append(ConfigError(key, part.function, rule, f"correct {path}"))
+    return flaws

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.reward import RewardConfig, RewardPart
-from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import RewardError, shown
+from hybridrl.processes.child import Declined
+from hybridrl.processes.guard import usual_num_processes
+from hybridrl.processes.pool import CallHung
 from hybridrl.rewards import functions
 from hybridrl.rewards.child import Reward, RewardFunction
-from hybridrl.rewards.judge_reader import JudgeAnswer, JudgeReader
+from hybridrl.rewards.judge_reader import JudgeAnswer, judge_arguments
 from hybridrl.rewards.pool import RewardPool
 from hybridrl.rewards.reward_model import model
-from hybridrl.rewards.runner import CallHung, RewardInputs, check_sandbox, find_function
+from hybridrl.rewards.runner import RewardInputs, check_sandbox, find_function
 
 log = logging.getLogger(__name__)
 
@@ -138,14 +140,10 @@ class RewardScorer:
         self._models = config.model_paths
         self._judges = config.judges
         known = {*self._in_driver, *self._models, *self._judges, *config.agent_names}
-        self._in_pool = [name for name in self._parts if name not in known]
+        self._scored = [name for name in self._parts if name not in known]
+        """Functions of a process that see the responses; behind them it has those of judges."""
         self.num_processes = config.num_processes or usual_num_processes()
-        self._reader = JudgeReader(self._judges, timeout_s=config.timeout_s)
-        try:
-            self._pool = self._start_pool()
-        except BaseException:
-            self._reader.close()
-            raise
+        self._pool = self._start_pool()
 
     def __enter__(self) -> Self:
         return self
@@ -160,10 +158,10 @@ class RewardScorer:
         The others see several rows, and may compare them.
         """
         kinds = () if self._pool is None else self._pool.kinds
-        parts = (self._parts[name].function for name in self._in_pool)
+        parts = (self._parts[name].function for name in self._scored)
         return [
             number
-            for number, (kind, function) in enumerate(zip(kinds, parts, strict=True))
+            for number, (kind, function) in enumerate(zip(kinds, parts, strict=False))
             if kind != "batch" or function in _BY_ROW
         ]
 
@@ -175,7 +173,7 @@ class RewardScorer:
             number of calls that hung.
         """
         rewards: list[list[Reward | None]] = [
-            [None] * len(self._in_pool) for _ in range(len(inputs))
+            [None] * len(self._scored) for _ in range(len(inputs))
         ]
         num_hangs = 0
         if self._pool is None:
@@ -210,13 +208,15 @@ class RewardScorer:
                 Or it returned another number of rewards, or a value that is not a number that
                 training can compute with. Names function, response and prompt.
         """
-        outcomes = self._call(inputs, early or {}) | self._normalize(model_scores or {})
+        outcomes = self._normalize(model_scores or {})
+        outcomes |= {
+            name: _score_here(function, inputs) for name, function in self._in_driver.items()
+        }
         for name in self._config.agent_names:
             outcomes[name] = dict(enumerate(functions.agent(agent_rewards)))
-        is_unreadable_B = torch.zeros(len(inputs), dtype=torch.bool)
-        for name, answers in (judge_answers or {}).items():
-            outcomes[name], unreadable = self._reader.read(name, answers, inputs)
-            is_unreadable_B[list(unreadable)] = True
+        if self._pool is not None:
+            outcomes |= self._score_in_pool(self._pool, inputs, early or {}, judge_answers or {})
+        unreadable = {row for name in self._judges for row in self._read(name, outcomes[name])}
         rows = range(len(inputs))
         by_row = [
             [self._check(outcomes[name][row], part) for name, part in self._parts.items()]
@@ -228,27 +228,27 @@ class RewardScorer:
         if is_failed_BK.any():
             self._report(inputs, by_row, is_failed_BK)
         rewards = [[0.0 if isinstance(each, str) else each for each in row] for row in by_row]
+        in_time = {row for row, scored in (early or {}).items() if scored.is_in_time}
         return Scores(
             tuple(self._parts),
             torch.tensor([part.weight for part in self._parts.values()], dtype=torch.float32),
             torch.tensor(rewards, dtype=torch.float32).view(is_failed_BK.shape),
             is_failed_BK,
-            None if early is None else _in_time(early, len(inputs)),
-            is_unreadable_B if self._judges else None,
+            None if early is None else _mark(in_time, len(inputs)),
+            _mark(unreadable, len(inputs)) if self._judges else None,
             is_failed_BK.any(dim=1) if self._config.on_error == "leave_out" else None,
         )
 
     def close(self) -> None:
         """End the reward processes, if there are any. Twice is a no-op."""
-        self._reader.close()
         if self._pool is not None:
             self._pool.close()
 
     def _start_pool(self) -> RewardPool | None:
-        if not self._in_pool:
+        if not (names := [*self._scored, *self._judges]):
             return None
         return RewardPool(
-            [find_function(self._parts[name]) for name in self._in_pool],
+            [find_function(self._parts[name]) for name in names],
             num_processes=self.num_processes,
             timeout_s=self._config.timeout_s,
         )
@@ -265,39 +265,50 @@ class RewardScorer:
             }
         return by_name
 
-    def _call(
-        self, inputs: RewardInputs, early: Mapping[int, EarlyRow]
-    ) -> dict[str, Mapping[int, Reward]]:
+    def _score_in_pool(
+        self,
+        pool: RewardPool,
+        inputs: RewardInputs,
+        early: Mapping[int, EarlyRow],
+        judge_answers: Mapping[str, Sequence[JudgeAnswer]],
+    ) -> dict[str, dict[int, Reward]]:
         """Return the rewards of each function by row, or why there is none."""
-        by_name: dict[str, Mapping[int, Reward]] = {}
-        for name, function in self._in_driver.items():
-            by_name[name] = _score_here(function, inputs)
-        if self._pool is not None:
-            is_stopping = self._config.on_error == "stop"
-            known = [
-                {
-                    row: reward
-                    for row, each in early.items()
-                    if (reward := each.rewards[number]) is not None
-                }
-                for number in range(len(self._in_pool))
-            ]
-            outcomes = self._pool.score(inputs, stop_at_failure=is_stopping, known=known)
-            for piece, failure in outcomes.failed_calls:
-                rewards = outcomes.by_function[piece.function]
-                if any(isinstance(rewards[row], str) for row in piece.rows):
-                    continue
-                reason = f"a call with {failure}, though each alone is scored"
-                if is_stopping:
-                    raise RewardError(
-                        f"{self._describe_function(self._in_pool[piece.function])}: {reason}; "
-                        "correct it, or raise "
-                        f"reward.timeout_s={self._config.timeout_s:g} if it is only slow"
-                    )
-                if piece.function not in self.early_functions:  # alone there is nothing to compare
-                    rewards |= dict.fromkeys(piece.rows, reason)
-            by_name |= zip(self._in_pool, outcomes.by_function, strict=True)
-        return by_name
+        names = [*self._scored, *self._judges]
+        given = [inputs] * len(self._scored)
+        known: list[dict[int, Reward]] = [
+            {row: each for row, of in early.items() if (each := of.rewards[number]) is not None}
+            for number in range(len(self._scored))
+        ]
+        for name in self._judges:
+            answers = judge_answers[name]
+            given.append(replace(inputs, responses=[answer.text for answer in answers]))
+            known.append({row: each.failure for row, each in enumerate(answers) if each.failure})
+        is_stopping = self._config.on_error == "stop"
+        outcomes = pool.score(given, stop_at_failure=is_stopping, known=known)
+        for piece, failure in outcomes.failed_calls:
+            rewards = outcomes.by_function[piece.function]
+            if any(isinstance(rewards[row], str) for row in piece.rows):
+                continue
+            reason = f"a call with {failure}, though each alone is scored"
+            if is_stopping:
+                raise RewardError(
+                    f"{self._describe_function(names[piece.function])}: {reason}; correct it, or "
+                    f"raise reward.timeout_s={self._config.timeout_s:g} if it is only slow"
+                )
+            if piece.function not in self.early_functions:  # alone there is nothing to compare
+                rewards |= dict.fromkeys(piece.rows, reason)
+        return dict(zip(names, outcomes.by_function, strict=True))
+
+    def _read(self, judge: str, rewards: dict[int, Reward]) -> set[int]:
+        """Give answers without a score their reward; return their rows."""
+        missing_score = float(judge_arguments(self._parts[judge])["missing_score"])
+        unreadable = {
+            row
+            for row, reward in rewards.items()
+            if isinstance(reward, float) and math.isnan(reward)
+        }
+        rewards |= dict.fromkeys(unreadable, missing_score)
+        return unreadable
 
     def _check(self, reward: Reward, part: RewardPart) -> Reward:
         if isinstance(reward, str):
@@ -346,8 +357,8 @@ def _join(rounds: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(given) if given else None
 
 
-def _in_time(early: Mapping[int, EarlyRow], num_rows: int) -> Tensor:
-    return torch.tensor([row in early and early[row].is_in_time for row in range(num_rows)])
+def _mark(rows: Collection[int], num_rows: int) -> Tensor:
+    return torch.tensor([row in rows for row in range(num_rows)], dtype=torch.bool)
 
 
 def _score_here(function: RewardFunction, inputs: RewardInputs) -> dict[int, Reward]:
@@ -356,8 +367,11 @@ def _score_here(function: RewardFunction, inputs: RewardInputs) -> dict[int, Rew
     def emit(row: int, rewards: list[Reward]) -> None:
         known.update(enumerate(rewards, row))
 
-    failure = function.score(inputs.columns(), emit)
-    return dict.fromkeys(range(len(inputs)), failure) if failure else known
+    try:
+        function.score(inputs.columns(), emit)
+    except Declined as declined:
+        return dict.fromkeys(range(len(inputs)), str(declined))
+    return known
 
 
 def _is_consequence(reason: str) -> bool:

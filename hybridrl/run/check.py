@@ -17,13 +17,13 @@ from hybridrl.planning.advice import find_misfits
 from hybridrl.planning.fit import find_fits
 from hybridrl.planning.page import memory_lines, plan_page
 from hybridrl.rehearsal.plan import plan_by_execution, plan_critic_pool
+from hybridrl.rewards.runner import find_reward_flaws
 from hybridrl.run.readiness import missing_here
 from hybridrl.serving.plan import plan_servers
 from hybridrl.workers.engine_settings import engine_config, group_arguments, led_config
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
 _MEGATRON_REHEARSAL = "hybridrl.workers.train.megatron.rehearsal"  # 5 s, and may not be installed
-_REWARD_REHEARSAL = "hybridrl.rewards.rehearsal"  # torch takes a second
 _REHEARSED_PORT = 20_000
 _ROWS_CHECK = "hybridrl.run.rows_check"  # it imports torch, to tokenize as a run does
 _WEIGHTS_CHECK = "hybridrl.run.weights_check"  # and so does this, for the model without memory
@@ -52,7 +52,7 @@ def check(config: ExperimentConfig) -> None:
         ConfigErrors: a function cannot be loaded, a memory is too small, weights or rows are bad.
         HybridRLError: a rank of the run would fail so, as its cycle on fake devices does.
     """
-    refused = import_module(_REWARD_REHEARSAL).find_reward_flaws(config.reward)
+    refused = find_reward_flaws(config.reward)
     if config.model.path is not None:  # only then: torch takes seconds
         refused += import_module(_WEIGHTS_CHECK).find_bad_weights(Path(config.model.path))
     if any(config.files_by_key.values()):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Thread
 
-from hybridrl import guard
+from hybridrl.processes import guard
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from hybridrl.data.rows import Row, fingerprint
 from hybridrl.data.sampler import MixSampler, RowOrder, RowSampler
 from hybridrl.data.tasks import Split, build_calculator_rows, build_sort_digits_rows
 from hybridrl.data.tokenizing import Resources, encode_rows, tokenize_files
-from hybridrl.diagnostics.processes import usual_num_processes
+from hybridrl.processes.guard import usual_num_processes
 
 log = logging.getLogger(__name__)
 

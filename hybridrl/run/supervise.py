@@ -22,10 +22,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hybridrl import guard
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriverDiedError, HybridRLError, error_notes, is_restartable
 from hybridrl.log import configure
+from hybridrl.processes import guard
 from hybridrl.run.line_files import last_step
 from hybridrl.run.postmortem import write_postmortem
 from hybridrl.run.ray_end import RAY_PROCESSES

@@ -20,9 +20,9 @@ from torch import Tensor
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import FaultKind
 from hybridrl.errors import ResourceError, ServerDiedError
-from hybridrl.guard import descendants
 from hybridrl.log import configure_server
 from hybridrl.network import LOOPBACK, Door
+from hybridrl.processes.guard import descendants
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.placement import ReservedNode

@@ -236,10 +236,8 @@ def test_a_class_that_is_no_environment_is_refused(name: str, message: str) -> N
 
 def test_a_killed_server_starts_again() -> None:
     with playing("GuessNumber") as environments:
-        server = environments._server
-        assert server is not None
-        server._process.kill()
-        server._process.wait()
+        assert environments._process is not None
+        environments._process.drop()
         assert play(environments, [str(NUMBER)]).ended == "answer"
 
 
@@ -254,5 +252,5 @@ def test_the_built_in_calculator_rewards_call_and_answer() -> None:
 
 
 def test_processes_of_environments_need_no_torch() -> None:
-    code = "import sys, hybridrl.agents.environment_child; sys.exit('torch' in sys.modules)"
+    code = "import sys, hybridrl.agents.observations; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,8 +17,8 @@ from hybridrl.agents.rollout import AgentRollout
 from hybridrl.config.serving import ServedModelConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import EngineError
-from hybridrl.guard import process_name
 from hybridrl.metrics import Mean, Metrics, Sum
+from hybridrl.processes.guard import process_name
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.workers.build import build_agent_rollout
 from tests.agents.fake_sampler import FakeSampler

@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.child import Child
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.diagnostics.processes import members_of
+from hybridrl.processes.guard import members_of
 from tests.waiting import wait_until
 
 log = logging.getLogger(__name__)

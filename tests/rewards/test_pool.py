@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hybridrl.config.reward import RewardConfig, RewardPart
 from hybridrl.errors import RewardError, SandboxError
-from hybridrl.rewards.pool import RewardPool
+from hybridrl.processes.sandbox import Sandbox, SandboxLimits
 from hybridrl.rewards.report import warn_of_useless_rewards
-from hybridrl.rewards.runner import FunctionFile, RewardInputs
-from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
+from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import RewardScorer, Scores
-from tests.waiting import wait_until
 
 ROW = "def reward(response, *, scale: float = 1.0):\n"
 LATER = "async def reward(response, *, scale: float = 1.0):\n"
@@ -184,23 +180,6 @@ def test_with_stop_the_run_ends_at_the_first_failure(open_scorer: Open) -> None:
     scorer = open_scorer(ROW, MISHAPS + "return 1.0", on_error="stop")
     with pytest.raises(RewardError, match="response 5 'raise' to prompt '5': raised KeyError"):
         scorer.score(inputs(*"abcde", "raise", *"fgh"))
-
-
-@pytest.mark.shows("R5.4")
-def test_no_process_is_left_even_if_a_call_is_under_way(write: Callable[..., str]) -> None:
-    path, _, name = write(ROW, "open(NOTES, 'w').close()\ntime.sleep(600)").rpartition(":")
-    function = FunctionFile(path=Path(path), name=name, args={})
-    before = set(psutil.Process().children(recursive=True))
-    pool = RewardPool([function], num_processes=2, timeout_s=500.0)
-    caller = threading.Thread(
-        target=lambda: pool.score(inputs("a", "b"), stop_at_failure=False), daemon=True
-    )
-    caller.start()
-    wait_until(lambda: Path(path).with_name("notes").exists())
-    pool.close()
-    caller.join(60)
-    assert not caller.is_alive()
-    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def score_several(scored: str) -> Scores:

@@ -3,21 +3,17 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hybridrl.algorithms.advantages.grpo import grpo
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.reward import RewardConfig, RewardPart
 from hybridrl.errors import RewardError
-from hybridrl.rewards import child as reward_child
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import LARGEST_REWARD, RewardScorer
 
@@ -219,89 +215,6 @@ def test_three_hanging_responses_end_the_scoring(open_scorer: Open, tmp_path: Pa
     assert scores.is_failed_B.all()
     assert not scores.rewards_B.any()
     assert (tmp_path / "calls").read_text() == "...."  # the batch, and three alone
-
-
-def test_hang_that_holds_the_interpreter_ends(open_scorer: Open) -> None:
-    # A backtracking regular expression holds the GIL: no thread of the process can run.
-    scorer = open_scorer("import re\nre.match('(a+)+$', 'a' * 40 + 'b')", timeout_s=0.5)
-    with pytest.raises(RewardError, match=r"took longer than 0\.5 s"):
-        scorer.score(inputs("a"))
-
-
-def test_a_process_that_does_not_read_its_input_ends_too(open_scorer: Open) -> None:
-    scorer = open_scorer("return [1.0] * len(responses)", timeout_s=0.5)
-    below = psutil.Process().children(recursive=True)
-    [child] = [one for one in below if one.cmdline()[2:3] == [reward_child.__file__]]
-    child.suspend()
-    with pytest.raises(RewardError, match=r"did not read its input within 0\.5 s"):
-        scorer.score(inputs("a" * 2_000_000))
-    assert not child.is_running()
-
-
-def test_processes_that_the_function_started_die_with_it(open_scorer: Open, tmp_path: Path) -> None:
-    scorer = open_scorer(
-        f"""
-        import subprocess
-        child = subprocess.Popen(["sleep", "600"])
-        open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
-        return [1.0]
-        """
-    )
-    scorer.score(inputs("a"))
-    pid = int((tmp_path / "pid").read_text())
-    os.kill(pid, 0)
-    scorer.close()
-    scorer.close()
-    assert is_gone(pid)
-
-
-def test_the_reward_process_ends_with_a_driver_that_was_killed(tmp_path: Path) -> None:
-    (tmp_path / "hang.py").write_text(
-        "import os, time\n\ndef r(responses, **_):\n"
-        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
-    )
-    driver = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from pathlib import Path\n"
-            "from hybridrl.rewards.runner import ChildRunner, FunctionFile\n"
-            "from tests.rewards.test_scorer import inputs\n"
-            f"file = FunctionFile(path=Path({str(tmp_path / 'hang.py')!r}), name='r', args={{}})\n"
-            "ChildRunner([file], timeout_s=600.0).call(inputs('a'))\n",
-        ]
-    )
-    pid = int(wait_for(lambda: read_text(tmp_path / "pid")))
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
-    wait_for(lambda: "gone" if is_gone(pid) else "")
-
-
-def test_time_in_which_the_driver_was_stopped_does_not_count(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(
-        "import time\n\ndef r(responses, **_):\n"
-        f"    open({str(tmp_path / 'began')!r}, 'w').write('began')\n"
-        "    time.sleep(1.0)\n    return [2.0]\n"
-    )
-    driver = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from pathlib import Path\n"
-            "from hybridrl.rewards.runner import ChildRunner, FunctionFile\n"
-            "from tests.rewards.test_scorer import inputs\n"
-            f"file = FunctionFile(path=Path({str(tmp_path / 'slow.py')!r}), name='r', args={{}})\n"
-            "runner = ChildRunner([file], timeout_s=2.5)\n"
-            "print(runner.call(inputs('a')))\nrunner.close()\n",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    wait_for(lambda: read_text(tmp_path / "began"))
-    driver.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
-    time.sleep(3.0)
-    driver.send_signal(signal.SIGCONT)
-    assert driver.communicate(timeout=60)[0] == "[2.0]\n"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.composing import composed
 
 _BEGIN = """
 import json, pathlib, subprocess, sys, time
-from hybridrl import guard
+from hybridrl.processes import guard
 from hybridrl.run.cluster import ray_cluster
 from hybridrl.run.ray_end import ended_with_ray
 """

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hybridrl.diagnostics.processes import members_of
 from hybridrl.errors import EngineError, ServerDiedError
+from hybridrl.processes.guard import members_of
 from hybridrl.serving.router_process import RouterProcess
 from tests.serving.echo import echo_server
 from tests.waiting import wait_until

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.diagnostics.processes import members_of
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
+from hybridrl.processes.guard import members_of
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 from tests.waiting import wait_until
 

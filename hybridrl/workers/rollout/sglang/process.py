@@ -24,8 +24,8 @@ from pathlib import Path
 
 from hybridrl import env
 from hybridrl.diagnostics import activity
-from hybridrl.diagnostics.processes import end_guarded, guarded
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
+from hybridrl.processes.guard import end_guarded, guarded
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The guard (`hybridrl.guard`), which is the session leader and ends as the server does."""
+        """The guard (`processes/guard.py`), the session leader, which ends as the server does."""
         return self._process.pid
 
     def exit_status(self) -> int | None:

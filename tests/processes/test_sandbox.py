@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -16,8 +15,7 @@ import psutil
 import pytest
 
 from hybridrl.errors import SandboxError
-from hybridrl.rewards.code_answers import code, code_of
-from hybridrl.rewards.sandbox import Sandbox, SandboxLimits, SandboxResult
+from hybridrl.processes.sandbox import Sandbox, SandboxLimits, SandboxResult
 
 LIMITS = SandboxLimits(
     cpu_s=1.0, wall_s=5.0, memory_mib=256, processes=6, files_mib=2, output_kib=64
@@ -240,7 +238,7 @@ UNSHARE_COMMAND = shutil.which("unshare")
 @pytest.mark.skipif(UNSHARE_COMMAND is None, reason="util-linux")
 def test_where_namespaces_are_forbidden_it_is_refused() -> None:
     program = """
-        from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
+        from hybridrl.processes.sandbox import Sandbox, SandboxLimits
         try:
             Sandbox(SandboxLimits()).check()
         except Exception as error:
@@ -256,43 +254,3 @@ def test_where_namespaces_are_forbidden_it_is_refused() -> None:
     assert "no namespaces of its own (unshare): No space left on device" in done.stdout
     assert "sandbox=limits" in done.stdout
     assert done.stdout.endswith("ran\n\n")
-
-
-ADD = "Adds.\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone."
-CASES = json.dumps(
-    [{"stdin": "3 4\n", "stdout": "7\n"}, {"stdin": "-1 1", "stdout": "0"}],
-)
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [
-        (ADD, CASES, 1.0),
-        ("print(7)", CASES, 0.0),
-        ("def add(a, b):\n    return a + b", "assert add(3, 4) == 7", 1.0),
-        ("def add(a, b):\n    return a - b", "assert add(3, 4) == 7", 0.0),
-        ("import sys\nsys.exit(0)", "assert False", 0.0),
-        ("import os\nos._exit(0)", "assert False", 0.0),
-        ("print('1' * 32)\nraise SystemExit", "assert False", 0.0),
-        ("def f(:", CASES, 0.0),
-        ("", CASES, 0.0),
-    ],
-)
-def test_code_is_rewarded_if_it_passes_all_tests(response: str, answer: str, reward: float) -> None:
-    assert code(response, answer, 20.0) == reward
-
-
-def test_code_may_be_rewarded_by_its_share_of_cases() -> None:
-    assert code("print(7)", CASES, 20.0, score="share") == 0.5
-
-
-def test_code_without_tests_is_an_error() -> None:
-    for answer, word in (("[]", "no case"), (" ", "empty"), ('[{"input": "1"}]', "a case is")):
-        with pytest.raises(ValueError, match=word):
-            code(ADD, answer, 20.0)
-
-
-def test_the_last_block_of_a_response_is_its_code() -> None:
-    assert code_of("```py\n1\n```\nor\n```python\n2\n```\n") == "2\n"
-    assert code_of("```python\nnever closed\n") == "never closed\n"
-    assert code_of("plain") == "plain"

@@ -1,0 +1,308 @@
+"""Children that call foreign code and can be killed, one or several.
+
+A thread cannot be killed, and a fork of this process would copy running threads of Ray and torch.
+So a child is a fresh interpreter (60 ms, plus its imports). It has a session of its own, so Ctrl-C
+does not reach it. All processes and daemons that it starts die with it: see ``guard.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+from hybridrl.json_text import to_json_text
+from hybridrl.processes.channel import CallFailed, Channel, ChannelClosed, Garbage, Refused
+from hybridrl.processes.child import Message
+from hybridrl.processes.guard import end_guarded, guarded
+
+log = logging.getLogger(__name__)
+
+# The search path comes first: only with it can the process import this package.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from hybridrl.processes.child import main; main(int(sys.argv[2]))"
+)
+_LOAD_BYTES = 1 << 16
+
+_KILLED = tuple(
+    -number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+)
+"""Signals of processes that were killed from outside, and did not crash."""
+
+T = TypeVar("T")
+
+
+class CallHung(CallFailed):
+    """A call took longer than it may, and was killed."""
+
+
+class CallKilled(CallFailed):
+    """The process was killed from outside."""
+
+
+class LoadFailed(CallFailed):
+    """A service cannot be loaded; names the function."""
+
+
+class Child:
+    """One process with a service: a function of answers, made by ``load`` of a module.
+
+    `start` it before each call: where the process is gone, that starts another. One thread calls at
+    a time.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        load: Mapping[str, object],
+        *,
+        names: Sequence[str],
+        timeout_s: float,
+        load_timeout_s: float = 60.0,
+        is_silent: bool = False,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            service: the module; its ``load`` returns a `child.Service` and a value for ``loaded``.
+            load: arguments of ``load``, as JSON holds them.
+            names: of the functions, as messages show them: ``agent.tools=file.py:function``.
+            timeout_s: seconds that a call may take.
+            load_timeout_s: seconds from the start of the process until it has loaded.
+            is_silent: what the service prints goes nowhere; else to standard error.
+        """
+        self.names = names
+        self.timeout_s = timeout_s
+        self._load_timeout_s = load_timeout_s
+        self.loaded: Any = None
+        """The value that ``load`` returned beside the service."""
+        self._first = {"service": service, "load": load, "is_silent": is_silent}
+        self._lock = threading.Lock()
+        self._is_ended = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._numbers = count()
+
+    def start(self) -> None:
+        """Start the process and load the service, unless it runs.
+
+        Raises:
+            LoadFailed: that failed, or took too long.
+        """
+        if self._process is not None:
+            status = self._process.poll()
+            if status is None:
+                return
+            if self._channel is not None:  # else the reason is known
+                log.warning(
+                    "the process of %s %s between calls; it is started again",
+                    *(self.names[0], _describe_end(status)),
+                )
+            self.drop()
+        self._channel = self._open()
+        try:
+            with _failures(self.drop, timeout_s := self._load_timeout_s):
+                self._channel.send(self._first, timeout_s=timeout_s)
+                answer = self._channel.receive(max_bytes=_LOAD_BYTES, timeout_s=timeout_s)
+                self.loaded = answer.get("loaded")
+        except CallFailed as failure:
+            self.drop()
+            number = failure.number if isinstance(failure, Refused) else 0
+            name = self.names[min(max(0, number), len(self.names) - 1)]  # it is the child's
+            raise LoadFailed(f"{name} cannot be loaded: {failure}") from failure
+
+    @contextmanager
+    def call(
+        self,
+        message: Mapping[str, object],
+        *,
+        max_bytes: int,
+        timeout_s: float | None = None,
+        grace_s: float = 0.0,
+    ) -> Iterator[Callable[[], Message]]:
+        """Begin a call; yield a function that returns its next answer.
+
+        Args:
+            message: as JSON holds it.
+            max_bytes: of an answer.
+            timeout_s: what is left of ``self.timeout_s``; None: all of it.
+            grace_s: added to the wait for answers.
+
+        Raises:
+            CallFailed: there is no result. So is a Garbage that the block raises. If the process
+                hung, or sent something else, it was ended.
+        """
+        if self._channel is None:
+            raise CallFailed("its process has ended")
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        with _failures(self.drop, self.timeout_s):
+            self._channel.send(message, timeout_s=timeout_s)
+            remaining_s = deadline - time.monotonic() + grace_s
+            yield partial(self._channel.receive, max_bytes=max_bytes, timeout_s=remaining_s)
+
+    def fork(self) -> Copy:
+        """Make a copy of the process, which has the service loaded. It is made in milliseconds.
+
+        Raises:
+            CallFailed: the process has ended.
+        """
+        if self._channel is None:
+            raise CallFailed("its process has ended")
+        number = next(self._numbers)
+        parent_end, child_end = socket.socketpair()
+        copy = Copy(Channel(parent_end), partial(self._end_copy, number), self.timeout_s)
+        with child_end:
+            try:
+                self._channel.order({"fork": number}, descriptor=child_end.fileno())
+            except OSError as error:
+                copy.end()
+                raise CallFailed("its process has ended") from error
+        return copy
+
+    def drop(self) -> int | None:
+        """Kill the process and all that it started; it may start again. Return its exit status."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        if self._process is None:
+            return None
+        end_guarded(self._process)
+        return self._process.returncode
+
+    def end(self) -> None:
+        """Kill the process and all that it started, for good; another thread's call then fails."""
+        with self._lock:
+            self._is_ended = True
+        if self._process is not None:
+            end_guarded(self._process)
+
+    def close(self) -> None:
+        """Leave nothing behind. Twice is a no-op. No other thread may be in a call."""
+        self.end()
+        self.drop()
+
+    def _open(self) -> Channel:
+        parent_end, child_end = socket.socketpair()
+        search_path = to_json_text([entry for entry in sys.path if isinstance(entry, str)])
+        # -P: the working folder must not hide modules of the standard library.
+        command = [sys.executable, "-P", "-c", _PROGRAM, search_path, str(child_end.fileno())]
+        with child_end, self._lock:
+            if self._is_ended:
+                parent_end.close()
+                raise CallFailed("its process was ended with the run")
+            self._process = subprocess.Popen(
+                guarded(command),
+                pass_fds=[child_end.fileno()],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+        return Channel(parent_end)
+
+    def _end_copy(self, number: int) -> None:
+        with suppress(OSError):  # the process has ended, and so have its copies
+            if self._channel is not None:
+                self._channel.order({"end": number})
+
+
+class Copy:
+    """A copy of a child, with calls and a state of its own; end it."""
+
+    def __init__(self, channel: Channel, end: Callable[[], None], timeout_s: float) -> None:
+        self._channel = channel
+        self._end = end
+        self._timeout_s = timeout_s
+
+    async def call(self, message: Mapping[str, object], *, max_bytes: int) -> Message:
+        """Return the answer to a call; raises as ``Child.call``."""
+        with _failures(self.end, self._timeout_s):
+            async with asyncio.timeout(self._timeout_s):
+                return await self._channel.ask(message, max_bytes=max_bytes)
+
+    def end(self) -> None:
+        """Kill it. Twice is a no-op."""
+        self._channel.close()
+        self._end()
+
+
+C = TypeVar("C", bound=Child)
+
+
+class Pool(Generic[C]):
+    """Several children of a kind, each with a thread that waits for it; close it."""
+
+    def __init__(self, children: Sequence[C], *, name: str) -> None:
+        """Start nothing yet. ``name`` is that of the threads."""
+        self.children = children
+        self._threads = ThreadPoolExecutor(len(children), thread_name_prefix=name)
+        self._idle: queue.LifoQueue[C] = queue.LifoQueue()
+        for child in reversed(children):
+            self._idle.put(child)
+
+    def start(self) -> list[Future[None]]:
+        """Begin to start all children, at a time. One that has started takes calls."""
+        return [self._threads.submit(self._start, self._idle.get()) for _ in self.children]
+
+    def run(self, call: Callable[[C], T]) -> T:
+        """Call with the next child that is idle."""
+        child = self._idle.get()
+        try:
+            return call(child)
+        finally:
+            self._idle.put(child)
+
+    def submit(self, call: Callable[[C], T]) -> Future[T]:
+        """Run ``call`` in a thread."""
+        return self._threads.submit(self.run, call)
+
+    def close(self) -> None:
+        """End all children; calls under way fail. Twice is a no-op."""
+        for child in self.children:
+            child.end()
+        self._threads.shutdown(cancel_futures=True)
+        for child in self.children:
+            child.close()
+
+    def _start(self, child: C) -> None:
+        try:
+            child.start()
+        finally:
+            self._idle.put(child)
+
+
+@contextmanager
+def _failures(end: Callable[[], int | None], timeout_s: float) -> Iterator[None]:
+    """Turn errors of a channel into CallFailed; after all but an answer, end the process."""
+    try:
+        yield
+    except TimeoutError as error:
+        end()
+        raise CallHung(f"{str(error) or 'took longer than'} {timeout_s:g} s") from error
+    except Garbage as error:
+        end()
+        raise CallFailed(f"{error}; its process was ended") from error
+    except ChannelClosed as error:
+        status = end()
+        kind = CallKilled if status in _KILLED else CallFailed
+        raise kind(_describe_end(status)) from error
+
+
+def _describe_end(status: int | None) -> str:
+    if status is None:
+        return "ended its process"
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended its process, exit code {status}"
