@@ -50,12 +50,12 @@ def test_what_is_no_plain_data_is_refused() -> None:
 
 
 def test_only_json_text_writes_json() -> None:
-    # The reward process is on the other side of a pipe, not of a file, and imports nothing of ours.
+    # Processes of foreign code are behind a pipe, not a file, and import nothing of ours.
     # Pydantic is to see numbers that are not finite: it refuses them by key.
     loose = {
         f"{module.name}:{call.lineno}"
         for module in read_modules(ROOT / "hybridrl", root=ROOT)
-        if not module.name.startswith(("hybridrl.rewards.", "hybridrl.config.values"))
+        if not module.name.startswith(("hybridrl.processes.", "hybridrl.config.values"))
         for call in module.calls_of("dumps", "dump")
         if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "json"
         if "allow_nan=False" not in [ast.unparse(keyword) for keyword in call.keywords]
