@@ -120,7 +120,7 @@ MISTYPED = {
     "actor=fdsp2": ["actor='fdsp2'", "'fsdp2'"],
     "recipes=clip_higher_kl_cpu": ["set recipes=dapo_cpu"],
     "algorithm=dpo": ["set mode=dpo"],
-    "recipes=grpo": ["did you mean 'grpo_gsm8k", "? --help lists all"],
+    "recipes=grpo": ["did you mean 'grpo_", "'grpo_gsm8k", "? --help lists all"],
     "rollout.n=8": ["set rollout.num_responses_per_prompt=8"],
     "rollout.temprature=1": ["rollout.temprature='1'", "did you mean rollout.temperature=1"],
     "rollot.temperature=1": ["rollot.temperature", "did you mean rollout.temperature=1"],
