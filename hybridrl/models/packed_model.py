@@ -69,7 +69,10 @@ class PolicyModel(PackedModel):
         self, tokens: PackedTokens, temperature: float, *, needs_entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the scored tokens, both float32 [S] nats."""
-        self._replay.experts_TJK = tokens.experts_TJK
+        experts_TJK = tokens.experts_TJK
+        if experts_TJK is not None:  # once, for all layers
+            experts_TJK = experts_TJK.to(tokens.token_ids_T.device)
+        self._replay.experts_TJK = experts_TJK
         return token_logprobs(
             self.hidden_before_scored(tokens),
             self.hf.lm_head.weight,

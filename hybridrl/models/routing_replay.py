@@ -70,7 +70,7 @@ class _Given(TorchFunctionMode):
         is_of_experts = scores_TE.ndim == 2 and scores_TE.shape[1] == self._num_experts
         if not is_of_experts or chosen_TK.shape != self._experts_TK.shape:
             return result
-        given_TK = self._experts_TK.to(chosen_TK.device, torch.int64)
+        given_TK = self._experts_TK.long()
         # Padding goes through the router's own choice: experts then see the same batches.
         experts_TK = torch.where(given_TK < 0, chosen_TK, given_TK)
         return torch.return_types.topk((scores_TE.gather(1, experts_TK), experts_TK))

@@ -25,7 +25,7 @@ from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_a
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.experts import StoredNames
-from hybridrl.models.packed_model import PackedModel, PolicyModel
+from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.backend import (
     Compute,
     LossOf,
@@ -38,7 +38,7 @@ from hybridrl.workers.train.export import Configuration, configs_of
 from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches, Rows
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.routes import routes_of
+from hybridrl.workers.train.routes import replays_routes, routes_of
 from hybridrl.workers.train.shard_spec import RankShards
 from hybridrl.workers.train.shards import (
     build_model,
@@ -93,6 +93,10 @@ class FSDP2Backend:
         sends_adapter = adapter is not None and adapter.config.sync == "adapter"
         self.weight_sets = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
         self._config = config
+        learns = num_total_steps is not None
+        replays = replays_routes(config, learns=learns, is_reward_model=is_reward_model)
+        self._routed = read_architecture(folder) if replays else None
+        """Of a model whose tokens go through the rollout's experts."""
         self._batcher = MicroBatcher(
             kernel=choose_kernel(model_config.attention, config.compute_dtype, device),
             max_tokens=config.max_tokens_per_microbatch,
@@ -104,7 +108,7 @@ class FSDP2Backend:
             config=config,
             dtype=DTYPES[model_config.dtype],
             ranks=self.data_ranks,
-            is_trainable=num_total_steps is not None,
+            is_trainable=learns,
             adapt=None if adapter is None else adapter.inject,
             is_reward_model=is_reward_model,
         )
@@ -126,15 +130,8 @@ class FSDP2Backend:
 
     def microbatches(self, rows: Rows) -> MicroBatches:
         """Divide this rank's rows; every rank gets as many micro-batches."""
-        return self._batcher.divide(rows, self._routes(rows))
-
-    def _routes(self, rows: Rows) -> Tensor | None:
-        """Return the experts that tokens must go through; None lets the model choose."""
-        if not isinstance(self._config, ActorConfig) or not isinstance(self.model, PolicyModel):
-            return None
-        if self._optimizer is None or not self._config.replay_routing:
-            return None
-        return routes_of(rows, read_architecture(self.folder))
+        experts = None if self._routed is None else routes_of(rows, self._routed)
+        return self._batcher.divide(rows, experts)
 
     @torch.no_grad()
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:

@@ -5,9 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridrl.batch import RolloutBatch, TrainBatch, routed_experts_of, row_offsets
+from hybridrl.config.actor import ActorConfig
+from hybridrl.config.critic import CriticConfig
 from hybridrl.errors import DataError
 from hybridrl.models.architecture import Architecture
 from hybridrl.workers.train.microbatcher import Rows
+
+
+def replays_routes(
+    config: ActorConfig | CriticConfig, *, learns: bool, is_reward_model: bool
+) -> bool:
+    """Whether tokens go through the rollout's experts: those of the policy that learns, alone."""
+    if not isinstance(config, ActorConfig):
+        return False
+    return config.replay_routing and learns and not is_reward_model
 
 
 def routes_of(rows: Rows, architecture: Architecture) -> Tensor:

@@ -49,7 +49,7 @@ from hybridrl.workers.train.megatron.schedule import Schedule
 from hybridrl.workers.train.megatron.stages import Stages
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.routes import routes_of
+from hybridrl.workers.train.routes import replays_routes, routes_of
 from hybridrl.workers.train.shard_spec import RankShards
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
@@ -84,6 +84,10 @@ class MegatronBackend:
         self._config = config
         self._is_reward_model = is_reward_model
         architecture = megatron_architecture(folder)
+        learns = num_total_steps is not None
+        replays = replays_routes(config, learns=learns, is_reward_model=is_reward_model)
+        self._routed = architecture if replays else None
+        """Of a model whose tokens go through the rollout's experts."""
         duty: Duty = "scores" if num_total_steps is None else "learns"
         self._stage_adapter: StageAdapter | None = None
         if adapter is not None:
@@ -149,7 +153,8 @@ class MegatronBackend:
         Raises:
             DataError: see ``Backend.microbatches``; or rows lack the experts that a replay needs.
         """
-        return self.stages.batcher.divide(rows, self._routes(rows))
+        experts = None if self._routed is None else routes_of(rows, self._routed)
+        return self.stages.batcher.divide(rows, experts)
 
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
         """Compute without gradient; see ``Backend.forward``."""
@@ -295,14 +300,6 @@ class MegatronBackend:
 
     def _plan_export(self, local: Mapping[str, Tensor]) -> WeightExport:
         return WeightExport(local, self.stages.shard_map, group=self.parallel.replica)
-
-    def _routes(self, rows: Rows) -> Tensor | None:
-        """Return the experts that tokens must go through; None lets the model choose."""
-        if not isinstance(self._config, ActorConfig) or self._is_reward_model:
-            return None
-        if self._optimizer is None or not self._config.replay_routing:
-            return None
-        return routes_of(rows, self.stages.shard_map.architecture)
 
     def _measure_balance(self, microbatches: MicroBatches) -> LoadBalance | None:
         """Begin to measure how tokens fall on experts, if there are any; a collective call."""
