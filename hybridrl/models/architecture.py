@@ -175,7 +175,7 @@ class Architecture:
 
 _POSITIONS = ("max_position_embeddings", "original_max_position_embeddings")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_PER_TOKEN = {"num_experts_per_tok", "moe_k"}
+_PER_TOKEN = ("num_experts_per_tok", "moe_k")
 _MOST = {"num_hidden_layers": 10_000, **dict.fromkeys(_POSITIONS, 2**40)}
 
 
@@ -242,6 +242,10 @@ class _SizeReader:
             raise ValueError(f"{name}={shown(number)} is beyond any model")
         return number
 
+    def first(self, *names: str) -> int:
+        """Return the first that is not 0 of what families name differently; 0 if all are."""
+        return next(filter(None, map(self, names)), 0)
+
 
 def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
     size = _SizeReader(values, family)
@@ -270,7 +274,7 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=_scaling(rope, size) if rope["rope_type"] == "llama3" else None,
         window=_window(values, size) if "sliding_window" in family.defaults else None,
-        experts=_experts(values, size) if _PER_TOKEN & family.defaults.keys() else None,
+        experts=_experts(values, size) if {*_PER_TOKEN} & family.defaults.keys() else None,
         classifier=_classifier(values),
     )
 
@@ -316,20 +320,20 @@ def _scaling(rope: Mapping[str, Any], size: _SizeReader) -> RopeScaling:
 
 def _experts(values: Mapping[str, Any], size: _SizeReader) -> MoEConfig | None:
     """Read which layers have experts, by the rule of transformers' Qwen3-MoE."""
-    num_experts = next(filter(None, map(size, _NUM_EXPERTS)), 0)
+    num_experts = size.first(*_NUM_EXPERTS)
     dense = {n for n in values.get("mlp_only_layers") or () if isinstance(n, int)}
-    dense |= {*range(size("first_k_dense_replace") or size("moe_layer_start_index"))}
-    every = size("decoder_sparse_step") or size("moe_layer_interval", 1)
+    dense |= {*range(size.first("first_k_dense_replace", "moe_layer_start_index"))}
+    every = size("decoder_sparse_step", size("moe_layer_interval", 1))
     layers = tuple(
         n for n in range(size("num_hidden_layers")) if n not in dense and (n + 1) % every == 0
     )
     if not (num_experts and layers):
         return None
     width = size("moe_intermediate_size", size("intermediate_size"))
-    num_shared = size("n_shared_experts") or size("moe_num_shared_experts")
+    num_shared = size.first("n_shared_experts", "moe_num_shared_experts")
     return MoEConfig(
         num_experts=num_experts,
-        num_per_token=next(filter(None, map(size, sorted(_PER_TOKEN))), 0),
+        num_per_token=size.first(*_PER_TOKEN),
         intermediate_size=width,
         normalizes_weights=bool(values.get("norm_topk_prob")),
         sparse_layers=layers,

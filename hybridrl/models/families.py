@@ -204,13 +204,14 @@ _GLM = {
     "attention_bias": True,
 }
 _GLM_MOE = {
-    **_GLM,
+    **_LLAMA,
     "intermediate_size": 10944,
     "num_hidden_layers": 46,
     "num_attention_heads": 96,
     "num_key_value_heads": 8,
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
-    "attention_bias": False,
     "n_routed_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 1408,

