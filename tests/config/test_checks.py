@@ -1280,6 +1280,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*_GEMMA, "actor=megatron"), "actor.engine", "model.path=gemma is gemma3_text"),
     ((*_GEMMA, "algorithm=ppo"), "algorithm.advantage", "no gemma3_text with a value head"),
     (
+        (*_FOLDER, "model.path=granite", "mode=reward_model"),
+        "model.path",
+        "transformers has no granite with one score",
+    ),
+    (
         (*_FOLDER, "model.path=capped"),
         "model.path",
         "softcapping=30.0 is not supported",
@@ -1422,6 +1427,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "labels/config.json": _scorer("qwen3", num_labels=2),
         "phi3_scorer/config.json": _scorer("phi3", kind="Token"),
         "gemma/config.json": '{"model_type": "gemma3_text"}',
+        "granite/config.json": '{"model_type": "granite"}',
         "capped/config.json": '{"model_type": "gemma3_text", "final_logit_softcapping": 30.0}',
         "dynamic/config.json": json.dumps(
             {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}
