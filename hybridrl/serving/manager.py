@@ -141,12 +141,12 @@ class RolloutManager:
         return transfer.receivers.result()
 
     def end_update(self, sent: Sent) -> None:
-        """Let the engines serve what was sent; see ``Servers.update``."""
+        """Let the engines serve what was sent; see ``ManagerClient.update``."""
         self._transfer.end(sent)
         self._updating.result()
 
     def update(self, source: WeightSource | Transfer, version: int) -> None:
-        """Bring all engines of the policy to these weights; see ``Servers.update``."""
+        """Bring all engines of the policy to these weights; see ``ManagerClient.update``."""
         with nullcontext() if self._ahead is None else self._ahead.updating(version):
             if self._router is not None:
                 self._router.hide()
@@ -159,7 +159,7 @@ class RolloutManager:
         version: int,
         lent: Lent = NOBODY,
     ) -> tuple[list[Sample], Metrics]:
-        """Sample with all engines; see ``Servers.sample``."""
+        """Sample with all engines; see ``ManagerClient.sample``."""
         self._recovery.forget_lost()
         for name, frozen in self._frozen.items():
             frozen.lend(lent.get(name, ()))
@@ -177,7 +177,7 @@ class RolloutManager:
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, version: int
     ) -> tuple[Answered, Metrics]:
-        """Admit prompts, and wait for a batch; see ``Servers.exchange``."""
+        """Admit prompts, and wait for a batch; see ``ManagerClient.exchange``."""
         if self._ahead is None:
             raise PhaseError("trainer.max_staleness=0: nothing is sampled ahead")
         step = version // self._config.algorithm.num_updates_per_step
