@@ -19,10 +19,10 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (3470, 20),
     "algorithms": (2818, 39),
     "checkpoint": (697, 5),
-    "config": (8385, 61),
+    "config": (8396, 61),
     "data": (3175, 24),
     "diagnostics": (1029, 6),
-    "models": (3076, 20),
+    "models": (3084, 20),
     "planning": (908, 10),
     "processes": (1389, 7),
     "rehearsal": (2164, 10),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (4180, 19),
     "single_controller": (2400, 14),
     "trainer": (3202, 22),
-    "workers": (19470, 116),
+    "workers": (19475, 116),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -146,7 +146,7 @@ def place_engines(groups: Sequence[GroupPlan], devices: Sequence[Device]) -> dic
         first = ports[hosts[0]]
         return Place(
             gpus_of_nodes=tuple(tuple(devices[d].gpu for d in part) for part in engine.nodes),
-            hosts=(LOOPBACK,) if len(ports) == 1 else hosts,
+            hosts=(LOOPBACK,) * len(hosts) if len(ports) == 1 else hosts,
             port=first.take(),
             nccl_ports=tuple(ports[host].take() for host in hosts),
             dist_init_port=first.take(_NUM_DIST_INIT),

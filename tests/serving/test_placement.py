@@ -65,6 +65,16 @@ def test_each_node_of_an_engine_has_its_gpus_and_the_common_port() -> None:
         places_of(config_of(*TWO_NODES, spread), free=FREE[:20])
 
 
+def test_an_engine_on_two_nodes_of_one_machine_is_told_of_both() -> None:
+    config = config_of(*TWO_NODES, groups(main="num_devices: 8, devices_per_engine: 8"))
+    devices = [Device(host="fd00::1", gpu=str(gpu), free_ports=FREE) for gpu in range(8)]
+    engines = [group for plan in plan_servers(config) for group in plan.groups]
+    place = place_engines(engines, devices)[0]
+    first, second = (place.node_arguments(rank) for rank in range(2))
+    assert (first["nnodes"], first["node_rank"], second["node_rank"]) == (2, 0, 1)
+    assert len({place.port, place.dist_init_port, *place.nccl_ports}) == 4
+
+
 def arguments_of(*overrides: str) -> Iterator[dict[str, object]]:
     for _, config in rehearsed_configs(config_of(*overrides)):
         spec = server_spec(config, Path("model"))
