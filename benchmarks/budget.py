@@ -22,7 +22,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "config": (8396, 61),
     "data": (3175, 24),
     "diagnostics": (1029, 6),
-    "models": (3084, 20),
+    "models": (3098, 20),
     "planning": (908, 10),
     "processes": (1389, 7),
     "rehearsal": (2164, 10),

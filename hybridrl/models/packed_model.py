@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hybridrl.models.logprobs import token_logprobs
 from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed import PackLayout
-from hybridrl.models.routing_replay import RoutingReplay
+from hybridrl.models.routing_replay import replay_routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,15 @@ class PackedModel(nn.Module):
 
     def hidden_before_scored(self, tokens: PackedTokens) -> Tensor:
         """Return the last hidden state just before each scored token, float [S, H]."""
+        routed = {}
+        if tokens.experts_TJK is not None:  # to the device once, for all layers
+            routed["experts_TJK"] = tokens.experts_TJK.to(tokens.token_ids_T.device)
         hidden_1TH: Tensor = self.hf.model(
             input_ids=tokens.token_ids_T[None],
             position_ids=tokens.positions_T[None],
             use_cache=False,
             pack_layout=tokens.layout,
+            **routed,
         ).last_hidden_state
         return hidden_1TH[0].index_select(0, tokens.scored_S)
 
@@ -62,17 +66,13 @@ class PolicyModel(PackedModel):
         self._chunk_tokens = chunk_tokens
         # A factor of the logits is one more temperature: Granite divides, Cohere multiplies.
         settings = hf.config.to_dict()
-        self._replay = RoutingReplay(hf)
+        replay_routing(hf)
         self._temperature = settings.get("logits_scaling", 1.0) / settings.get("logit_scale", 1.0)
 
     def forward(
         self, tokens: PackedTokens, temperature: float, *, needs_entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the scored tokens, both float32 [S] nats."""
-        experts_TJK = tokens.experts_TJK
-        if experts_TJK is not None:  # once, for all layers
-            experts_TJK = experts_TJK.to(tokens.token_ids_T.device)
-        self._replay.experts_TJK = experts_TJK
         return token_logprobs(
             self.hidden_before_scored(tokens),
             self.hf.lm_head.weight,

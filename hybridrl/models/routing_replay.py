@@ -19,33 +19,47 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 
-class RoutingReplay:
-    """The routers of a model; without experts in its layers it has none."""
+def replay_routing(model: PreTrainedModel) -> None:
+    """Let a pass bring the experts of its tokens, as ``experts_TJK``, an argument of the body.
 
-    experts_TJK: Tensor | None = None
-    """Experts of the tokens in the next passes, kept for activations that are computed again. The
-    routers choose where it is -1, and everywhere if it is None."""
+    Activations that are computed again go through the same experts, which are freed with the last
+    of them. Routers choose where an expert is -1, and in passes that bring none.
+    """
+    for number, layer in enumerate(model.model.layers):
+        replay = _ReplayedLayer(number)
+        layer.forward = partial(replay.compute, layer.forward)
+        router = getattr(layer.mlp, "gate", None)
+        if router is not None:
+            router.forward = partial(replay.route, router.forward, router.weight.shape[0])
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Take the place of the routers' forward passes."""
-        for number, layer in enumerate(model.model.layers):
-            router = getattr(layer.mlp, "gate", None)
-            if router is not None:
-                route = partial(self._route, router.forward, number, router.weight.shape[0])
-                router.forward = route
 
-    def _route(
+class _ReplayedLayer:
+    """Takes the place of the forward passes of a layer and of its router, if it has one."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._experts_TK: Tensor | None = None  # while the layer is computed
+
+    def compute(
         self,
-        choose: Callable[..., object],
-        layer: int,
-        num_experts: int,
+        forward: Callable[..., object],
         *args: object,
+        experts_TJK: Tensor | None = None,
         **kwargs: object,
     ) -> object:
-        if self.experts_TJK is None:
-            return choose(*args, **kwargs)
-        with _Given(self.experts_TJK[:, layer], num_experts):
-            return choose(*args, **kwargs)
+        self._experts_TK = None if experts_TJK is None else experts_TJK[:, self._number]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._experts_TK = None
+
+    def route(
+        self, forward: Callable[..., object], num_experts: int, *args: object, **kwargs: object
+    ) -> object:
+        if self._experts_TK is None:
+            return forward(*args, **kwargs)
+        with _Given(self._experts_TK, num_experts):
+            return forward(*args, **kwargs)
 
 
 class _Given(TorchFunctionMode):
