@@ -17,7 +17,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 # Spinning OpenMP threads of two processes on two cores cost 8-9x.
 TEST_ENVIRONMENT := OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 RAY_worker_niceness=0
-BENCHMARKS ?= $(filter-out figures figure_stamps publish source_tree picture kills child budget gpu,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS ?= $(filter-out figures publish source_tree picture kills child budget gpu,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
 help:
 	@echo "make train         set up, then train the default: a small model learns on this CPU"

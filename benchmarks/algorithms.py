@@ -2,7 +2,7 @@
 
 Prints a table in Markdown and draws the curves. The held-out prompts are 512 where a default run
 has 128, so that chance moves an accuracy by .02 instead of .04. A finished run is kept in
-.cache/benchmarks/algorithms, and is read from there while its command and its sources are the same.
+.cache/benchmarks/algorithms, and is read from there by the same command at the same commit.
 A benchmark that was interrupted goes on with the run that it was at.
 
     python -m benchmarks.algorithms [KEY=VALUE ...] [--recipes gspo_cpu ...] [--seeds 0 1 2]
@@ -11,6 +11,7 @@ A benchmark that was interrupted goes on with the run that it was at.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from math import ceil, floor
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.figure_stamps import FIGURES, ROOT, digest_of
+from benchmarks.publish import ROOT
 from hybridrl import env
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.config.load import load_config
@@ -108,8 +109,7 @@ def starter_model(overrides: Sequence[str], cache: Path) -> Path:
 def run_once(words: Sequence[str], recipe: str, cache: Path) -> Run:
     """Return a run from the cache; without one, train it and keep it there."""
     command = " ".join(["python -m hybridrl.main", *words])
-    digest = digest_of(command, sources_of(recipe))
-    kept = cache / f"{recipe}-{digest}.json"
+    kept = cache / f"{recipe}-{name_of(command)}.json"
     if not kept.is_file():
         print(f"{command} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
@@ -122,12 +122,11 @@ def run_once(words: Sequence[str], recipe: str, cache: Path) -> Run:
     return run
 
 
-def sources_of(recipe: str) -> list[str]:
-    """Return the sources on which the curve of a recipe depends."""
-    (figures,) = (one for one in FIGURES if one.name == "algorithms")
-    code = [pattern for pattern in figures.measured if pattern.endswith(".py")]
-    choice = f"hydra_configs/algorithm/{recipe.removesuffix('_cpu')}.yaml"
-    return [*code, "hydra_configs/algorithm/grpo.yaml", choice, f"recipes/{recipe}.yaml"]
+def name_of(command: str) -> str:
+    """Name a kept run by its command and the commit."""
+    git = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return hashlib.sha256(f"{commit} {command}".encode()).hexdigest()[:16]
 
 
 def train(words: Sequence[str], scratch: Path) -> Path:

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.algorithms import Run, draw, print_table, read_run, train
-from benchmarks.figure_stamps import ROOT
+from benchmarks.publish import ROOT
 
 _KINDS = {"with the tool": [], "without": ["agent=single_turn"]}
 _OVERRIDES = (

@@ -1,8 +1,7 @@
 """Run benchmarks and write the tables that they print into docs, with command, commit and date.
 
-    python -m benchmarks.publish              those whose table is stale
-    python -m benchmarks.publish NAME ...     these
-    python -m benchmarks.publish --check      run nothing; say which tables are stale
+    python -m benchmarks.publish              say how old each table is
+    python -m benchmarks.publish NAME ...     measure these
 
 Nothing else should run on the machine meanwhile.
 """
@@ -12,61 +11,102 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from pathlib import Path
 
-from benchmarks.figure_stamps import (
-    FIGURES,
-    PAGES,
-    ROOT,
-    Block,
-    Figures,
-    blocks_of,
-    find_all_faults,
-    put,
-    read_page,
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS: Mapping[str, str] = {
+    "against_trl": "python -m benchmarks.against_trl",
+    "startup": "python -m benchmarks.startup",
+    "dispatch": "python -m benchmarks.dispatch",
+    "rollout": "OMP_NUM_THREADS=1 python -m benchmarks.rollout",
+    "agents": "OMP_NUM_THREADS=1 python -m benchmarks.agents",
+    "advantages": "python -m benchmarks.advantages",
+    "algorithms": "python -m benchmarks.algorithms",
+    "policy_losses": "python -m benchmarks.policy_losses",
+    "checkpoint": "python -m benchmarks.checkpoint",
+    "overhead": "python -m benchmarks.overhead",
+    "report": "python -m benchmarks.report",
+    "lora": "OMP_NUM_THREADS=1 python -m benchmarks.lora --rank 8",
+    "weight_sync": "OMP_NUM_THREADS=1 python -m benchmarks.weight_sync",
+    "megatron": "python -m benchmarks.megatron --rounds 7",
+    "serving": "OMP_NUM_THREADS=1 python -m benchmarks.serving "
+    "--picture docs/images/killed_engine.svg",
+    "asynchronous": "OMP_NUM_THREADS=1 python -m benchmarks.asynchronous "
+    "--picture docs/images/asynchronous.svg",
+    "memory_plan": "python -m benchmarks.memory_plan",
+}
+"""How each published table is made."""
+
+PAGES = {"algorithms": "docs/algorithms.md", "memory_plan": "docs/memory.md"}
+"""Where it stands, if not in docs/performance.md."""
+
+MADE_BY = re.compile(
+    r"^`(?P<command>[^`]+)` at commit (?P<commit>\w{7,}) on (?P<date>\d{4}-\d\d-\d\d)", re.MULTILINE
 )
 
 
 def main() -> None:
-    """Publish, or check."""
+    """Measure, or say what is published."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*(one.name for one in FIGURES), []])
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
-    if options.check:
-        faults = find_all_faults()
-        sys.exit("\n".join(faults) if faults else 0)
-    for one in chosen(options.names):
-        print(f"{one.command} ...", flush=True)
-        text = f"{made_by(one)}\n\n{output_of(one)}\n"
-        page = put(read_page(one.page), Block(one.name, one.digest(), text))
-        (ROOT / one.page).write_text(page, encoding="utf-8")
+    parser.add_argument("names", nargs="*", choices=[*COMMANDS, []])
+    names = parser.parse_args().names
+    for name in COMMANDS if not names else ():
+        made = MADE_BY.search(table_of(name))
+        print(f"{name}: {made['date']} at {made['commit']}" if made else f"{name}: never")
+    for name in names:
+        print(f"{COMMANDS[name]} ...", flush=True)
+        put(name, f"{made_by(name)}\n\n{output_of(name)}\n")
 
 
-def chosen(names: Sequence[str]) -> list[Figures]:
-    """Return the tables named, or those that are stale."""
-    digests = {b.name: b.digest for page in PAGES for b in blocks_of(read_page(page))}
-    if names:
-        return [one for one in FIGURES if one.name in names]
-    return [one for one in FIGURES if digests.get(one.name) != one.digest()]
+def page_of(name: str) -> Path:
+    """Return the page with the table."""
+    return ROOT / PAGES.get(name, "docs/performance.md")
 
 
-def made_by(one: Figures) -> str:
+def block_of(name: str) -> re.Pattern[str]:
+    """Match a table between its two comments."""
+    begin, end = f"<!-- figures {name} -->\n", "<!-- end of figures -->\n"
+    return re.compile(f"(?<={re.escape(begin)})(?P<text>.*?)(?={re.escape(end)})", re.DOTALL)
+
+
+def table_of(name: str) -> str:
+    """Return a table as it is published.
+
+    Raises:
+        ValueError: its page has no place for it.
+    """
+    block = block_of(name).search(page_of(name).read_text(encoding="utf-8"))
+    if block is None:
+        raise ValueError(f"{page_of(name)} has no '<!-- figures {name} -->'; put one there")
+    return block["text"]
+
+
+def put(name: str, text: str) -> None:
+    """Publish a table in the place of its former one."""
+    page = page_of(name)
+    old = table_of(name)
+    page.write_text(page.read_text(encoding="utf-8").replace(old, text, 1), encoding="utf-8")
+
+
+def made_by(name: str) -> str:
     """Say where a table comes from."""
     git = ["git", "rev-parse", "--short=9", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     today = datetime.datetime.now(tz=datetime.UTC).date()
-    return f"`{one.command}` at commit {commit.strip()} on {today}:"
+    return f"`{COMMANDS[name]}` at commit {commit.strip()} on {today}:"
 
 
-def output_of(one: Figures) -> str:
+def output_of(name: str) -> str:
     """Run a benchmark; returns what it printed."""
-    words = shlex.split(one.command)
-    command = [sys.executable, *words[words.index("python") + 1 :]]
-    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if one.one_thread else {})
+    words = shlex.split(COMMANDS[name])
+    begin = words.index("python")
+    command = [sys.executable, *words[begin + 1 :]]
+    environment = os.environ | dict(word.split("=", 1) for word in words[:begin])
     done = subprocess.run(
         command, cwd=ROOT, check=True, env=environment, stdout=subprocess.PIPE, text=True
     )

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.algorithms import Run, draw, sources_of, starter_model
-from benchmarks.figure_stamps import ROOT, digest_of
+from benchmarks.algorithms import Run, draw, name_of, starter_model
+from benchmarks.publish import ROOT
 from benchmarks.sides.ahead_in_turns import train_in_turns
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.json_text import to_json_text
@@ -61,12 +61,6 @@ _OVERRIDES = (
     *("eval.num_prompts=512", "eval.every_num_steps=20", "checkpoint.every_num_steps=0"),
     *("tracking.num_samples_per_step=0", "cluster.num_threads_per_rank=1"),
 )
-_SOURCES = (
-    *sources_of("none"),
-    *("benchmarks/sides/ahead_in_turns.py", "hybridrl/trainer/batches.py"),
-    *("hybridrl/algorithms/rollout_correction.py", "hybridrl/algorithms/token_masks.py"),
-)
-"""On which a curve depends."""
 
 _CACHE = ROOT / ".cache" / "benchmarks" / "staleness"
 _PICTURE = ROOT / "docs" / "images" / "staleness.svg"
@@ -109,7 +103,7 @@ def measure_once(title: str, words: Sequence[str], model: Path, cache: Path) -> 
     """Return a run from the cache; without one, train it and keep it there."""
     begin = time.perf_counter()
     command = " ".join([title, *words])
-    kept = cache / f"{digest_of(command, _SOURCES)}.json"
+    kept = cache / f"{name_of(command)}.json"
     if not kept.is_file():
         rows = train_in_turns(words, model, _ALL[title][0]).rows
         minutes = (time.perf_counter() - begin) / 60

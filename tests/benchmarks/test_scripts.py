@@ -18,7 +18,7 @@ from tests.end_to_end.small import SMALL, VARIED, small_config
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = {"__init__", "budget", "child", "figure_stamps", "source_tree"}
+LIBRARIES = {"__init__", "budget", "child", "source_tree"}
 
 TABLES: Mapping[str, list[str]] = {
     "advantages": ["--rows", "16", "--repeats", "2"],
