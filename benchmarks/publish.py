@@ -36,13 +36,18 @@ COMMANDS: Mapping[str, str] = {
     "megatron": "python -m benchmarks.megatron --rounds 7",
     "serving": "OMP_NUM_THREADS=1 python -m benchmarks.serving "
     "--picture docs/images/killed_engine.svg",
+    "router": "OMP_NUM_THREADS=1 python -m benchmarks.router",
     "asynchronous": "OMP_NUM_THREADS=1 python -m benchmarks.asynchronous "
     "--picture docs/images/asynchronous.svg",
     "memory_plan": "python -m benchmarks.memory_plan",
 }
 """How each published table is made."""
 
-PAGES = {"algorithms": "docs/algorithms.md", "memory_plan": "docs/memory.md"}
+PAGES = {
+    "algorithms": "docs/algorithms.md",
+    "memory_plan": "docs/memory.md",
+    "router": "docs/serving.md",
+}
 """Where it stands, if not in docs/performance.md."""
 
 MADE_BY = re.compile(

@@ -65,7 +65,7 @@ STARTS_OFTEN: Mapping[str, list[str]] = {
 }
 OTHERS = {  # tests of their own
     *("against_trl", "algorithms", "calculator", "figures", "picture", "publish", "weight_sync"),
-    "staleness",
+    *("router", "staleness"),
 }
 
 
@@ -190,7 +190,7 @@ def test_learning_curves_of_finished_runs_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("against_trl", "algorithms", "publish", "staleness"),
+        *("against_trl", "algorithms", "publish", "router", "staleness"),
         *(name for name in (*OF_RANKS, *RUNS, *STARTS_OFTEN) if name != "memory_plan"),
     ],
 )
