@@ -35,6 +35,7 @@ Family = Literal[
     "exaone4",
     "glm4",
     "glm4_moe",
+    "gpt_oss",
     "granite",
     "hunyuan_v1_dense",
     "ministral3",
@@ -62,13 +63,19 @@ DENSE: tuple[Family, ...] = (
 )
 """Families without experts."""
 
-SPARSE: tuple[Family, ...] = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe")
+SPARSE: tuple[Family, ...] = (
+    *("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe"),
+    "gpt_oss",
+)
 """Mixtures of experts."""
 
 TRAINED = (*DENSE, *SPARSE)
 """Families that FSDP2 trains."""
 
-WINDOWED: tuple[Family, ...] = ("mistral", "gemma3_text", "phi3", "olmo3", "exaone4", "cohere2")
+WINDOWED: tuple[Family, ...] = (
+    *("mistral", "gemma3_text", "phi3", "olmo3", "exaone4", "cohere2"),
+    "gpt_oss",
+)
 """Families with windows; those of the tiny models are as long as ``WINDOW``."""
 
 WINDOW = 6
@@ -107,6 +114,13 @@ _OF_FAMILY: dict[Family, dict[str, object]] = {
         "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1,
         "pad_token_id": None,
+    },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "pad_token_id": None,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
     },
     "mistral": {"sliding_window": WINDOW},
     # Layers with and without a window, each with a rotary base of its own.
@@ -173,7 +187,7 @@ def make_tiny_model(
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
+                if name.endswith(("bias", "sinks")):
                     parameter.normal_(std=initializer_range)
                 elif family not in _PLAIN_NORMS and name.endswith("norm.weight"):
                     parameter.add_(torch.randn_like(parameter), alpha=initializer_range)

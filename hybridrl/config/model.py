@@ -14,6 +14,7 @@ TRANSFORMERS_MODEL_TYPES = (
     *("cohere2", "ernie4_5", "exaone4", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense"),
     *("ministral3", "mistral", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3"),
     *("ernie4_5_moe", "glm4_moe", "qwen3_moe", "mixtral", "qwen2_moe"),
+    "gpt_oss",
 )
 """Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those
 whose packed forward pass is shown equal to a pass of single rows."""

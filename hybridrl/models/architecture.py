@@ -65,6 +65,9 @@ class MoEConfig:
     has_router_bias: bool = False
     """Whether routers have a bias that is a parameter in transformers."""
 
+    has_biases: bool = False
+    """Whether each matrix of an expert has a bias (gpt-oss)."""
+
     names: ExpertNames = field(default_factory=ExpertNames)
     """Names in the model's files."""
 
@@ -107,6 +110,9 @@ class Architecture:
 
     num_norms: int = 2
     """Norms of the residual stream in a block."""
+
+    has_sinks: bool = False
+    """Whether each head has a sink: a score that takes its share of the attention (gpt-oss)."""
 
     fused: tuple[str, ...] = ()
     """Linear layers that stand for several: ``qkv_proj``, ``gate_up_proj`` (Phi-3)."""
@@ -162,8 +168,9 @@ class Architecture:
                 "qkv_proj": (query + 2 * self.key_size, hidden),
                 "o_proj": (hidden, query),
             }
-        if self.experts is not None and self.experts.names.gate not in MLP_MODULES:
-            return attention  # rollout engines adapt no layers of these names
+        experts = self.experts
+        if experts is not None and (experts.has_biases or experts.names.gate not in MLP_MODULES):
+            return attention  # rollout engines adapt no layers of these names, nor fused ones
         if "gate_up_proj" in self.fused:
             return attention | {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
         return attention | {
@@ -269,6 +276,7 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
         has_head_norms=family.has_head_norms or bool(values.get("use_qk_norm")),
         norms_all_heads=family.norms_all_heads,
         num_norms=family.num_norms,
+        has_sinks=family.has_sinks,
         fused=family.fused,
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope["rope_theta"]),
@@ -340,6 +348,7 @@ def _experts(values: Mapping[str, Any], size: _SizeReader) -> MoEConfig | None:
         shared_size=size("shared_expert_intermediate_size") or num_shared * width,
         has_shared_gate=size.family.has_shared_gate,
         has_router_bias=size.family.has_router_bias,
+        has_biases=size.family.has_fused_experts,
         names=size.family.expert_names,
     )
 

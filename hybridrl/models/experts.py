@@ -49,6 +49,7 @@ class StoredNames:
     def __init__(self, model_type: str) -> None:
         self._experts = FAMILIES[model_type].expert_names
         self._renames = FAMILIES[model_type].renames
+        self._has_fused_files = FAMILIES[model_type].has_fused_experts
 
     def stored(self, name: str) -> str:
         """Return the name in files of a parameter that is no fused one."""
@@ -59,7 +60,8 @@ class StoredNames:
     def matrices(self, name: str, shape: torch.Size) -> tuple[ExpertMatrix, ...]:
         """Return the matrices of a fused parameter; none of another parameter."""
         module, _, leaf = name.rpartition(".")
-        if not module.endswith(f"{_BLOCK}experts") or leaf not in ("gate_up_proj", "down_proj"):
+        is_fused = module.endswith(f"{_BLOCK}experts") and leaf in ("gate_up_proj", "down_proj")
+        if not is_fused or self._has_fused_files:
             return ()
         num_experts, num_rows, num_columns = shape
         names = self._experts

@@ -39,6 +39,12 @@ class Family:
     has_router_bias: bool = False
     """Whether routers have a bias that is a parameter in transformers; GLM's is a buffer."""
 
+    has_sinks: bool = False
+    """Whether each head has a sink: a score that takes its share of the attention (gpt-oss)."""
+
+    has_fused_experts: bool = False
+    """Whether files, too, have all experts of a layer in one tensor; such experts have biases."""
+
     renames: Mapping[str, str] = field(default_factory=dict)
     """Parts of transformers' names, and what stands for them in files."""
 
@@ -219,6 +225,23 @@ _GLM_MOE = {
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
 }
+_GPT_OSS = {
+    **_LLAMA,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "attention_bias": True,
+    "norm_topk_prob": True,
+}
 _MINISTRAL = {
     **_LLAMA,
     "intermediate_size": 14336,
@@ -259,6 +282,7 @@ FAMILIES = {
     ),
     "glm4": Family(_GLM, num_norms=4, has_output_bias=False, fused=("gate_up_proj",)),
     "glm4_moe": Family(_GLM_MOE, has_output_bias=False),
+    "gpt_oss": Family(_GPT_OSS, has_sinks=True, has_fused_experts=True, has_router_bias=True),
     "granite": Family(_LLAMA),
     "hunyuan_v1_dense": Family({**_LLAMA, "vocab_size": 290943}, has_head_norms=True),
     "llama": Family(_LLAMA),

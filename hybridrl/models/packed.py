@@ -54,6 +54,7 @@ class PackLayout(Protocol):
         *,
         scale: float | None,
         window: int | None = None,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         """Attend causally within each row.
 
@@ -63,6 +64,7 @@ class PackLayout(Protocol):
             value_TND: float [T, N', D].
             scale: factor on the scores; None is ``1 / sqrt(D)``.
             window: newest tokens that a token sees, itself among them; None: the full row.
+            sink_N: a score of each head that takes its share of the attention, of a value of 0.
 
         Returns:
             Like ``query_TND``.
@@ -110,6 +112,7 @@ class PaddedLayout:
         *,
         scale: float | None,
         window: int | None = None,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         """Attend causally within each row; see ``PackLayout.attend``."""
         if window not in self._masks:
@@ -133,6 +136,7 @@ class PaddedLayout:
                 value_RNKD,
                 is_visible_R1LK=is_visible_R1LK,
                 scale=scale,
+                sink_N=sink_N,
             )
             outputs.append(output_RNLD.transpose(1, 2).flatten(0, 1))
         return _Unpad.apply(torch.cat(outputs), self.slot_of_token)  # type: ignore[no-any-return, no-untyped-call]

@@ -29,6 +29,7 @@ def _packed_attention(  # noqa: PLR0913 - transformers chooses these
     pack_layout: PackLayout,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_unused: object,  # dropout among them: a policy gradient is taken at the sampled policy
 ) -> tuple[Tensor, None]:
     if attention_mask is not None:
@@ -43,6 +44,7 @@ def _packed_attention(  # noqa: PLR0913 - transformers chooses these
         value_1NTD[0].transpose(0, 1),
         scale=scaling,
         window=sliding_window if is_cut else None,
+        sink_N=s_aux,
     )
     return output_TND[None], None
 

@@ -118,10 +118,13 @@ class SharedLayout:
         *,
         scale: float | None,
         window: int | None = None,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         """Attend causally within each row; a collective call. See ``PackLayout.attend``."""
         key_TJD, value_TJD = self.gathered(key_UJD, value_UJD)
-        return self.attention.attend(query_UND, key_TJD, value_TJD, scale=scale, window=window)
+        return self.attention.attend(
+            query_UND, key_TJD, value_TJD, scale=scale, window=window, sink_N=sink_N
+        )
 
     def gathered(self, key_UJD: Tensor, value_UJD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all ranks' tokens, float [T, J, D]; a collective call."""

@@ -28,7 +28,7 @@ def replay_routing(model: PreTrainedModel) -> None:
     for number, layer in enumerate(model.model.layers):
         replay = _ReplayedLayer(number)
         layer.forward = partial(replay.compute, layer.forward)
-        router = getattr(layer.mlp, "gate", None)
+        router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
         if router is not None:
             router.forward = partial(replay.route, router.forward, router.weight.shape[0])
 

@@ -10,7 +10,7 @@ heads, D size of a head, K spans.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -64,15 +64,18 @@ class VarlenLayout:
         *,
         scale: float | None,
         window: int | None = None,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         """Attend causally within each row; see ``PackLayout.attend``."""
         if window is not None and self.in_rows is not None:
             # A window ends at another token of the prompt for each token of its responses.
             rows = self.in_rows()
-            return rows.attend(query_TND, key_TJD, value_TJD, scale=scale, window=window)
+            return rows.attend(
+                query_TND, key_TJD, value_TJD, scale=scale, window=window, sink_N=sink_N
+            )
         own = replace(self.own, window=window)
         return attend_in_spans(
-            query_TND, key_TJD, value_TJD, own=own, prompts=self.prompts, scale=scale
+            query_TND, key_TJD, value_TJD, own=own, prompts=self.prompts, scale=scale, sink_N=sink_N
         )
 
 
@@ -96,6 +99,7 @@ class VarlenSpans:
         *,
         scale: float | None,
         window: int | None = None,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         """Attend from each span to all tokens before it in its row; see ``PackLayout.attend``."""
         return attend_in_spans(
@@ -104,6 +108,7 @@ class VarlenSpans:
             value_TJD.index_select(0, self.key_token),
             own=replace(self.call, window=window),
             scale=scale,
+            sink_N=sink_N,
         )
 
 
@@ -115,6 +120,7 @@ def attend_in_spans(
     own: VarlenCall,
     scale: float | None,
     prompts: SharedPrompts | None = None,
+    sink_N: Tensor | None = None,
 ) -> Tensor:
     """Attend in each span, by torch's variable-length flash kernel.
 
@@ -124,11 +130,12 @@ def attend_in_spans(
         value_SJD: float [S, J, D].
         scale: factor on the scores; None is ``1 / sqrt(D)``.
         prompts: seen by some queries, too; keys are then those of the queries' tokens.
+        sink_N: see ``PackLayout.attend``.
 
     Returns:
         Like ``query_TND``.
     """
-    attended = _Attention.apply(query_TND, key_SJD, value_SJD, own, prompts, scale)  # type: ignore[no-untyped-call]
+    attended = _Attention.apply(query_TND, key_SJD, value_SJD, sink_N, own, prompts, scale)  # type: ignore[no-untyped-call]
     return cast("Tensor", attended)
 
 
@@ -140,11 +147,12 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - autograd sees no tensors within an argument
         ctx: Any,  # noqa: ANN401
         query_TND: Tensor,
         key_SJD: Tensor,
         value_SJD: Tensor,
+        sink_N: Tensor | None,
         own: VarlenCall,
         prompts: SharedPrompts | None,
         scale: float | None,
@@ -162,14 +170,19 @@ class _Attention(torch.autograd.Function):
                 share_UN1 * output_TND[own_rows] + other_share_UN1 * other_UND
             ).to(output_TND.dtype)
             lse_NT[:, own_rows] = merged_NU
-        ctx.save_for_backward(query_TND, key_SJD, value_SJD, output_TND, lse_NT)
+        if sink_N is not None:  # one more key of value 0
+            merged_NT = torch.logaddexp(lse_NT, sink_N.float()[:, None])
+            share_TN1 = (lse_NT - merged_NT).exp().T[..., None]
+            output_TND = (share_TN1 * output_TND).to(output_TND.dtype)
+            lse_NT = merged_NT
+        ctx.save_for_backward(query_TND, key_SJD, value_SJD, output_TND, lse_NT, sink_N)
         ctx.own, ctx.prompts, ctx.scale = own, prompts, scale
         return output_TND
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         # Read once: non-reentrant checkpointing recomputes at the first read and refuses a second.
-        saved = ctx.saved_tensors
+        *saved, sink_N = ctx.saved_tensors
         query_TND, key_SJD, value_SJD, output_TND, lse_NT = saved
         grad_TND = grads[0].contiguous()
         # The kernel recomputes probabilities from scores and log-sum-exps. With those of the full
@@ -187,7 +200,12 @@ class _Attention(torch.autograd.Function):
             query_grad[own_rows] += others[0]
             key_grad[seen] += others[1]
             value_grad[seen] += others[2]
-        return query_grad, key_grad, value_grad, None, None, None
+        sink_grad = None
+        if sink_N is not None:  # its value is 0, so its share only takes from the others'
+            share_NT = (sink_N.float()[:, None] - lse_NT).exp()
+            product_NT = (grad_TND.float() * output_TND.float()).sum(-1).T
+            sink_grad = -(share_NT * product_NT).sum(1).to(sink_N.dtype)
+        return query_grad, key_grad, value_grad, sink_grad, None, None, None
 
 
 def _forward(
@@ -212,7 +230,7 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, saved: tuple[Tensor, ...], call: VarlenCall, scale: float | None
+    grad: Tensor, saved: Sequence[Tensor], call: VarlenCall, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     query, key, value, output, lse = saved

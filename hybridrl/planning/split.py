@@ -75,11 +75,14 @@ def _count_block(model: Architecture, *, is_sparse: bool) -> int:
     norms = model.num_norms * hidden + model.has_head_norms * 2 * model.head_size
     norms += model.norms_all_heads * (model.query_size + model.key_size)
     block = attention + norms + model.has_output_bias * hidden
+    block += model.has_sinks * model.num_heads
     if not is_sparse or model.experts is None:
         return block + 3 * hidden * inner + model.has_mlp_bias * (2 * inner + hidden)
     experts = model.experts
     block += 3 * hidden * experts.shared_size + experts.has_shared_gate * hidden
     block += experts.has_router_bias * experts.num_experts
+    biases = 2 * experts.intermediate_size + hidden
+    block += experts.has_biases * experts.num_experts * biases
     return block + hidden * experts.num_experts * (1 + 3 * experts.intermediate_size)
 
 

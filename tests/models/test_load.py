@@ -127,7 +127,7 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
         ),
         (json.dumps({"model_type": "quen3"}), "did you mean 'qwen3'"),
         (
-            json.dumps({"model_type": "gpt_neox"}),
+            json.dumps({"model_type": "bloom"}),
             "known: .*mistral, mixtral, olmo2",
         ),
     ],

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from hybridrl.models.fused_attention import with_sink
+
 ATTENTION_NAME = "hybridrl_kv_slots"
 
 
@@ -72,6 +74,7 @@ class KVStep:
         *,
         scale: float | None = None,
         window: int | None = None,
+        sink_H: Tensor | None = None,
     ) -> Tensor:
         """Store new keys and values, and attend.
 
@@ -81,6 +84,7 @@ class KVStep:
             new_keys_and_values: float [T, J, D] each.
             scale: factor on the scores; None is ``1 / sqrt(D)``.
             window: newest tokens that a token sees, itself among them; None: the full row.
+            sink_H: a score of each head that takes its share of the attention, of a value of 0.
 
         Returns:
             float [T, H * D].
@@ -91,20 +95,21 @@ class KVStep:
         scale = head_dim**-0.5 if scale is None else scale
         mask = self._mask(window)
         if mask is None or self._mask_R11L is None:
-            return self._attend_to_prompts(layer, query_THD, scale, mask)
+            return self._attend_to_prompts(layer, query_THD, scale, mask, sink_H)
         if self._is_multiplied:
-            return self._attend_by_products(layer, query_THD, scale, mask)
+            return self._attend_by_products(layer, query_THD, scale, mask, sink_H)
         keys_RJLD, values_RJLD = self._read[layer]
         num_rows, num_kv_heads, _, _ = keys_RJLD.shape
         # Query heads that share keys look like several queries of one head: no repeated keys.
+        query_RJGD = query_THD.reshape(num_rows, num_kv_heads, -1, head_dim)
+        if sink_H is not None:
+            query_RJGD, keys_RJLD, values_RJLD, mask = with_sink(
+                query_RJGD, keys_RJLD, values_RJLD, mask, sink_H.view(num_kv_heads, -1, 1) / scale
+            )
         out_RJGD = F.scaled_dot_product_attention(
-            query_THD.reshape(num_rows, num_kv_heads, -1, head_dim),
-            keys_RJLD,
-            values_RJLD,
-            attn_mask=mask,
-            scale=scale,
+            query_RJGD, keys_RJLD, values_RJLD, attn_mask=mask, scale=scale
         )
-        return out_RJGD.reshape(num_rows, -1)
+        return out_RJGD[..., :head_dim].reshape(num_rows, -1)
 
     def _mask(self, window: int | None) -> Tensor | None:
         """Return the tensor that is added to the scores; layers with equal windows share it."""
@@ -145,7 +150,12 @@ class KVStep:
         return is_seen_RQL[:, None]
 
     def _attend_by_products(
-        self, layer: int, query_RHD: Tensor, scale: float, mask_X1L: Tensor
+        self,
+        layer: int,
+        query_RHD: Tensor,
+        scale: float,
+        mask_X1L: Tensor,
+        sink_H: Tensor | None,
     ) -> Tensor:
         """Attend in decode by two batches of matrix products.
 
@@ -154,10 +164,20 @@ class KVStep:
         keys_XLD, values_XLD = (states.flatten(0, 1) for states in self._read[layer])
         query_XGD = query_RHD.reshape(len(keys_XLD), -1, query_RHD.shape[-1])
         scores_XGL = torch.baddbmm(mask_X1L, query_XGD, keys_XLD.mT, alpha=scale)
-        return torch.bmm(scores_XGL.softmax(-1), values_XLD).view(len(query_RHD), -1)
+        if sink_H is None:
+            shares_XGL = scores_XGL.softmax(-1)
+        else:
+            sink_XG1 = sink_H.expand(len(query_RHD), -1).reshape(*query_XGD.shape[:2], 1)
+            shares_XGL = torch.cat([sink_XG1, scores_XGL], dim=-1).softmax(-1)[..., 1:]
+        return torch.bmm(shares_XGL, values_XLD).view(len(query_RHD), -1)
 
     def _attend_to_prompts(
-        self, layer: int, query_THD: Tensor, scale: float, mask: Tensor | None
+        self,
+        layer: int,
+        query_THD: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        sink_H: Tensor | None,
     ) -> Tensor:
         keys_RJLD, values_RJLD = self._read[layer]
         num_rows, _, longest, head_dim = keys_RJLD.shape
@@ -167,6 +187,12 @@ class KVStep:
         at = (self._row_T, slice(None), query_T)
         query_RHQD = query_THD.new_zeros(num_rows, query_THD.shape[1], num_queries, head_dim)
         query_RHQD[at] = query_THD
+        if sink_H is not None:
+            if mask is None:
+                mask = query_THD.new_ones(longest, longest, dtype=torch.bool).tril()
+            query_RHQD, keys_RJLD, values_RJLD, mask = with_sink(
+                query_RHQD, keys_RJLD, values_RJLD, mask, sink_H[:, None, None] / scale
+            )
         out_RHQD = F.scaled_dot_product_attention(
             query_RHQD,
             keys_RJLD,
@@ -176,7 +202,7 @@ class KVStep:
             scale=scale,
             enable_gqa=True,
         )
-        return out_RHQD[at].flatten(1)
+        return out_RHQD[at][..., :head_dim].flatten(1)
 
 
 def _attend(  # noqa: PLR0913 - transformers chooses these
@@ -189,13 +215,16 @@ def _attend(  # noqa: PLR0913 - transformers chooses these
     scaling: float,
     kv_step: KVStep,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_unused: object,
 ) -> tuple[Tensor, None]:
     # The signature is transformers'; `kv_step` came through the keyword arguments of model(...).
     layer: int = module.layer_idx  # type: ignore[assignment]
     query_THD, key_TJD, value_TJD = (states[0].transpose(0, 1) for states in (query, key, value))
     new = (key_TJD, value_TJD)
-    out_TX = kv_step.attend(layer, query_THD, new, scale=scaling, window=sliding_window)
+    out_TX = kv_step.attend(
+        layer, query_THD, new, scale=scaling, window=sliding_window, sink_H=s_aux
+    )
     return out_TX.view(1, *query_THD.shape), None
 
 
