@@ -35,7 +35,7 @@ from tests.workers.train.megatron.expert_layouts import running
 PROMPTS = make_prompts((1, 7, 33, 12, 2))
 # SGLang gives mixtures an output embedding of their own, whatever config.json says: it cannot be
 # tied there (0.5.21), and no published one is. Nor has it windows, or layers without experts.
-EXPERTS: tuple[Family, ...] = ("qwen3_moe", "mixtral", "qwen2_moe", "ernie4_5_moe", "glm4_moe")
+EXPERTS: tuple[Family, ...] = ("qwen3_moe", "mixtral", "qwen2_moe", "ernie4_5_moe", "glm4_moe", "gpt_oss")
 ROUTED: tuple[Family, ...] = ("qwen3_moe", "qwen2_moe")  # Mixtral's would end the server
 CHANGES: dict[Family, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -53,7 +53,7 @@ GREEDY = sampling_params(group=1, tokens=8, temperature=0.0)
             for family in (
                 *("ernie4_5", "gemma3_text", "glm4", "granite", "llama", "ministral3", "mistral"),
                 *("mixtral", "olmo2", "qwen2_moe", "seed_oss", "smollm3"),
-                *("ernie4_5_moe", "glm4_moe"),
+                *("ernie4_5_moe", "glm4_moe", "gpt_oss"),
             )
         ),
     ],
