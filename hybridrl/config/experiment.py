@@ -34,7 +34,6 @@ from hybridrl.config.topology import (
     LedEngine,
     Own,
     Topology,
-    even_engines,
 )
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.config.trainer import TrainerConfig
@@ -153,7 +152,7 @@ class ExperimentConfig:
         if not self.samples:
             return Absent()
         if not serving.models:
-            return Fused(even_engines(self.cluster.num_ranks, self.rollout.tensor_parallel_size))
+            return Fused(self.cluster.num_ranks, self.rollout.tensor_parallel_size)
         if not serving.colocated:
             return Attached() if serving.has_external_policy else Own()
         has_others = serving.has_external_policy or any(

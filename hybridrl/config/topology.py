@@ -41,7 +41,15 @@ class LedEngine:
 class Fused:
     """Each engine is led by a rank, which asks it for the responses to its own prompts."""
 
-    engines: tuple[LedEngine, ...]
+    num_ranks: int
+    size: int
+    """Ranks of each engine."""
+
+    @property
+    def engines(self) -> tuple[LedEngine, ...]:
+        """All engines; rules ask for the kind of a topology alone, of clusters of any size."""
+        begins = range(0, self.num_ranks, self.size)
+        return tuple(LedEngine(range(begin, begin + self.size)) for begin in begins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +78,3 @@ class Absent:
 
 
 Topology = Fused | Colocated | Own | Attached | Absent
-
-
-def even_engines(num_ranks: int, size: int) -> tuple[LedEngine, ...]:
-    """Return engines of ``size`` ranks each, over all ranks."""
-    return tuple(LedEngine(range(first, first + size)) for first in range(0, num_ranks, size))

@@ -219,8 +219,8 @@ def build_engines(
 def led_engines(config: ExperimentConfig) -> tuple[LedEngine, ...]:
     """Return the engines that ranks lead."""
     match config.topology:
-        case Fused(engines) | Colocated(engines):
-            return engines
+        case Fused() | Colocated() as topology:
+            return topology.engines
         case Own() | Attached() | Absent():
             return ()
 

@@ -117,6 +117,7 @@ def tops() -> Iterator[tuple[str, object]]:
 @pytest.mark.timeout(2 * DEADLINE_S)
 @settings(max_examples=60)
 @example((), [("rollout.oversample", 100.0), ("cluster.num_nodes", 65536)])
+@example((), [("cluster.num_ranks_per_node", 65536), ("cluster.num_nodes", 65536)])
 @given(st.sampled_from(SCENES[:4]), st.lists(st.sampled_from(list(tops())), max_size=12))
 def test_the_highest_numbers_are_checked_and_remedies_mend(
     scene: tuple[str, ...], changes: list[tuple[str, object]]

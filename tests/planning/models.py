@@ -77,3 +77,29 @@ GLM4_5_AIR = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
+
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}

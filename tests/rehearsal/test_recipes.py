@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from hybridrl.env import ROOT
-from tests.planning.models import GLM4_5_AIR, QWEN2_5_0_5B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_32B
+from tests.planning.models import (
+    GLM4_5_AIR,
+    GPT_OSS_20B,
+    QWEN2_5_0_5B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    QWEN3_32B,
+)
 from tests.rehearsal.cases import Case, Shown
 from tests.rehearsal.checks import assert_sound, assert_woken_in_order, largest
 from tests.rehearsal.conftest import Rehearse
@@ -28,6 +35,7 @@ FEWER = {
     NEEDS_TRANSFORMER_ENGINE: 1,
     SLOW: 2,
     "grpo_glm4_5_air_6x8": 2,
+    "grpo_gpt_oss_20b_1x8": 2,
     "grpo_qwen3_8b_prefill_decode_1x8": 1,
     "grpo_qwen3_8b_uneven_groups_1x8": 1,
     "grpo_qwen3_8b_own_engines_1x8": 1,
@@ -40,7 +48,7 @@ BLOCK = 512
 
 def case_of(name: str, *, num_layers: int | None = None, rank: int = 0) -> Case:
     models = {"0_5b": QWEN2_5_0_5B, "8b": QWEN3_8B, "32b": QWEN3_32B, "30b": QWEN3_30B_A3B}
-    models["air"] = GLM4_5_AIR
+    models |= {"air": GLM4_5_AIR, "20b": GPT_OSS_20B}
     return Case(
         (f"recipes={name}", "model.path=FOLDER/model"),
         {"model": next(model for size, model in models.items() if f"_{size}_" in name)},
