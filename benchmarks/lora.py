@@ -27,7 +27,7 @@ from hybridrl.algorithms.policy_losses.ppo import ppo_clip
 from hybridrl.batch import PromptBatch, TrainBatch, spread_over_tokens
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
-from hybridrl.config.topology import even_engines
+from hybridrl.config.topology import Fused
 from hybridrl.main import compose
 from hybridrl.models.adapter import Adapter
 from hybridrl.sampler import SamplingParams
@@ -89,7 +89,7 @@ class Way:
         control = ControlGroup(timeout_s=60.0)
         engines = FusedEngines(
             ManagedEngine(rollout, config=self.config.rollout, device=_CPU),
-            engines=even_engines(1, 1),
+            engines=Fused(1, 1).engines,
             config=self.config.rollout,
             device=_CPU,
             control=control,

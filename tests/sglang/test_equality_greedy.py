@@ -34,7 +34,8 @@ from tests.workers.train.megatron.expert_layouts import running
 
 PROMPTS = make_prompts((1, 7, 33, 12, 2))
 # SGLang gives mixtures an output embedding of their own, whatever config.json says: it cannot be
-# tied there (0.5.21), and no published one is. Nor has it the windows of Mistral, or layers without experts.
+# tied there (0.5.21), and no published one is. Nor has it the windows of Mistral, or layers
+# without experts.
 EXPERTS: tuple[Family, ...] = (
     "qwen3_moe",
     "mixtral",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrl.config.lora import LoraConfig
-from hybridrl.config.topology import even_engines
+from hybridrl.config.topology import Fused
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
@@ -41,7 +41,7 @@ def fused(engine: SGLangEngine, trainer: TrainEngine) -> FusedEngines:
     engine.drain(timeout_s=10.0)
     engines = FusedEngines(
         ManagedEngine(engine, config=config, device=CPU),
-        engines=even_engines(1, 1),
+        engines=Fused(1, 1).engines,
         config=config,
         device=CPU,
         control=ControlGroup(timeout_s=60.0),

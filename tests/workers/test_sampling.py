@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.batch import PromptBatch
-from hybridrl.config.topology import even_engines
+from hybridrl.config.topology import Fused
 from hybridrl.errors import EngineError, ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import Sample, SamplingParams
@@ -103,7 +103,7 @@ class Manager(RecordingServers):
 def lend(device: RecordingDevice, manager: Manager, *, rank: int) -> LentSampling:
     lent = LentSampling(
         manager,
-        engines=even_engines(2, 1),
+        engines=Fused(2, 1).engines,
         listener=cast(RequestListener, RecordingListener(rank, device.journal)),
         engine=device.engine,
         control=device.manager._control,

@@ -1,6 +1,6 @@
 """The life of a rollout engine: its states, and the edges that may be taken between them.
 
-docs/architecture.md draws them; a test compares the drawing with this file.
+docs/rollout-engines.md draws them; a test compares the drawing with this file.
 """
 
 from __future__ import annotations

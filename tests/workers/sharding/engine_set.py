@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.config.topology import even_engines
+from hybridrl.config.topology import Fused
 from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
 from hybridrl.workers.sharding.fused_engines import FusedEngines
@@ -91,7 +91,7 @@ class LocalSet:
         self.ranks = [
             SmallBuckets(
                 managed,
-                engines=even_engines(self.num_engines, 1),
+                engines=Fused(self.num_engines, 1).engines,
                 config=config,
                 device=CPU,
                 control=ThreadControl(index, self._meeting),

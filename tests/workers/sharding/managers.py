@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.config.topology import LedEngine, even_engines
+from hybridrl.config.topology import Fused, LedEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
@@ -35,7 +35,7 @@ def sharding_manager(
     """
     device = meter.device
     if engines is None:
-        engines = even_engines(control.world_size, config.tensor_parallel_size)
+        engines = Fused(control.world_size, config.tensor_parallel_size).engines
     others = Publisher()
     if servers is not None:
         others = ManagerPublisher(servers, config=config, device=device, control=control)

@@ -28,7 +28,7 @@ from tests.workers.sharding.recording import (
     recording_device,
 )
 
-DRAWING = Path(hybridrl.__file__).parents[1] / "docs" / "architecture.md"
+DRAWING = Path(hybridrl.__file__).parents[1] / "docs" / "rollout-engines.md"
 SLEEP = ["pause", "drain", "release kv_cache", "release cuda_graph", "release weights"]
 WAKE = ["resume weights", "load", "finish_update", "resume kv_cache"]
 WAKE += ["resume cuda_graph", "continue_generation"]
@@ -42,7 +42,7 @@ def _check_order(rig: Rig, *steps: str) -> None:
         assert last_of_earlier < calls.index(later), f"{later} began before all had done {earlier}"
 
 
-def test_the_edges_are_those_that_the_architecture_page_draws() -> None:
+def test_the_edges_are_those_that_the_page_draws() -> None:
     drawn = set()
     for line in DRAWING.read_text(encoding="utf-8").splitlines():
         chain = line.split("   ")[0]

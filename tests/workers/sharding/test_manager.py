@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridrl.config.topology import even_engines
+from hybridrl.config.topology import Fused
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Sum, check_declared
 from hybridrl.workers.sharding.control import ControlGroup, StageError
@@ -285,7 +285,7 @@ def test_all_ranks_go_through_the_same_calls() -> None:
 def _agreed_bucket_bytes(rank: int) -> int:
     engines = FusedEngines(
         managed_engine(RecordingEngine(rank, Journal())),
-        engines=even_engines(2, 1),
+        engines=Fused(2, 1).engines,
         # As if taken from free memory, of which rank 1 has less.
         config=rollout_config(bucket_mib=3 - rank),
         device=CPU,
