@@ -92,8 +92,7 @@ FIGURES = (
         name="advantages",
         measured=(
             "hybridrl/algorithms/advantages/*.py",
-            *("hybridrl/algorithms/discounting.py", "hybridrl/algorithms/groups.py"),
-            *("hybridrl/algorithms/response_tokens.py", "hybridrl/algorithms/whitening.py"),
+            *("hybridrl/algorithms/groups.py", "hybridrl/algorithms/response_tokens.py"),
         ),
     ),
     Figures(

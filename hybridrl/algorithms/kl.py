@@ -24,6 +24,12 @@ Estimator = Callable[..., Tensor]
 """Takes ``logprobs_T`` and ``reference_logprobs_T`` by name; returns nats per token."""
 
 
+def clamped_log_ratio(current_logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
+    """Return ``current - old`` nats, clamped to +-20: past it no gradient flows to the current."""
+    log_ratio_T = current_logprobs_T - old_logprobs_T.detach()
+    return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def k1(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Return ``d = logprob - reference_logprob`` (http://joschu.net/blog/kl-approx.html).
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from hybridrl.algorithms.advantages.gae import AdvantageEstimate
 from hybridrl.algorithms.kl import estimate_response_kl
 from hybridrl.algorithms.load import Part
-from hybridrl.algorithms.overlong import overlong_punishment
 from hybridrl.batch import (
     LogprobBatch,
     jagged_from,
@@ -241,3 +240,28 @@ def place_rewards(
     weights_B = (~scores.is_failed_BK).double() @ (weights_K * is_agent_K)
     weights_T = weights_B.float().repeat_interleave(row_lengths(mask_BL))
     return jagged_from(at_end_BL.values() + weights_T * agent_BL.values(), row_lengths(mask_BL))
+
+
+def overlong_punishment(
+    lengths_B: Tensor, *, max_response_tokens: int, buffer_tokens: int
+) -> Tensor:
+    """Return the punishment of long responses, to be added to their rewards before the advantages.
+
+    DAPO (arXiv:2503.14476, eq. 13). It is 0 up to ``max_response_tokens - buffer_tokens``, falls
+    linearly to -1 at ``max_response_tokens``, and is -1 beyond. The paper has 20,480 and 4,096.
+    TRL's get_soft_overlong_punishment is the same. verl and OpenRLHF multiply by a factor: multiply
+    the result. verl's falls below -1 beyond the limit, which no response reaches.
+
+    Args:
+        lengths_B: int64 [B], response tokens of each row.
+        max_response_tokens: at which a response is cut off.
+        buffer_tokens: tokens before that limit in which it costs more and more; 0 punishes those
+            beyond the limit alone.
+
+    Returns:
+        float32 [B], from -1 to 0.
+    """
+    excess_B = lengths_B.double() - (max_response_tokens - buffer_tokens)
+    if buffer_tokens == 0:
+        return -(excess_B > 0).float()
+    return -(excess_B / buffer_tokens).clamp(0.0, 1.0).float()

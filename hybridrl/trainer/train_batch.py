@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.load import Part
-from hybridrl.algorithms.overlong import without_rows
 from hybridrl.algorithms.rollout_correction import SamplerCorrection
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.batch import (
@@ -188,3 +188,21 @@ def correct_for_sampler(part: Part, batch: TrainBatch) -> TrainBatch:
     batch.sampler_weights_BL = jagged_from(weights_T, lengths_B)
     batch.response_mask_BL = jagged_from(kept_T, lengths_B)
     return batch
+
+
+def without_rows(response_mask_BL: Tensor, is_left_out_B: Tensor) -> Tensor:
+    """Take all tokens of some rows out of the loss, as those of truncated responses.
+
+    Their rewards still count in their group's baseline, as in TRL's mask_truncated_completions.
+
+    Args:
+        response_mask_BL: jagged bool.
+        is_left_out_B: bool [B].
+
+    Returns:
+        Jagged bool [B, L], False in each row that is left out.
+    """
+    lengths_B = row_lengths(response_mask_BL)
+    is_kept_T = np.repeat(np.logical_not(is_left_out_B.numpy()), lengths_B.numpy())
+    is_kept_T &= response_mask_BL.values().numpy()
+    return jagged_from(torch.from_numpy(is_kept_T), lengths_B)

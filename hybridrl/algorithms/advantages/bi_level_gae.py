@@ -9,10 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.gae import AdvantageEstimate
-from hybridrl.algorithms.discounting import next_values, sum_discounted
-from hybridrl.algorithms.response_tokens import ResponseTokens
-from hybridrl.algorithms.turns import Turns
-from hybridrl.algorithms.whitening import whiten as whiten_tokens
+from hybridrl.algorithms.response_tokens import ResponseTokens, Turns, next_values, sum_discounted
+from hybridrl.algorithms.response_tokens import whiten as whiten_tokens
 from hybridrl.config.limits import Discount
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from hybridrl.algorithms.discounting import next_values, sum_discounted
-from hybridrl.algorithms.response_tokens import ResponseTokens
-from hybridrl.algorithms.whitening import whiten as whiten_tokens
+from hybridrl.algorithms.response_tokens import ResponseTokens, next_values, sum_discounted
+from hybridrl.algorithms.response_tokens import whiten as whiten_tokens
 from hybridrl.config.limits import Discount
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.grpo import grpo
-from hybridrl.algorithms.response_tokens import ResponseTokens
-from hybridrl.algorithms.whitening import whiten_rows
+from hybridrl.algorithms.response_tokens import ResponseTokens, whiten_rows
 from hybridrl.config.limits import StdFloor
 
 

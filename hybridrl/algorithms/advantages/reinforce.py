@@ -10,10 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.discounting import sum_discounted
 from hybridrl.algorithms.groups import Groups
-from hybridrl.algorithms.response_tokens import ResponseTokens
-from hybridrl.algorithms.whitening import whiten, whiten_rows
+from hybridrl.algorithms.response_tokens import ResponseTokens, sum_discounted, whiten, whiten_rows
 from hybridrl.config.limits import Discount
 
 

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.discounting import sum_discounted
 from hybridrl.algorithms.groups import Groups
-from hybridrl.algorithms.response_tokens import Floats, ResponseTokens
-from hybridrl.algorithms.turns import Turns
-from hybridrl.algorithms.whitening import whiten as whiten_tokens
+from hybridrl.algorithms.response_tokens import Floats, ResponseTokens, Turns, sum_discounted
+from hybridrl.algorithms.response_tokens import whiten as whiten_tokens
 from hybridrl.config.limits import Discount, StdFloor
 
 
