@@ -20,9 +20,14 @@ from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
-from hybridrl.trainer.judges import Judge, JudgeAnswers
 from hybridrl.trainer.policy import Generates
-from hybridrl.trainer.reward_models import ModelScores, RewardModel, RewardRanks
+from hybridrl.trainer.reward_models import (
+    Judge,
+    JudgeAnswers,
+    ModelScores,
+    RewardModel,
+    RewardRanks,
+)
 
 
 def build_eval_tasks(

@@ -41,14 +41,12 @@ from hybridrl.trainer.build_algorithm import (
     build_actor_critic,
     build_policy_optimization,
 )
-from hybridrl.trainer.early_rewards import EarlyRewards
 from hybridrl.trainer.evaluate import EvalTask
-from hybridrl.trainer.judges import load_judges
 from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
 from hybridrl.trainer.policy import Critic, Policy
-from hybridrl.trainer.reward import TextReward
-from hybridrl.trainer.reward_models import load_reward_models
+from hybridrl.trainer.reward import EarlyRewards, TextReward
+from hybridrl.trainer.reward_models import load_judges, load_reward_models
 from hybridrl.trainer.rollouts import Rollouts
 
 log = logging.getLogger(__name__)

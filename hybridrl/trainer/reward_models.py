@@ -1,15 +1,19 @@
-"""Rewards that models give: the driver renders conversations, the ranks score them."""
+"""Rewards that models give: ranks score conversations, and served judges answer questions."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import RewardBatch, SupervisedBatch
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.data.conversations import (
     lay_out_conversations,
@@ -17,12 +21,19 @@ from hybridrl.data.conversations import (
     render_conversation,
     tokenize_conversations,
 )
-from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.data.prompts import TokenizedRow, render_chat
+from hybridrl.data.rows import Message
+from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
+from hybridrl.diagnostics import trace
 from hybridrl.errors import DataError
 from hybridrl.models.architecture import read_architecture
 from hybridrl.rewards.child import Reward
+from hybridrl.rewards.judge_reader import JudgeAnswer, judge_arguments, max_context_tokens
+from hybridrl.rewards.runner import RewardInputs
+from hybridrl.sampler import RequestParams, Sample
 from hybridrl.trainer.balance import balance_over_ranks
+
+_COLUMN = re.compile(r"\{(prompt|response|answer|source)\}")
 
 
 class RewardRanks(Protocol):
@@ -135,3 +146,122 @@ class ModelScores:
         rewards: list[float] = self.ranks.compute_rewards(rows, model=name).rewards_B.tolist()
         by_row = dict(zip(order, rewards, strict=True))
         return [by_row[row] for row in range(len(conversations))]
+
+
+class FrozenModels(Protocol):
+    """Serves frozen models."""
+
+    def ask(
+        self, model: str, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
+    ) -> list[Sample | str]:
+        """Return for each context the answer of a model, or why there is none."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judge:
+    """A judge as the driver knows it: all but its weights."""
+
+    name: str
+    """Of the reward, as ``reward.functions`` has it."""
+
+    model: str
+    """Of its server, as ``serving.models`` has it."""
+
+    template: str
+    tokenizer: PreTrainedTokenizerBase
+    params: RequestParams
+
+    max_context_tokens: int
+    """Of question and answer."""
+
+    def questions(self, inputs: RewardInputs) -> list[list[int] | str]:
+        """Return the tokens of the question about each response, or why there is none."""
+        columns = (inputs.prompts, inputs.responses, inputs.answers, inputs.sources)
+        rows = zip(*columns, strict=True)
+        names = ("prompt", "response", "answer", "source")
+        return [self._question(dict(zip(names, row, strict=True))) for row in rows]
+
+    def read(self, sample: Sample | str) -> JudgeAnswer:
+        """Return the text of an answer, or why there is none."""
+        if isinstance(sample, str):
+            return JudgeAnswer(failure=sample)
+        tokens = sample.token_ids.tolist()
+        return JudgeAnswer(str(self.tokenizer.decode(tokens, skip_special_tokens=True)))
+
+    def _question(self, row: Mapping[str, str]) -> list[int] | str:
+        # One pass: braces in a response are its own.
+        text = _COLUMN.sub(lambda match: row[match[1]], self.template)
+        has_template = bool(self.tokenizer.chat_template)
+        try:
+            if has_template:
+                chat = [Message("user", text)]
+                text = render_chat(chat, self.tokenizer, origin=f"question to {self.model}")
+        except DataError as error:
+            return str(error)
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=not has_template)["input_ids"]
+        if len(tokens) >= self.max_context_tokens:
+            key = f"serving.models.{self.model}.max_context_tokens"
+            return (
+                f"the question has {len(tokens)} tokens, and {key}={self.max_context_tokens} must "
+                f"hold an answer, too; set {key}={len(tokens) + self.params.max_new_tokens}"
+            )
+        return tokens or "the question has no tokens in the vocabulary of the judge"
+
+
+def load_judges(config: ExperimentConfig) -> tuple[Judge, ...]:
+    """Load the tokenizers of the judges, so that a wrong folder ends the run early.
+
+    Raises:
+        ModelError: a folder has no usable tokenizer.
+    """
+    return tuple(_load(config, name) for name in config.reward.judges)
+
+
+def _load(config: ExperimentConfig, name: str) -> Judge:
+    args = judge_arguments(config.reward.judges[name])
+    model = str(args["model"])
+    folder = Path(str(config.serving.models[model].path))
+    tokenizer = load_tokenizer(folder, needs_chat_template=False)
+    return Judge(
+        name=name,
+        model=model,
+        template=str(args["template"]),
+        tokenizer=tokenizer,
+        params=RequestParams(
+            max_new_tokens=int(args["max_tokens"]),
+            temperature=float(args["temperature"]),
+            top_p=float(args["top_p"]),
+            stop_token_ids=load_stop_token_ids(folder, tokenizer),
+        ),
+        max_context_tokens=max_context_tokens(config, model),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeAnswers:
+    """Has judges answer about responses."""
+
+    judges: Sequence[Judge]
+    servers: FrozenModels
+
+    timeout_s: float
+    """Seconds that all answers of a judge may take."""
+
+    def __call__(self, inputs: RewardInputs) -> Mapping[str, list[JudgeAnswer]]:
+        """Return the answers of each judge, by the name of its reward."""
+        return {judge.name: self._ask(judge, inputs) for judge in self.judges}
+
+    def _ask(self, judge: Judge, inputs: RewardInputs) -> list[JudgeAnswer]:
+        questions = judge.questions(inputs)
+        contexts = [torch.tensor(each) for each in questions if not isinstance(each, str)]
+        with trace.span("judge", rows=len(contexts)):
+            samples = iter(
+                self.servers.ask(judge.model, contexts, judge.params, timeout_s=self.timeout_s)
+                if contexts
+                else []
+            )
+        return [
+            judge.read(question if isinstance(question, str) else next(samples))
+            for question in questions
+        ]
