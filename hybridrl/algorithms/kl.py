@@ -101,8 +101,7 @@ def kl_penalty(
         squares_T = k2(current_logprobs_T, reference_T)
         return squares_T - squares_T.detach() + estimate_T.detach()
     if gradient == "ratio":
-        log_ratio_T = current_logprobs_T - old_logprobs_T.detach()
-        return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * estimate_T
+        return clamped_log_ratio(current_logprobs_T, old_logprobs_T).exp() * estimate_T
     return estimate_T
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import MAX_LOG_RATIO
+from hybridrl.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.config.limits import NotNegative, RatioCap, Veto
 from hybridrl.config.rejection import Rejection, read_rejections
@@ -72,7 +72,7 @@ def importance(
     Raises:
         ValueError: ``reject`` cannot be read.
     """
-    log_ratio_T = _log_ratio(old_logprobs_T, sampler_logprobs_T)
+    log_ratio_T = clamped_log_ratio(old_logprobs_T.detach(), sampler_logprobs_T)
     keep_T = torch.ones_like(log_ratio_T, dtype=torch.bool)
     for rule in read_rejections(reject):
         keep_T &= _meets(rule, log_ratio_T, rows)
@@ -110,11 +110,6 @@ def effective_sample_fraction(
     if not num_weights or not squared_weight_sum:
         return 0.0
     return weight_sum**2 / (num_weights * squared_weight_sum)
-
-
-def _log_ratio(old_logprobs_T: Tensor, sampler_logprobs_T: Tensor) -> Tensor:
-    log_ratio_T = (old_logprobs_T - sampler_logprobs_T).detach()
-    return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _mean_weight(weights: Tensor, rows: TokenRows, *, is_of_rows: bool) -> Tensor:
