@@ -24,19 +24,6 @@ from hybridrl.rewards.report import mean_of
 from hybridrl.trainer.collect import Collected, ScoredRollouts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Charges:
-    """Amounts that responses pay before they are compared."""
-
-    kl_estimator: Part | None
-    """Of the KL to the reference, paid token by token; None pays none."""
-
-    soft_overlong_tokens: int
-    """Last tokens over which a long response pays up to 1; 0 pays none."""
-
-    max_response_tokens: int
-
-
 @dataclass(frozen=True, slots=True)
 class Targets:
     """The values that the updates of a step learn from."""
@@ -56,7 +43,13 @@ class Advantages:
     """Calls the advantage of the configuration with the inputs that it asks for."""
 
     part: Part
-    charges: Charges
+    kl_estimator: Part | None = None
+    """Of the KL to the reference, which rewards are charged token by token; None charges none."""
+
+    soft_overlong_tokens: int = 0
+    """Last tokens over which a long response pays up to 1; 0 pays none."""
+
+    max_response_tokens: int
     agent_names: tuple[str, ...] = ()
     """Rewards that an agent gave to its turns (``reward.function=agent``)."""
 
@@ -70,11 +63,8 @@ class Advantages:
     ) -> Targets:
         """Return the targets of the policy, and of the critic if there is one.
 
-        Statistics of groups and of the batch are of the rows that are learned from, as are charges.
-
-        Args:
-            kl: coefficient of the KL that rewards are charged.
-            values_BL: of a critic.
+        Statistics of groups and of the batch are of the rows that are learned from, as are charges;
+        ``kl`` is the coefficient of the KL that rewards are charged.
 
         Raises:
             TrainingError: an input is missing, or the part's result is not one number per response
@@ -144,25 +134,22 @@ class Advantages:
     def _charge(
         self, scored: ScoredRollouts, logprobs: LogprobBatch, kl: float
     ) -> tuple[Tensor | None, Tensor, Metrics]:
-        """Return the rewards of tokens and of rows after all charges, and the mean charges.
-
-        Rewards of tokens are None if the part does not ask for them.
-        """
+        """Return rewards of tokens, if asked for, and of rows, all charged; and the mean charges."""
         mask_BL, rewards_B = scored.rollouts.response_mask_BL, scored.scores.rewards_B
         metrics: Metrics = {}
         penalty_B = torch.zeros_like(rewards_B)
-        if self.charges.soft_overlong_tokens:
+        if self.soft_overlong_tokens:
             penalty_B = overlong_punishment(
                 response_lengths(mask_BL),
-                max_response_tokens=self.charges.max_response_tokens,
-                buffer_tokens=self.charges.soft_overlong_tokens,
+                max_response_tokens=self.max_response_tokens,
+                buffer_tokens=self.soft_overlong_tokens,
             )
             rewards_B = rewards_B + penalty_B
             metrics["reward/overlong_penalty/mean"] = mean_of(-penalty_B)
         rewards_BL = None
         if "rewards_BL" in self.part.inputs:
             rewards_BL = place_rewards(scored, -penalty_B, agent_names=self.agent_names)
-        if self.charges.kl_estimator is None:
+        if self.kl_estimator is None:
             return rewards_BL, rewards_B, metrics
         old_BL, reference_BL = logprobs.old_logprobs_BL, logprobs.reference_logprobs_BL
         if old_BL is None or reference_BL is None:
@@ -170,9 +157,7 @@ class Advantages:
                 "algorithm.kl.placement=reward needs old and reference log-probs; "
                 "set algorithm.old_logprobs=recompute"
             )
-        kl_BL = estimate_response_kl(
-            old_BL, reference_BL, mask_BL, estimator=self.charges.kl_estimator
-        )
+        kl_BL = estimate_response_kl(old_BL, reference_BL, mask_BL, estimator=self.kl_estimator)
         charge_T = kl * kl_BL.values()
         lengths_B = row_lengths(mask_BL)
         charge_B = torch.segment_reduce(charge_T, "sum", lengths=lengths_B, initial=0.0)
@@ -219,15 +204,9 @@ def describe_values(returns_BL: Tensor, values_BL: Tensor, mask_BL: Tensor) -> M
 def place_rewards(
     scored: ScoredRollouts, charges_B: Tensor, *, agent_names: tuple[str, ...]
 ) -> Tensor:
-    """Return rewards by token, whose sum over a row is its reward less its charges.
+    """Return rewards by token, jagged float32 [B, L]; a row's sum is its reward less its charges.
 
-    Args:
-        scored: B rows with their scores.
-        charges_B: float32, taken off with the last response token.
-        agent_names: rewards that an agent gave to single turns or tokens.
-
-    Returns:
-        Jagged float32 [B, L], 0 outside the response.
+    Those of ``agent_names`` stand where an agent gave them, all else at the last response token.
     """
     rollouts, scores = scored.rollouts, scored.scores
     mask_BL, agent_BL = rollouts.response_mask_BL, rollouts.agent_rewards_BL

@@ -27,11 +27,9 @@ class Batches(Protocol):
 
     def begin(self, step: int) -> None:
         """Begin with the batches of a step, counted from 1."""
-        ...
 
     def __call__(self, sampling: SamplingParams) -> Sampled:
         """Return the batch of the step, or a further one of it."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

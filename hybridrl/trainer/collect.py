@@ -28,13 +28,11 @@ class Reward(Protocol):
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         """Return one reward per row."""
-        ...
 
     def while_sampling(
         self, task: PromptStep, sampling: SamplingParams
     ) -> AbstractContextManager[SamplingParams]:
         """Score responses that end in the block; they are sampled with the parameters it gives."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

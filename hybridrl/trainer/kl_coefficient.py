@@ -13,18 +13,12 @@ _MEASURED = {"loss": "policy/kl_to_reference_nats/mean", "reward": "reward/kl_na
 class KLCoefficient:
     """Holds the coefficient; part of a checkpoint where it adapts."""
 
-    value: float
-    """Weight of the penalty in the next step."""
-
     def __init__(self, config: KLConfig, *, num_rows: int) -> None:
-        """Start at the configured coefficient.
-
-        Args:
-            num_rows: responses of a step.
-        """
+        """Start at the configured coefficient; a step has ``num_rows`` responses."""
         self._config = config
         self._num_rows = num_rows
         self.value = config.coefficient
+        """Weight of the penalty in the next step."""
 
     @property
     def in_loss(self) -> float:
@@ -40,16 +34,13 @@ class KLCoefficient:
     def adapt(self, measured: Metrics) -> Metrics:
         """Adapt the coefficient to the KL that a step measured, if there is a target.
 
-        A step that learned from no token measures none, and leaves the coefficient as it is.
-
-        Returns:
-            The coefficient that the step used; nothing where it is fixed.
+        Returns the coefficient that the step used; nothing where it is fixed.
         """
         config, used = self._config, self.value
         if config.target_nats is None:
             return {}
         kl = measured.get(_MEASURED[config.placement])
-        if kl is not None:
+        if kl is not None:  # a step that learned from no token measures none
             self.value = adapt_coefficient(
                 used,
                 kl.value,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.trainer.balance import balance_over_ranks
 
 _COLUMN = re.compile(r"\{(prompt|response|answer|source)\}")
+_Answer = TypeVar("_Answer")
 
 
 class RewardRanks(Protocol):
@@ -41,7 +43,6 @@ class RewardRanks(Protocol):
 
     def compute_rewards(self, rows: SupervisedBatch, *, model: str) -> RewardBatch:
         """Score conversations with the reward model of that name."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,22 +57,6 @@ class RewardModel:
     vocab_size: int
     max_tokens: int
     """Its context."""
-
-    @classmethod
-    def load(cls, name: str, folder: Path) -> RewardModel:
-        """Load what the driver needs.
-
-        Raises:
-            ModelError: the folder has no usable configuration or tokenizer.
-        """
-        architecture = read_architecture(folder)
-        return cls(
-            name=name,
-            tokenizer=load_tokenizer(folder, needs_chat_template=False),
-            pad_token_id=pad_token_of(folder),
-            vocab_size=architecture.vocab_size,
-            max_tokens=architecture.max_positions,
-        )
 
     def tokenize(
         self, rows: Sequence[TokenizedRow], responses: Sequence[str]
@@ -108,8 +93,24 @@ class RewardModel:
 
 
 def load_reward_models(config: RewardConfig) -> tuple[RewardModel, ...]:
-    """Load the tokenizers of the reward models, so that a wrong folder ends the run early."""
-    return tuple(RewardModel.load(name, Path(path)) for name, path in config.model_paths.items())
+    """Load the tokenizers of the reward models, so that a wrong folder ends the run early.
+
+    Raises:
+        ModelError: a folder has no usable configuration or tokenizer.
+    """
+    models = []
+    for name, path in config.model_paths.items():
+        folder = Path(path)
+        architecture = read_architecture(folder)
+        model = RewardModel(
+            name=name,
+            tokenizer=load_tokenizer(folder, needs_chat_template=False),
+            pad_token_id=pad_token_of(folder),
+            vocab_size=architecture.vocab_size,
+            max_tokens=architecture.max_positions,
+        )
+        models.append(model)
+    return tuple(models)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,17 +126,14 @@ class ModelScores:
         self, rows: Sequence[TokenizedRow], responses: Sequence[str]
     ) -> Mapping[str, list[Reward]]:
         """Return the score of each response by each model, or why there is none."""
-        return {model.name: self._score(model, rows, responses) for model in self.models}
+        return {
+            model.name: _answered(
+                model.tokenize(rows, responses), partial(self._compute, model.name)
+            )
+            for model in self.models
+        }
 
-    def _score(
-        self, model: RewardModel, rows: Sequence[TokenizedRow], responses: Sequence[str]
-    ) -> list[Reward]:
-        conversations = model.tokenize(rows, responses)
-        readable = [tokens for tokens in conversations if not isinstance(tokens, str)]
-        scores = iter(self._compute(model.name, readable) if readable else [])
-        return [tokens if isinstance(tokens, str) else next(scores) for tokens in conversations]
-
-    def _compute(self, name: str, conversations: list[list[int]]) -> list[float]:
+    def _compute(self, name: str, conversations: Sequence[list[int]]) -> list[float]:
         """Return scores in order; copies of the shortest make the rows divisible over the ranks."""
         num_missing = -len(conversations) % self.num_groups
         padded = [*conversations, *[min(conversations, key=len)] * num_missing]
@@ -155,7 +153,6 @@ class FrozenModels(Protocol):
         self, model: str, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
     ) -> list[Sample | str]:
         """Return for each context the answer of a model, or why there is none."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,10 +174,14 @@ class Judge:
 
     def questions(self, inputs: RewardInputs) -> list[list[int] | str]:
         """Return the tokens of the question about each response, or why there is none."""
-        columns = (inputs.prompts, inputs.responses, inputs.answers, inputs.sources)
-        rows = zip(*columns, strict=True)
-        names = ("prompt", "response", "answer", "source")
-        return [self._question(dict(zip(names, row, strict=True))) for row in rows]
+        columns = {
+            "prompt": inputs.prompts,
+            "response": inputs.responses,
+            "answer": inputs.answers,
+            "source": inputs.sources,
+        }
+        rows = zip(*columns.values(), strict=True)
+        return [self._question(dict(zip(columns, row, strict=True))) for row in rows]
 
     def read(self, sample: Sample | str) -> JudgeAnswer:
         """Return the text of an answer, or why there is none."""
@@ -215,27 +216,27 @@ def load_judges(config: ExperimentConfig) -> tuple[Judge, ...]:
     Raises:
         ModelError: a folder has no usable tokenizer.
     """
-    return tuple(_load(config, name) for name in config.reward.judges)
-
-
-def _load(config: ExperimentConfig, name: str) -> Judge:
-    args = judge_arguments(config.reward.judges[name])
-    model = str(args["model"])
-    folder = Path(str(config.serving.models[model].path))
-    tokenizer = load_tokenizer(folder, needs_chat_template=False)
-    return Judge(
-        name=name,
-        model=model,
-        template=str(args["template"]),
-        tokenizer=tokenizer,
-        params=RequestParams(
-            max_new_tokens=int(args["max_tokens"]),
-            temperature=float(args["temperature"]),
-            top_p=float(args["top_p"]),
-            stop_token_ids=load_stop_token_ids(folder, tokenizer),
-        ),
-        max_context_tokens=max_context_tokens(config, model),
-    )
+    judges = []
+    for name, spelled in config.reward.judges.items():
+        args = judge_arguments(spelled)
+        model = str(args["model"])
+        folder = Path(str(config.serving.models[model].path))
+        tokenizer = load_tokenizer(folder, needs_chat_template=False)
+        judge = Judge(
+            name=name,
+            model=model,
+            template=str(args["template"]),
+            tokenizer=tokenizer,
+            params=RequestParams(
+                max_new_tokens=int(args["max_tokens"]),
+                temperature=float(args["temperature"]),
+                top_p=float(args["top_p"]),
+                stop_token_ids=load_stop_token_ids(folder, tokenizer),
+            ),
+            max_context_tokens=max_context_tokens(config, model),
+        )
+        judges.append(judge)
+    return tuple(judges)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,18 +251,23 @@ class JudgeAnswers:
 
     def __call__(self, inputs: RewardInputs) -> Mapping[str, list[JudgeAnswer]]:
         """Return the answers of each judge, by the name of its reward."""
-        return {judge.name: self._ask(judge, inputs) for judge in self.judges}
+        answers = {}
+        for judge in self.judges:
+            samples = _answered(judge.questions(inputs), partial(self._ask, judge))
+            answers[judge.name] = [judge.read(sample) for sample in samples]
+        return answers
 
-    def _ask(self, judge: Judge, inputs: RewardInputs) -> list[JudgeAnswer]:
-        questions = judge.questions(inputs)
-        contexts = [torch.tensor(each) for each in questions if not isinstance(each, str)]
+    def _ask(self, judge: Judge, questions: Sequence[list[int]]) -> Sequence[Sample | str]:
+        contexts = [torch.tensor(question) for question in questions]
         with trace.span("judge", rows=len(contexts)):
-            samples = iter(
-                self.servers.ask(judge.model, contexts, judge.params, timeout_s=self.timeout_s)
-                if contexts
-                else []
-            )
-        return [
-            judge.read(question if isinstance(question, str) else next(samples))
-            for question in questions
-        ]
+            return self.servers.ask(judge.model, contexts, judge.params, timeout_s=self.timeout_s)
+
+
+def _answered(
+    questions: Sequence[list[int] | str],
+    answer: Callable[[Sequence[list[int]]], Sequence[_Answer | str]],
+) -> list[_Answer | str]:
+    """Return an answer to each question; a text stays, since it says why there is no question."""
+    readable = [question for question in questions if not isinstance(question, str)]
+    answers = iter(answer(readable) if readable else [])
+    return [each if isinstance(each, str) else next(answers) for each in questions]

@@ -54,7 +54,6 @@ class Rollouts(Generates, Reward, Protocol):
 
     def begin(self, step: int, split: Split) -> None:
         """Begin with the responses of a step, or of the evaluation after it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
