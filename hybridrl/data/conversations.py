@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import PreferenceBatch, SupervisedBatch, jagged
-from hybridrl.data.preferences import PreferencePair
-from hybridrl.data.prompts import TokenizedRow, render_chat
+from hybridrl.data.examples import PreferencePair
+from hybridrl.data.prompts import TokenizedRow, render_chat, special_tokens_of
 from hybridrl.data.rows import Message
-from hybridrl.data.special_tokens import special_tokens_of
 from hybridrl.errors import DataError
 from hybridrl.models.model_folder import read_settings
 

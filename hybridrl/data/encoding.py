@@ -22,10 +22,8 @@ import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import env
-from hybridrl.data.columns import Columns
-from hybridrl.data.parsing import RawRow, parse
+from hybridrl.data.parsing import Columns, Malformed, RawRow, parse
 from hybridrl.data.prompts import Rendered, render
-from hybridrl.data.records import Malformed
 from hybridrl.data.row_table import SCHEMA, encode_batch
 from hybridrl.data.rows import Row
 from hybridrl.errors import DataError, HybridRLError

@@ -11,8 +11,8 @@ import torch
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.data.prompts import TokenizedRow, encode_row
+from hybridrl.data.rows import SamplerState
 from hybridrl.data.sampler import RowOrder
-from hybridrl.data.sampler_state import SamplerState
 from hybridrl.errors import PhaseError
 from hybridrl.single_controller.payload import concat_rows
 

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.answers import response_answers
 from hybridrl.data.source import build_prompt_step
 from hybridrl.metrics import Metrics
 from hybridrl.run.rows import load_eval_rows
@@ -19,7 +18,7 @@ from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.collect import Reward
-from hybridrl.trainer.evaluate import EvalTask, Evaluator
+from hybridrl.trainer.evaluate import EvalTask, Evaluator, response_answers
 from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.reward_models import (
     Judge,

@@ -20,10 +20,10 @@ from hybridrl import env
 from hybridrl.agents.rollout import tool_schemas
 from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig, with_value
-from hybridrl.data.columns import columns_of
 from hybridrl.data.encoding import RowEncoder
+from hybridrl.data.examples import PreferencePair, tokenize_pairs
 from hybridrl.data.files import RowFiles
-from hybridrl.data.preferences import PreferencePair, tokenize_pairs
+from hybridrl.data.parsing import columns_of
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row, fingerprint

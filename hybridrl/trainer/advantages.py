@@ -134,7 +134,7 @@ class Advantages:
     def _charge(
         self, scored: ScoredRollouts, logprobs: LogprobBatch, kl: float
     ) -> tuple[Tensor | None, Tensor, Metrics]:
-        """Return rewards of tokens, if asked for, and of rows, all charged; and the mean charges."""
+        """Return the rewards of tokens, if asked for, and of rows, charged; and mean charges."""
         mask_BL, rewards_B = scored.rollouts.response_mask_BL, scored.scores.rewards_B
         metrics: Metrics = {}
         penalty_B = torch.zeros_like(rewards_B)

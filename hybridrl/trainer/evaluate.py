@@ -5,16 +5,19 @@ Legend: P prompts, G responses to each.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import RolloutBatch, response_lengths
 from hybridrl.config.eval import EvalSet
 from hybridrl.data.source import PromptStep
+from hybridrl.data.tokenizer import decode_responses
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import flat_fraction
 from hybridrl.rewards.scorer import Scores
@@ -26,6 +29,10 @@ from hybridrl.trainer.step_metrics import describe_lengths, rewards_by_source
 
 _COVERAGE = 0.95
 _NUMBERS_AT_ONCE = 1 << 22
+_MARK = re.compile(r"(?:####|answer is|answer:)[ \t]*([^\n]+)", re.IGNORECASE)
+_BOXED = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"[{}]")
+_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,3 +225,50 @@ def bootstrap_intervals(
     tail = (1.0 - _COVERAGE) / 2
     low_M, high_M = torch.cat(means).quantile(torch.tensor([tail, 1 - tail]).double(), dim=0)
     return low_M, high_M
+
+
+def extract_answer(response: str) -> str:
+    r"""Return the answer of a response, normalised, so that equal answers can be counted.
+
+    It is the first of these that the response has: the content of its last ``\boxed{...}``; the
+    text after its last ``####`` or ``answer is`` or ``answer:``, to the end of the line; its last
+    line. White space, dollar signs, the full stop at the end and commas between digits do not
+    count, nor does upper case. Empty if there is none.
+    """
+    for candidate in (_last_boxed(response), _last_marked(response), _last_line(response)):
+        if candidate:
+            return candidate
+    return ""
+
+
+def response_answers(rollouts: RolloutBatch, *, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the normalised answers of B responses."""
+    return [extract_answer(text) for text in decode_responses(rollouts, tokenizer)]
+
+
+def _last_boxed(text: str) -> str:
+    """Return the content of the last command that is closed, in one pass over the braces."""
+    begins = {match.end() for match in _BOXED.finditer(text)}
+    open_braces: list[int] = []
+    last = (0, 0)
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            open_braces.append(match.end())
+        elif open_braces and (begin := open_braces.pop()) in begins:
+            last = max(last, (begin, match.start()))
+    return _normalise(text[slice(*last)])
+
+
+def _last_marked(text: str) -> str:
+    marked = _MARK.findall(text)
+    return _normalise(marked[-1]) if marked else ""
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return _normalise(lines[-1]) if lines else ""
+
+
+def _normalise(answer: str) -> str:
+    answer = " ".join(answer.replace("$", "").split()).removesuffix(".").strip()
+    return _COMMA.sub("", answer).lower()

@@ -16,9 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.data.columns import Columns
 from hybridrl.data.encoding import Chunk, RowEncoder, encode_by_processes
-from hybridrl.data.parsing import RawRow
+from hybridrl.data.parsing import Columns, RawRow
 from hybridrl.data.rows import Row
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import DataError

@@ -14,9 +14,9 @@ import pyarrow
 import pytest
 
 from hybridrl.data import row_table, tokenizing
-from hybridrl.data.columns import Columns
 from hybridrl.data.encoding import RowEncoder
 from hybridrl.data.files import RowFiles
+from hybridrl.data.parsing import Columns
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.data.rows import Message, Row, fingerprint
+from hybridrl.data.rows import Message, Row, SamplerState, fingerprint
 from hybridrl.data.sampler import MixSampler, RowSampler
-from hybridrl.data.sampler_state import SamplerState
 from hybridrl.data.source import prompt_seed
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import DataError

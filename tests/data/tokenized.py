@@ -7,9 +7,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.columns import Columns
 from hybridrl.data.encoding import RowEncoder
 from hybridrl.data.files import RowFiles
+from hybridrl.data.parsing import Columns
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row, fingerprint

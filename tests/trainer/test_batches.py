@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged, row_offsets
 from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import Row
-from hybridrl.data.sampler_state import SamplerState
+from hybridrl.data.rows import Row, SamplerState
 from hybridrl.data.source import PromptSource
 from hybridrl.errors import PhaseError
 from hybridrl.sampler import SamplingParams

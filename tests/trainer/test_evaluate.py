@@ -10,7 +10,6 @@ import torch
 
 from hybridrl.batch import PromptBatch, RolloutBatch
 from hybridrl.config.eval import EvalSet
-from hybridrl.data.answers import response_answers
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptStep, build_prompt_step
@@ -18,7 +17,7 @@ from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.metrics import Mean, Metrics, check_declared
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import Sample, SamplingParams
-from hybridrl.trainer.evaluate import EvalTask, Evaluator
+from hybridrl.trainer.evaluate import EvalTask, Evaluator, response_answers
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.config.values import config_of
 
