@@ -12,15 +12,13 @@ import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
 from hybridrl.config.paths import split_function
-from hybridrl.data.parsing import Columns, Malformed, RawRow, Record, column_of, name_column, parse
+from hybridrl.data.parsing import Columns, Malformed, RawRow, Record, name_column, parse
 from hybridrl.data.rows import Row
 from hybridrl.errors import DataError, shown
 from hybridrl.import_file import import_file
@@ -51,14 +49,8 @@ class RowFiles:
         """
         is_empty = True
         for path in self.files:
-            require = partial(
-                require_columns,
-                needed=self.columns.needed,
-                optional=(self.columns.source,),
-                where=str(path),
-            )
             source = path.stem if self.source is None else self.source
-            for number, record in read_records(path, require, key=self.key):
+            for number, record in read_records(path, self.columns, key=self.key):
                 is_empty = False
                 yield RawRow(record, source, f"{path}:{number}")
         if is_empty:
@@ -66,11 +58,7 @@ class RowFiles:
             raise DataError(f"no rows in {names}; list files that have some in {self.key}")
 
     def parsed(self) -> Iterator[Row]:
-        """Yield all rows, parsed.
-
-        Raises:
-            DataError: as `read`; and at the end, if some rows are malformed.
-        """
+        """Yield all rows, parsed; errors as `read`, and at the end if some rows are malformed."""
         problems = Problems()
         for raw in self.read():
             try:
@@ -110,17 +98,12 @@ class Problems:
         )
 
 
-RequireColumns = Callable[[Sequence[str]], Sequence[str]]
-"""Takes the columns of a table and returns those to read; raises DataError if one is missing."""
-
-
-def read_records(path: Path, require: RequireColumns, *, key: str) -> Iterator[tuple[int, Record]]:
+def read_records(path: Path, columns: Columns | None, *, key: str) -> Iterator[tuple[int, Record]]:
     """Yield row number from 1, and the row; for a text file the number of its line.
 
     Args:
-        path: a file by its suffix, a folder, or ``file.py:function``.
-        require: asked once for the columns of a table.
-        key: the configuration key that lists the file.
+        path: a file by its suffix, a folder, or ``file.py:function``, that ``key`` lists.
+        columns: to read of a table; None is all.
 
     Raises:
         DataError: it is missing, unreadable, of another kind, or lacks a column.
@@ -137,12 +120,12 @@ def read_records(path: Path, require: RequireColumns, *, key: str) -> Iterator[t
     if not path.exists():
         raise DataError(f"{key}: {path} is not a file; paths are relative to {Path.cwd()}")
     try:
-        yield from reader(path, require)
+        yield from reader(path, columns)
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{key}: cannot read {path}: {error}") from error
 
 
-def _read_jsonl(path: Path, _: RequireColumns) -> Iterator[tuple[int, Record]]:
+def _read_jsonl(path: Path, _: Columns | None) -> Iterator[tuple[int, Record]]:
     # surrogateescape reads a line with bytes that are not UTF-8, so that it can be named.
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
@@ -150,7 +133,7 @@ def _read_jsonl(path: Path, _: RequireColumns) -> Iterator[tuple[int, Record]]:
                 yield number, line
 
 
-def _read_json(path: Path, _: RequireColumns) -> Iterator[tuple[int, Record]]:
+def _read_json(path: Path, _: Columns | None) -> Iterator[tuple[int, Record]]:
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
@@ -167,11 +150,11 @@ def _read_json(path: Path, _: RequireColumns) -> Iterator[tuple[int, Record]]:
         yield number, value if is_row else Malformed(f"is a JSON {name}, must be an object {{...}}")
 
 
-def _read_csv(path: Path, require: RequireColumns) -> Iterator[tuple[int, Record]]:
+def _read_csv(path: Path, columns: Columns | None) -> Iterator[tuple[int, Record]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
-            require(reader.fieldnames or [])
+            _columns_to_read(reader.fieldnames or [], columns, path)
             for record in reader:
                 short = [name for name, value in record.items() if value is None]
                 if None in record:
@@ -185,13 +168,13 @@ def _read_csv(path: Path, require: RequireColumns) -> Iterator[tuple[int, Record
             raise DataError(f"{path}:{line}: cannot be read as CSV: {error}") from error
 
 
-def _read_parquet(path: Path, require: RequireColumns) -> Iterator[tuple[int, Record]]:
+def _read_parquet(path: Path, columns: Columns | None) -> Iterator[tuple[int, Record]]:
     with pyarrow.parquet.ParquetFile(path) as file:
-        wanted = require(file.schema_arrow.names)
-        yield from _number(file.iter_batches(columns=list(wanted)))
+        wanted = _columns_to_read(file.schema_arrow.names, columns, path)
+        yield from _number(file.iter_batches(columns=wanted))
 
 
-def _read_folder(path: Path, require: RequireColumns) -> Iterator[tuple[int, Record]]:
+def _read_folder(path: Path, columns: Columns | None) -> Iterator[tuple[int, Record]]:
     """Read the Arrow streams of a data set, mapped into memory."""
     try:
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
@@ -206,14 +189,15 @@ def _read_folder(path: Path, require: RequireColumns) -> Iterator[tuple[int, Rec
             f"{path} is a selection of rows by an index file; save it again after "
             "dataset.flatten_indices()"
         )
-    yield from _number(batch for file in files for batch in _stream(file, require))
 
+    def batches() -> Iterator[pyarrow.RecordBatch]:
+        for file in files:
+            with pyarrow.memory_map(str(file)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+                wanted = _columns_to_read(stream.schema.names, columns, path)
+                for batch in stream:
+                    yield batch.select(wanted)
 
-def _stream(file: Path, require: RequireColumns) -> Iterator[pyarrow.RecordBatch]:
-    with pyarrow.memory_map(str(file)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
-        wanted = list(require(stream.schema.names))
-        for batch in stream:
-            yield batch.select(wanted)
+    yield from _number(batches())
 
 
 def _number(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[tuple[int, Record]]:
@@ -240,29 +224,25 @@ def _record_of(batch: pyarrow.RecordBatch, number: int) -> Mapping[str, object] 
     return record
 
 
-def require_columns(
-    known: Sequence[str], needed: Mapping[str, str], optional: Sequence[str], *, where: str
-) -> list[str]:
-    """Return the columns to read of a table.
-
-    Args:
-        needed: configuration key by column.
-        optional: further columns, read if they exist.
-        where: file, for messages.
-
-    Raises:
-        DataError: a needed column is missing, or stands in it twice.
-    """
-    for name, key in needed.items():
-        if column_of(name, known) not in known:
-            raise DataError(f"{where} has no column {name!r}; {name_column(name, known, key=key)}")
+def _columns_to_read(known: Sequence[str], columns: Columns | None, path: Path) -> list[str]:
+    """Return some columns of a table; raises DataError if one is missing, or stands there twice."""
+    if columns is None:
+        return list(known)
+    for name, key in columns.needed.items():
+        if _column_of(name, known) not in known:
+            raise DataError(f"{path} has no column {name!r}; {name_column(name, known, key=key)}")
         if known.count(name) > 1:
-            raise DataError(f"{where} has {known.count(name)} columns {name!r}; keep one")
-    asked = [*needed, *(name for name in optional if name in known)]
-    return list(dict.fromkeys(column_of(name, known) for name in asked))
+            raise DataError(f"{path} has {known.count(name)} columns {name!r}; keep one")
+    asked = [*columns.needed, *([columns.source] if columns.source in known else [])]
+    return list(dict.fromkeys(_column_of(name, known) for name in asked))
 
 
-_READERS: Mapping[str, Callable[[Path, RequireColumns], Iterator[tuple[int, Record]]]] = {
+def _column_of(name: str, known: Sequence[str]) -> str:
+    """Return the column that has ``name``: ``a.b`` is a field of column ``a``, if no column."""
+    return name if name in known else name.partition(".")[0]
+
+
+_READERS: Mapping[str, Callable[[Path, Columns | None], Iterator[tuple[int, Record]]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
@@ -275,9 +255,11 @@ def _call_function(path: Path, name: str, *, key: str) -> Iterator[Record]:
 
     It takes no argument and yields dictionaries, always the same in the same order.
     """
-    spelled = f"{key}: {path}:{name}"
     try:
-        rows: Iterable[object] = _import(path, name)()
+        function = vars(import_file(path, prefix="hybridrl_rows")).get(name)
+        if not callable(function):
+            raise AttributeError(f"there is no function {name!r}")
+        rows: Iterable[object] = function()
         if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
             raise TypeError(f"it returned {shown(rows)}, must yield dictionaries")
         for row in rows:
@@ -288,13 +270,5 @@ def _call_function(path: Path, name: str, *, key: str) -> Iterator[Record]:
         lines = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]
         where = f" ({path}:{lines[-1]})" if lines else ""
         raise DataError(
-            f"{spelled}: {type(error).__name__}: {error}{where}; correct the file"
+            f"{key}: {path}:{name}: {type(error).__name__}: {error}{where}; correct the file"
         ) from error
-
-
-def _import(path: Path, name: str) -> Callable[[], Any]:
-    function = vars(import_file(path, prefix="hybridrl_rows")).get(name)
-    if not callable(function):
-        raise AttributeError(f"there is no function {name!r}")
-    rows: Callable[[], Any] = function
-    return rows

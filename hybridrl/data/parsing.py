@@ -61,8 +61,7 @@ class Columns:
 def columns_of(config: ExperimentConfig, section: str) -> Columns:
     """Return the columns of files that a section lists.
 
-    Args:
-        section: ``data.sources.NAME`` of a source of a mix; any other has the columns of ``data``.
+    ``data.sources.NAME``, of a source of a mix, may have its own; any other has those of ``data``.
     """
     data = config.data
     parent, _, name = section.rpartition(".")
@@ -266,11 +265,8 @@ def _split_pair(
 ) -> tuple[object, tuple[object, object]]:
     """Return the prompt of a preference pair, and its answers without the chats around them.
 
-    Args:
-        prompt: None without a column: then both answers are chats, and the messages before their
-            last one are the prompt.
-        answers: the chosen and the rejected one by name of their columns. Texts; or chats that end
-            with the answer, by itself or after the prompt.
+    ``answers``, by column, are texts, or chats that end with the answer, by itself or after the
+    prompt. ``prompt`` is None without a column: then both are chats that begin with it.
     """
     (name, chosen), (other, rejected) = answers.items()
     has_none = prompt is None
@@ -289,11 +285,6 @@ def _split_pair(
             "column; set data.prompt_key=null to take them as the prompt"
         )
     return before if has_none else prompt, (chosen, rejected)
-
-
-def column_of(name: str, known: Collection[str]) -> str:
-    """Return the column that has ``name``: ``a.b`` is a field of column ``a``, if no column."""
-    return name if name in known else name.partition(".")[0]
 
 
 def name_column(name: str, known: Collection[str], *, key: str) -> str:

@@ -189,7 +189,7 @@ def _records_of(path: Path) -> Iterable[tuple[int, object]]:
     if path.suffix == ".json":  # MATH has one problem a file
         value = _parse_json(path.read_text(encoding="utf-8"))
         return enumerate(value, 1) if isinstance(value, list) else [(1, value)]
-    records = read_records(path, lambda names: names, key="--from")
+    records = read_records(path, None, key="--from")
     return ((n, _parse_json(r) if isinstance(r, str) else r) for n, r in records)
 
 
