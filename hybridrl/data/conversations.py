@@ -64,11 +64,7 @@ def tokenize_conversations(
 
 
 def lay_out_conversations(token_lists: Sequence[Sequence[int]]) -> SupervisedBatch:
-    """Lay conversations out so that an engine computes the state after the last token of each.
-
-    Engines compute the state before a marked token. So one more token, which nobody reads, is
-    marked behind each conversation.
-    """
+    """Lay conversations out so that an engine computes the state after the last token of each."""
     token_ids_BL, mask_BL = _with_marked_ends(token_lists)
     return SupervisedBatch(
         token_ids_BL=token_ids_BL, response_mask_BL=mask_BL, batch_size=[len(token_lists)]
@@ -140,6 +136,7 @@ def pad_token_of(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None)
 
 
 def _with_marked_ends(token_lists: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    # Engines compute the state before a marked token: so one more, which nobody reads, is marked.
     rows = [torch.tensor([*tokens, tokens[-1]]) for tokens in token_lists]
     return jagged(rows), jagged([torch.arange(len(row)) == len(row) - 1 for row in rows])
 

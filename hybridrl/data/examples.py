@@ -25,18 +25,10 @@ def build_supervised_batch(
     *,
     learns_all_turns: bool = False,
 ) -> SupervisedBatch:
-    """Lay prompt, answer and end-of-sequence token of each row end to end.
+    """Lay prompt, answer and end-of-sequence token of each of B >= 1 rows end to end.
 
-    Args:
-        rows: B >= 1 rows.
-        tokenizer: the one that tokenized the prompts; it adds no special token to an answer.
-        learns_all_turns: also of the assistant's turns in the prompts; see `assistant_mask`.
-
-    Returns:
-        B rows; the loss is taken on the answer and on the end-of-sequence token.
-
-    Raises:
-        DataError: the turns of a prompt are not known.
+    The loss is taken on the answer and on the end-of-sequence token; with ``learns_all_turns`` also
+    on the assistant's turns in the prompts: see `assistant_mask`, whose errors it raises.
     """
     answers = tokenize_answers([row.row.answer for row in rows], tokenizer)
     tokens, masks = [], []
@@ -60,7 +52,6 @@ def assistant_mask(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Ten
 
     Args:
         row: tokenized with the chat template; its prompt may have lost its first tokens.
-        tokenizer: the one that tokenized it.
 
     Returns:
         bool [L]; all False for a prompt that is text.
@@ -125,13 +116,8 @@ def tokenize_pairs(
     """Tokenize both answers of every pair now, so that a bad one ends the run before it began.
 
     Args:
-        rows: with a rejected answer, their prompts tokenized.
-        tokenizer: the one that tokenized the prompts.
         max_answer_tokens: the longest answer, with its end-of-sequence token.
         drops_overlong: leave pairs with a longer answer out, instead of raising.
-
-    Returns:
-        The pairs in order; fewer if some were dropped.
 
     Raises:
         DataError: the answers of a pair have the same tokens; one is overlong and not dropped, or
@@ -169,10 +155,9 @@ def tokenize_pairs(
 
 
 def build_preference_batch(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
-    """Lay prompt and answer of each row end to end, with the chosen before the rejected answer.
+    """Lay prompt and answer end to end, in 2 P rows, with the chosen before the rejected answer.
 
-    Returns:
-        2 P rows; the mask is on the answer and on the end-of-sequence token.
+    The mask is on the answer and on the end-of-sequence token.
     """
     rows = [
         (pair.token_ids, answer)

@@ -24,6 +24,11 @@ class PromptStep:
     prompts: PromptBatch
     rows: tuple[TokenizedRow, ...]
 
+    def at(self, positions: Sequence[int]) -> PromptStep:
+        """Return the prompts at these positions, in this order."""
+        chosen = list(positions)
+        return PromptStep(self.prompts[chosen], tuple(self.rows[p] for p in chosen))
+
     @staticmethod
     def join(steps: Sequence[PromptStep]) -> PromptStep:
         """Put the prompts of several, at least one, into one."""
@@ -54,7 +59,6 @@ class PromptSource:
 
         Args:
             rows: at least one; may be fewer than ``num_prompts``, P of a step.
-            seed: of the run; gives the seed of each prompt.
             sends_rows: put rows into the batches, for agents.
         """
         self._rows = rows
@@ -123,13 +127,10 @@ def build_prompt_step(
     stream: str = "train",
     sends_rows: bool = False,
 ) -> PromptStep:
-    """Put rows into a batch.
+    """Put P >= 1 rows, with their indices in a stream, into a batch.
 
-    Args:
-        rows: P >= 1 rows.
-        indices: of the rows in their stream.
-        stream: keeps the random numbers of training and evaluation apart.
-        sends_rows: put rows into the batch, for agents.
+    ``stream`` keeps the random numbers of training and evaluation apart. With ``sends_rows`` the
+    rows themselves are in the batch, for agents.
     """
     prompts = PromptBatch(
         token_ids_PL=jagged([row.token_ids for row in rows]),
@@ -148,10 +149,10 @@ def prompt_seed(run_seed: int, prompt_index: int, *, stream: str = "train") -> i
 
 
 class OpenPrompts:
-    """Open prompts by their index in the stream.
+    """Prompts, by their index in the stream, to which engines sample while the trainer learns.
 
-    Engines sample responses to them while the trainer learns from others. A checkpoint holds the
-    indices, and the run that resumes draws the same rows again: so no prompt is lost or doubled.
+    A checkpoint holds the indices, and the run that resumes draws the same rows again: so no prompt
+    is lost or doubled.
     """
 
     def __init__(self) -> None:
@@ -166,16 +167,11 @@ class OpenPrompts:
         return tuple(sorted(self._by_index))
 
     def add(self, task: PromptStep) -> None:
-        """Note prompts that were drawn.
-
-        Raises:
-            PhaseError: one is open already.
-        """
+        """Note prompts that were drawn; raises PhaseError if one is open already."""
         for position, index in enumerate(task.prompts.prompt_index_P.tolist()):
             if index in self._by_index:
                 raise PhaseError(f"prompt {index} was drawn twice: it is open already")
-            only = PromptStep(task.prompts[[position]], (task.rows[position],))
-            self._by_index[index] = only
+            self._by_index[index] = task.at([position])
 
     def of(self, indices: Sequence[int]) -> PromptStep:
         """Return open prompts, at least one, in this order; they stay open."""

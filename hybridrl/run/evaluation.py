@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +17,7 @@ from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.collect import Reward
-from hybridrl.trainer.evaluate import EvalTask, Evaluator, response_answers
+from hybridrl.trainer.evaluate import EvalTask, Evaluator
 from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.reward_models import (
     Judge,
@@ -95,7 +94,7 @@ def build_evaluator(
         policy=policy,
         take_agent_metrics=None if config.agent.is_single_turn else take_agent_metrics,
         reward=reward,
-        extract=partial(response_answers, tokenizer=tokenizer),
+        tokenizer=tokenizer,
         correct_reward=config.eval.correct_reward,
         num_resamples=config.eval.num_resamples,
         seed=config.seed,

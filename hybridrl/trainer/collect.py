@@ -56,11 +56,10 @@ class ScoredRollouts:
 
     def prompts_at(self, index_P: Tensor) -> ScoredRollouts:
         """Return the prompts at these positions, with their responses."""
-        prompts = index_P.tolist()
         responses = torch.arange(self.num_responses)
         index_B = (index_P[:, None] * self.num_responses + responses).view(-1)
         return ScoredRollouts(
-            PromptStep(self.task.prompts[prompts], tuple(self.task.rows[p] for p in prompts)),
+            self.task.at(index_P.tolist()),
             self.rollouts[index_B.tolist()],
             self.scores.at(index_B),
         )

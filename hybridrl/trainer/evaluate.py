@@ -6,7 +6,7 @@ Legend: P prompts, G responses to each.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -64,8 +64,7 @@ class Evaluator:
     which have none."""
 
     reward: Reward
-    extract: Callable[[RolloutBatch], list[str]]
-    """Returns the normalised answer of each response; empty if it has none."""
+    tokenizer: PreTrainedTokenizerBase
 
     correct_reward: float
     """A response with at least this reward is correct."""
@@ -76,11 +75,9 @@ class Evaluator:
     seed: int
 
     def evaluate(self, tasks: Sequence[EvalTask]) -> tuple[list[EvalReport], Metrics]:
-        """Sample and score all sets.
+        """Sample and score all sets: their reports, and all their metrics with seconds.
 
-        Returns:
-            The report of each set; and all their metrics with seconds, the names of those of a
-            named set with the set's name. ``eval/reward/mean`` of several is the mean of theirs.
+        The metrics of a named set have its name. ``eval/reward/mean`` is the mean over sets.
         """
         clock = Clock()
         with clock("eval"):
@@ -127,7 +124,8 @@ class Evaluator:
         for k in settings.pass_at_k:
             columns[f"eval/pass_at_{k}"] = pass_at_k(is_correct_PG, k=k)
         if settings.majority_at_k:
-            answer_PG = _number(self.extract(rollouts)).view_as(is_correct_PG)
+            answers = map(extract_answer, decode_responses(rollouts, self.tokenizer))
+            answer_PG = _number(answers).view_as(is_correct_PG)
             for k in settings.majority_at_k:
                 columns[f"eval/majority_at_{k}"] = majority_at_k(answer_PG, is_correct_PG, k=k)
         num_prompts = len(rewards_PG)
@@ -145,7 +143,7 @@ class Evaluator:
         return metrics
 
 
-def _number(answers: Sequence[str]) -> Tensor:
+def _number(answers: Iterable[str]) -> Tensor:
     """Give equal answers the same number, int64; -1 stands for no answer."""
     numbers: dict[str, int] = {"": -1}
     return torch.tensor([numbers.setdefault(answer, len(numbers) - 1) for answer in answers])
@@ -156,14 +154,7 @@ def pass_at_k(is_correct_PG: Tensor, *, k: int) -> Tensor:
 
     ``1 - C(n - c, k) / C(n, k)`` with c correct ones of n responses: unbiased, unlike
     ``1 - (1 - c / n)^k`` (arXiv:2107.03374, equation 1). As a product of ratios, since binomial
-    coefficients overflow.
-
-    Args:
-        is_correct_PG: bool [P, n].
-        k: 1 to n.
-
-    Returns:
-        float64 [P].
+    coefficients overflow. float64 [P], from bool [P, n] and k from 1 to n.
     """
     n = is_correct_PG.shape[1]
     num_left = torch.arange(n, 0, -1, dtype=torch.float64)  # n - i, i = 0 ... n - 1
@@ -179,9 +170,7 @@ def majority_at_k(answer_PG: Tensor, is_correct_PG: Tensor, *, k: int) -> Tensor
     The responses to a prompt are cut into n // k groups of k in their order; those left over are
     not used. Of equally frequent answers the one that came first counts. A response without an
     answer has no vote, and a group without votes is wrong. Otherwise as ``pass_at_k``.
-
-    Args:
-        answer_PG: int64 [P, n], the same number for the same answer; -1 is no answer.
+    ``answer_PG``, int64 [P, n], has the same number for the same answer; -1 is no answer.
     """
     num_groups = is_correct_PG.shape[1] // k
     answer_NK = answer_PG[:, : num_groups * k].reshape(-1, k)
@@ -202,13 +191,8 @@ def bootstrap_intervals(
 ) -> tuple[Tensor, Tensor]:
     """Return the 95 % intervals of means over prompts, by the percentile bootstrap.
 
-    Prompts are drawn, not responses: those to one prompt are not independent of each other. All
-    metrics are taken over the same draws.
-
-    Args:
-        values_PM: [P, M], P >= 1 prompts, M metrics.
-        num_resamples: draws of P prompts with replacement, >= 1.
-        seed: the same seed gives the same intervals.
+    Prompts are drawn, not responses: those to one prompt are not independent of each other. All M
+    metrics are taken over the same draws of P prompts with replacement.
 
     Returns:
         Lower and upper ends, float64 [M] each.
@@ -239,11 +223,6 @@ def extract_answer(response: str) -> str:
         if candidate:
             return candidate
     return ""
-
-
-def response_answers(rollouts: RolloutBatch, *, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the normalised answers of B responses."""
-    return [extract_answer(text) for text in decode_responses(rollouts, tokenizer)]
 
 
 def _last_boxed(text: str) -> str:

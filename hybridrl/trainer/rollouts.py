@@ -179,8 +179,7 @@ def head_and_tail(task: PromptStep, num_prompts: int) -> PromptStep:
     num_all = len(task.rows)
     if num_prompts == num_all:
         return task
-    chosen = [*range(num_prompts - num_tail), *range(num_all - num_tail, num_all)]
-    return PromptStep(task.prompts[chosen], tuple(task.rows[p] for p in chosen))
+    return task.at([*range(num_prompts - num_tail), *range(num_all - num_tail, num_all)])
 
 
 def require_same_origin(recorded: Facts, now: Facts, *, where: str) -> None:
