@@ -90,11 +90,7 @@ class RowEncoder:
     """Of rows that were read; None if all rows are parsed."""
 
     def __call__(self, raws: Chunk) -> EncodedRows:
-        """Encode some rows.
-
-        Raises:
-            DataError: a prompt cannot be rendered or tokenized.
-        """
+        """Encode some rows; raises DataError for a prompt that cannot be rendered or tokenized."""
         rows, malformed = [], []
         for raw in raws:
             try:
@@ -121,9 +117,7 @@ def encode_by_processes(
     """Encode chunks by processes, in order; they end with the generator.
 
     They take seconds to begin. Nobody waits for that: this process encodes until one has begun.
-
-    Args:
-        encoder: its tokenizer is a fast one, which can be sent to a process.
+    The tokenizer is a fast one, which can be sent to a process.
 
     Raises:
         DataError: a chunk cannot be encoded, or a process has ended.

@@ -48,13 +48,8 @@ def assistant_mask(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Ten
     """Mark the tokens that the assistant wrote, with the end-of-sequence token of each turn.
 
     A turn is the text that the chat template adds for its message, up to that token. The tokens are
-    those of the full prompt: nothing is tokenized apart.
-
-    Args:
-        row: tokenized with the chat template; its prompt may have lost its first tokens.
-
-    Returns:
-        bool [L]; all False for a prompt that is text.
+    those of the full prompt, which may have lost its first ones: nothing is tokenized apart.
+    bool [L]; all False for a prompt that is text.
 
     Raises:
         DataError: the template renders an earlier turn differently once others follow, as some do

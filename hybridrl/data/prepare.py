@@ -133,9 +133,8 @@ def prepare(
     """Write the rows of a data set.
 
     Args:
-        target: the jsonl file to write; must be new.
+        target: a jsonl file, which must be new.
         source: a file or folder in the published format; None downloads it.
-        split: of a folder or download.
         instruction: appended to each question that has none of its own.
         num_rows: the first ones; None is all (of countdown 10,000).
 

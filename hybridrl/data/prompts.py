@@ -115,9 +115,8 @@ def render(
 ) -> list[Rendered]:
     """Return text and tokens of each prompt.
 
-    Args:
-        tokenizer: adds its own special tokens to a text prompt; with a chat template that does.
-        use_chat_template: wrap prompts; a text becomes one user message.
+    With ``use_chat_template`` a text becomes one user message, and the template adds special
+    tokens; else the tokenizer does.
 
     Raises:
         DataError: a chat prompt has no chat template; the template rejects a prompt or leaves it
@@ -177,11 +176,8 @@ def render_chat(
 ) -> str:
     """Render messages with the tokenizer's chat template.
 
-    Special tokens in their contents become text, but for the assistant's (``special_tokens.py``).
-
-    Args:
-        tokenizer: has a template.
-        is_complete: False adds the beginning of the assistant's next turn.
+    Special tokens in their contents become text, but for the assistant's. Unless ``is_complete``,
+    the beginning of the assistant's next turn is added.
 
     Raises:
         DataError: the template rejects them.

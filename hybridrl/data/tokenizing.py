@@ -58,9 +58,6 @@ def tokenize_files(files: RowFiles, encoder: RowEncoder, resources: Resources) -
     last bytes of the data files, and of all else that the rows depend on. A later run maps it, and
     reads nothing. The fingerprint is of the rows themselves.
 
-    Args:
-        encoder: without columns; those of ``files`` are taken.
-
     Raises:
         DataError: as `RowFiles.parsed` and `render`; or a prompt is overlong with
             ``overlong="error"``, or all prompts were dropped.

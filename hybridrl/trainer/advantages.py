@@ -231,12 +231,6 @@ def overlong_punishment(
     TRL's get_soft_overlong_punishment is the same. verl and OpenRLHF multiply by a factor: multiply
     the result. verl's falls below -1 beyond the limit, which no response reaches.
 
-    Args:
-        lengths_B: int64 [B], response tokens of each row.
-        max_response_tokens: at which a response is cut off.
-        buffer_tokens: tokens before that limit in which it costs more and more; 0 punishes those
-            beyond the limit alone.
-
     Returns:
         float32 [B], from -1 to 0.
     """

@@ -154,10 +154,8 @@ class EarlyRewards:
     def take(self, inputs: RewardInputs) -> dict[int, EarlyRow] | None:
         """Return the rewards of the rows that were scored early, and forget them.
 
+        ``inputs`` are B rows to the prompts of the last ``scoring``, those to one prompt adjacent.
         None if no function can score early.
-
-        Args:
-            inputs: B rows of the prompts of the last ``scoring``, those to one prompt adjacent.
         """
         call, self._call = self._call, None
         if call is None:

@@ -57,13 +57,14 @@ class CallFacts:
 
 @dataclass(frozen=True, slots=True)
 class RecordedScores:
-    """The scores of the responses of a call, and all that they depend on."""
+    """The scores of the responses of a call."""
 
     scores: Scores
     rows: list[int]
     """See ``row_digests``."""
 
     origin: Facts
+    """Everything besides rows and responses on which the scores depend."""
 
 
 @dataclass(slots=True)
@@ -155,11 +156,7 @@ class RolloutFiles:
         return facts
 
     def read(self, name: str, facts: CallFacts) -> tuple[PromptBatch, RolloutBatch]:
-        """Read all columns of a call.
-
-        Raises:
-            ReplayError: the file is not as it was written.
-        """
+        """Read all columns of a call; raises ReplayError if the file is not as it was written."""
         file = self.folder / facts.file.name
         data = file.read_bytes()
         if zlib.crc32(data) != facts.file.crc32:
@@ -175,11 +172,7 @@ class RolloutFiles:
     def write_scores(
         self, name: str, scores: Scores, *, rows: Sequence[TokenizedRow], origin: Facts
     ) -> None:
-        """Write the scores of the responses of a call.
-
-        Args:
-            origin: everything besides rows and responses on which the scores depend.
-        """
+        """Write the scores of the responses of a call; ``origin`` as in `RecordedScores`."""
         early_B, left_out_B = scores.is_early_B, scores.is_left_out_B
         values = {
             "origin": origin,
@@ -195,11 +188,7 @@ class RolloutFiles:
             atomic_write_text(self._scores_file(name), to_json_text(values) + "\n")
 
     def read_scores(self, name: str) -> RecordedScores | None:
-        """Return the scores of a call, and all that they depend on; None if there are none.
-
-        Raises:
-            ReplayError: they cannot be read.
-        """
+        """Return the scores of a call, None if there are none; raises ReplayError."""
         path = self._scores_file(name)
         if not path.is_file():
             return None

@@ -149,11 +149,7 @@ class ReplayedRollouts:
         return nullcontext(sampling)
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
-        """Return the scores of the responses that were read last.
-
-        Raises:
-            ReplayError: the file of the scores cannot be read.
-        """
+        """Return the scores of the responses that were read last."""
         recorded = self.files.read_scores(self.names.current)
         if recorded is None:
             return self.reward(rollouts, task)
@@ -183,11 +179,7 @@ def head_and_tail(task: PromptStep, num_prompts: int) -> PromptStep:
 
 
 def require_same_origin(recorded: Facts, now: Facts, *, where: str) -> None:
-    """Compare model, tokenizer and agent with those of the recorded run.
-
-    Raises:
-        ReplayError: names the facts that differ.
-    """
+    """Compare model, tokenizer and agent with those of a recorded run; raises ReplayError."""
     changes = [*differences(recorded, now)]
     if changes:
         raise ReplayError(

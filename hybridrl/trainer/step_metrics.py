@@ -67,10 +67,6 @@ def rewards_by_source(task: PromptStep, scores: Scores) -> dict[str, Mean]:
     """Return the mean reward of each source, if there are several; else nothing.
 
     A name of the hub, as ``openai/gsm8k``, becomes one word of a metric's name: ``openai_gsm8k``.
-
-    Args:
-        task: P prompts.
-        scores: of P * G responses, those to one prompt adjacent.
     """
     rewards = scores.rewards_B.tolist()
     num_responses = len(rewards) // len(task.rows)

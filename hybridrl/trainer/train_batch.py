@@ -136,13 +136,9 @@ def build_train_batch(
 def build_critic_batch(
     rollouts: RolloutBatch, values_BL: Tensor, targets: Targets, *, is_kept_B: Tensor | None = None
 ) -> CriticBatch:
-    """Build the batch of the critic's update, [B] rows.
+    """Build the batch of the critic's update; raises TrainingError if there are no returns.
 
-    Args:
-        is_kept_B: bool, rows to learn from: the masks of others are empty. None: all.
-
-    Raises:
-        TrainingError: the advantage gave no returns.
+    ``is_kept_B`` are the rows to learn from, None is all: the masks of others are empty.
     """
     if targets.returns_BL is None:
         raise TrainingError("a critic learns from returns, and the advantage gave none")
@@ -165,11 +161,7 @@ def balance(batch: Rows, *, dp_size: int, num_minibatches: int) -> Rows:
 
 
 def correct_for_sampler(part: Part, batch: TrainBatch) -> TrainBatch:
-    """Give each token its weight, and take rejected tokens out of the response mask.
-
-    Raises:
-        TrainingError: the batch has no old log-probs.
-    """
+    """Give each token its weight, and take rejected tokens out of the response mask."""
     if batch.old_logprobs_BL is None:
         raise TrainingError(
             "algorithm.rollout_correction compares old log-probs with the sampler's, and the batch "
@@ -194,13 +186,6 @@ def without_rows(response_mask_BL: Tensor, is_left_out_B: Tensor) -> Tensor:
     """Take all tokens of some rows out of the loss, as those of truncated responses.
 
     Their rewards still count in their group's baseline, as in TRL's mask_truncated_completions.
-
-    Args:
-        response_mask_BL: jagged bool.
-        is_left_out_B: bool [B].
-
-    Returns:
-        Jagged bool [B, L], False in each row that is left out.
     """
     lengths_B = row_lengths(response_mask_BL)
     is_kept_T = np.repeat(np.logical_not(is_left_out_B.numpy()), lengths_B.numpy())
