@@ -1,4 +1,4 @@
-"""Distance to another policy, estimated from the sampled tokens alone.
+"""Distance to another policy, estimated from the sampled tokens alone, and what it costs.
 
 Legend: B rows, L tokens of a row (jagged), T packed tokens.
 """
@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import jagged_from, row_lengths
+from hybridrl.config.algorithm import KLConfig
+from hybridrl.metrics import Mean, Metrics
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 nats before ``exp``: e^20 = 5e8 is far outside of every clip
 range, and float32 stays finite. Past it no gradient flows."""
+
+_MEASURED = {"loss": "policy/kl_to_reference_nats/mean", "reward": "reward/kl_nats/mean"}
+"""The metric that a target is compared with, by the placement of the penalty."""
 
 KLGradient = Literal["value", "k2", "ratio"]
 
@@ -105,28 +110,6 @@ def kl_penalty(
     return estimate_T
 
 
-def adapt_coefficient(
-    coefficient: float, kl_nats: float, num_rows: int, *, target_nats: float, horizon: float
-) -> float:
-    """Raise the weight of a KL penalty that is exceeded, else lower it (arXiv:1909.08593, 2.2).
-
-    ``coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_rows / horizon)``, as in verl and
-    OpenRLHF, where the KL is a mean per token. In the paper it is per sequence (unverified), so its
-    targets are larger.
-
-    Args:
-        coefficient: of the step that was measured.
-        kl_nats: measured KL; one that is not finite leaves the coefficient as it is.
-        num_rows: responses of the step.
-        target_nats: > 0, the KL to hold.
-        horizon: responses over which the coefficient changes by up to a fifth.
-    """
-    if not math.isfinite(kl_nats):
-        return coefficient
-    error = min(max(kl_nats / target_nats - 1, -0.2), 0.2)
-    return coefficient * (1 + error * num_rows / horizon)
-
-
 def estimate_response_kl(
     old_logprobs_BL: Tensor,
     reference_logprobs_BL: Tensor,
@@ -151,3 +134,45 @@ def estimate_response_kl(
     )
     kl_T = torch.where(response_mask_BL.values(), kl_T, 0.0)
     return jagged_from(kl_T, row_lengths(response_mask_BL))
+
+
+class KLCoefficient:
+    """Holds the coefficient; part of a checkpoint where it adapts."""
+
+    def __init__(self, config: KLConfig, *, num_rows: int) -> None:
+        """Start at the configured coefficient; a step has ``num_rows`` responses."""
+        self._config = config
+        self._num_rows = num_rows
+        self.value = config.coefficient
+        """Weight of the penalty in the next step."""
+
+    @property
+    def in_loss(self) -> float:
+        """Weight of the penalty in the policy loss; 0 if it is elsewhere."""
+        return self.value if self._config.placement == "loss" else 0.0
+
+    def restore(self, value: float | None) -> None:
+        """Continue from the coefficient of a checkpoint; None begins with the configured one."""
+        if value is None or self._config.target_nats is None:
+            value = self._config.coefficient
+        self.value = value
+
+    def adapt(self, measured: Metrics) -> Metrics:
+        """Raise it if the KL exceeds its target, else lower it (arXiv:1909.08593, 2.2).
+
+        ``coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_rows / horizon)``, as in verl and
+        OpenRLHF, where the KL is a mean per token. In the paper it is per sequence (unverified), so
+        its targets are larger.
+
+        Returns:
+            The coefficient that the step used; nothing where it is fixed.
+        """
+        config, used = self._config, self.value
+        if config.target_nats is None:
+            return {}
+        kl = measured.get(_MEASURED[config.placement])
+        # A step that learned from no token measures none.
+        if kl is not None and math.isfinite(kl.value):
+            error = min(max(kl.value / config.target_nats - 1, -0.2), 0.2)
+            self.value = used * (1 + error * self._num_rows / config.horizon)
+        return {"policy/kl_coefficient": Mean(used)}

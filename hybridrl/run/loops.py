@@ -12,6 +12,7 @@ from typing import Protocol, cast
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.rollout import require_usable_agent
+from hybridrl.algorithms.kl import KLCoefficient
 from hybridrl.config.checks.batch_sizes import num_rollout_engines
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.summary import note_of_cut_sampling
@@ -42,7 +43,6 @@ from hybridrl.trainer.build_algorithm import (
     build_policy_optimization,
 )
 from hybridrl.trainer.evaluate import EvalTask
-from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.reward import EarlyRewards, TextReward

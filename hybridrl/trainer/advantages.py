@@ -235,6 +235,4 @@ def overlong_punishment(
         float32 [B], from -1 to 0.
     """
     excess_B = lengths_B.double() - (max_response_tokens - buffer_tokens)
-    if buffer_tokens == 0:
-        return -(excess_B > 0).float()
     return -(excess_B / buffer_tokens).clamp(0.0, 1.0).float()

@@ -12,6 +12,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from hybridrl.algorithms.kl import KLCoefficient
 from hybridrl.algorithms.load import Part, load_part, require_part
 from hybridrl.batch import LogprobBatch, RolloutBatch
 from hybridrl.config import parts
@@ -21,7 +22,6 @@ from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages
 from hybridrl.trainer.batches import Batches
 from hybridrl.trainer.collect import Collector, Reward
-from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.policy import (
     Critic,
     Generates,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hybridrl.algorithms.kl import KLCoefficient
 from hybridrl.batch import CriticBatch, LogprobBatch, RolloutBatch
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages, describe_values
 from hybridrl.trainer.batches import Batches
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Collected, Collector, Reward, ScoredRollouts
-from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.step_metrics import StepReport
 from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch

@@ -76,8 +76,6 @@ def test_long_responses_pay_more_and_more() -> None:
     lengths_B = torch.tensor([0, 80, 81, 90, 95, 100, 101, 500])
     paid_B = overlong_punishment(lengths_B, max_response_tokens=100, buffer_tokens=20)
     assert paid_B.tolist() == pytest.approx([0, 0, -0.05, -0.5, -0.75, -1, -1, -1])
-    paid_B = overlong_punishment(lengths_B, max_response_tokens=100, buffer_tokens=0)
-    assert paid_B.tolist() == [0, 0, 0, 0, 0, 0, -1, -1]
 
 
 def test_a_truncated_response_has_no_token_in_the_loss() -> None:
