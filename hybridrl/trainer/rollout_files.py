@@ -11,7 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -173,17 +173,10 @@ class RolloutFiles:
         self, name: str, scores: Scores, *, rows: Sequence[TokenizedRow], origin: Facts
     ) -> None:
         """Write the scores of the responses of a call; ``origin`` as in `RecordedScores`."""
-        early_B, left_out_B = scores.is_early_B, scores.is_left_out_B
-        values = {
-            "origin": origin,
-            "rows": row_digests(rows),
-            "names": scores.names,
-            "reward_weights_K": scores.reward_weights_K.tolist(),
-            "reward_parts_BK": scores.reward_parts_BK.tolist(),
-            "is_failed_BK": scores.is_failed_BK.tolist(),
-            "is_early_B": None if early_B is None else early_B.tolist(),
-            "is_left_out_B": None if left_out_B is None else left_out_B.tolist(),
-        }
+        values: dict[str, object] = {"origin": origin, "rows": row_digests(rows)}
+        for field in fields(scores):
+            value = getattr(scores, field.name)
+            values[field.name] = value.tolist() if isinstance(value, Tensor) else value
         with self._writing():
             atomic_write_text(self._scores_file(name), to_json_text(values) + "\n")
 
@@ -194,14 +187,17 @@ class RolloutFiles:
             return None
         values = _read_json(path)
         shape = (-1, len(values["names"]))
-        early, left_out = values["is_early_B"], values.get("is_left_out_B")
+        optional = ("is_early_B", "is_unreadable_B", "is_left_out_B")
         scores = Scores(
             tuple(values["names"]),
             torch.tensor(values["reward_weights_K"], dtype=torch.float32),
             torch.tensor(values["reward_parts_BK"], dtype=torch.float32).view(shape),
             torch.tensor(values["is_failed_BK"], dtype=torch.bool).view(shape),
-            None if early is None else torch.tensor(early, dtype=torch.bool),
-            is_left_out_B=None if left_out is None else torch.tensor(left_out, dtype=torch.bool),
+            **{
+                name: torch.tensor(values[name], dtype=torch.bool)
+                for name in optional
+                if values.get(name) is not None
+            },
         )
         return RecordedScores(scores, values["rows"], values["origin"])
 
@@ -276,10 +272,7 @@ def _batch(kind: type[_Batch], tensors: Mapping[str, Tensor], prefix: str, *, si
         if lengths is None:
             columns[name] = values
             continue
-        known = offsets.setdefault(lengths.numpy().tobytes(), _offsets_of(lengths))
+        own = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        known = offsets.setdefault(lengths.numpy().tobytes(), own)
         columns[name] = torch.nested.nested_tensor_from_jagged(values, known)
     return kind(**columns, batch_size=[size])
-
-
-def _offsets_of(lengths_B: Tensor) -> Tensor:
-    return torch.cat([lengths_B.new_zeros(1), lengths_B.cumsum(0)])
