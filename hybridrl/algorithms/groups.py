@@ -53,9 +53,7 @@ class Groups:
     def std(self, values_B: Tensor, *, correction: int = 1) -> Tensor:
         """Return the standard deviation of the group, 0 in a group of one.
 
-        Args:
-            values_B: float [B].
-            correction: 1 divides the squares by n - 1 (the sample's std), 0 by n.
+        A ``correction`` of 1 divides the squares by n - 1 (the sample's std), 0 by n.
         """
         squares_B = (values_B.double() - self.mean(values_B)).square()
         return (self.sum(squares_B) / (self.sizes_B - correction).clamp(min=1)).sqrt()

@@ -39,14 +39,8 @@ def k1(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Return ``d = logprob - reference_logprob`` (http://joschu.net/blog/kl-approx.html).
 
     An unbiased estimate of KL(policy || reference) at a token that the policy sampled, of either
-    sign: the plain choice in the reward. As a loss its gradient is 0 in expectation.
-
-    Args:
-        logprobs_T: float32 nats, any shape.
-        reference_logprobs_T: float32 nats, same shape.
-
-    Returns:
-        float32 nats, same shape.
+    sign: the plain choice in the reward. As a loss its gradient is 0 in expectation. float32 nats,
+    of the arguments' shape.
     """
     return logprobs_T - reference_logprobs_T
 
@@ -54,7 +48,7 @@ def k1(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 def k2(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Return ``d^2 / 2``: biased, of low variance, and as a loss with the gradient of the true KL.
 
-    On-policy, that is (arXiv:2506.09477). Arguments as for ``k1``.
+    On-policy, that is (arXiv:2506.09477).
     """
     return (logprobs_T - reference_logprobs_T).square() / 2
 
@@ -63,7 +57,7 @@ def k3(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Return ``exp(-d) - 1 + d``: unbiased and never negative (arXiv:2402.03300, eq. 4).
 
     As a loss it has the gradient of KL(reference || policy). ``-d`` is clamped to +-20 nats; verl
-    also clamps the value to 10, TRL clamps nothing. Arguments as for ``k1``.
+    also clamps the value to 10, TRL clamps nothing.
     """
     opposite_T = (reference_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1, since exp(x) - 1 of a small x keeps no digit of the x^2 / 2 that is wanted.
@@ -71,7 +65,7 @@ def k3(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 
 
 def absolute(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """Return ``abs(d)``, biased. Arguments as for ``k1``."""
+    """Return ``abs(d)``, biased."""
     return (logprobs_T - reference_logprobs_T).abs()
 
 
@@ -94,11 +88,6 @@ def kl_penalty(
     Args:
         current_logprobs_T: float32 nats, with gradient.
         old_logprobs_T: float32 nats, of the policy that the samples stand for.
-        reference_logprobs_T: float32 nats.
-        estimator: such as ``k3``.
-
-    Returns:
-        float32 nats [T], with gradient.
     """
     reference_T = reference_logprobs_T.detach()
     estimate_T = estimator(logprobs_T=current_logprobs_T, reference_logprobs_T=reference_T)
@@ -119,14 +108,7 @@ def estimate_response_kl(
 ) -> Tensor:
     """Estimate KL(policy || reference) at each response token, for a charge in the reward.
 
-    Args:
-        old_logprobs_BL: jagged float32 nats, of the policy that sampled.
-        reference_logprobs_BL: jagged float32 nats.
-        response_mask_BL: jagged bool.
-        estimator: such as ``k1``.
-
-    Returns:
-        Jagged float32 nats [B, L], without gradient, 0 where the mask is False.
+    Jagged float32 nats [B, L], without gradient, 0 where the mask is False.
     """
     kl_T = estimator(
         logprobs_T=old_logprobs_BL.values().detach(),

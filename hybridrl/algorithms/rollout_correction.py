@@ -45,7 +45,8 @@ def importance(
     the ``sequence``, the product over its tokens (unbiased, high variance), or its ``geometric``
     mean. Outside of ``low`` to ``high`` it is truncated to the end of the range (arXiv:1802.01561,
     4.1; https://fengyao.notion.site/off-policy-rl), or masked to 0, still counted in denominators
-    (IcePop). ``normalize`` divides by the mean weight of all tokens, or all responses with tokens.
+    (IcePop). ``normalize`` then divides by the mean weight of all tokens, or all responses with
+    tokens.
 
     ``reject`` has rules such as ``0.999 <= seq_mean_k1 <= 1.001, token_k2 <= 0.1``, all of which a
     token must meet; see ``read_rejections``. With ``g = old - sampler`` statistics are
@@ -62,11 +63,6 @@ def importance(
         sampler_logprobs_T: float32 nats, the rollout engine's.
         rows: of the tokens: of the step, or of a micro-batch, over which ``normalize`` averages.
         level: of the weight; ``none`` is 1.
-        outside: what happens to weights outside of the range.
-        low: smallest weight.
-        high: largest weight.
-        normalize: whether the mean weight becomes 1, after truncation.
-        reject: rules; none by default.
         veto: smallest ratio of a token in a response that is kept; 0 is off.
 
     Raises:

@@ -32,7 +32,6 @@ def clipped_value_loss(
     Args:
         values_T: float32 reward units, with gradient.
         old_values_T: float32, before the step's first update.
-        returns_T: float32, targets of the values.
         value_clip: c in reward units; 0 is off.
     """
     losses_T = (values_T - returns_T).square() / 2
@@ -60,10 +59,7 @@ def bradley_terry(
     is that of TRL 1.16's ``RewardTrainer``.
 
     Args:
-        chosen_scores_P: float32, with gradient.
-        rejected_scores_P: float32, with gradient.
         margins_P: score units, how much better the chosen answer is; None is 0.
-        center_coefficient: 0 is off.
     """
     differences_P = chosen_scores_P - rejected_scores_P
     if margins_P is not None:

@@ -37,11 +37,6 @@ def bi_level_gae(
     turn; here turns are runs of response tokens. And rewards inside of turn ``k + 1`` (a KL charge)
     count as part of ``V[k+1]``, so that with all three numbers 1 it is ``gae`` with ``lam=1``. Of
     rows with one turn it is ``gae``. The authors run with ``gamma_turn=0.95``.
-
-    Args:
-        gamma: discount per token within a turn, in [0, 1].
-        lam: in [0, 1], over turns and over the tokens of each.
-        gamma_turn: discount per turn, in [0, 1].
     """
     tokens = ResponseTokens.of(response_mask_BL)
     rewards_S, values_S = tokens.select(rewards_BL), tokens.select(values_BL)

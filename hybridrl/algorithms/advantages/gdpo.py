@@ -37,8 +37,7 @@ def gdpo(
         whiten_over: ``sequences`` counts each row once, ``(x - mean) / (std + std_floor)``: the
             paper as TRL restates it; TRL is ``std_floor=1e-4``. ``tokens`` is verl: a row counts
             once for each of its tokens, ``(x - mean) / sqrt(var + 1e-8)``.
-        singletons: ``reward`` (verl) keeps the rewards of a group of one, ``zero`` gives it none.
-            Either is whitened with the others.
+        singletons: ``reward`` is verl; either is whitened with the others.
     """
     summed_B = torch.zeros(len(group_B), dtype=torch.float64)
     for rewards_B, weight in zip(reward_parts_BK.unbind(1), reward_weights_K.double(), strict=True):

@@ -74,11 +74,6 @@ def squared_probs(
     ``log q = 2 z - lse(2 z)``. So ``2 log p - log q = lse(2 z) - 2 lse(z)``, the logarithm of the
     sum, is the same for every token.
 
-    Args:
-        logprobs_BL: jagged float32 nats.
-        half_temperature_logprobs_BL: jagged float32 nats, of the same tokens.
-        response_mask_BL: jagged bool.
-
     Returns:
         Jagged float32 in (0, 1], 0 where the mask is False.
     """

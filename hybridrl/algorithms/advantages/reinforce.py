@@ -61,8 +61,7 @@ def reinforce_plus_plus_baseline(
     verl is ``singletons=reward``. TRL approximates it with RLOO, whitened over rows.
 
     Args:
-        singletons: ``reward`` keeps the reward of a group of one, ``zero`` gives it none. Either
-            is whitened with the others.
+        singletons: either is whitened with the others.
     """
     rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
     centered_B = groups.subtract(rewards_B, groups.mean(rewards_B), singletons=singletons)

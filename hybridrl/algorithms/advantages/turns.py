@@ -42,13 +42,7 @@ def turn_grpo(
 
     Args:
         gamma: discount per turn, in [0, 1].
-        scale: ``none`` does not divide.
-        singletons: of a turn that no other row of the group reaches. ``zero`` says that it has no
-            signal; ``reward`` keeps its return.
-
-    Returns:
-        Jagged float32 [B, L], without gradient, 0 where the mask is False. Equal returns give exact
-        zeros.
+        singletons: of a turn that no other row of the group reaches; ``reward`` keeps its return.
     """
     tokens = ResponseTokens.of(response_mask_BL)
     turns = Turns.of(tokens)
@@ -73,10 +67,6 @@ def turn_reinforce(
     """Give each turn its return, ``G[k] = r[k] + gamma * G[k+1]``, whitened over all tokens.
 
     ``reinforce_plus_plus`` (arXiv:2501.03262) with a discount per turn instead of per token.
-
-    Args:
-        rewards_BL: jagged float32, earned by choosing the token; a turn's are added.
-        gamma: discount per turn, in [0, 1].
     """
     tokens = ResponseTokens.of(response_mask_BL)
     turns = Turns.of(tokens)
