@@ -91,23 +91,6 @@ def importance(
     return SamplerCorrection(weights_T.masked_fill(~keep_T, 0.0), keep_T)
 
 
-def effective_sample_fraction(
-    weight_sum: float, squared_weight_sum: float, num_weights: float
-) -> float:
-    """Return ``(sum w)^2 / (n sum w^2)``, the share of samples that would do, unweighted.
-
-    1 for equal weights; 0 without any. verl's ``eff_sample_size`` is this fraction, too.
-
-    Args:
-        weight_sum: over all micro-batches and ranks.
-        squared_weight_sum: the same of squares.
-        num_weights: n.
-    """
-    if not num_weights or not squared_weight_sum:
-        return 0.0
-    return weight_sum**2 / (num_weights * squared_weight_sum)
-
-
 def _mean_weight(weights: Tensor, rows: TokenRows, *, is_of_rows: bool) -> Tensor:
     """Return the mean over tokens [T], or over rows [R] that have tokens; 1 where it is about 0."""
     if is_of_rows:

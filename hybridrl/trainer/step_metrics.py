@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrl.algorithms.rollout_correction import effective_sample_fraction
 from hybridrl.batch import RolloutBatch, response_lengths, row_lengths, row_offsets
 from hybridrl.data.source import PromptStep
 from hybridrl.metrics import Max, Mean, Metrics, Min
@@ -47,19 +46,24 @@ class StepReport:
             },
             **describe_lengths(rollouts),
             **self.update,
-            **_effective_samples(self.update),
+            **effective_samples(self.update),
             **timings,
             **_throughput(rollouts, self.update, timings),
         }
 
 
-def _effective_samples(update: Metrics) -> Metrics:
-    """Derive the share from sums over all micro-batches and ranks: it cannot be averaged."""
+def effective_samples(update: Metrics) -> Metrics:
+    """Return ``(sum w)^2 / (n sum w^2)``, the share of samples that would do, unweighted.
+
+    Derived from sums over all micro-batches and ranks, since it cannot be averaged. 1 for equal
+    weights, 0 without any; verl's ``eff_sample_size`` is this fraction, too.
+    """
     ratio = update.get("policy/sampler_ratio/mean")
     chi_square = update.get("policy/sampler_chi_square/mean")
     if ratio is None or chi_square is None:
         return {}
-    share = effective_sample_fraction(ratio.value, chi_square.value + 1, 1)
+    mean_square = chi_square.value + 1
+    share = ratio.value**2 / mean_square if mean_square else 0.0
     return {"policy/effective_sample_fraction": Mean(share)}
 
 
