@@ -21,7 +21,8 @@ from hybridrl.batch import (
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import mean_of
-from hybridrl.trainer.collect import Collected, ScoredRollouts
+from hybridrl.trainer.batches import ScoredRollouts
+from hybridrl.trainer.collect import Collected
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from hybridrl.batch import RolloutBatch
 from hybridrl.data.source import PromptSource, PromptStep
+from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.policy import Exchanges, Generates
 
@@ -20,6 +24,40 @@ class Sampled:
 
     task: PromptStep
     rollouts: RolloutBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollouts:
+    """P prompts with G scored responses each, adjacent: B = P * G rows."""
+
+    task: PromptStep
+    rollouts: RolloutBatch
+    scores: Scores
+
+    @property
+    def num_responses(self) -> int:
+        """G, responses per prompt."""
+        return len(self.rollouts) // len(self.task.rows)
+
+    def rows_at(self, index_B: Tensor) -> ScoredRollouts:
+        """Return some of the rows: of a prompt perhaps fewer than ``num_responses``."""
+        return replace(
+            self, rollouts=self.rollouts[index_B.tolist()], scores=self.scores.at(index_B)
+        )
+
+    def prompts_at(self, index_P: Tensor) -> ScoredRollouts:
+        """Return the prompts at these positions, with their responses."""
+        index_B = rows_of_prompts(index_P, self.num_responses)
+        return ScoredRollouts(
+            self.task.at(index_P.tolist()),
+            self.rollouts[index_B.tolist()],
+            self.scores.at(index_B),
+        )
+
+
+def rows_of_prompts(index_P: Tensor, num_responses: int) -> Tensor:
+    """Return the rows of the responses to the prompts at these positions, int64 [B]."""
+    return (index_P[:, None] * num_responses + torch.arange(num_responses)).view(-1)
 
 
 class Batches(Protocol):

@@ -22,10 +22,9 @@ from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import flat_fraction
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.policy import Generates
-from hybridrl.trainer.step_metrics import describe_lengths, rewards_by_source
+from hybridrl.trainer.step_metrics import Clock, describe_lengths, rewards_by_source
 
 _COVERAGE = 0.95
 _NUMBERS_AT_ONCE = 1 << 22

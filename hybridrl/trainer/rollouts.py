@@ -16,6 +16,7 @@ from hybridrl.data.source import PromptStep
 from hybridrl.errors import ReplayError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
+from hybridrl.trainer.batches import rows_of_prompts
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.rollout_files import (
@@ -165,8 +166,7 @@ class ReplayedRollouts:
 
     def _rows(self, num_responses: int) -> Tensor:
         """Return the rows of the last prompts among the recorded rows, int64 [B]."""
-        index_P = torch.tensor(self.index_P)
-        return (index_P[:, None] * num_responses + torch.arange(num_responses)).view(-1)
+        return rows_of_prompts(torch.tensor(self.index_P), num_responses)
 
 
 def head_and_tail(task: PromptStep, num_prompts: int) -> PromptStep:

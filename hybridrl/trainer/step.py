@@ -9,11 +9,10 @@ from hybridrl.algorithms.kl import KLCoefficient
 from hybridrl.batch import CriticBatch, LogprobBatch, RolloutBatch
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages, describe_values
-from hybridrl.trainer.batches import Batches
-from hybridrl.trainer.clock import Clock
-from hybridrl.trainer.collect import Collected, Collector, Reward, ScoredRollouts
+from hybridrl.trainer.batches import Batches, ScoredRollouts
+from hybridrl.trainer.collect import Collected, Collector, Reward
 from hybridrl.trainer.policy import Critic, Policy
-from hybridrl.trainer.step_metrics import StepReport
+from hybridrl.trainer.step_metrics import Clock, StepReport
 from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
 
 

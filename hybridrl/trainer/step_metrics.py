@@ -1,8 +1,11 @@
-"""The results of one step, and the metrics that describe it."""
+"""The results of one step: its seconds by phase, and the metrics that describe it."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,15 +14,42 @@ from torch import Tensor
 
 from hybridrl.batch import RolloutBatch, response_lengths, row_lengths, row_offsets
 from hybridrl.data.source import PromptStep
+from hybridrl.diagnostics import trace
 from hybridrl.metrics import Max, Mean, Metrics, Min
 from hybridrl.rewards.report import mean_of, reward_metrics
 from hybridrl.rewards.scorer import Scores
-from hybridrl.trainer.clock import Clock
-from hybridrl.trainer.collect import ScoredRollouts
+from hybridrl.trainer.batches import ScoredRollouts
 
 _LOOKED_AT, _LONGEST_PERIOD, _SHARE = 512, 128, 0.9
 """The end of a response at which is looked, its last token left out; tokens of one repetition; and
 how many of the tokens must repeat."""
+
+
+class Clock:
+    """Times the phases of one step; ``on_phase`` hears of each as it begins."""
+
+    def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
+        self._begin = time.perf_counter()
+        self._on_phase = on_phase
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time one phase; one that comes again adds to its seconds."""
+        if self._on_phase is not None:
+            self._on_phase(phase)
+        begin = time.perf_counter()
+        try:
+            with trace.span(phase):
+                yield
+        finally:
+            took_s = time.perf_counter() - begin
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + took_s
+
+    def metrics(self) -> Metrics:
+        """Return ``time/<phase>_s`` of each phase and ``time/step_s`` of the step."""
+        phases: Metrics = {f"time/{phase}_s": Mean(s) for phase, s in self._seconds.items()}
+        return phases | {"time/step_s": Mean(time.perf_counter() - self._begin)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from hybridrl.batch import LogprobBatch, RolloutBatch, jagged
 from hybridrl.errors import TrainingError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.trainer.advantages import Advantages, Targets, describe_values
-from hybridrl.trainer.collect import Collected, ScoredRollouts
+from hybridrl.trainer.batches import ScoredRollouts
+from hybridrl.trainer.collect import Collected
 
 MASK_BL = jagged([torch.tensor([False, True, True]), torch.tensor([False, True])])
 VALUES_BL = jagged([torch.tensor([0.0, 0.25, 0.5]), torch.tensor([0.0, 1.0])])

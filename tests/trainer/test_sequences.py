@@ -16,7 +16,8 @@ from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch
 from hybridrl.rewards.scorer import Scores
 from hybridrl.single_controller.payload import concat_rows, take_rows
 from hybridrl.trainer.advantages import Advantages, Targets
-from hybridrl.trainer.collect import Collected, ScoredRollouts
+from hybridrl.trainer.batches import ScoredRollouts
+from hybridrl.trainer.collect import Collected
 from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.drawn import cases
