@@ -11,7 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -68,24 +68,24 @@ class RecordedScores:
 
 
 @dataclass(slots=True)
-class CallNames:
+class NamedCalls:
     """Names the calls of ``generate``: by step, split, and number within both."""
 
-    step: int = 0
-    split: Split = "train"
-    number: int = -1
+    step: int = field(default=0, init=False)
+    split: Split = field(default="train", init=False)
+    number: int = field(default=-1, init=False)
 
     def begin(self, step: int, split: Split) -> None:
-        """Begin with call 0 of a step."""
+        """Begin with the responses of a step, or of the evaluation after it."""
         self.step, self.split, self.number = step, split, -1
 
-    def next(self) -> str:
+    def next_name(self) -> str:
         """Return the name of the next call."""
         self.number += 1
-        return self.current
+        return self.name
 
     @property
-    def current(self) -> str:
+    def name(self) -> str:
         """Name of the last call."""
         return name_of(self.step, self.split, self.number)
 
@@ -174,9 +174,9 @@ class RolloutFiles:
     ) -> None:
         """Write the scores of the responses of a call; ``origin`` as in `RecordedScores`."""
         values: dict[str, object] = {"origin": origin, "rows": row_digests(rows)}
-        for field in fields(scores):
-            value = getattr(scores, field.name)
-            values[field.name] = value.tolist() if isinstance(value, Tensor) else value
+        for column in fields(scores):
+            value = getattr(scores, column.name)
+            values[column.name] = value.tolist() if isinstance(value, Tensor) else value
         with self._writing():
             atomic_write_text(self._scores_file(name), to_json_text(values) + "\n")
 

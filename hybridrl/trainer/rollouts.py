@@ -20,8 +20,8 @@ from hybridrl.trainer.batches import rows_of_prompts
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.rollout_files import (
-    CallNames,
     Facts,
+    NamedCalls,
     RolloutFiles,
     Split,
     row_digests,
@@ -57,8 +57,8 @@ class Rollouts(Generates, Reward, Protocol):
         """Begin with the responses of a step, or of the evaluation after it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRollouts:
+@dataclass(slots=True)
+class SampledRollouts(NamedCalls):
     """Samples and scores.
 
     With a dump, responses are written before anything else sees them: a step that fails leaves
@@ -68,17 +68,12 @@ class SampledRollouts:
     engines: Generates
     reward: Reward
     dump: Dump | None = None
-    names: CallNames = field(default_factory=CallNames)
-
-    def begin(self, step: int, split: Split) -> None:
-        """Begin a step."""
-        self.names.begin(step, split)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
         """Sample."""
         rollouts = self.engines.generate(prompts, sampling)
         if self.dump is not None:
-            name, origin = self.names.next(), self.dump.origin.rollouts
+            name, origin = self.next_name(), self.dump.origin.rollouts
             self.dump.files.write(name, prompts, rollouts, sampling=sampling, origin=origin)
         return rollouts
 
@@ -92,13 +87,13 @@ class SampledRollouts:
         """Score."""
         scores = self.reward(rollouts, task)
         if self.dump is not None:
-            name, origin = self.names.current, self.dump.origin.scores
-            self.dump.files.write_scores(name, scores, rows=task.rows, origin=origin)
+            origin = self.dump.origin.scores
+            self.dump.files.write_scores(self.name, scores, rows=task.rows, origin=origin)
         return scores
 
 
 @dataclass(slots=True)
-class ReplayedRollouts:
+class ReplayedRollouts(NamedCalls):
     """Returns the recorded responses to the prompts of a call, and their scores."""
 
     reward: Reward
@@ -106,15 +101,10 @@ class ReplayedRollouts:
 
     files: RolloutFiles
     origin: Origin
-    names: CallNames = field(default_factory=CallNames)
     index_P: list[int] = field(default_factory=list)
     """Positions of the last prompts among the recorded ones."""
 
     has_scored: bool = False
-
-    def begin(self, step: int, split: Split) -> None:
-        """Begin a step."""
-        self.names.begin(step, split)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
         """Read the responses to ``prompts``, which are all or some of the recorded ones.
@@ -122,7 +112,7 @@ class ReplayedRollouts:
         Raises:
             ReplayError: there are none, or those to other prompts, or of another sampling.
         """
-        name = self.names.next()
+        name = self.next_name()
         where = f"{name} of {self.files.folder}"
         facts = self.files.facts(name)
         if facts is None:
@@ -151,7 +141,7 @@ class ReplayedRollouts:
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         """Return the scores of the responses that were read last."""
-        recorded = self.files.read_scores(self.names.current)
+        recorded = self.files.read_scores(self.name)
         if recorded is None:
             return self.reward(rollouts, task)
         changes = [*differences(recorded.origin, self.origin.scores)]
