@@ -20,11 +20,8 @@ class Groups:
     exactly their value in float64, so that a group without differences has exact zeros.
     """
 
-    index_B: Tensor
-    """int64, number of the row's group, from 0 to P - 1."""
-
-    sizes_P: Tensor
-    """int64, rows of each group."""
+    index_B: Tensor  # int64, number of the row's group, from 0 to P - 1
+    sizes_P: Tensor  # int64, rows of each group
 
     @classmethod
     def of(cls, group_B: Tensor) -> Groups:

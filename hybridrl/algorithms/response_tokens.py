@@ -29,11 +29,8 @@ class ResponseTokens:
     """Which tokens of B rows belong to responses; a row may have none, and gaps."""
 
     mask_T: Booleans
-    lengths_B: Integers
-    """Response tokens of each row."""
-
-    row_lengths_B: Tensor
-    """int64, all tokens of each row."""
+    lengths_B: Integers  # response tokens of each row
+    row_lengths_B: Tensor  # int64, all tokens of each row
 
     @classmethod
     def of(cls, response_mask_BL: Tensor) -> ResponseTokens:
@@ -79,14 +76,9 @@ class ResponseTokens:
 class Turns:
     """Where turns begin and end among the response tokens; a row without any has no turn."""
 
-    begins_K: Integers
-    """Index of the first token of each turn, in S."""
-
-    lengths_K: Integers
-    """Tokens of each turn, at least 1."""
-
-    counts_B: Integers
-    """Turns of each row."""
+    begins_K: Integers  # index of the first token of each turn, in S
+    lengths_K: Integers  # tokens of each turn, at least 1
+    counts_B: Integers  # turns of each row
 
     @classmethod
     def of(cls, tokens: ResponseTokens) -> Turns:

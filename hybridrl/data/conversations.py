@@ -75,9 +75,7 @@ def lay_out_conversations(token_lists: Sequence[Sequence[int]]) -> SupervisedBat
 class ConversationPair(PreferencePair):
     """A preference pair as a reward model reads it."""
 
-    chosen: Sequence[int]
-    """Tokens of the conversation with the chosen answer."""
-
+    chosen: Sequence[int]  # tokens of the conversation with the chosen answer
     rejected: Sequence[int]
 
 

@@ -94,11 +94,8 @@ def _turn_spans(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Iterat
 class PreferencePair(TokenizedRow):
     """A row with the tokens of its prompt and of both answers."""
 
-    chosen_ids: Tensor
-    """int64 [L], the answer and the end-of-sequence token."""
-
-    rejected_ids: Tensor
-    """int64 [L], likewise."""
+    chosen_ids: Tensor  # int64 [L], the answer and the end-of-sequence token
+    rejected_ids: Tensor  # int64 [L], likewise
 
 
 def tokenize_pairs(

@@ -101,12 +101,8 @@ class RawRow(NamedTuple):
     """A row that was read, and is not parsed."""
 
     record: Record
-
-    source: str
-    """Of a row without the source column."""
-
-    origin: str
-    """As in `Row`."""
+    source: str  # of a row without the source column
+    origin: str  # as in `Row`
 
 
 def parse(raw: RawRow, columns: Columns) -> Row:

@@ -71,12 +71,8 @@ class TokenizedRow:
     """A row with its prompt's tokens."""
 
     row: Row
-
-    prompt_text: str
-    """The full prompt after the chat template, even if its tokens were truncated."""
-
-    token_ids: Tensor
-    """int64 [L], L >= 1."""
+    prompt_text: str  # the full prompt after the chat template, even if its tokens were truncated
+    token_ids: Tensor  # int64 [L], L >= 1
 
 
 @dataclass(slots=True)

@@ -15,9 +15,7 @@ from hybridrl.json_text import to_json_text
 class Message:
     """One turn of a chat."""
 
-    role: str
-    """For example system, user or assistant; a role of the chat template."""
-
+    role: str  # for example system, user or assistant; a role of the chat template
     content: str
 
 

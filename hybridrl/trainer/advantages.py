@@ -29,14 +29,9 @@ from hybridrl.trainer.collect import Collected
 class Targets:
     """The values that the updates of a step learn from."""
 
-    advantages_BL: Tensor
-    """Jagged float32, 0 outside the response."""
-
-    returns_BL: Tensor | None
-    """Jagged float32, targets of a critic's values; None without a critic."""
-
-    charged: Metrics
-    """Mean amounts that rewards were charged."""
+    advantages_BL: Tensor  # jagged float32, 0 outside the response
+    returns_BL: Tensor | None  # jagged float32, targets of a critic's values; None without a critic
+    charged: Metrics  # mean amounts that rewards were charged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,14 +49,11 @@ class RewardRanks(Protocol):
 class RewardModel:
     """A reward model as the driver knows it: all but its weights."""
 
-    name: str
-    """Of the reward, as ``reward.functions`` has it."""
-
+    name: str  # of the reward, as ``reward.functions`` has it
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int | None
     vocab_size: int
-    max_tokens: int
-    """Its context."""
+    max_tokens: int  # its context
 
     def tokenize(
         self, rows: Sequence[TokenizedRow], responses: Sequence[str]
@@ -159,18 +156,13 @@ class FrozenModels(Protocol):
 class Judge:
     """A judge as the driver knows it: all but its weights."""
 
-    name: str
-    """Of the reward, as ``reward.functions`` has it."""
-
-    model: str
-    """Of its server, as ``serving.models`` has it."""
-
+    name: str  # of the reward, as ``reward.functions`` has it
+    model: str  # of its server, as ``serving.models`` has it
     template: str
     tokenizer: PreTrainedTokenizerBase
     params: RequestParams
 
-    max_context_tokens: int
-    """Of question and answer."""
+    max_context_tokens: int  # of question and answer
 
     def questions(self, inputs: RewardInputs) -> list[list[int] | str]:
         """Return the tokens of the question about each response, or why there is none."""

@@ -60,11 +60,8 @@ class RecordedScores:
     """The scores of the responses of a call."""
 
     scores: Scores
-    rows: list[int]
-    """See ``row_digests``."""
-
-    origin: Facts
-    """Everything besides rows and responses on which the scores depend."""
+    rows: list[int]  # see ``row_digests``
+    origin: Facts  # everything besides rows and responses on which the scores depend
 
 
 @dataclass(slots=True)

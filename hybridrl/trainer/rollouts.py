@@ -35,11 +35,8 @@ log = logging.getLogger(__name__)
 class Origin:
     """The facts of a run on which its rollouts depend."""
 
-    rollouts: Facts
-    """Besides prompts and sampling."""
-
-    scores: Facts
-    """Besides responses and rows."""
+    rollouts: Facts  # besides prompts and sampling
+    scores: Facts  # besides responses and rows
 
 
 @dataclass(frozen=True, slots=True)

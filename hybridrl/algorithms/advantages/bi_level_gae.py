@@ -1,7 +1,4 @@
-"""Generalized advantage estimation over turns, and over the tokens of each turn.
-
-Legend: B rows, L tokens of a row (jagged), S response tokens of all rows, K turns of all rows.
-"""
+"""Generalized advantage estimation over turns, and over the tokens of each turn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""On-policy distillation: the teacher scores the tokens that the student sampled.
-
-Legend: B rows, L tokens of a row (jagged).
-"""
+"""On-policy distillation: the teacher scores the tokens that the student sampled."""
 
 from __future__ import annotations
 

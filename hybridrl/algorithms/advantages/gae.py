@@ -1,7 +1,4 @@
-"""Generalized advantage estimation: how much better a response did, token by token, than expected.
-
-Legend: B rows, L tokens of a row (jagged), S response tokens of all rows.
-"""
+"""Generalized advantage estimation: how much better a response did, token by token, than expected."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Several reward functions, each compared within the group before they are summed.
-
-Legend: B rows, K reward functions.
-"""
+"""Several reward functions, each compared within the group before they are summed."""
 
 from __future__ import annotations
 

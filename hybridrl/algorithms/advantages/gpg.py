@@ -1,7 +1,4 @@
-"""Group policy gradient: centred rewards, scaled up where few groups have a signal.
-
-Legend: B rows.
-"""
+"""Group policy gradient: centred rewards, scaled up where few groups have a signal."""
 
 from __future__ import annotations
 

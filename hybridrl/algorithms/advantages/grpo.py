@@ -1,7 +1,4 @@
-"""Each response against the other responses to its prompt, in units of their spread.
-
-Legend: B rows.
-"""
+"""Each response against the other responses to its prompt, in units of their spread."""
 
 from __future__ import annotations
 

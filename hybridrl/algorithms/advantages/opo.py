@@ -1,4 +1,4 @@
-"""The baseline of least variance, if gradients grow with length. Legend: B rows."""
+"""The baseline of least variance, if gradients grow with length."""
 
 from __future__ import annotations
 

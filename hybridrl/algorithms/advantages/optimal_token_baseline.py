@@ -1,7 +1,4 @@
-"""A baseline of its own for each token, of least variance over the responses to its prompt.
-
-Legend: B rows, L tokens of a row (jagged), S response tokens of all rows.
-"""
+"""A baseline of its own for each token, of least variance over the responses to its prompt."""
 
 from __future__ import annotations
 

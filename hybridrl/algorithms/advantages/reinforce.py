@@ -1,7 +1,4 @@
-"""Rewards to come, with the statistics of the step's tokens as baseline, or none.
-
-Legend: B rows, L tokens of a row (jagged).
-"""
+"""Rewards to come, with the statistics of the step's tokens as baseline, or none."""
 
 from __future__ import annotations
 

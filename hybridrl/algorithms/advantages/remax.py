@@ -1,4 +1,4 @@
-"""Each response against the greedy response to its prompt. Legend: B rows, L tokens (jagged)."""
+"""Each response against the greedy response to its prompt."""
 
 from __future__ import annotations
 

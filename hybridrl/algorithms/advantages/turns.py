@@ -1,7 +1,4 @@
-"""Advantages of turns: the rewards from a turn on, against those of other conversations.
-
-Legend: B rows, L tokens of a row (jagged), S response tokens, K turns of all rows.
-"""
+"""Advantages of turns: the rewards from a turn on, against those of other conversations."""
 
 from __future__ import annotations
 
