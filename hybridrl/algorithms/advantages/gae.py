@@ -1,4 +1,4 @@
-"""Generalized advantage estimation: how much better a response did, token by token, than expected."""
+"""Generalized advantage estimation: how much better each token did than expected."""
 
 from __future__ import annotations
 

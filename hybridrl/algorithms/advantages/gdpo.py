@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.grpo import grpo
-from hybridrl.algorithms.response_tokens import ResponseTokens, whiten_rows
+from hybridrl.algorithms.response_tokens import whiten_rows
+from hybridrl.batch import response_lengths
 from hybridrl.config.limits import StdFloor
 
 
@@ -41,7 +42,7 @@ def gdpo(
         scaled_B = grpo(rewards_B, group_B, std_floor=std_floor, singletons=singletons)
         summed_B += weight * scaled_B.double()
     if whiten_over == "tokens":
-        lengths_B = torch.from_numpy(ResponseTokens.of(response_mask_BL).lengths_B)
+        lengths_B = response_lengths(response_mask_BL)
         return whiten_rows(summed_B, lengths_B).float()
     if len(summed_B) < 2:
         return torch.zeros(len(summed_B))

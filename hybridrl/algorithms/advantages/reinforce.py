@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.response_tokens import ResponseTokens, sum_discounted, whiten, whiten_rows
+from hybridrl.batch import response_lengths
 from hybridrl.config.limits import Discount
 
 
@@ -62,5 +62,5 @@ def reinforce_plus_plus_baseline(
     """
     rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
     centered_B = groups.subtract(rewards_B, groups.mean(rewards_B), singletons=singletons)
-    lengths_B = torch.from_numpy(ResponseTokens.of(response_mask_BL).lengths_B)
+    lengths_B = response_lengths(response_mask_BL)
     return whiten_rows(centered_B, lengths_B).float()
