@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,16 +57,6 @@ class ScoredRollouts:
 def rows_of_prompts(index_P: Tensor, num_responses: int) -> Tensor:
     """Return the rows of the responses to the prompts at these positions, int64 [B]."""
     return (index_P[:, None] * num_responses + torch.arange(num_responses)).view(-1)
-
-
-class Batches(Protocol):
-    """Gives the algorithm prompts with responses."""
-
-    def begin(self, step: int) -> None:
-        """Begin with the batches of a step, counted from 1."""
-
-    def __call__(self, sampling: SamplingParams) -> Sampled:
-        """Return the batch of the step, or a further one of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,3 +165,7 @@ class OversampledBatches(_OpenBatches):
                 self.engine_of[index] = engine
                 loads[engine] += 1
         return sorted(indices, key=lambda index: (self.engine_of[index], index))
+
+
+Batches = DrawnBatches | AheadBatches | OversampledBatches
+"""Gives a step prompts with responses: its batch, and further ones."""

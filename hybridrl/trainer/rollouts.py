@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from hybridrl.trainer.rollout_files import (
     Facts,
     NamedCalls,
     RolloutFiles,
-    Split,
     row_digests,
     sampling_facts,
 )
@@ -45,13 +43,6 @@ class Dump:
 
     files: RolloutFiles
     origin: Origin
-
-
-class Rollouts(Generates, Reward, Protocol):
-    """Responses and their scores, step by step."""
-
-    def begin(self, step: int, split: Split) -> None:
-        """Begin with the responses of a step, or of the evaluation after it."""
 
 
 @dataclass(slots=True)
@@ -154,6 +145,10 @@ class ReplayedRollouts(NamedCalls):
     def _rows(self, num_responses: int) -> Tensor:
         """Return the rows of the last prompts among the recorded rows, int64 [B]."""
         return rows_of_prompts(torch.tensor(self.index_P), num_responses)
+
+
+Rollouts = SampledRollouts | ReplayedRollouts
+"""Responses and their scores, step by step."""
 
 
 def head_and_tail(task: PromptStep, num_prompts: int) -> PromptStep:
