@@ -36,12 +36,7 @@ class RowSampler:
             fingerprint: of the rows; a state of other rows is rejected.
             difficulties: of the rows; each epoch draws them in rising order, equal ones shuffled
                 if ``shuffle``. None is no order.
-
-        Raises:
-            DataError: no rows.
         """
-        if num_rows < 1:
-            raise DataError("there are no rows to draw from; see data.train_files, data.task")
         self.num_rows = num_rows
         self._seed = seed
         self._shuffle = shuffle

@@ -105,7 +105,7 @@ class PromptSource:
         Raises:
             DataError: it was taken over other rows.
         """
-        self.open.clear()
+        self.open = OpenPrompts()
         first = min(state.open_prompts, default=state.num_drawn)
         self._sampler.restore(replace(state, num_drawn=first))
         is_open = set(state.open_prompts)
@@ -167,10 +167,8 @@ class OpenPrompts:
         return tuple(sorted(self._by_index))
 
     def add(self, task: PromptStep) -> None:
-        """Note prompts that were drawn; raises PhaseError if one is open already."""
+        """Note prompts that were drawn."""
         for position, index in enumerate(task.prompts.prompt_index_P.tolist()):
-            if index in self._by_index:
-                raise PhaseError(f"prompt {index} was drawn twice: it is open already")
             self._by_index[index] = task.at([position])
 
     def of(self, indices: Sequence[int]) -> PromptStep:
@@ -180,8 +178,7 @@ class OpenPrompts:
     def take(self, indices: Sequence[int]) -> PromptStep:
         """Return prompts whose responses are there, in this order; they are open no more.
 
-        Raises:
-            PhaseError: one is not open: its responses came twice, or belong to another run.
+        Raises PhaseError if one is not open: its responses came twice, or belong to another run.
         """
         unknown = [index for index in indices if index not in self._by_index]
         if unknown or len(set(indices)) < len(indices):
@@ -190,7 +187,3 @@ class OpenPrompts:
                 f"{unknown or 'some'} are not open, or come twice"
             )
         return PromptStep.join([self._by_index.pop(index) for index in indices])
-
-    def clear(self) -> None:
-        """Forget all: a checkpoint is restored."""
-        self._by_index.clear()

@@ -61,11 +61,6 @@ def test_epochs_are_counted_with_their_fraction() -> None:
     assert source.epoch == 1.5
 
 
-def test_no_rows_is_an_error() -> None:
-    with pytest.raises(DataError, match="no rows to draw from"):
-        sampler(0)
-
-
 def test_a_state_saved_over_other_rows_is_refused() -> None:
     with pytest.raises(DataError, match="the data has changed: rows: aaaaaaaaaaaa there"):
         sampler(4).restore(SamplerState(3, "a" * 64))
