@@ -22,13 +22,7 @@ from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages
 from hybridrl.trainer.batches import Batches
 from hybridrl.trainer.collect import Collector, Reward
-from hybridrl.trainer.policy import (
-    Critic,
-    Generates,
-    Policy,
-    sampler_logprobs,
-    without_logprobs,
-)
+from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.step import ActorCriticOptimization, PolicyOptimization
 from hybridrl.trainer.train_batch import TrainBatches, balance
 
@@ -102,8 +96,16 @@ def _choose_logprobs(
     config: ExperimentConfig, policy: Policy
 ) -> Callable[[RolloutBatch], LogprobBatch]:
     algorithm = config.algorithm
-    score = policy.compute_logprobs if algorithm.scores_rollouts else without_logprobs
-    return partial(sampler_logprobs, score) if algorithm.old_logprobs == "sampler" else score
+
+    def logprobs(rollouts: RolloutBatch) -> LogprobBatch:
+        scored = LogprobBatch(batch_size=[len(rollouts)])  # the update's own are the old ones
+        if algorithm.scores_rollouts:
+            scored = policy.compute_logprobs(rollouts)
+        if algorithm.old_logprobs == "sampler":  # the policy's ratio corrects for it
+            scored.old_logprobs_BL = rollouts.sampler_logprobs_BL
+        return scored
+
+    return logprobs
 
 
 def _build_advantages(config: ExperimentConfig) -> Advantages:

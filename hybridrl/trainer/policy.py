@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -92,24 +91,3 @@ class Learner(Exports, Protocol):
 
     def compute_reference(self, batch: PreferenceBatch) -> Tensor:
         """Return the reference's log-prob of each answer, float32 [B] nats."""
-
-
-def without_logprobs(rollouts: RolloutBatch) -> LogprobBatch:
-    """Replace ``Policy.compute_logprobs`` where its numbers are not needed: every column is None.
-
-    With one optimizer step per rollout the old log-probs are the detached current ones, and without
-    a reference there is nothing else to score: a forward pass over the batch is saved.
-    """
-    return LogprobBatch(batch_size=[len(rollouts)])
-
-
-def sampler_logprobs(
-    score: Callable[[RolloutBatch], LogprobBatch], rollouts: RolloutBatch
-) -> LogprobBatch:
-    """Take the rollout engine's log-probs as the old ones: the policy's ratio corrects for it.
-
-    ``score`` gives those of the reference, if there are any.
-    """
-    logprobs = score(rollouts)
-    logprobs.old_logprobs_BL = rollouts.sampler_logprobs_BL
-    return logprobs
