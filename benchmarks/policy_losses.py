@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.advantages import NUM_TOKENS, measure
 from hybridrl.algorithms.kl import k3, kl_penalty
-from hybridrl.algorithms.policy_losses.result import PolicyLoss
+from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.algorithms.rollout_correction import importance
 from hybridrl.algorithms.token_masks import off_policy_mask, top_entropy_mask
 from hybridrl.algorithms.token_rows import TokenRows

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.data.prompts import SpecialTokens
 from hybridrl.data.rows import Message
-from hybridrl.data.special_tokens import SpecialTokens
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
 

@@ -26,13 +26,7 @@ def zero_variance(
 
     A group is kept if its std (n - 1) is above ``std_floor``. slime's floor is the default 1e-6;
     verl's is 0, and verl keeps groups of one. With rewards 0 and 1 it is the paper's rule
-    ``0 < correct < n``.
-
-    Args:
-        std_floor: reward units, at least 0.
-
-    Returns:
-        bool [B]. A group of one is dropped: there is nothing to compare it with.
+    ``0 < correct < n``. A group of one is dropped: there is nothing to compare it with.
     """
     return Groups.of(group_B).std(rewards_B.detach()) > std_floor
 
@@ -48,10 +42,6 @@ def mean_within(
 
     Prompts that are too hard or too easy go. Unlike ``zero_variance`` it keeps a group of equal
     rewards inside the bounds, and a group of one.
-
-    Args:
-        low: reward units; the mean must be above it.
-        high: reward units; the mean must be below it.
     """
     means_B = Groups.of(group_B).mean(rewards_B.detach())
     return (means_B > low) & (means_B < high)

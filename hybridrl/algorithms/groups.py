@@ -20,11 +20,8 @@ class Groups:
     exactly their value in float64, so that a group without differences has exact zeros.
     """
 
-    index_B: Tensor
-    """int64, number of the row's group, from 0 to P - 1."""
-
-    sizes_P: Tensor
-    """int64, rows of each group."""
+    index_B: Tensor  # int64, number of the row's group, from 0 to P - 1
+    sizes_P: Tensor  # int64, rows of each group
 
     @classmethod
     def of(cls, group_B: Tensor) -> Groups:
@@ -53,9 +50,7 @@ class Groups:
     def std(self, values_B: Tensor, *, correction: int = 1) -> Tensor:
         """Return the standard deviation of the group, 0 in a group of one.
 
-        Args:
-            values_B: float [B].
-            correction: 1 divides the squares by n - 1 (the sample's std), 0 by n.
+        A ``correction`` of 1 divides the squares by n - 1 (the sample's std), 0 by n.
         """
         squares_B = (values_B.double() - self.mean(values_B)).square()
         return (self.sum(squares_B) / (self.sizes_B - correction).clamp(min=1)).sqrt()

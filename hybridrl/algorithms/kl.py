@@ -1,4 +1,4 @@
-"""Distance to another policy, estimated from the sampled tokens alone.
+"""Distance to another policy, estimated from the sampled tokens alone, and what it costs.
 
 Legend: B rows, L tokens of a row (jagged), T packed tokens.
 """
@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import jagged_from, row_lengths
+from hybridrl.config.algorithm import KLConfig
+from hybridrl.metrics import Mean, Metrics
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 nats before ``exp``: e^20 = 5e8 is far outside of every clip
 range, and float32 stays finite. Past it no gradient flows."""
+
+_MEASURED = {"loss": "policy/kl_to_reference_nats/mean", "reward": "reward/kl_nats/mean"}
+"""The metric that a target is compared with, by the placement of the penalty."""
 
 KLGradient = Literal["value", "k2", "ratio"]
 
@@ -24,18 +29,18 @@ Estimator = Callable[..., Tensor]
 """Takes ``logprobs_T`` and ``reference_logprobs_T`` by name; returns nats per token."""
 
 
+def clamped_log_ratio(current_logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
+    """Return ``current - old`` nats, clamped to +-20: past it no gradient flows to the current."""
+    log_ratio_T = current_logprobs_T - old_logprobs_T.detach()
+    return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def k1(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Return ``d = logprob - reference_logprob`` (http://joschu.net/blog/kl-approx.html).
 
     An unbiased estimate of KL(policy || reference) at a token that the policy sampled, of either
-    sign: the plain choice in the reward. As a loss its gradient is 0 in expectation.
-
-    Args:
-        logprobs_T: float32 nats, any shape.
-        reference_logprobs_T: float32 nats, same shape.
-
-    Returns:
-        float32 nats, same shape.
+    sign: the plain choice in the reward. As a loss its gradient is 0 in expectation. float32 nats,
+    of the arguments' shape.
     """
     return logprobs_T - reference_logprobs_T
 
@@ -43,7 +48,7 @@ def k1(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 def k2(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Return ``d^2 / 2``: biased, of low variance, and as a loss with the gradient of the true KL.
 
-    On-policy, that is (arXiv:2506.09477). Arguments as for ``k1``.
+    On-policy, that is (arXiv:2506.09477).
     """
     return (logprobs_T - reference_logprobs_T).square() / 2
 
@@ -52,7 +57,7 @@ def k3(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Return ``exp(-d) - 1 + d``: unbiased and never negative (arXiv:2402.03300, eq. 4).
 
     As a loss it has the gradient of KL(reference || policy). ``-d`` is clamped to +-20 nats; verl
-    also clamps the value to 10, TRL clamps nothing. Arguments as for ``k1``.
+    also clamps the value to 10, TRL clamps nothing.
     """
     opposite_T = (reference_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1, since exp(x) - 1 of a small x keeps no digit of the x^2 / 2 that is wanted.
@@ -60,7 +65,7 @@ def k3(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 
 
 def absolute(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """Return ``abs(d)``, biased. Arguments as for ``k1``."""
+    """Return ``abs(d)``, biased."""
     return (logprobs_T - reference_logprobs_T).abs()
 
 
@@ -83,11 +88,6 @@ def kl_penalty(
     Args:
         current_logprobs_T: float32 nats, with gradient.
         old_logprobs_T: float32 nats, of the policy that the samples stand for.
-        reference_logprobs_T: float32 nats.
-        estimator: such as ``k3``.
-
-    Returns:
-        float32 nats [T], with gradient.
     """
     reference_T = reference_logprobs_T.detach()
     estimate_T = estimator(logprobs_T=current_logprobs_T, reference_logprobs_T=reference_T)
@@ -95,31 +95,8 @@ def kl_penalty(
         squares_T = k2(current_logprobs_T, reference_T)
         return squares_T - squares_T.detach() + estimate_T.detach()
     if gradient == "ratio":
-        log_ratio_T = current_logprobs_T - old_logprobs_T.detach()
-        return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * estimate_T
+        return clamped_log_ratio(current_logprobs_T, old_logprobs_T).exp() * estimate_T
     return estimate_T
-
-
-def adapt_coefficient(
-    coefficient: float, kl_nats: float, num_rows: int, *, target_nats: float, horizon: float
-) -> float:
-    """Raise the weight of a KL penalty that is exceeded, else lower it (arXiv:1909.08593, 2.2).
-
-    ``coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_rows / horizon)``, as in verl and
-    OpenRLHF, where the KL is a mean per token. In the paper it is per sequence (unverified), so its
-    targets are larger.
-
-    Args:
-        coefficient: of the step that was measured.
-        kl_nats: measured KL; one that is not finite leaves the coefficient as it is.
-        num_rows: responses of the step.
-        target_nats: > 0, the KL to hold.
-        horizon: responses over which the coefficient changes by up to a fifth.
-    """
-    if not math.isfinite(kl_nats):
-        return coefficient
-    error = min(max(kl_nats / target_nats - 1, -0.2), 0.2)
-    return coefficient * (1 + error * num_rows / horizon)
 
 
 def estimate_response_kl(
@@ -131,14 +108,7 @@ def estimate_response_kl(
 ) -> Tensor:
     """Estimate KL(policy || reference) at each response token, for a charge in the reward.
 
-    Args:
-        old_logprobs_BL: jagged float32 nats, of the policy that sampled.
-        reference_logprobs_BL: jagged float32 nats.
-        response_mask_BL: jagged bool.
-        estimator: such as ``k1``.
-
-    Returns:
-        Jagged float32 nats [B, L], without gradient, 0 where the mask is False.
+    Jagged float32 nats [B, L], without gradient, 0 where the mask is False.
     """
     kl_T = estimator(
         logprobs_T=old_logprobs_BL.values().detach(),
@@ -146,3 +116,45 @@ def estimate_response_kl(
     )
     kl_T = torch.where(response_mask_BL.values(), kl_T, 0.0)
     return jagged_from(kl_T, row_lengths(response_mask_BL))
+
+
+class KLCoefficient:
+    """Holds the coefficient; part of a checkpoint where it adapts."""
+
+    def __init__(self, config: KLConfig, *, num_rows: int) -> None:
+        """Start at the configured coefficient; a step has ``num_rows`` responses."""
+        self._config = config
+        self._num_rows = num_rows
+        self.value = config.coefficient
+        """Weight of the penalty in the next step."""
+
+    @property
+    def in_loss(self) -> float:
+        """Weight of the penalty in the policy loss; 0 if it is elsewhere."""
+        return self.value if self._config.placement == "loss" else 0.0
+
+    def restore(self, value: float | None) -> None:
+        """Continue from the coefficient of a checkpoint; None begins with the configured one."""
+        if value is None or self._config.target_nats is None:
+            value = self._config.coefficient
+        self.value = value
+
+    def adapt(self, measured: Metrics) -> Metrics:
+        """Raise it if the KL exceeds its target, else lower it (arXiv:1909.08593, 2.2).
+
+        ``coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_rows / horizon)``, as in verl and
+        OpenRLHF, where the KL is a mean per token. In the paper it is per sequence (unverified), so
+        its targets are larger.
+
+        Returns:
+            The coefficient that the step used; nothing where it is fixed.
+        """
+        config, used = self._config, self.value
+        if config.target_nats is None:
+            return {}
+        kl = measured.get(_MEASURED[config.placement])
+        # A step that learned from no token measures none.
+        if kl is not None and math.isfinite(kl.value):
+            error = min(max(kl.value / config.target_nats - 1, -0.2), 0.2)
+            self.value = used * (1 + error * self._num_rows / config.horizon)
+        return {"policy/kl_coefficient": Mean(used)}

@@ -22,15 +22,9 @@ from hybridrl.import_file import import_file
 class Part:
     """A function of the configuration, with its numbers."""
 
-    key: str
-    """Dotted key that names it."""
-
-    spelled: str
-    """Its name in the configuration."""
-
-    inputs: tuple[str, ...]
-    """The inputs that it asks for."""
-
+    key: str  # dotted key that names it
+    spelled: str  # its name in the configuration
+    inputs: tuple[str, ...]  # the inputs that it asks for
     function: Callable[..., Any]
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import MAX_LOG_RATIO
+from hybridrl.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.config.limits import NotNegative, RatioCap, Veto
 from hybridrl.config.rejection import Rejection, read_rejections
@@ -45,7 +45,8 @@ def importance(
     the ``sequence``, the product over its tokens (unbiased, high variance), or its ``geometric``
     mean. Outside of ``low`` to ``high`` it is truncated to the end of the range (arXiv:1802.01561,
     4.1; https://fengyao.notion.site/off-policy-rl), or masked to 0, still counted in denominators
-    (IcePop). ``normalize`` divides by the mean weight of all tokens, or all responses with tokens.
+    (IcePop). ``normalize`` then divides by the mean weight of all tokens, or all responses with
+    tokens.
 
     ``reject`` has rules such as ``0.999 <= seq_mean_k1 <= 1.001, token_k2 <= 0.1``, all of which a
     token must meet; see ``read_rejections``. With ``g = old - sampler`` statistics are
@@ -62,17 +63,12 @@ def importance(
         sampler_logprobs_T: float32 nats, the rollout engine's.
         rows: of the tokens: of the step, or of a micro-batch, over which ``normalize`` averages.
         level: of the weight; ``none`` is 1.
-        outside: what happens to weights outside of the range.
-        low: smallest weight.
-        high: largest weight.
-        normalize: whether the mean weight becomes 1, after truncation.
-        reject: rules; none by default.
         veto: smallest ratio of a token in a response that is kept; 0 is off.
 
     Raises:
         ValueError: ``reject`` cannot be read.
     """
-    log_ratio_T = _log_ratio(old_logprobs_T, sampler_logprobs_T)
+    log_ratio_T = clamped_log_ratio(old_logprobs_T.detach(), sampler_logprobs_T)
     keep_T = torch.ones_like(log_ratio_T, dtype=torch.bool)
     for rule in read_rejections(reject):
         keep_T &= _meets(rule, log_ratio_T, rows)
@@ -93,28 +89,6 @@ def importance(
         weights = weights / _mean_weight(weights, rows, is_of_rows=is_of_rows)
     weights_T = rows.spread(weights) if is_of_rows else weights
     return SamplerCorrection(weights_T.masked_fill(~keep_T, 0.0), keep_T)
-
-
-def effective_sample_fraction(
-    weight_sum: float, squared_weight_sum: float, num_weights: float
-) -> float:
-    """Return ``(sum w)^2 / (n sum w^2)``, the share of samples that would do, unweighted.
-
-    1 for equal weights; 0 without any. verl's ``eff_sample_size`` is this fraction, too.
-
-    Args:
-        weight_sum: over all micro-batches and ranks.
-        squared_weight_sum: the same of squares.
-        num_weights: n.
-    """
-    if not num_weights or not squared_weight_sum:
-        return 0.0
-    return weight_sum**2 / (num_weights * squared_weight_sum)
-
-
-def _log_ratio(old_logprobs_T: Tensor, sampler_logprobs_T: Tensor) -> Tensor:
-    log_ratio_T = (old_logprobs_T - sampler_logprobs_T).detach()
-    return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _mean_weight(weights: Tensor, rows: TokenRows, *, is_of_rows: bool) -> Tensor:

@@ -28,7 +28,6 @@ def off_policy_mask(
     gives no number.
 
     Args:
-        current_logprobs_T: float32 nats.
         sampler_logprobs_T: float32 nats; the old ones for slime's mask.
         advantages_T: float32, one number per response.
         max_nats: mean distance per token, > 0.
@@ -46,11 +45,7 @@ def top_entropy_mask(
     """Learn from the tokens of the highest entropy alone (arXiv:2506.01939).
 
     The threshold is a quantile of the micro-batch; TRL's (``top_entropy_quantile``) is one of the
-    micro-batches of all ranks.
-
-    Args:
-        entropy_T: float32 nats.
-        fraction: of the tokens to keep; 1 keeps all.
+    micro-batches of all ranks. A ``fraction`` of 1 keeps all.
     """
     entropy_T = entropy_T.detach()
     num_kept = 1 + int(fraction * max(rows.num_tokens - 1, 0))

@@ -36,12 +36,7 @@ class TokenRows:
 
     @classmethod
     def on_one_rank(cls, row_T: Tensor, num_rows: int) -> TokenRows:
-        """Count the tokens of each row; this rank has all of them.
-
-        Args:
-            row_T: int64, each in [0, num_rows).
-            num_rows: R, rows without tokens included.
-        """
+        """Count the tokens of each of R rows; this rank has all of them."""
         return cls(row_T, row_T.bincount(minlength=num_rows), len(row_T))
 
     def sum(self, values_T: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hybridrl.atomic_io import atomic_write_text
-from hybridrl.data.sampler_state import SamplerState
+from hybridrl.data.rows import SamplerState
 from hybridrl.errors import CheckpointError, TornCheckpointError
 from hybridrl.json_text import to_json_text
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import PreferenceBatch, SupervisedBatch, jagged
-from hybridrl.data.preferences import PreferencePair
-from hybridrl.data.prompts import TokenizedRow, render_chat
+from hybridrl.data.examples import PreferencePair
+from hybridrl.data.prompts import TokenizedRow, render_chat, special_tokens_of
 from hybridrl.data.rows import Message
-from hybridrl.data.special_tokens import special_tokens_of
 from hybridrl.errors import DataError
 from hybridrl.models.model_folder import read_settings
 
@@ -65,11 +64,7 @@ def tokenize_conversations(
 
 
 def lay_out_conversations(token_lists: Sequence[Sequence[int]]) -> SupervisedBatch:
-    """Lay conversations out so that an engine computes the state after the last token of each.
-
-    Engines compute the state before a marked token. So one more token, which nobody reads, is
-    marked behind each conversation.
-    """
+    """Lay conversations out so that an engine computes the state after the last token of each."""
     token_ids_BL, mask_BL = _with_marked_ends(token_lists)
     return SupervisedBatch(
         token_ids_BL=token_ids_BL, response_mask_BL=mask_BL, batch_size=[len(token_lists)]
@@ -80,9 +75,7 @@ def lay_out_conversations(token_lists: Sequence[Sequence[int]]) -> SupervisedBat
 class ConversationPair(PreferencePair):
     """A preference pair as a reward model reads it."""
 
-    chosen: Sequence[int]
-    """Tokens of the conversation with the chosen answer."""
-
+    chosen: Sequence[int]  # tokens of the conversation with the chosen answer
     rejected: Sequence[int]
 
 
@@ -141,6 +134,7 @@ def pad_token_of(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None)
 
 
 def _with_marked_ends(token_lists: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    # Engines compute the state before a marked token: so one more, which nobody reads, is marked.
     rows = [torch.tensor([*tokens, tokens[-1]]) for tokens in token_lists]
     return jagged(rows), jagged([torch.arange(len(row)) == len(row) - 1 for row in rows])
 

@@ -22,17 +22,10 @@ _MAX_CHARS = 60
 class Examination:
     """The result of one check over some rows."""
 
-    fault: str
-    """In words, as a plural: "prompts that are ..."."""
-
-    num_rows: int
-    """Rows that were looked at."""
-
-    examples: Sequence[str]
-    """One line for each row with the fault: its origin and the details."""
-
-    is_problem: bool = True
-    """False for a fault that may be wanted."""
+    fault: str  # in words, as a plural: "prompts that are ..."
+    num_rows: int  # rows that were looked at
+    examples: Sequence[str]  # one line for each row with the fault: its origin and the details
+    is_problem: bool = True  # False for a fault that may be wanted
 
     @property
     def is_bad(self) -> bool:

@@ -1,31 +1,108 @@
-"""From a record of a data file to a row; what is wrong with it is said in words."""
+"""From a record of a data file to a row: its columns, and in words what is wrong with it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from hybridrl.data.columns import Columns
-from hybridrl.data.records import Malformed, Record, name_column
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.rows import Message, Row
-from hybridrl.errors import shown
+from hybridrl.errors import shown, suggest_name
 from hybridrl.json_text import to_json_text
 
 _MESSAGE = "{role: ..., content: ...}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """The names of the columns in the files; see ``config/data.py``."""
+
+    prompt: str | None = "prompt"
+    """None takes the messages that both chats of a preference pair begin with."""
+
+    answer: str | None = "answer"
+    """None takes the last message of the prompt, which must be the assistant's."""
+
+    rejected: str | None = None
+    """The worse answer of a preference pair; None reads no pairs."""
+
+    source: str = "source"
+    difficulty: str | None = None
+    """None reads no difficulty: it is 0."""
+
+    margin: str | None = None
+    """None reads no margins: they are 0."""
+
+    own: tuple[str, ...] = ()
+    """Further ones that reward functions ask for by name."""
+
+    section: str = "data"
+    """The configuration section that names them, for messages."""
+
+    needed: Mapping[str, str] = field(init=False)
+    """The configuration key of each column that a row must have."""
+
+    def __post_init__(self) -> None:
+        keys = {
+            self.prompt: f"{self.section}.prompt_key",
+            self.answer: f"{self.section}.answer_key",
+            self.rejected: f"{self.section}.rejected_key",
+            self.difficulty: f"{self.section}.difficulty_key",
+            self.margin: "reward_model.margin_key",
+        }
+        keys |= {name: "the parameter of reward.function" for name in self.own if name not in keys}
+        needed = {name: key for name, key in keys.items() if name is not None}
+        object.__setattr__(self, "needed", needed)  # once, since every row asks for it
+
+
+def columns_of(config: ExperimentConfig, section: str) -> Columns:
+    """Return the columns of files that a section lists.
+
+    ``data.sources.NAME``, of a source of a mix, may have its own; any other has those of ``data``.
+    """
+    data = config.data
+    parent, _, name = section.rpartition(".")
+    source = data.sources[name] if parent == "data.sources" else None
+    is_held_out = section.startswith(("eval.", "data.eval_files"))
+    usual = Columns(
+        prompt=data.prompt_key,
+        answer=data.answer_key,
+        rejected=data.rejected_key,
+        source=data.source_key,
+        difficulty=None if is_held_out else data.difficulty_key,
+        margin=config.reward_model.margin_key if config.mode == "reward_model" else None,
+        own=config.reward.own_columns if config.offline is None else (),
+    )
+    if source is None:
+        return usual
+    return replace(
+        usual,
+        prompt=source.prompt_key or usual.prompt,
+        answer=source.answer_key or usual.answer,
+        rejected=source.rejected_key or usual.rejected,
+        source=source.source_key or usual.source,
+        difficulty=source.difficulty_key or usual.difficulty,
+        section=section,
+    )
+
+
+class Malformed(Exception):
+    """An error in one row; collected, never raised to a caller."""
+
+
+Record = str | Mapping[str, object] | Malformed
+"""The text of a JSON object, the columns of a row, or why those cannot be had."""
 
 
 class RawRow(NamedTuple):
     """A row that was read, and is not parsed."""
 
     record: Record
-
-    source: str
-    """Of a row without the source column."""
-
-    origin: str
-    """As in `Row`."""
+    source: str  # of a row without the source column
+    origin: str  # as in `Row`
 
 
 def parse(raw: RawRow, columns: Columns) -> Row:
@@ -184,11 +261,8 @@ def _split_pair(
 ) -> tuple[object, tuple[object, object]]:
     """Return the prompt of a preference pair, and its answers without the chats around them.
 
-    Args:
-        prompt: None without a column: then both answers are chats, and the messages before their
-            last one are the prompt.
-        answers: the chosen and the rejected one by name of their columns. Texts; or chats that end
-            with the answer, by itself or after the prompt.
+    ``answers``, by column, are texts, or chats that end with the answer, by itself or after the
+    prompt. ``prompt`` is None without a column: then both are chats that begin with it.
     """
     (name, chosen), (other, rejected) = answers.items()
     has_none = prompt is None
@@ -207,3 +281,11 @@ def _split_pair(
             "column; set data.prompt_key=null to take them as the prompt"
         )
     return before if has_none else prompt, (chosen, rejected)
+
+
+def name_column(name: str, known: Collection[str], *, key: str) -> str:
+    """Suggest the keys to set where there is no such column."""
+    section, _, field = key.rpartition(".")
+    if field == "answer_key" and {"reward_model", "data_source"} <= {*known}:  # verl's
+        return f"set {key}=reward_model.ground_truth {section}.source_key=data_source"
+    return f"set {key}: {suggest_name(name, list(known))}"

@@ -1,9 +1,20 @@
-"""From rows to prompts: chat template and tokens."""
+"""From rows to prompts: chat template, special tokens, tokens.
+
+A tokenizer reads ``<|im_end|>`` as the end of a turn wherever it stands. So a result of a tool, or
+the text of a data row, could end its own turn and begin one of another role: special tokens in text
+that somebody else wrote become text.
+
+The assistant's messages in a row keep theirs. A row has no other form for calls of tools, which
+begin with a special token in some families (``<|python_tag|>``, ``[TOOL_CALLS]``); and supervised
+fine-tuning learns such tokens there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,13 +22,48 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data.rows import Message, Row, read_record, write_record
-from hybridrl.data.special_tokens import special_tokens_of
 from hybridrl.errors import DataError
 
+_ASSISTANT = "assistant"
 _MAX_ROWS_SHOWN = 5
 
 Rendered = tuple[str, Sequence[int]]
 """The text of a prompt, and its token ids."""
+
+
+class SpecialTokens:
+    """The texts that a tokenizer reads as special tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, others: Iterable[str] = ()) -> None:
+        """Collect them: those with a name, all that are marked as special, and ``others``.
+
+        A token of one character is left out: it has no other form.
+        """
+        # Named ones alone are not enough: `<|start_header_id|>` of Llama 3 has no name.
+        marked = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+        texts = {*tokenizer.all_special_tokens, *marked, *others}
+        longest_first = sorted((t for t in texts if len(t) > 1), key=lambda t: (-len(t), t))
+        # Without any the expression matches nothing.
+        self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def harmless(self, text: str) -> str:
+        """Return the text with a space behind the first character of each special token."""
+        while self._any.search(text):  # broken tokens may leave others, if they overlap
+            text = self._any.sub(lambda each: f"{each[0][0]} {each[0][1:]}", text)
+        return text
+
+    def harmless_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages of a row: those of the assistant as they are, the others harmless."""
+        return [
+            each if each.role == _ASSISTANT else Message(each.role, self.harmless(each.content))
+            for each in messages
+        ]
+
+
+@lru_cache(maxsize=8)
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
+    """Return those of a tokenizer that gets no further ones."""
+    return SpecialTokens(tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +71,8 @@ class TokenizedRow:
     """A row with its prompt's tokens."""
 
     row: Row
-
-    prompt_text: str
-    """The full prompt after the chat template, even if its tokens were truncated."""
-
-    token_ids: Tensor
-    """int64 [L], L >= 1."""
+    prompt_text: str  # the full prompt after the chat template, even if its tokens were truncated
+    token_ids: Tensor  # int64 [L], L >= 1
 
 
 @dataclass(slots=True)
@@ -69,9 +111,8 @@ def render(
 ) -> list[Rendered]:
     """Return text and tokens of each prompt.
 
-    Args:
-        tokenizer: adds its own special tokens to a text prompt; with a chat template that does.
-        use_chat_template: wrap prompts; a text becomes one user message.
+    With ``use_chat_template`` a text becomes one user message, and the template adds special
+    tokens; else the tokenizer does.
 
     Raises:
         DataError: a chat prompt has no chat template; the template rejects a prompt or leaves it
@@ -131,11 +172,8 @@ def render_chat(
 ) -> str:
     """Render messages with the tokenizer's chat template.
 
-    Special tokens in their contents become text, but for the assistant's (``special_tokens.py``).
-
-    Args:
-        tokenizer: has a template.
-        is_complete: False adds the beginning of the assistant's next turn.
+    Special tokens in their contents become text, but for the assistant's. Unless ``is_complete``,
+    the beginning of the assistant's next turn is added.
 
     Raises:
         DataError: the template rejects them.

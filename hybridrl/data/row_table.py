@@ -70,16 +70,13 @@ class RowTable(Sequence[TokenizedRow]):
         fingerprint: str = "",
         num_dropped: int = 0,
     ) -> None:
-        """Hold batches of ``SCHEMA``, which may be mapped from a file.
-
-        Args:
-            fingerprint: of the rows; see ``data/rows.py``.
-            num_dropped: overlong prompts that were left out.
-        """
+        """Hold batches of ``SCHEMA``, which may be mapped from a file."""
         self._batches = batches
         self._begins: list[int] = list(accumulate((batch.num_rows for batch in batches), initial=0))
         self.fingerprint = fingerprint
+        """Of the rows; see ``data/rows.py``."""
         self.num_dropped = num_dropped
+        """Overlong prompts that were left out."""
 
     def __len__(self) -> int:
         return self._begins[-1]
@@ -117,11 +114,7 @@ class TableWriter:
     """Collects batches in memory; once there are many rows, in a file. Close it at the end."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Begin with no row.
-
-        Args:
-            folder: of the file; None keeps all rows in memory.
-        """
+        """Begin with no row; without a folder all rows stay in memory."""
         self._folder = folder
         self._digest = hashlib.sha256()
         self._num_rows = 0
@@ -140,12 +133,7 @@ class TableWriter:
             self._move_to_file(self._folder)
 
     def finish(self, target: Path | None, *, num_dropped: int) -> RowTable:
-        """Return the rows.
-
-        Args:
-            target: the name of the file, for later runs; None leaves no file.
-            num_dropped: overlong prompts that were left out.
-        """
+        """Return the rows; ``target`` is the name of the file for later runs, None leaves none."""
         fingerprint = self._digest.hexdigest()
         mapped: list[pyarrow.RecordBatch] = []
         if self._file is not None and self._num_in_file:

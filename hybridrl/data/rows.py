@@ -1,4 +1,4 @@
-"""One example of a data set, before any tokenizer has seen it."""
+"""One example of a data set, before any tokenizer has seen it, and a position among such rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from hybridrl.json_text import to_json_text
 class Message:
     """One turn of a chat."""
 
-    role: str
-    """For example system, user or assistant; a role of the chat template."""
-
+    role: str  # for example system, user or assistant; a role of the chat template
     content: str
 
 
@@ -59,6 +57,25 @@ def fingerprint(rows: Iterable[Row]) -> str:
     for row in rows:
         digest.update(write_record(row))
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """The state of a sampler; save it as JSON with ``dataclasses.asdict``."""
+
+    num_drawn: int
+    """Rows drawn since the run began."""
+
+    fingerprint: str
+    """Of the rows it was drawn from; see ``data/rows.py``. Of a mix ``NAME=...`` for each source,
+    with commas between."""
+
+    open_prompts: tuple[int, ...] = ()
+    """Indices of drawn rows that no step has learned from, in rising order, each below
+    ``num_drawn``; the run that resumes draws them first."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "open_prompts", tuple(self.open_prompts))  # JSON has lists
 
 
 def own_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:

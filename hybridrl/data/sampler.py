@@ -5,35 +5,13 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridrl.config.data import MOST_SOURCES
-from hybridrl.data.sampler_state import SamplerState
+from hybridrl.data.rows import SamplerState
 from hybridrl.errors import DataError
-
-
-class RowOrder(Protocol):
-    """Draws row numbers without end, from one set of rows or from a mix."""
-
-    @property
-    def num_drawn(self) -> int:
-        """Rows drawn since the run began."""
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the rows, with fraction."""
-
-    def draw(self, num_rows: int) -> list[int]:
-        """Return the next row numbers."""
-
-    def state(self) -> SamplerState:
-        """Return the position in the stream."""
-
-    def restore(self, state: SamplerState) -> None:
-        """Continue from ``state``; raises DataError if it belongs to other rows."""
 
 
 class RowSampler:
@@ -55,16 +33,10 @@ class RowSampler:
         """Start at the first row of epoch 0.
 
         Args:
-            shuffle: False draws the rows as they stand.
             fingerprint: of the rows; a state of other rows is rejected.
             difficulties: of the rows; each epoch draws them in rising order, equal ones shuffled
                 if ``shuffle``. None is no order.
-
-        Raises:
-            DataError: no rows.
         """
-        if num_rows < 1:
-            raise DataError("there are no rows to draw from; see data.train_files, data.task")
         self.num_rows = num_rows
         self._seed = seed
         self._shuffle = shuffle
@@ -94,7 +66,7 @@ class RowSampler:
         return SamplerState(self.num_drawn, self._fingerprint)
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from ``state``."""
+        """Continue from ``state``; raises DataError if it belongs to other rows."""
         _require_same_rows(state.fingerprint, self._fingerprint)
         self.seek(state.num_drawn)
 
@@ -127,11 +99,9 @@ class MixSampler:
     def __init__(
         self, samplers: Mapping[str, RowSampler], weights: Sequence[float], *, seed: int
     ) -> None:
-        """Start at the beginning.
+        """Start at the beginning; the rows of all sources stand end to end.
 
-        Args:
-            samplers: by name of the source; the rows of all stand end to end in this order.
-            weights: of each source, > 0 and at least a thousandth of their sum.
+        Each of the ``weights`` is > 0, and at least a thousandth of their sum.
         """
         self._samplers = samplers
         self._seed = seed
@@ -165,11 +135,7 @@ class MixSampler:
         return SamplerState(self.num_drawn, ",".join(parts))
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from ``state``.
-
-        Raises:
-            DataError: it belongs to other rows; names the sources that changed.
-        """
+        """Continue from ``state``; raises DataError if it belongs to other rows."""
         _require_same_rows(state.fingerprint, self.state().fingerprint)
         self.num_drawn = state.num_drawn
         num_blocks, num_in_block = divmod(state.num_drawn, MOST_SOURCES)
@@ -182,6 +148,10 @@ class MixSampler:
         order = [index for index, count in enumerate(self._counts) for _ in range(count)]
         random.Random(f"{self._seed} mix {block}").shuffle(order)
         return order
+
+
+RowOrder = RowSampler | MixSampler
+"""Draws row numbers without end, from one set of rows or from a mix."""
 
 
 def _shares(weights: Sequence[float], total: int) -> list[int]:
@@ -197,7 +167,6 @@ def _shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _require_same_rows(saved: str, current: str) -> None:
-    """Reject a position in other rows."""
     if saved != current:
         raise DataError(
             f"the data has changed: {describe_change(saved, current)}; bring the old rows back, "

@@ -11,8 +11,8 @@ import torch
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.data.prompts import TokenizedRow, encode_row
+from hybridrl.data.rows import SamplerState
 from hybridrl.data.sampler import RowOrder
-from hybridrl.data.sampler_state import SamplerState
 from hybridrl.errors import PhaseError
 from hybridrl.single_controller.payload import concat_rows
 
@@ -23,6 +23,11 @@ class PromptStep:
 
     prompts: PromptBatch
     rows: tuple[TokenizedRow, ...]
+
+    def at(self, positions: Sequence[int]) -> PromptStep:
+        """Return the prompts at these positions, in this order."""
+        chosen = list(positions)
+        return PromptStep(self.prompts[chosen], tuple(self.rows[p] for p in chosen))
 
     @staticmethod
     def join(steps: Sequence[PromptStep]) -> PromptStep:
@@ -54,7 +59,6 @@ class PromptSource:
 
         Args:
             rows: at least one; may be fewer than ``num_prompts``, P of a step.
-            seed: of the run; gives the seed of each prompt.
             sends_rows: put rows into the batches, for agents.
         """
         self._rows = rows
@@ -101,7 +105,7 @@ class PromptSource:
         Raises:
             DataError: it was taken over other rows.
         """
-        self.open.clear()
+        self.open = OpenPrompts()
         first = min(state.open_prompts, default=state.num_drawn)
         self._sampler.restore(replace(state, num_drawn=first))
         is_open = set(state.open_prompts)
@@ -123,13 +127,10 @@ def build_prompt_step(
     stream: str = "train",
     sends_rows: bool = False,
 ) -> PromptStep:
-    """Put rows into a batch.
+    """Put P >= 1 rows, with their indices in a stream, into a batch.
 
-    Args:
-        rows: P >= 1 rows.
-        indices: of the rows in their stream.
-        stream: keeps the random numbers of training and evaluation apart.
-        sends_rows: put rows into the batch, for agents.
+    ``stream`` keeps the random numbers of training and evaluation apart. With ``sends_rows`` the
+    rows themselves are in the batch, for agents.
     """
     prompts = PromptBatch(
         token_ids_PL=jagged([row.token_ids for row in rows]),
@@ -148,10 +149,10 @@ def prompt_seed(run_seed: int, prompt_index: int, *, stream: str = "train") -> i
 
 
 class OpenPrompts:
-    """Open prompts by their index in the stream.
+    """Prompts, by their index in the stream, to which engines sample while the trainer learns.
 
-    Engines sample responses to them while the trainer learns from others. A checkpoint holds the
-    indices, and the run that resumes draws the same rows again: so no prompt is lost or doubled.
+    A checkpoint holds the indices, and the run that resumes draws the same rows again: so no prompt
+    is lost or doubled.
     """
 
     def __init__(self) -> None:
@@ -166,16 +167,9 @@ class OpenPrompts:
         return tuple(sorted(self._by_index))
 
     def add(self, task: PromptStep) -> None:
-        """Note prompts that were drawn.
-
-        Raises:
-            PhaseError: one is open already.
-        """
+        """Note prompts that were drawn."""
         for position, index in enumerate(task.prompts.prompt_index_P.tolist()):
-            if index in self._by_index:
-                raise PhaseError(f"prompt {index} was drawn twice: it is open already")
-            only = PromptStep(task.prompts[[position]], (task.rows[position],))
-            self._by_index[index] = only
+            self._by_index[index] = task.at([position])
 
     def of(self, indices: Sequence[int]) -> PromptStep:
         """Return open prompts, at least one, in this order; they stay open."""
@@ -184,8 +178,7 @@ class OpenPrompts:
     def take(self, indices: Sequence[int]) -> PromptStep:
         """Return prompts whose responses are there, in this order; they are open no more.
 
-        Raises:
-            PhaseError: one is not open: its responses came twice, or belong to another run.
+        Raises PhaseError if one is not open: its responses came twice, or belong to another run.
         """
         unknown = [index for index in indices if index not in self._by_index]
         if unknown or len(set(indices)) < len(indices):
@@ -194,7 +187,3 @@ class OpenPrompts:
                 f"{unknown or 'some'} are not open, or come twice"
             )
         return PromptStep.join([self._by_index.pop(index) for index in indices])
-
-    def clear(self) -> None:
-        """Forget all: a checkpoint is restored."""
-        self._by_index.clear()

@@ -41,7 +41,7 @@ def build_sort_digits_rows(
 
     Args:
         split: ``eval`` numbers are one in eight of all.
-        min_digits: shortest number, >= 1. Lengths are uniform.
+        min_digits: >= 1. Lengths are uniform.
         with_rejected: make preference pairs: the rejected answer has one other digit.
 
     Raises:
@@ -98,10 +98,8 @@ def build_calculator_rows(
     third of cases, and answer at once in the others. So it knows the form of a call, and
     reinforcement learning finds out that calls pay.
 
-    Args:
-        split: ``eval`` expressions are one in eight of all.
-        has_conversations: in some rows the prompt holds the call of the tool and its result, too,
-            for supervised fine-tuning of all turns.
+    With ``has_conversations`` the prompts of some rows hold the call of the tool and its result,
+    too, for supervised fine-tuning of all turns.
     """
     source = random.Random(f"calculator {split} {seed}")
     rows = []
@@ -141,10 +139,8 @@ def make_countdown(num_rows: int, *, split: str, seed: int) -> list[dict[str, ob
     """Make rows; the same arguments make the same rows, and no two have the same prompt.
 
     The answer is one solution, ``(44+19)+35``. It states the task for a reward function: a response
-    is right if it uses the same numbers and has the same value.
-
-    Args:
-        split: ``train`` and ``test`` have different rows with the same seed.
+    is right if it uses the same numbers and has the same value. With the same seed ``train`` and
+    ``test`` have different rows.
     """
     source = random.Random(f"countdown {split} {seed}")
     rows: dict[str, dict[str, object]] = {}

@@ -1,7 +1,7 @@
 """The reward that a served language model gives: a score that is read from its answer.
 
-``trainer/judges.py`` puts the questions. This function reads the answers in a reward process, which
-has a deadline: an expression may take exponential time.
+``trainer/reward_models.py`` puts the questions. This function reads the answers in a reward
+process, which has a deadline: an expression may take exponential time.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from hybridrl.data.examination import (
     find_overlong,
     find_unlike_decoded,
 )
+from hybridrl.data.examples import build_supervised_batch
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import own_columns
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.data.supervised import build_supervised_batch
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import RewardScorer

@@ -33,12 +33,10 @@ from hybridrl.run.export_checkpoint import export_checkpoint
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
 from hybridrl.run.workers import start_workers
-from hybridrl.trainer.early_rewards import EarlyRewards
 from hybridrl.trainer.evaluate import EvalReport
-from hybridrl.trainer.judges import load_judges
 from hybridrl.trainer.policy import Policy
-from hybridrl.trainer.reward import TextReward
-from hybridrl.trainer.reward_models import load_reward_models
+from hybridrl.trainer.reward import EarlyRewards, TextReward
+from hybridrl.trainer.reward_models import load_judges, load_reward_models
 
 log = logging.getLogger(__name__)
 

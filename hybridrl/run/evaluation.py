@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.answers import response_answers
 from hybridrl.data.source import build_prompt_step
 from hybridrl.metrics import Metrics
 from hybridrl.run.rows import load_eval_rows
@@ -20,9 +18,14 @@ from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
-from hybridrl.trainer.judges import Judge, JudgeAnswers
 from hybridrl.trainer.policy import Generates
-from hybridrl.trainer.reward_models import ModelScores, RewardModel, RewardRanks
+from hybridrl.trainer.reward_models import (
+    Judge,
+    JudgeAnswers,
+    ModelScores,
+    RewardModel,
+    RewardRanks,
+)
 
 
 def build_eval_tasks(
@@ -91,7 +94,7 @@ def build_evaluator(
         policy=policy,
         take_agent_metrics=None if config.agent.is_single_turn else take_agent_metrics,
         reward=reward,
-        extract=partial(response_answers, tokenizer=tokenizer),
+        tokenizer=tokenizer,
         correct_reward=config.eval.correct_reward,
         num_resamples=config.eval.num_resamples,
         seed=config.seed,

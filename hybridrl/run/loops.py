@@ -12,6 +12,7 @@ from typing import Protocol, cast
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.rollout import require_usable_agent
+from hybridrl.algorithms.kl import KLCoefficient
 from hybridrl.config.checks.batch_sizes import num_rollout_engines
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.summary import note_of_cut_sampling
@@ -41,14 +42,11 @@ from hybridrl.trainer.build_algorithm import (
     build_actor_critic,
     build_policy_optimization,
 )
-from hybridrl.trainer.early_rewards import EarlyRewards
 from hybridrl.trainer.evaluate import EvalTask
-from hybridrl.trainer.judges import load_judges
-from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
 from hybridrl.trainer.policy import Critic, Policy
-from hybridrl.trainer.reward import TextReward
-from hybridrl.trainer.reward_models import load_reward_models
+from hybridrl.trainer.reward import EarlyRewards, TextReward
+from hybridrl.trainer.reward_models import load_judges, load_reward_models
 from hybridrl.trainer.rollouts import Rollouts
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,14 @@ from hybridrl.data.conversations import (
     pad_token_of,
     tokenize_conversation_pairs,
 )
-from hybridrl.data.preferences import PreferencePair, build_preference_batch
+from hybridrl.data.examples import (
+    PreferencePair,
+    assistant_mask,
+    build_preference_batch,
+    build_supervised_batch,
+)
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.sampler import RowOrder
-from hybridrl.data.supervised import assistant_mask, build_supervised_batch
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import read_architecture

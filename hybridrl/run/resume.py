@@ -19,8 +19,8 @@ from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.config.yaml_text import read_yaml
+from hybridrl.data.rows import SamplerState
 from hybridrl.data.sampler import describe_change
-from hybridrl.data.sampler_state import SamplerState
 from hybridrl.errors import DataError, RunFolderError
 from hybridrl.run.line_files import lost_lines
 

@@ -20,16 +20,15 @@ from hybridrl import env
 from hybridrl.agents.rollout import tool_schemas
 from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig, with_value
-from hybridrl.data.columns import columns_of
-from hybridrl.data.encoding import RowEncoder
+from hybridrl.data.examples import PreferencePair, tokenize_pairs
 from hybridrl.data.files import RowFiles
-from hybridrl.data.preferences import PreferencePair, tokenize_pairs
+from hybridrl.data.parsing import columns_of
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row, fingerprint
 from hybridrl.data.sampler import MixSampler, RowOrder, RowSampler
 from hybridrl.data.tasks import Split, build_calculator_rows, build_sort_digits_rows
-from hybridrl.data.tokenizing import Resources, encode_rows, tokenize_files
+from hybridrl.data.tokenizing import Resources, RowEncoder, encode_rows, tokenize_files
 from hybridrl.processes.guard import usual_num_processes
 
 log = logging.getLogger(__name__)

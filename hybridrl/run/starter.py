@@ -45,7 +45,7 @@ _NUM_ROWS = 10_000
 _CONVERSATION_TOKENS = 96
 _PACKAGE = Path(hybridrl.__file__).parent
 _CODE = (
-    *("data/sampler.py", "data/starter_tokenizer.py", "data/supervised.py", "data/tasks.py"),
+    *("data/sampler.py", "data/starter_tokenizer.py", "data/examples.py", "data/tasks.py"),
     *("run/offline.py", "run/rows.py", "run/starter.py", "trainer/offline.py"),
     *("workers/train/optimizer.py",),
 )

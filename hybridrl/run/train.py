@@ -11,7 +11,7 @@ from typing import cast
 
 from hybridrl.checkpoint.manifest import RunFingerprint, RunState
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.sampler_state import SamplerState
+from hybridrl.data.rows import SamplerState
 from hybridrl.models.folder import require_usable_model
 from hybridrl.run.checkpoints import Checkpointer, Saver
 from hybridrl.run.loops import Training, open_rl

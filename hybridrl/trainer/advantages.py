@@ -10,7 +10,6 @@ from torch import Tensor
 from hybridrl.algorithms.advantages.gae import AdvantageEstimate
 from hybridrl.algorithms.kl import estimate_response_kl
 from hybridrl.algorithms.load import Part
-from hybridrl.algorithms.overlong import overlong_punishment
 from hybridrl.batch import (
     LogprobBatch,
     jagged_from,
@@ -22,34 +21,17 @@ from hybridrl.batch import (
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import mean_of
-from hybridrl.trainer.collect import Collected, ScoredRollouts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Charges:
-    """Amounts that responses pay before they are compared."""
-
-    kl_estimator: Part | None
-    """Of the KL to the reference, paid token by token; None pays none."""
-
-    soft_overlong_tokens: int
-    """Last tokens over which a long response pays up to 1; 0 pays none."""
-
-    max_response_tokens: int
+from hybridrl.trainer.batches import ScoredRollouts
+from hybridrl.trainer.collect import Collected
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
     """The values that the updates of a step learn from."""
 
-    advantages_BL: Tensor
-    """Jagged float32, 0 outside the response."""
-
-    returns_BL: Tensor | None
-    """Jagged float32, targets of a critic's values; None without a critic."""
-
-    charged: Metrics
-    """Mean amounts that rewards were charged."""
+    advantages_BL: Tensor  # jagged float32, 0 outside the response
+    returns_BL: Tensor | None  # jagged float32, targets of a critic's values; None without a critic
+    charged: Metrics  # mean amounts that rewards were charged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +39,13 @@ class Advantages:
     """Calls the advantage of the configuration with the inputs that it asks for."""
 
     part: Part
-    charges: Charges
+    kl_estimator: Part | None = None
+    """Of the KL to the reference, which rewards are charged token by token; None charges none."""
+
+    soft_overlong_tokens: int = 0
+    """Last tokens over which a long response pays up to 1; 0 pays none."""
+
+    max_response_tokens: int
     agent_names: tuple[str, ...] = ()
     """Rewards that an agent gave to its turns (``reward.function=agent``)."""
 
@@ -71,11 +59,8 @@ class Advantages:
     ) -> Targets:
         """Return the targets of the policy, and of the critic if there is one.
 
-        Statistics of groups and of the batch are of the rows that are learned from, as are charges.
-
-        Args:
-            kl: coefficient of the KL that rewards are charged.
-            values_BL: of a critic.
+        Statistics of groups and of the batch are of the rows that are learned from, as are charges;
+        ``kl`` is the coefficient of the KL that rewards are charged.
 
         Raises:
             TrainingError: an input is missing, or the part's result is not one number per response
@@ -145,25 +130,22 @@ class Advantages:
     def _charge(
         self, scored: ScoredRollouts, logprobs: LogprobBatch, kl: float
     ) -> tuple[Tensor | None, Tensor, Metrics]:
-        """Return the rewards of tokens and of rows after all charges, and the mean charges.
-
-        Rewards of tokens are None if the part does not ask for them.
-        """
+        """Return the rewards of tokens, if asked for, and of rows, charged; and mean charges."""
         mask_BL, rewards_B = scored.rollouts.response_mask_BL, scored.scores.rewards_B
         metrics: Metrics = {}
         penalty_B = torch.zeros_like(rewards_B)
-        if self.charges.soft_overlong_tokens:
+        if self.soft_overlong_tokens:
             penalty_B = overlong_punishment(
                 response_lengths(mask_BL),
-                max_response_tokens=self.charges.max_response_tokens,
-                buffer_tokens=self.charges.soft_overlong_tokens,
+                max_response_tokens=self.max_response_tokens,
+                buffer_tokens=self.soft_overlong_tokens,
             )
             rewards_B = rewards_B + penalty_B
             metrics["reward/overlong_penalty/mean"] = mean_of(-penalty_B)
         rewards_BL = None
         if "rewards_BL" in self.part.inputs:
             rewards_BL = place_rewards(scored, -penalty_B, agent_names=self.agent_names)
-        if self.charges.kl_estimator is None:
+        if self.kl_estimator is None:
             return rewards_BL, rewards_B, metrics
         old_BL, reference_BL = logprobs.old_logprobs_BL, logprobs.reference_logprobs_BL
         if old_BL is None or reference_BL is None:
@@ -171,9 +153,7 @@ class Advantages:
                 "algorithm.kl.placement=reward needs old and reference log-probs; "
                 "set algorithm.old_logprobs=recompute"
             )
-        kl_BL = estimate_response_kl(
-            old_BL, reference_BL, mask_BL, estimator=self.charges.kl_estimator
-        )
+        kl_BL = estimate_response_kl(old_BL, reference_BL, mask_BL, estimator=self.kl_estimator)
         charge_T = kl * kl_BL.values()
         lengths_B = row_lengths(mask_BL)
         charge_B = torch.segment_reduce(charge_T, "sum", lengths=lengths_B, initial=0.0)
@@ -220,15 +200,9 @@ def describe_values(returns_BL: Tensor, values_BL: Tensor, mask_BL: Tensor) -> M
 def place_rewards(
     scored: ScoredRollouts, charges_B: Tensor, *, agent_names: tuple[str, ...]
 ) -> Tensor:
-    """Return rewards by token, whose sum over a row is its reward less its charges.
+    """Return rewards by token, jagged float32 [B, L]; a row's sum is its reward less its charges.
 
-    Args:
-        scored: B rows with their scores.
-        charges_B: float32, taken off with the last response token.
-        agent_names: rewards that an agent gave to single turns or tokens.
-
-    Returns:
-        Jagged float32 [B, L], 0 outside the response.
+    Those of ``agent_names`` stand where an agent gave them, all else at the last response token.
     """
     rollouts, scores = scored.rollouts, scored.scores
     mask_BL, agent_BL = rollouts.response_mask_BL, rollouts.agent_rewards_BL
@@ -241,3 +215,20 @@ def place_rewards(
     weights_B = (~scores.is_failed_BK).double() @ (weights_K * is_agent_K)
     weights_T = weights_B.float().repeat_interleave(row_lengths(mask_BL))
     return jagged_from(at_end_BL.values() + weights_T * agent_BL.values(), row_lengths(mask_BL))
+
+
+def overlong_punishment(
+    lengths_B: Tensor, *, max_response_tokens: int, buffer_tokens: int
+) -> Tensor:
+    """Return the punishment of long responses, to be added to their rewards before the advantages.
+
+    DAPO (arXiv:2503.14476, eq. 13). It is 0 up to ``max_response_tokens - buffer_tokens``, falls
+    linearly to -1 at ``max_response_tokens``, and is -1 beyond. The paper has 20,480 and 4,096.
+    TRL's get_soft_overlong_punishment is the same. verl and OpenRLHF multiply by a factor: multiply
+    the result. verl's falls below -1 beyond the limit, which no response reaches.
+
+    Returns:
+        float32 [B], from -1 to 0.
+    """
+    excess_B = lengths_B.double() - (max_response_tokens - buffer_tokens)
+    return -(excess_B / buffer_tokens).clamp(0.0, 1.0).float()

@@ -17,11 +17,6 @@ def balance_over_ranks(
     an optimizer step do not depend on the number of ranks. Within it the next longest row goes to
     the rank with the fewest tokens that still needs rows (LPT).
 
-    Args:
-        lengths_B: tokens of each row.
-        dp_size: data-parallel ranks, >= 1.
-        num_minibatches: optimizer steps that divide the rows, >= 1.
-
     Returns:
         A permutation. It puts the rows of rank r into slice r of ``dp_size`` equal slices of the
         batch. Each slice consists of ``num_minibatches`` equal mini-batches. Within a mini-batch

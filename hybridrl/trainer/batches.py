@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from hybridrl.batch import RolloutBatch
 from hybridrl.data.source import PromptSource, PromptStep
+from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.policy import Exchanges, Generates
 
@@ -22,16 +25,38 @@ class Sampled:
     rollouts: RolloutBatch
 
 
-class Batches(Protocol):
-    """Gives the algorithm prompts with responses."""
+@dataclass(frozen=True, slots=True)
+class ScoredRollouts:
+    """P prompts with G scored responses each, adjacent: B = P * G rows."""
 
-    def begin(self, step: int) -> None:
-        """Begin with the batches of a step, counted from 1."""
-        ...
+    task: PromptStep
+    rollouts: RolloutBatch
+    scores: Scores
 
-    def __call__(self, sampling: SamplingParams) -> Sampled:
-        """Return the batch of the step, or a further one of it."""
-        ...
+    @property
+    def num_responses(self) -> int:
+        """G, responses per prompt."""
+        return len(self.rollouts) // len(self.task.rows)
+
+    def rows_at(self, index_B: Tensor) -> ScoredRollouts:
+        """Return some of the rows: of a prompt perhaps fewer than ``num_responses``."""
+        return replace(
+            self, rollouts=self.rollouts[index_B.tolist()], scores=self.scores.at(index_B)
+        )
+
+    def prompts_at(self, index_P: Tensor) -> ScoredRollouts:
+        """Return the prompts at these positions, with their responses."""
+        index_B = rows_of_prompts(index_P, self.num_responses)
+        return ScoredRollouts(
+            self.task.at(index_P.tolist()),
+            self.rollouts[index_B.tolist()],
+            self.scores.at(index_B),
+        )
+
+
+def rows_of_prompts(index_P: Tensor, num_responses: int) -> Tensor:
+    """Return the rows of the responses to the prompts at these positions, int64 [B]."""
+    return (index_P[:, None] * num_responses + torch.arange(num_responses)).view(-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,3 +165,7 @@ class OversampledBatches(_OpenBatches):
                 self.engine_of[index] = engine
                 loads[engine] += 1
         return sorted(indices, key=lambda index: (self.engine_of[index], index))
+
+
+Batches = DrawnBatches | AheadBatches | OversampledBatches
+"""Gives a step prompts with responses: its batch, and further ones."""

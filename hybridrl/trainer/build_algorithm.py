@@ -10,37 +10,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
+from hybridrl.algorithms.kl import KLCoefficient
 from hybridrl.algorithms.load import Part, load_part, require_part
 from hybridrl.batch import LogprobBatch, RolloutBatch
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import TrainingError
 from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.advantages import Advantages, Charges
+from hybridrl.trainer.advantages import Advantages
 from hybridrl.trainer.batches import Batches
 from hybridrl.trainer.collect import Collector, Reward
-from hybridrl.trainer.kl_coefficient import KLCoefficient
-from hybridrl.trainer.policy import (
-    Critic,
-    Generates,
-    Policy,
-    sampler_logprobs,
-    without_logprobs,
-    without_update,
-)
+from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.step import ActorCriticOptimization, PolicyOptimization
-from hybridrl.trainer.step_metrics import StepReport
 from hybridrl.trainer.train_batch import TrainBatches, balance
 
-
-class Algorithm(Protocol):
-    """Takes a step."""
-
-    def step(self) -> StepReport:
-        """Sample, score, update."""
-        ...
+Algorithm = PolicyOptimization | ActorCriticOptimization
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,10 +86,9 @@ def build_actor_critic(
             dp_size=config.num_critic_groups,
             num_minibatches=config.critic.num_minibatches,
         ),
-        update_policy=given.policy.update,
         on_phase=given.on_phase,
     )
-    warm_up = replace(actor_critic, update_policy=without_update)
+    warm_up = replace(actor_critic, policy_learns=False)
     return lambda step: warm_up if step <= config.critic.num_warmup_steps else actor_critic
 
 
@@ -111,8 +96,16 @@ def _choose_logprobs(
     config: ExperimentConfig, policy: Policy
 ) -> Callable[[RolloutBatch], LogprobBatch]:
     algorithm = config.algorithm
-    score = policy.compute_logprobs if algorithm.scores_rollouts else without_logprobs
-    return partial(sampler_logprobs, score) if algorithm.old_logprobs == "sampler" else score
+
+    def logprobs(rollouts: RolloutBatch) -> LogprobBatch:
+        scored = LogprobBatch(batch_size=[len(rollouts)])  # the update's own are the old ones
+        if algorithm.scores_rollouts:
+            scored = policy.compute_logprobs(rollouts)
+        if algorithm.old_logprobs == "sampler":  # the policy's ratio corrects for it
+            scored.old_logprobs_BL = rollouts.sampler_logprobs_BL
+        return scored
+
+    return logprobs
 
 
 def _build_advantages(config: ExperimentConfig) -> Advantages:
@@ -122,11 +115,9 @@ def _build_advantages(config: ExperimentConfig) -> Advantages:
         part=with_time_limit(
             require_part(algorithm, parts.ADVANTAGE), timeout_s=config.cluster.call_timeout_s
         ),
-        charges=Charges(
-            kl_estimator=require_part(algorithm, parts.KL) if charges_kl else None,
-            soft_overlong_tokens=algorithm.soft_overlong_tokens,
-            max_response_tokens=config.rollout.max_response_tokens,
-        ),
+        kl_estimator=require_part(algorithm, parts.KL) if charges_kl else None,
+        soft_overlong_tokens=algorithm.soft_overlong_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
         agent_names=config.reward.agent_names,
     )
 
@@ -159,12 +150,12 @@ def with_time_limit(part: Part, *, timeout_s: float) -> Part:
         f"{part.key}={part.spelled} took longer than cluster.call_timeout_s={timeout_s:g} s; "
         "correct it, or raise that limit if it is only slow"
     )
-    return replace(part, function=partial(_call, part.function, timeout_s, message))
 
+    def limited(**inputs: object) -> Any:  # noqa: ANN401 - by the kind of part
+        with _limit(timeout_s, message):
+            return part.function(**inputs)
 
-def _call(function: Callable[..., Any], timeout_s: float, message: str, **inputs: object) -> Any:  # noqa: ANN401
-    with _limit(timeout_s, message):
-        return function(**inputs)
+    return replace(part, function=limited)
 
 
 @contextmanager

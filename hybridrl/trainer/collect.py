@@ -18,9 +18,9 @@ from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller.payload import concat_rows
-from hybridrl.trainer.batches import Batches, Sampled
-from hybridrl.trainer.clock import Clock
+from hybridrl.trainer.batches import Batches, Sampled, ScoredRollouts
 from hybridrl.trainer.policy import Generates
+from hybridrl.trainer.step_metrics import Clock
 
 
 class Reward(Protocol):
@@ -28,44 +28,11 @@ class Reward(Protocol):
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         """Return one reward per row."""
-        ...
 
     def while_sampling(
         self, task: PromptStep, sampling: SamplingParams
     ) -> AbstractContextManager[SamplingParams]:
         """Score responses that end in the block; they are sampled with the parameters it gives."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRollouts:
-    """P prompts with G scored responses each, adjacent: B = P * G rows."""
-
-    task: PromptStep
-    rollouts: RolloutBatch
-    scores: Scores
-
-    @property
-    def num_responses(self) -> int:
-        """G, responses per prompt."""
-        return len(self.rollouts) // len(self.task.rows)
-
-    def rows_at(self, index_B: Tensor) -> ScoredRollouts:
-        """Return some of the rows: of a prompt perhaps fewer than ``num_responses``."""
-        return replace(
-            self, rollouts=self.rollouts[index_B.tolist()], scores=self.scores.at(index_B)
-        )
-
-    def prompts_at(self, index_P: Tensor) -> ScoredRollouts:
-        """Return the prompts at these positions, with their responses."""
-        prompts = index_P.tolist()
-        responses = torch.arange(self.num_responses)
-        index_B = (index_P[:, None] * self.num_responses + responses).view(-1)
-        return ScoredRollouts(
-            PromptStep(self.task.prompts[prompts], tuple(self.task.rows[p] for p in prompts)),
-            self.rollouts[index_B.tolist()],
-            self.scores.at(index_B),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

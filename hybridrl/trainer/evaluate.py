@@ -5,27 +5,33 @@ Legend: P prompts, G responses to each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import RolloutBatch, response_lengths
 from hybridrl.config.eval import EvalSet
 from hybridrl.data.source import PromptStep
+from hybridrl.data.tokenizer import decode_responses
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import flat_fraction
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.policy import Generates
-from hybridrl.trainer.step_metrics import describe_lengths, rewards_by_source
+from hybridrl.trainer.step_metrics import Clock, describe_lengths, rewards_by_source
 
 _COVERAGE = 0.95
 _NUMBERS_AT_ONCE = 1 << 22
+_MARK = re.compile(r"(?:####|answer is|answer:)[ \t]*([^\n]+)", re.IGNORECASE)
+_BOXED = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"[{}]")
+_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,7 @@ class Evaluator:
     which have none."""
 
     reward: Reward
-    extract: Callable[[RolloutBatch], list[str]]
-    """Returns the normalised answer of each response; empty if it has none."""
+    tokenizer: PreTrainedTokenizerBase
 
     correct_reward: float
     """A response with at least this reward is correct."""
@@ -69,11 +74,9 @@ class Evaluator:
     seed: int
 
     def evaluate(self, tasks: Sequence[EvalTask]) -> tuple[list[EvalReport], Metrics]:
-        """Sample and score all sets.
+        """Sample and score all sets: their reports, and all their metrics with seconds.
 
-        Returns:
-            The report of each set; and all their metrics with seconds, the names of those of a
-            named set with the set's name. ``eval/reward/mean`` of several is the mean of theirs.
+        The metrics of a named set have its name. ``eval/reward/mean`` is the mean over sets.
         """
         clock = Clock()
         with clock("eval"):
@@ -120,7 +123,8 @@ class Evaluator:
         for k in settings.pass_at_k:
             columns[f"eval/pass_at_{k}"] = pass_at_k(is_correct_PG, k=k)
         if settings.majority_at_k:
-            answer_PG = _number(self.extract(rollouts)).view_as(is_correct_PG)
+            answers = map(extract_answer, decode_responses(rollouts, self.tokenizer))
+            answer_PG = _number(answers).view_as(is_correct_PG)
             for k in settings.majority_at_k:
                 columns[f"eval/majority_at_{k}"] = majority_at_k(answer_PG, is_correct_PG, k=k)
         num_prompts = len(rewards_PG)
@@ -138,7 +142,7 @@ class Evaluator:
         return metrics
 
 
-def _number(answers: Sequence[str]) -> Tensor:
+def _number(answers: Iterable[str]) -> Tensor:
     """Give equal answers the same number, int64; -1 stands for no answer."""
     numbers: dict[str, int] = {"": -1}
     return torch.tensor([numbers.setdefault(answer, len(numbers) - 1) for answer in answers])
@@ -149,14 +153,7 @@ def pass_at_k(is_correct_PG: Tensor, *, k: int) -> Tensor:
 
     ``1 - C(n - c, k) / C(n, k)`` with c correct ones of n responses: unbiased, unlike
     ``1 - (1 - c / n)^k`` (arXiv:2107.03374, equation 1). As a product of ratios, since binomial
-    coefficients overflow.
-
-    Args:
-        is_correct_PG: bool [P, n].
-        k: 1 to n.
-
-    Returns:
-        float64 [P].
+    coefficients overflow. float64 [P], from bool [P, n] and k from 1 to n.
     """
     n = is_correct_PG.shape[1]
     num_left = torch.arange(n, 0, -1, dtype=torch.float64)  # n - i, i = 0 ... n - 1
@@ -172,9 +169,7 @@ def majority_at_k(answer_PG: Tensor, is_correct_PG: Tensor, *, k: int) -> Tensor
     The responses to a prompt are cut into n // k groups of k in their order; those left over are
     not used. Of equally frequent answers the one that came first counts. A response without an
     answer has no vote, and a group without votes is wrong. Otherwise as ``pass_at_k``.
-
-    Args:
-        answer_PG: int64 [P, n], the same number for the same answer; -1 is no answer.
+    ``answer_PG``, int64 [P, n], has the same number for the same answer; -1 is no answer.
     """
     num_groups = is_correct_PG.shape[1] // k
     answer_NK = answer_PG[:, : num_groups * k].reshape(-1, k)
@@ -195,13 +190,8 @@ def bootstrap_intervals(
 ) -> tuple[Tensor, Tensor]:
     """Return the 95 % intervals of means over prompts, by the percentile bootstrap.
 
-    Prompts are drawn, not responses: those to one prompt are not independent of each other. All
-    metrics are taken over the same draws.
-
-    Args:
-        values_PM: [P, M], P >= 1 prompts, M metrics.
-        num_resamples: draws of P prompts with replacement, >= 1.
-        seed: the same seed gives the same intervals.
+    Prompts are drawn, not responses: those to one prompt are not independent of each other. All M
+    metrics are taken over the same draws of P prompts with replacement.
 
     Returns:
         Lower and upper ends, float64 [M] each.
@@ -218,3 +208,45 @@ def bootstrap_intervals(
     tail = (1.0 - _COVERAGE) / 2
     low_M, high_M = torch.cat(means).quantile(torch.tensor([tail, 1 - tail]).double(), dim=0)
     return low_M, high_M
+
+
+def extract_answer(response: str) -> str:
+    r"""Return the answer of a response, normalised, so that equal answers can be counted.
+
+    It is the first of these that the response has: the content of its last ``\boxed{...}``; the
+    text after its last ``####`` or ``answer is`` or ``answer:``, to the end of the line; its last
+    line. White space, dollar signs, the full stop at the end and commas between digits do not
+    count, nor does upper case. Empty if there is none.
+    """
+    for candidate in (_last_boxed(response), _last_marked(response), _last_line(response)):
+        if candidate:
+            return candidate
+    return ""
+
+
+def _last_boxed(text: str) -> str:
+    """Return the content of the last command that is closed, in one pass over the braces."""
+    begins = {match.end() for match in _BOXED.finditer(text)}
+    open_braces: list[int] = []
+    last = (0, 0)
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            open_braces.append(match.end())
+        elif open_braces and (begin := open_braces.pop()) in begins:
+            last = max(last, (begin, match.start()))
+    return _normalise(text[slice(*last)])
+
+
+def _last_marked(text: str) -> str:
+    marked = _MARK.findall(text)
+    return _normalise(marked[-1]) if marked else ""
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return _normalise(lines[-1]) if lines else ""
+
+
+def _normalise(answer: str) -> str:
+    answer = " ".join(answer.replace("$", "").split()).removesuffix(".").strip()
+    return _COMMA.sub("", answer).lower()

@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -49,7 +49,7 @@ def exit_status(number: int) -> int:
 
 
 class Interrupt:
-    """Whether somebody asked the run to stop."""
+    """A request to stop the run."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -58,15 +58,12 @@ class Interrupt:
 
     @property
     def is_set(self) -> bool:
-        """Whether somebody did."""
+        """Whether somebody asked."""
         return bool(self._number)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch the first SIGINT, SIGTERM or SIGHUP; a second one interrupts at once.
-
-        Does nothing outside the main thread, where Python delivers no signals.
-        """
+        """Catch the first SIGINT, SIGTERM or SIGHUP; a second one interrupts at once."""
         with _handled_by(self._on_signal):
             yield
 
@@ -100,7 +97,7 @@ def ended_by_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[N
     """Let the signals end work outside of a step at once and in order, with workers and Ray.
 
     ``on_signal`` is called before anything ends. Ray's own handlers, which this replaces, end the
-    driver with other statuses. As `listening`, it does nothing outside the main thread.
+    driver with other statuses.
     """
     since_s = -math.inf
 
@@ -119,22 +116,18 @@ def ended_by_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[N
 @contextmanager
 def hangups_ignored() -> Iterator[None]:
     """Have processes that start in the block outlive the terminal: this one ends them in order."""
-    if threading.current_thread() is not threading.main_thread():
+    with _handled_by(signal.SIG_IGN, (signal.SIGHUP,)):
         yield
-        return
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 @contextmanager
-def _handled_by(handler: _Handler) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
+def _handled_by(
+    handler: _Handler | signal.Handlers, signals: Sequence[signal.Signals] = SIGNALS
+) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # it alone gets signals
         yield
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in signals}
     if before[signal.SIGHUP] is signal.SIG_IGN:  # under nohup a run outlives its terminal
         del before[signal.SIGHUP]
     try:

@@ -14,7 +14,6 @@ from hybridrl.trainer.interrupt import Interrupt
 
 log = logging.getLogger(__name__)
 
-
 _SKIPPED = ("policy/skipped_updates", "critic/skipped_updates")
 
 
@@ -23,15 +22,12 @@ class StepRecorder(Protocol):
 
     def phase(self, name: str) -> None:
         """Announce a phase."""
-        ...
 
     def begin_step(self, step: int) -> None:
         """Announce the begin of a step, counted from 1."""
-        ...
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep the metrics of one step; step 0 is before the first update."""
-        ...
 
 
 class Save(Protocol):
@@ -39,7 +35,6 @@ class Save(Protocol):
 
     def __call__(self, step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
         """Save if it is due; return the metrics of the save."""
-        ...
 
 
 def no_save(step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
@@ -92,36 +87,26 @@ class Loop:
                 is_last = is_stopping or step == self.num_steps
                 cost_of_saving = self.save(step, metrics, is_last=is_last)
                 if is_stopping:
-                    return self._stop_after(step)
+                    log.warning("stopped on request: step=%d of=%d", step, self.num_steps)
+                    if step < self.num_steps:
+                        self.interrupt.note_unfinished()
+                    return step
         return self.num_steps
-
-    def _stop_after(self, step: int) -> int:
-        log.warning("stopped on request: step=%d of=%d", step, self.num_steps)
-        if step < self.num_steps:
-            self.interrupt.note_unfinished()
-        return step
 
     def _evaluates_after(self, step: int) -> bool:
         return bool(self.eval_every) and (step % self.eval_every == 0 or step == self.num_steps)
 
 
 class UpdateGuard:
-    """Counts updates that were skipped for a non-finite loss or gradient."""
-
-    num_skipped: int
-    """Steps in a row up to now."""
+    """Allows ``max_skipped`` steps in a row that skip an update: loss or gradient not finite."""
 
     def __init__(self, *, max_skipped: int, num_skipped: int = 0) -> None:
-        """Allow ``max_skipped`` steps in a row in which no update was taken."""
         self._max_skipped = max_skipped
         self.num_skipped = num_skipped
+        """Steps in a row up to now."""
 
     def check(self, metrics: Metrics) -> None:
-        """Look at the metrics of a step.
-
-        Raises:
-            TrainingError: more steps in a row than allowed skipped an update.
-        """
+        """Look at the metrics of a step; raises TrainingError after too many."""
         if not any(metrics[name].value for name in _SKIPPED if name in metrics):
             self.num_skipped = 0
             return

@@ -10,8 +10,8 @@ from hybridrl.batch import PreferenceBatch, SupervisedBatch, row_lengths
 from hybridrl.data.sampler import RowOrder
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.trainer.balance import balance_over_ranks
-from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.policy import Learner
+from hybridrl.trainer.step_metrics import Clock
 
 Example = TypeVar("Example")
 """A row of the data set: one with an answer, or a pair of answers."""

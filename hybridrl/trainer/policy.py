@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -29,46 +28,39 @@ class Generates(Protocol):
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
         """Sample with the newest weights; sleep, wake and sync happen inside."""
-        ...
 
 
 class Exchanges(Protocol):
     """Samples on while the trainer learns: takes prompts in, and gives those that are answered."""
 
     def exchange(self, prompts: PromptBatch | None, sampling: SamplingParams) -> RolloutBatch:
-        """Send the newest weights, admit ``prompts``, and wait for a batch.
+        """Send the newest weights, admit ``prompts``, if there are any, and wait for a batch.
 
-        Args:
-            prompts: to admit; None: no more.
-
-        Returns:
-            The responses to as many admitted prompts as a step has, those to the same one adjacent.
+        It has the responses to as many admitted prompts as a step has, those to one adjacent.
         """
-        ...
 
 
-class Policy(Generates, Exchanges, Protocol):
+class Exports(Protocol):
+    """Writes the policy in the form of other libraries."""
+
+    def export_hf(self, folder: Path) -> list[None]:
+        """Write a Hugging Face folder."""
+
+    def export_adapter(self, folder: Path) -> list[None]:
+        """Write a peft folder; there must be an adapter."""
+
+
+class Policy(Generates, Exchanges, Exports, Protocol):
     """A worker group of ``ActorRolloutWorker``; each method is one remote call to all ranks."""
 
     def take_agent_metrics(self) -> Metrics:
         """Return the metrics of conversations since the last update or call, and forget them."""
-        ...
 
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
         """Score with the weights before the update, and with the reference."""
-        ...
 
     def update(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
         """Take the optimizer steps of one rollout batch."""
-        ...
-
-    def export_hf(self, folder: Path) -> list[None]:
-        """Write a Hugging Face folder."""
-        ...
-
-    def export_adapter(self, folder: Path) -> list[None]:
-        """Write a peft folder; there must be an adapter."""
-        ...
 
 
 class Critic(Protocol):
@@ -76,11 +68,9 @@ class Critic(Protocol):
 
     def compute_values(self, rollouts: RolloutBatch) -> Pending[ValueBatch]:
         """Value the state before each response token."""
-        ...
 
     def update(self, batch: CriticBatch) -> Pending[Metrics]:
         """Take the critic's optimizer steps of one rollout batch."""
-        ...
 
 
 class Pending(Protocol[Result]):
@@ -88,54 +78,16 @@ class Pending(Protocol[Result]):
 
     def get(self) -> Result:
         """Wait for all ranks and return the collected result."""
-        ...
 
 
-class Learner(Protocol):
+class Learner(Exports, Protocol):
     """A worker group of a mode that learns from a data set; see ``workers/offline.py``."""
 
     def update(self, batch: SupervisedBatch | PreferenceBatch) -> Metrics:
         """Take one optimizer step."""
-        ...
 
     def evaluate(self, batch: SupervisedBatch | PreferenceBatch) -> Metrics:
         """Measure the loss on held-out rows."""
-        ...
 
     def compute_reference(self, batch: PreferenceBatch) -> Tensor:
         """Return the reference's log-prob of each answer, float32 [B] nats."""
-        ...
-
-    def export_hf(self, folder: Path) -> list[None]:
-        """Write a Hugging Face folder."""
-        ...
-
-    def export_adapter(self, folder: Path) -> list[None]:
-        """Write a peft folder; there must be an adapter."""
-        ...
-
-
-def without_logprobs(rollouts: RolloutBatch) -> LogprobBatch:
-    """Replace ``Policy.compute_logprobs`` where its numbers are not needed: every column is None.
-
-    With one optimizer step per rollout the old log-probs are the detached current ones, and without
-    a reference there is nothing else to score: a forward pass over the batch is saved.
-    """
-    return LogprobBatch(batch_size=[len(rollouts)])
-
-
-def sampler_logprobs(
-    score: Callable[[RolloutBatch], LogprobBatch], rollouts: RolloutBatch
-) -> LogprobBatch:
-    """Take the rollout engine's log-probs as the old ones: the policy's ratio corrects for it.
-
-    ``score`` gives those of the reference, if there are any.
-    """
-    logprobs = score(rollouts)
-    logprobs.old_logprobs_BL = rollouts.sampler_logprobs_BL
-    return logprobs
-
-
-def without_update(batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
-    """Replace ``Policy.update`` while only the critic learns: weights do not change."""
-    return {}

@@ -11,7 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -57,34 +57,32 @@ class CallFacts:
 
 @dataclass(frozen=True, slots=True)
 class RecordedScores:
-    """The scores of the responses of a call, and all that they depend on."""
+    """The scores of the responses of a call."""
 
     scores: Scores
-    rows: list[int]
-    """See ``row_digests``."""
-
-    origin: Facts
+    rows: list[int]  # see ``row_digests``
+    origin: Facts  # everything besides rows and responses on which the scores depend
 
 
 @dataclass(slots=True)
-class CallNames:
+class NamedCalls:
     """Names the calls of ``generate``: by step, split, and number within both."""
 
-    step: int = 0
-    split: Split = "train"
-    number: int = -1
+    step: int = field(default=0, init=False)
+    split: Split = field(default="train", init=False)
+    number: int = field(default=-1, init=False)
 
     def begin(self, step: int, split: Split) -> None:
-        """Begin with call 0 of a step."""
+        """Begin with the responses of a step, or of the evaluation after it."""
         self.step, self.split, self.number = step, split, -1
 
-    def next(self) -> str:
+    def next_name(self) -> str:
         """Return the name of the next call."""
         self.number += 1
-        return self.current
+        return self.name
 
     @property
-    def current(self) -> str:
+    def name(self) -> str:
         """Name of the last call."""
         return name_of(self.step, self.split, self.number)
 
@@ -155,11 +153,7 @@ class RolloutFiles:
         return facts
 
     def read(self, name: str, facts: CallFacts) -> tuple[PromptBatch, RolloutBatch]:
-        """Read all columns of a call.
-
-        Raises:
-            ReplayError: the file is not as it was written.
-        """
+        """Read all columns of a call; raises ReplayError if the file is not as it was written."""
         file = self.folder / facts.file.name
         data = file.read_bytes()
         if zlib.crc32(data) != facts.file.crc32:
@@ -175,44 +169,32 @@ class RolloutFiles:
     def write_scores(
         self, name: str, scores: Scores, *, rows: Sequence[TokenizedRow], origin: Facts
     ) -> None:
-        """Write the scores of the responses of a call.
-
-        Args:
-            origin: everything besides rows and responses on which the scores depend.
-        """
-        early_B, left_out_B = scores.is_early_B, scores.is_left_out_B
-        values = {
-            "origin": origin,
-            "rows": row_digests(rows),
-            "names": scores.names,
-            "reward_weights_K": scores.reward_weights_K.tolist(),
-            "reward_parts_BK": scores.reward_parts_BK.tolist(),
-            "is_failed_BK": scores.is_failed_BK.tolist(),
-            "is_early_B": None if early_B is None else early_B.tolist(),
-            "is_left_out_B": None if left_out_B is None else left_out_B.tolist(),
-        }
+        """Write the scores of the responses of a call; ``origin`` as in `RecordedScores`."""
+        values: dict[str, object] = {"origin": origin, "rows": row_digests(rows)}
+        for column in fields(scores):
+            value = getattr(scores, column.name)
+            values[column.name] = value.tolist() if isinstance(value, Tensor) else value
         with self._writing():
             atomic_write_text(self._scores_file(name), to_json_text(values) + "\n")
 
     def read_scores(self, name: str) -> RecordedScores | None:
-        """Return the scores of a call, and all that they depend on; None if there are none.
-
-        Raises:
-            ReplayError: they cannot be read.
-        """
+        """Return the scores of a call, None if there are none; raises ReplayError."""
         path = self._scores_file(name)
         if not path.is_file():
             return None
         values = _read_json(path)
         shape = (-1, len(values["names"]))
-        early, left_out = values["is_early_B"], values.get("is_left_out_B")
+        optional = ("is_early_B", "is_unreadable_B", "is_left_out_B")
         scores = Scores(
             tuple(values["names"]),
             torch.tensor(values["reward_weights_K"], dtype=torch.float32),
             torch.tensor(values["reward_parts_BK"], dtype=torch.float32).view(shape),
             torch.tensor(values["is_failed_BK"], dtype=torch.bool).view(shape),
-            None if early is None else torch.tensor(early, dtype=torch.bool),
-            is_left_out_B=None if left_out is None else torch.tensor(left_out, dtype=torch.bool),
+            **{
+                name: torch.tensor(values[name], dtype=torch.bool)
+                for name in optional
+                if values.get(name) is not None
+            },
         )
         return RecordedScores(scores, values["rows"], values["origin"])
 
@@ -287,10 +269,7 @@ def _batch(kind: type[_Batch], tensors: Mapping[str, Tensor], prefix: str, *, si
         if lengths is None:
             columns[name] = values
             continue
-        known = offsets.setdefault(lengths.numpy().tobytes(), _offsets_of(lengths))
+        own = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        known = offsets.setdefault(lengths.numpy().tobytes(), own)
         columns[name] = torch.nested.nested_tensor_from_jagged(values, known)
     return kind(**columns, batch_size=[size])
-
-
-def _offsets_of(lengths_B: Tensor) -> Tensor:
-    return torch.cat([lengths_B.new_zeros(1), lengths_B.cumsum(0)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,13 +15,13 @@ from hybridrl.data.source import PromptStep
 from hybridrl.errors import ReplayError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
+from hybridrl.trainer.batches import rows_of_prompts
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.rollout_files import (
-    CallNames,
     Facts,
+    NamedCalls,
     RolloutFiles,
-    Split,
     row_digests,
     sampling_facts,
 )
@@ -34,11 +33,8 @@ log = logging.getLogger(__name__)
 class Origin:
     """The facts of a run on which its rollouts depend."""
 
-    rollouts: Facts
-    """Besides prompts and sampling."""
-
-    scores: Facts
-    """Besides responses and rows."""
+    rollouts: Facts  # besides prompts and sampling
+    scores: Facts  # besides responses and rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +45,8 @@ class Dump:
     origin: Origin
 
 
-class Rollouts(Generates, Reward, Protocol):
-    """Responses and their scores, step by step."""
-
-    def begin(self, step: int, split: Split) -> None:
-        """Begin with the responses of a step, or of the evaluation after it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRollouts:
+@dataclass(slots=True)
+class SampledRollouts(NamedCalls):
     """Samples and scores.
 
     With a dump, responses are written before anything else sees them: a step that fails leaves
@@ -68,17 +56,12 @@ class SampledRollouts:
     engines: Generates
     reward: Reward
     dump: Dump | None = None
-    names: CallNames = field(default_factory=CallNames)
-
-    def begin(self, step: int, split: Split) -> None:
-        """Begin a step."""
-        self.names.begin(step, split)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
         """Sample."""
         rollouts = self.engines.generate(prompts, sampling)
         if self.dump is not None:
-            name, origin = self.names.next(), self.dump.origin.rollouts
+            name, origin = self.next_name(), self.dump.origin.rollouts
             self.dump.files.write(name, prompts, rollouts, sampling=sampling, origin=origin)
         return rollouts
 
@@ -92,13 +75,13 @@ class SampledRollouts:
         """Score."""
         scores = self.reward(rollouts, task)
         if self.dump is not None:
-            name, origin = self.names.current, self.dump.origin.scores
-            self.dump.files.write_scores(name, scores, rows=task.rows, origin=origin)
+            origin = self.dump.origin.scores
+            self.dump.files.write_scores(self.name, scores, rows=task.rows, origin=origin)
         return scores
 
 
 @dataclass(slots=True)
-class ReplayedRollouts:
+class ReplayedRollouts(NamedCalls):
     """Returns the recorded responses to the prompts of a call, and their scores."""
 
     reward: Reward
@@ -106,15 +89,10 @@ class ReplayedRollouts:
 
     files: RolloutFiles
     origin: Origin
-    names: CallNames = field(default_factory=CallNames)
     index_P: list[int] = field(default_factory=list)
     """Positions of the last prompts among the recorded ones."""
 
     has_scored: bool = False
-
-    def begin(self, step: int, split: Split) -> None:
-        """Begin a step."""
-        self.names.begin(step, split)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
         """Read the responses to ``prompts``, which are all or some of the recorded ones.
@@ -122,7 +100,7 @@ class ReplayedRollouts:
         Raises:
             ReplayError: there are none, or those to other prompts, or of another sampling.
         """
-        name = self.names.next()
+        name = self.next_name()
         where = f"{name} of {self.files.folder}"
         facts = self.files.facts(name)
         if facts is None:
@@ -150,12 +128,8 @@ class ReplayedRollouts:
         return nullcontext(sampling)
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
-        """Return the scores of the responses that were read last.
-
-        Raises:
-            ReplayError: the file of the scores cannot be read.
-        """
-        recorded = self.files.read_scores(self.names.current)
+        """Return the scores of the responses that were read last."""
+        recorded = self.files.read_scores(self.name)
         if recorded is None:
             return self.reward(rollouts, task)
         changes = [*differences(recorded.origin, self.origin.scores)]
@@ -170,8 +144,11 @@ class ReplayedRollouts:
 
     def _rows(self, num_responses: int) -> Tensor:
         """Return the rows of the last prompts among the recorded rows, int64 [B]."""
-        index_P = torch.tensor(self.index_P)
-        return (index_P[:, None] * num_responses + torch.arange(num_responses)).view(-1)
+        return rows_of_prompts(torch.tensor(self.index_P), num_responses)
+
+
+Rollouts = SampledRollouts | ReplayedRollouts
+"""Responses and their scores, step by step."""
 
 
 def head_and_tail(task: PromptStep, num_prompts: int) -> PromptStep:
@@ -180,16 +157,11 @@ def head_and_tail(task: PromptStep, num_prompts: int) -> PromptStep:
     num_all = len(task.rows)
     if num_prompts == num_all:
         return task
-    chosen = [*range(num_prompts - num_tail), *range(num_all - num_tail, num_all)]
-    return PromptStep(task.prompts[chosen], tuple(task.rows[p] for p in chosen))
+    return task.at([*range(num_prompts - num_tail), *range(num_all - num_tail, num_all)])
 
 
 def require_same_origin(recorded: Facts, now: Facts, *, where: str) -> None:
-    """Compare model, tokenizer and agent with those of the recorded run.
-
-    Raises:
-        ReplayError: names the facts that differ.
-    """
+    """Compare model, tokenizer and agent with those of a recorded run; raises ReplayError."""
     changes = [*differences(recorded, now)]
     if changes:
         raise ReplayError(

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from hybridrl.batch import CriticBatch, LogprobBatch, RolloutBatch, TrainBatch
-from hybridrl.metrics import Metrics
+from hybridrl.algorithms.kl import KLCoefficient
+from hybridrl.batch import CriticBatch, LogprobBatch, RolloutBatch
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages, describe_values
-from hybridrl.trainer.batches import Batches
-from hybridrl.trainer.clock import Clock
-from hybridrl.trainer.collect import Collected, Collector, Reward, ScoredRollouts
-from hybridrl.trainer.kl_coefficient import KLCoefficient
+from hybridrl.trainer.batches import Batches, ScoredRollouts
+from hybridrl.trainer.collect import Collected, Collector, Reward
 from hybridrl.trainer.policy import Critic, Policy
-from hybridrl.trainer.step_metrics import StepReport
+from hybridrl.trainer.step_metrics import Clock, StepReport
 from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
-
-
-class UpdatePolicy(Protocol):
-    """``Policy.update``, or its replacement while only the critic learns."""
-
-    def __call__(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
-        """Take the optimizer steps of one rollout batch."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +57,9 @@ class ActorCriticOptimization:
     kl: KLCoefficient
     build_batch: TrainBatches
     balance_critic: Callable[[CriticBatch], CriticBatch]
-    update_policy: UpdatePolicy
+    policy_learns: bool = True
+    """False in the critic's warm-up."""
+
     on_phase: Callable[[str], None] | None = None
 
     def step(self) -> StepReport:
@@ -94,7 +85,9 @@ class ActorCriticOptimization:
             values = describe_values(critic_batch.returns_BL, values_BL, mask_BL)
         with clock("update"):
             critic_update = self.critic.update(self.balance_critic(critic_batch))  # meanwhile:
-            update = self.update_policy(batch, kl_coefficient=self.kl.in_loss) | targets.charged
+            update = targets.charged
+            if self.policy_learns:
+                update = self.policy.update(batch, kl_coefficient=self.kl.in_loss) | update
             update = update | critic_update.get() | values
         metrics = update | self.kl.adapt(update)
         return StepReport(collected.everything, metrics, clock)

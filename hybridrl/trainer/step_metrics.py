@@ -1,26 +1,55 @@
-"""The results of one step, and the metrics that describe it."""
+"""The results of one step: its seconds by phase, and the metrics that describe it."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrl.algorithms.rollout_correction import effective_sample_fraction
 from hybridrl.batch import RolloutBatch, response_lengths, row_lengths, row_offsets
 from hybridrl.data.source import PromptStep
+from hybridrl.diagnostics import trace
 from hybridrl.metrics import Max, Mean, Metrics, Min
 from hybridrl.rewards.report import mean_of, reward_metrics
 from hybridrl.rewards.scorer import Scores
-from hybridrl.trainer.clock import Clock
-from hybridrl.trainer.collect import ScoredRollouts
+from hybridrl.trainer.batches import ScoredRollouts
 
 _LOOKED_AT, _LONGEST_PERIOD, _SHARE = 512, 128, 0.9
 """The end of a response at which is looked, its last token left out; tokens of one repetition; and
 how many of the tokens must repeat."""
+
+
+class Clock:
+    """Times the phases of one step; ``on_phase`` hears of each as it begins."""
+
+    def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
+        self._begin = time.perf_counter()
+        self._on_phase = on_phase
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time one phase; one that comes again adds to its seconds."""
+        if self._on_phase is not None:
+            self._on_phase(phase)
+        begin = time.perf_counter()
+        try:
+            with trace.span(phase):
+                yield
+        finally:
+            took_s = time.perf_counter() - begin
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + took_s
+
+    def metrics(self) -> Metrics:
+        """Return ``time/<phase>_s`` of each phase and ``time/step_s`` of the step."""
+        phases: Metrics = {f"time/{phase}_s": Mean(s) for phase, s in self._seconds.items()}
+        return phases | {"time/step_s": Mean(time.perf_counter() - self._begin)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +76,24 @@ class StepReport:
             },
             **describe_lengths(rollouts),
             **self.update,
-            **_effective_samples(self.update),
+            **effective_samples(self.update),
             **timings,
             **_throughput(rollouts, self.update, timings),
         }
 
 
-def _effective_samples(update: Metrics) -> Metrics:
-    """Derive the share from sums over all micro-batches and ranks: it cannot be averaged."""
+def effective_samples(update: Metrics) -> Metrics:
+    """Return ``(sum w)^2 / (n sum w^2)``, the share of samples that would do, unweighted.
+
+    Derived from sums over all micro-batches and ranks, since it cannot be averaged. 1 for equal
+    weights, 0 without any; verl's ``eff_sample_size`` is this fraction, too.
+    """
     ratio = update.get("policy/sampler_ratio/mean")
     chi_square = update.get("policy/sampler_chi_square/mean")
     if ratio is None or chi_square is None:
         return {}
-    share = effective_sample_fraction(ratio.value, chi_square.value + 1, 1)
+    mean_square = chi_square.value + 1
+    share = ratio.value**2 / mean_square if mean_square else 0.0
     return {"policy/effective_sample_fraction": Mean(share)}
 
 
@@ -67,10 +101,6 @@ def rewards_by_source(task: PromptStep, scores: Scores) -> dict[str, Mean]:
     """Return the mean reward of each source, if there are several; else nothing.
 
     A name of the hub, as ``openai/gsm8k``, becomes one word of a metric's name: ``openai_gsm8k``.
-
-    Args:
-        task: P prompts.
-        scores: of P * G responses, those to one prompt adjacent.
     """
     rewards = scores.rewards_B.tolist()
     num_responses = len(rewards) // len(task.rows)

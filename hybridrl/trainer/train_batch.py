@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.load import Part
-from hybridrl.algorithms.overlong import without_rows
 from hybridrl.algorithms.rollout_correction import SamplerCorrection
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.batch import (
@@ -136,13 +136,9 @@ def build_train_batch(
 def build_critic_batch(
     rollouts: RolloutBatch, values_BL: Tensor, targets: Targets, *, is_kept_B: Tensor | None = None
 ) -> CriticBatch:
-    """Build the batch of the critic's update, [B] rows.
+    """Build the batch of the critic's update; raises TrainingError if there are no returns.
 
-    Args:
-        is_kept_B: bool, rows to learn from: the masks of others are empty. None: all.
-
-    Raises:
-        TrainingError: the advantage gave no returns.
+    ``is_kept_B`` are the rows to learn from, None is all: the masks of others are empty.
     """
     if targets.returns_BL is None:
         raise TrainingError("a critic learns from returns, and the advantage gave none")
@@ -165,11 +161,7 @@ def balance(batch: Rows, *, dp_size: int, num_minibatches: int) -> Rows:
 
 
 def correct_for_sampler(part: Part, batch: TrainBatch) -> TrainBatch:
-    """Give each token its weight, and take rejected tokens out of the response mask.
-
-    Raises:
-        TrainingError: the batch has no old log-probs.
-    """
+    """Give each token its weight, and take rejected tokens out of the response mask."""
     if batch.old_logprobs_BL is None:
         raise TrainingError(
             "algorithm.rollout_correction compares old log-probs with the sampler's, and the batch "
@@ -188,3 +180,14 @@ def correct_for_sampler(part: Part, batch: TrainBatch) -> TrainBatch:
     batch.sampler_weights_BL = jagged_from(weights_T, lengths_B)
     batch.response_mask_BL = jagged_from(kept_T, lengths_B)
     return batch
+
+
+def without_rows(response_mask_BL: Tensor, is_left_out_B: Tensor) -> Tensor:
+    """Take all tokens of some rows out of the loss, as those of truncated responses.
+
+    Their rewards still count in their group's baseline, as in TRL's mask_truncated_completions.
+    """
+    lengths_B = row_lengths(response_mask_BL)
+    is_kept_T = np.repeat(np.logical_not(is_left_out_B.numpy()), lengths_B.numpy())
+    is_kept_T &= response_mask_BL.values().numpy()
+    return jagged_from(torch.from_numpy(is_kept_T), lengths_B)

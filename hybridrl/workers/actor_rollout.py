@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from hybridrl.algorithms.advantages.optimal_token_baseline import squared_probs
 from hybridrl.algorithms.load import require_part
-from hybridrl.algorithms.squared_probs import squared_probs
 from hybridrl.batch import (
     LogprobBatch,
     PromptBatch,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.policy_losses.result import PolicyLoss
+from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.config import parts
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from hybridrl.algorithms.kl import (
     KLGradient,
     absolute,
-    adapt_coefficient,
     estimate_response_kl,
     k1,
     k2,
@@ -127,19 +126,3 @@ def test_only_response_tokens_are_estimated() -> None:
     reference = jagged([torch.tensor([nan, -2.0, -3.0]), torch.tensor([nan]), torch.tensor([-2.0])])
     kl_BL = estimate_response_kl(old, reference, mask, estimator=k1)
     assert kl_BL.values().tolist() == [0.0, 1.0, 2.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("kl_nats", "expected"),
-    [
-        (0.11, 0.5 * (1 + 0.1 * 64 / 1000)),
-        (9.0, 0.5 * (1 + 0.2 * 64 / 1000)),  # the error counts up to a fifth
-        (0.0, 0.5 * (1 - 0.2 * 64 / 1000)),
-        (0.1, 0.5),
-        (math.nan, 0.5),
-        (math.inf, 0.5),
-    ],
-)
-def test_a_coefficient_moves_towards_its_target(kl_nats: float, expected: float) -> None:
-    adapted = adapt_coefficient(0.5, kl_nats, 64, target_nats=0.1, horizon=1000)
-    assert adapted == pytest.approx(expected)

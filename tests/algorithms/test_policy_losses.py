@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.algorithms.policy_losses.ppo import ppo_clip
-from hybridrl.algorithms.policy_losses.result import PolicyLoss
 
 
 def surrogate(ratios: list[float], advantages: list[float]) -> tuple[PolicyLoss, torch.Tensor]:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybridrl.algorithms.reward_model_loss import bradley_terry
+from hybridrl.algorithms.value_loss import bradley_terry
 
 
 def test_the_loss_is_that_of_bradley_and_terry() -> None:

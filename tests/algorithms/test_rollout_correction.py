@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hybridrl.algorithms.rollout_correction import (
     SamplerCorrection,
-    effective_sample_fraction,
     importance,
 )
 from hybridrl.algorithms.token_rows import TokenRows
@@ -123,17 +122,6 @@ def test_a_batch_without_tokens_has_no_weights() -> None:
     rows = TokenRows.on_one_rank(torch.zeros(0, dtype=torch.int64), 2)
     numbers: dict[str, Any] = {"normalize": True, "reject": "seq_max_k2 <= 1", "veto": 0.1}
     assert len(importance(nothing_T, nothing_T, rows, level="sequence", **numbers).weights_T) == 0
-    assert effective_sample_fraction(0.0, 0.0, 0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [([2.0, 2.0, 2.0], 1.0), ([1.0, 0.0, 0.0, 0.0], 0.25), ([3.0, 1.0], 0.8)],
-)
-def test_effective_samples_are_a_fraction(weights: list[float], expected: float) -> None:
-    squares = sum(weight**2 for weight in weights)
-    fraction = effective_sample_fraction(sum(weights), squares, len(weights))
-    assert fraction == pytest.approx(expected)
 
 
 CORRECTIONS: list[dict[str, Any]] = [

@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl.checkpoint.manifest import FileEntry, Manifest, RunFingerprint, RunState
 from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
-from hybridrl.data.sampler_state import SamplerState
+from hybridrl.data.rows import SamplerState
 from hybridrl.errors import CheckpointError
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.columns import Columns, columns_of
 from hybridrl.data.conversations import (
     build_conversation_batch,
     pad_token_of,
     tokenize_conversation_pairs,
 )
-from hybridrl.data.preferences import PreferencePair
+from hybridrl.data.examples import PreferencePair
+from hybridrl.data.parsing import Columns, columns_of
 from hybridrl.data.rows import Row, fingerprint
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import DataError

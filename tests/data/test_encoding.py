@@ -16,11 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.data.columns import Columns
-from hybridrl.data.encoding import Chunk, RowEncoder, encode_by_processes
-from hybridrl.data.parsing import RawRow
+from hybridrl.data.parsing import Columns, RawRow
 from hybridrl.data.rows import Row
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.data.tokenizing import Chunk, RowEncoder, encode_by_processes
 from hybridrl.errors import DataError
 from tests.waiting import wait_until, wait_until_gone
 
@@ -101,7 +100,7 @@ ENDLESS = """
     import itertools, logging, signal, sys
     sys.path.insert(0, {root!r})
     from tests.data.test_encoding import ENCODER, chunk_of
-    from hybridrl.data.encoding import encode_by_processes
+    from hybridrl.data.tokenizing import encode_by_processes
 
     def main():
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job ignores it

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybridrl.data.columns import Columns
+from hybridrl.data.parsing import Columns
 from hybridrl.data.rows import (
     Message,
     Row,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.data.columns import Columns
-from hybridrl.data.preferences import PreferencePair, build_preference_batch, tokenize_pairs
+from hybridrl.data.examples import PreferencePair, build_preference_batch, tokenize_pairs
+from hybridrl.data.parsing import Columns
 from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.data.tasks import build_sort_digits_rows

@@ -13,9 +13,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybridrl.data.columns import Columns
-from hybridrl.data.prepare import main, prepare
-from hybridrl.data.published import last_boxed
+from hybridrl.data.parsing import Columns
+from hybridrl.data.prepare import last_boxed, main, prepare
 from hybridrl.errors import DataError
 from tests.data.tokenized import read_rows
 from tests.docs.blocks import blocks

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from hybridrl.data.columns import Columns
+from hybridrl.data.parsing import Columns
 from hybridrl.data.rows import Row, fingerprint
 from hybridrl.errors import DataError
 from tests.data.tokenized import read_rows

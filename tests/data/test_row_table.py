@@ -14,13 +14,12 @@ import pyarrow
 import pytest
 
 from hybridrl.data import row_table, tokenizing
-from hybridrl.data.columns import Columns
-from hybridrl.data.encoding import RowEncoder
 from hybridrl.data.files import RowFiles
+from hybridrl.data.parsing import Columns
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.data.tokenizing import Resources, tokenize_files
+from hybridrl.data.tokenizing import Resources, RowEncoder, tokenize_files
 from hybridrl.errors import DataError
 from tests.data.tokenized import tokenize_rows
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.data.rows import Message, Row, fingerprint
+from hybridrl.data.rows import Message, Row, SamplerState, fingerprint
 from hybridrl.data.sampler import MixSampler, RowSampler
-from hybridrl.data.sampler_state import SamplerState
 from hybridrl.data.source import prompt_seed
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import DataError
@@ -60,11 +59,6 @@ def test_epochs_are_counted_with_their_fraction() -> None:
     source = sampler(4)
     source.draw(6)
     assert source.epoch == 1.5
-
-
-def test_no_rows_is_an_error() -> None:
-    with pytest.raises(DataError, match="no rows to draw from"):
-        sampler(0)
 
 
 def test_a_state_saved_over_other_rows_is_refused() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.data.examples import build_supervised_batch
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptSource, build_prompt_step, prompt_seed
-from hybridrl.data.supervised import build_supervised_batch
 from hybridrl.errors import DataError
 from tests.data.tokenized import source_of, tokenize_rows
 

@@ -9,9 +9,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data.conversations import render_conversation
-from hybridrl.data.prompts import TokenizedRow, render
+from hybridrl.data.prompts import SpecialTokens, TokenizedRow, render
 from hybridrl.data.rows import Message, Row
-from hybridrl.data.special_tokens import SpecialTokens
 from tests.agents.chat_templates import FAMILIES, build_tokenizer
 
 TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}

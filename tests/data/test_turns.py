@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.columns import Columns
+from hybridrl.data.examples import assistant_mask, build_supervised_batch
+from hybridrl.data.parsing import Columns
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message, Row
-from hybridrl.data.supervised import assistant_mask, build_supervised_batch
 from hybridrl.errors import DataError
 from tests.data.tokenized import read_rows, tokenize_rows
 

@@ -7,15 +7,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.columns import Columns
-from hybridrl.data.encoding import RowEncoder
 from hybridrl.data.files import RowFiles
+from hybridrl.data.parsing import Columns
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row, fingerprint
 from hybridrl.data.sampler import RowSampler
 from hybridrl.data.source import PromptSource
-from hybridrl.data.tokenizing import encode_rows
+from hybridrl.data.tokenizing import RowEncoder, encode_rows
 
 
 def read_rows(

@@ -11,14 +11,14 @@ import pytest
 import torch
 import transformers
 
-from hybridrl.data import sampler, starter_tokenizer, supervised, tasks
+from hybridrl.data import examples, sampler, starter_tokenizer, tasks
 from hybridrl.run import offline, rows, starter
 from hybridrl.trainer import offline as fine_tuning
 from hybridrl.workers.train import optimizer
 from tests.config.values import config_of
 
 DECIDING = [
-    *(sampler, starter_tokenizer, supervised, tasks),  # rows, their order and their tokens
+    *(examples, sampler, starter_tokenizer, tasks),  # rows, their order and their tokens
     *(starter, offline, rows, fine_tuning, optimizer),  # first weights, batches and steps
 ]
 

@@ -12,8 +12,9 @@ from hybridrl.algorithms.load import Part
 from hybridrl.batch import LogprobBatch, RolloutBatch, jagged
 from hybridrl.errors import TrainingError
 from hybridrl.rewards.scorer import Scores
-from hybridrl.trainer.advantages import Advantages, Charges, Targets, describe_values
-from hybridrl.trainer.collect import Collected, ScoredRollouts
+from hybridrl.trainer.advantages import Advantages, Targets, describe_values
+from hybridrl.trainer.batches import ScoredRollouts
+from hybridrl.trainer.collect import Collected
 
 MASK_BL = jagged([torch.tensor([False, True, True]), torch.tensor([False, True])])
 VALUES_BL = jagged([torch.tensor([0.0, 0.25, 0.5]), torch.tensor([0.0, 1.0])])
@@ -51,12 +52,12 @@ def targets_of(
     soft_overlong_tokens: int = 0,
     values_BL: Tensor | None = None,
 ) -> Targets:
-    charges = Charges(
+    advantages = Advantages(
+        part=part,
         kl_estimator=Part.of(k1) if kl else None,
         soft_overlong_tokens=soft_overlong_tokens,
         max_response_tokens=2,
     )
-    advantages = Advantages(part=part, charges=charges)
     return advantages(collected(), logprobs, kl=kl, values_BL=values_BL)
 
 
@@ -117,12 +118,16 @@ def test_rewards_of_an_agent_stay_with_their_turns() -> None:
         torch.tensor([[3.0, 0.75], [5.0, 0.0]]),
         torch.tensor([[False, False], [False, True]]),
     )
-    charges = Charges(kl_estimator=None, soft_overlong_tokens=2, max_response_tokens=2)
     for part, expected in (
         (rewards_of_tokens, [0.0, 0.5, 1.0 + 1.5 - 1.0, 0.0, 2.5 - 0.5]),
         (rewards_of_rows, [0.0, 2.0, 2.0, 0.0, 2.0]),
     ):
-        advantages = Advantages(part=Part.of(part), charges=charges, agent_names=("own",))
+        advantages = Advantages(
+            part=Part.of(part),
+            soft_overlong_tokens=2,
+            max_response_tokens=2,
+            agent_names=("own",),
+        )
         targets = advantages(collected(scores, agent_rewards_BL), NO_LOGPROBS, kl=0.0)
         assert targets.advantages_BL.values().tolist() == expected
 

@@ -16,9 +16,9 @@ from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.batches import DrawnBatches
-from hybridrl.trainer.clock import Clock
-from hybridrl.trainer.collect import Collected, Collector, ScoredRollouts
+from hybridrl.trainer.batches import DrawnBatches, ScoredRollouts
+from hybridrl.trainer.collect import Collected, Collector
+from hybridrl.trainer.step_metrics import Clock
 from tests.data.tokenized import source_of
 
 NUM_PROMPTS, NUM_RESPONSES = 3, 2

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.kl import KLCoefficient
 from hybridrl.algorithms.load import require_part
 from hybridrl.batch import (
     CriticBatch,
@@ -45,7 +46,6 @@ from hybridrl.trainer.build_algorithm import (
     build_actor_critic,
     build_policy_optimization,
 )
-from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.workers.build import build_policy_loss
 from hybridrl.workers.train.backend import StepOutcome
 from hybridrl.workers.train.collectives import Ranks

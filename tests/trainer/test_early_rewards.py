@@ -23,8 +23,7 @@ from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import RewardError
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from hybridrl.sampler import Reporter, Sample, SamplingParams
-from hybridrl.trainer.early_rewards import EarlyRewards, reward_inputs
-from hybridrl.trainer.reward import TextReward
+from hybridrl.trainer.reward import EarlyRewards, TextReward, reward_inputs
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.drawn import cases
 

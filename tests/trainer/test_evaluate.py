@@ -10,15 +10,15 @@ import torch
 
 from hybridrl.batch import PromptBatch, RolloutBatch
 from hybridrl.config.eval import EvalSet
-from hybridrl.data.answers import response_answers
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.data.tokenizer import decode_responses
 from hybridrl.metrics import Mean, Metrics, check_declared
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import Sample, SamplingParams
-from hybridrl.trainer.evaluate import EvalTask, Evaluator
+from hybridrl.trainer.evaluate import EvalTask, Evaluator, extract_answer
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.config.values import config_of
 
@@ -53,7 +53,7 @@ class Exact:
         return nullcontext(sampling)
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
-        answers = response_answers(rollouts, tokenizer=TOKENIZER)
+        answers = [extract_answer(text) for text in decode_responses(rollouts, TOKENIZER)]
         num_responses = len(answers) // len(task.rows)
         rewards = [
             float(answer == task.rows[row // num_responses].row.answer)
@@ -86,7 +86,7 @@ def evaluate(
         policy=speaker,
         take_agent_metrics=take_agent_metrics,
         reward=Exact(),
-        extract=lambda rollouts: response_answers(rollouts, tokenizer=TOKENIZER),
+        tokenizer=TOKENIZER,
         correct_reward=1.0,
         num_resamples=num_resamples,
         seed=0,

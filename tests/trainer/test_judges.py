@@ -18,7 +18,7 @@ from hybridrl.rewards.report import reward_metrics
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.trainer.judges import JudgeAnswers, load_judges
+from hybridrl.trainer.reward_models import JudgeAnswers, load_judges
 from hybridrl.workers.engine_settings import frozen_config
 from tests.config.values import config_of
 from tests.tiny_models import make_tiny_model

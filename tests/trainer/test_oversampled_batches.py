@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged
-from hybridrl.data.sampler_state import SamplerState
+from hybridrl.data.rows import SamplerState
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.batches import OversampledBatches
 from tests.trainer.test_batches import SAMPLING, source_of_prompts

@@ -15,8 +15,9 @@ from hybridrl.algorithms.load import Part
 from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch
 from hybridrl.rewards.scorer import Scores
 from hybridrl.single_controller.payload import concat_rows, take_rows
-from hybridrl.trainer.advantages import Advantages, Charges, Targets
-from hybridrl.trainer.collect import Collected, ScoredRollouts
+from hybridrl.trainer.advantages import Advantages, Targets
+from hybridrl.trainer.batches import ScoredRollouts
+from hybridrl.trainer.collect import Collected
 from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.drawn import cases
@@ -89,10 +90,10 @@ def test_each_sampled_token_gets_the_advantage_of_its_response(
     scores = Scores(("r",), torch.ones(1), rewards_B[:, None], torch.zeros(8, 1, dtype=torch.bool))
     no_task: Any = None
     collected = Collected.of(ScoredRollouts(no_task, rollouts, scores))
-    charges = Charges(kl_estimator=None, soft_overlong_tokens=0, max_response_tokens=9)
     no_logprobs = LogprobBatch(batch_size=[8])
 
-    targets = Advantages(part=Part.of(grpo), charges=charges)(collected, no_logprobs, kl=0.0)
+    advantages = Advantages(part=Part.of(grpo), max_response_tokens=9)
+    targets = advantages(collected, no_logprobs, kl=0.0)
     batch = TrainBatches(
         dp_size=DP_SIZE,
         num_minibatches=NUM_MINIBATCHES,

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from statistics import fmean
+
 import pytest
 import torch
 
 from hybridrl.batch import RolloutBatch, jagged
-from hybridrl.metrics import check_declared
-from hybridrl.trainer.step_metrics import describe_lengths
+from hybridrl.metrics import Mean, check_declared
+from hybridrl.trainer.step_metrics import describe_lengths, effective_samples
 
 
 @pytest.mark.shows("4.20")
@@ -29,3 +31,18 @@ def test_a_response_that_ends_in_a_loop_counts_as_repeating() -> None:
     metrics = describe_lengths(rollouts)
     assert metrics["rollout/repetition_fraction"].value == 0.25
     check_declared(metrics)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [([2.0, 2.0, 2.0], 1.0), ([1.0, 0.0, 0.0, 0.0], 0.25), ([3.0, 1.0], 0.8), ([0.0], 0.0)],
+)
+def test_effective_samples_are_a_fraction(weights: list[float], expected: float) -> None:
+    mean_square = fmean(weight**2 for weight in weights)
+    metrics = effective_samples(
+        {
+            "policy/sampler_ratio/mean": Mean(fmean(weights)),
+            "policy/sampler_chi_square/mean": Mean(mean_square - 1),
+        }
+    )
+    assert metrics["policy/effective_sample_fraction"].value == pytest.approx(expected)

@@ -14,8 +14,9 @@ from hybridrl.algorithms.rollout_correction import importance
 from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch, jagged
 from hybridrl.errors import TrainingError
 from hybridrl.rewards.scorer import Scores
+from hybridrl.trainer.batches import ScoredRollouts
 from hybridrl.trainer.build_algorithm import with_time_limit
-from hybridrl.trainer.collect import Collected, ScoredRollouts
+from hybridrl.trainer.collect import Collected
 from hybridrl.trainer.train_batch import TrainBatches
 
 MASK_BL = jagged([torch.tensor([False, *[True] * n]) for n in (2, 1, 3, 1)])

@@ -21,5 +21,6 @@ where all groups are so.
     whiten: shifts and scales the advantages to mean 0 and std 1 over all response tokens.
     singletons: ``reward`` keeps the reward of a group of one, ``zero`` gives it no signal.
 
-Legend: B rows, L tokens of a row (jagged), S response tokens of all rows.
+Legend, of all files here: B rows, L tokens of a row (jagged), S response tokens of all rows, K
+turns of all rows; in ``gdpo`` K reward functions.
 """

@@ -1,7 +1,4 @@
-"""Generalized advantage estimation over turns, and over the tokens of each turn.
-
-Legend: B rows, L tokens of a row (jagged), S response tokens of all rows, K turns of all rows.
-"""
+"""Generalized advantage estimation over turns, and over the tokens of each turn."""
 
 from __future__ import annotations
 
@@ -9,10 +6,8 @@ import numpy as np
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.gae import AdvantageEstimate
-from hybridrl.algorithms.discounting import next_values, sum_discounted
-from hybridrl.algorithms.response_tokens import ResponseTokens
-from hybridrl.algorithms.turns import Turns
-from hybridrl.algorithms.whitening import whiten as whiten_tokens
+from hybridrl.algorithms.response_tokens import ResponseTokens, Turns, next_values, sum_discounted
+from hybridrl.algorithms.response_tokens import whiten as whiten_tokens
 from hybridrl.config.limits import Discount
 
 
@@ -39,11 +34,6 @@ def bi_level_gae(
     turn; here turns are runs of response tokens. And rewards inside of turn ``k + 1`` (a KL charge)
     count as part of ``V[k+1]``, so that with all three numbers 1 it is ``gae`` with ``lam=1``. Of
     rows with one turn it is ``gae``. The authors run with ``gamma_turn=0.95``.
-
-    Args:
-        gamma: discount per token within a turn, in [0, 1].
-        lam: in [0, 1], over turns and over the tokens of each.
-        gamma_turn: discount per turn, in [0, 1].
     """
     tokens = ResponseTokens.of(response_mask_BL)
     rewards_S, values_S = tokens.select(rewards_BL), tokens.select(values_BL)

@@ -1,7 +1,4 @@
-"""On-policy distillation: the teacher scores the tokens that the student sampled.
-
-Legend: B rows, L tokens of a row (jagged).
-"""
+"""On-policy distillation: the teacher scores the tokens that the student sampled."""
 
 from __future__ import annotations
 
@@ -32,15 +29,11 @@ def distillation(
     with the current student's log-probs, which are the old ones at the first optimizer step.
 
     Args:
-        old_logprobs_BL: jagged float32 nats, of the student before the update.
         teacher_logprobs_BL: jagged float32 nats, of the same tokens at the same temperature.
-        response_mask_BL: jagged bool; other tokens may hold anything, NaN too.
+        response_mask_BL: other tokens may hold anything, NaN too.
         estimator: ``k1`` is the difference. ``k3`` is ``-(exp(d) - 1 - d)``, ``d`` the difference:
             never positive, and biased as an advantage.
         limit: nats; advantages are clamped to +-limit.
-
-    Returns:
-        Jagged float32 [B, L] nats, without gradient, 0 where the mask is False.
     """
     tokens = ResponseTokens.of(response_mask_BL)
     advantages_S = tokens.select(teacher_logprobs_BL)

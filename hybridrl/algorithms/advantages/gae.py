@@ -1,7 +1,4 @@
-"""Generalized advantage estimation: how much better a response did, token by token, than expected.
-
-Legend: B rows, L tokens of a row (jagged), S response tokens of all rows.
-"""
+"""Generalized advantage estimation: how much better each token did than expected."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from hybridrl.algorithms.discounting import next_values, sum_discounted
-from hybridrl.algorithms.response_tokens import ResponseTokens
-from hybridrl.algorithms.whitening import whiten as whiten_tokens
+from hybridrl.algorithms.response_tokens import ResponseTokens, next_values, sum_discounted
+from hybridrl.algorithms.response_tokens import whiten as whiten_tokens
 from hybridrl.config.limits import Discount
 
 

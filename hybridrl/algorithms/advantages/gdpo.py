@@ -1,7 +1,4 @@
-"""Several reward functions, each compared within the group before they are summed.
-
-Legend: B rows, K reward functions.
-"""
+"""Several reward functions, each compared within the group before they are summed."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.grpo import grpo
-from hybridrl.algorithms.response_tokens import ResponseTokens
-from hybridrl.algorithms.whitening import whiten_rows
+from hybridrl.algorithms.response_tokens import whiten_rows
+from hybridrl.batch import response_lengths
 from hybridrl.config.limits import StdFloor
 
 
@@ -38,15 +35,14 @@ def gdpo(
         whiten_over: ``sequences`` counts each row once, ``(x - mean) / (std + std_floor)``: the
             paper as TRL restates it; TRL is ``std_floor=1e-4``. ``tokens`` is verl: a row counts
             once for each of its tokens, ``(x - mean) / sqrt(var + 1e-8)``.
-        singletons: ``reward`` (verl) keeps the rewards of a group of one, ``zero`` gives it none.
-            Either is whitened with the others.
+        singletons: ``reward`` is verl; either is whitened with the others.
     """
     summed_B = torch.zeros(len(group_B), dtype=torch.float64)
     for rewards_B, weight in zip(reward_parts_BK.unbind(1), reward_weights_K.double(), strict=True):
         scaled_B = grpo(rewards_B, group_B, std_floor=std_floor, singletons=singletons)
         summed_B += weight * scaled_B.double()
     if whiten_over == "tokens":
-        lengths_B = torch.from_numpy(ResponseTokens.of(response_mask_BL).lengths_B)
+        lengths_B = response_lengths(response_mask_BL)
         return whiten_rows(summed_B, lengths_B).float()
     if len(summed_B) < 2:
         return torch.zeros(len(summed_B))

@@ -1,7 +1,4 @@
-"""Group policy gradient: centred rewards, scaled up where few groups have a signal.
-
-Legend: B rows.
-"""
+"""Group policy gradient: centred rewards, scaled up where few groups have a signal."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ def gpg(
             and a group of one whose reward is kept.
             ``nonzero_rewards`` is verl: it counts rows with a reward that is not 0, so that an
             all-correct group has a signal, and the wrong rows of a mixed group have none.
-        singletons: ``reward`` (verl) keeps the reward of a group of one, ``zero`` gives it none.
-
-    Returns:
-        float32 [B], without gradient. All 0 where no group has a signal.
+        singletons: ``reward`` is verl.
     """
     rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
     centered_B = groups.subtract(rewards_B, groups.mean(rewards_B), singletons=singletons)

@@ -1,7 +1,4 @@
-"""Each response against the other responses to its prompt, in units of their spread.
-
-Legend: B rows.
-"""
+"""Each response against the other responses to its prompt, in units of their spread."""
 
 from __future__ import annotations
 
@@ -33,10 +30,9 @@ def grpo(
             the ``batch``, not centred, is Lite PPO (arXiv:2508.08221). ``none`` does not divide:
             Dr. GRPO (arXiv:2503.20783, 3), since the division favours prompts that are nearly
             always right or nearly always wrong.
-        std_floor: reward units, above 0. Keeps near-constant groups from exploding.
+        std_floor: keeps near-constant groups from exploding.
         unbiased: True divides the squares by n - 1, False by n.
-        singletons: ``reward`` keeps the reward of a group of one, without dividing by a group's
-            std; ``zero`` says that it has no signal.
+        singletons: ``reward`` does not divide by a group's std.
 
     Returns:
         float32 [B], without gradient, unitless or with ``none`` in reward units. A group of equal
@@ -65,9 +61,6 @@ def grpo_passk(
     ``A = (r_max - r_second) / (std_g r + std_floor)``: the gradient of the largest reward of the
     group (pass@k with k = n, arXiv:2503.19595). Without the std it is the exact leave-one-out
     marginal of that maximum. The division is verl's default; whether the paper has it was not seen.
-
-    Args:
-        scale: ``group`` divides by the group's std (n - 1), ``none`` does not.
 
     Returns:
         float32 [B], without gradient. All 0 where two responses share the largest reward, and in

@@ -1,4 +1,4 @@
-"""Online policy mirror descent: rewards against a soft baseline. Legend: B rows."""
+"""Online policy mirror descent: rewards against a soft baseline."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""The baseline of least variance, if gradients grow with length. Legend: B rows."""
+"""The baseline of least variance, if gradients grow with length."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from hybridrl.algorithms.groups import Groups
-from hybridrl.algorithms.response_tokens import ResponseTokens
+from hybridrl.batch import response_lengths
 
 
 def opo(
@@ -31,6 +30,6 @@ def opo(
         group has no response tokens the baseline is 0; verl gives NaN.
     """
     rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
-    lengths_B = torch.from_numpy(ResponseTokens.of(response_mask_BL).lengths_B)
+    lengths_B = response_lengths(response_mask_BL)
     baselines_B = groups.sum(rewards_B * lengths_B) / groups.sum(lengths_B).clamp(min=1)
     return groups.subtract(rewards_B, baselines_B, singletons=singletons).float()

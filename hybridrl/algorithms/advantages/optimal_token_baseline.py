@@ -1,7 +1,4 @@
-"""A baseline of its own for each token, of least variance over the responses to its prompt.
-
-Legend: B rows, L tokens of a row (jagged), S response tokens of all rows.
-"""
+"""A baseline of its own for each token, of least variance over the responses to its prompt."""
 
 from __future__ import annotations
 
@@ -11,9 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.discounting import sum_discounted
 from hybridrl.algorithms.groups import Groups
-from hybridrl.algorithms.response_tokens import Doubles, Floats, Integers, ResponseTokens
+from hybridrl.algorithms.response_tokens import (
+    Doubles,
+    Floats,
+    Integers,
+    ResponseTokens,
+    sum_discounted,
+)
+from hybridrl.batch import jagged_from, row_lengths
 
 
 def optimal_token_baseline(
@@ -57,6 +60,24 @@ def optimal_token_baseline(
     if singletons == "zero":
         advantages_S[np.repeat(groups.sizes_B.numpy() == 1, tokens.lengths_B)] = 0.0
     return tokens.to_rows(advantages_S)
+
+
+def squared_probs(
+    logprobs_BL: Tensor, half_temperature_logprobs_BL: Tensor, response_mask_BL: Tensor
+) -> Tensor:
+    """Return the sum of ``p^2`` over the vocabulary, from scores at two temperatures.
+
+    With logits z at the sampler's temperature, ``log p = z - lse(z)``, and at half of it
+    ``log q = 2 z - lse(2 z)``. So ``2 log p - log q = lse(2 z) - 2 lse(z)``, the logarithm of the
+    sum, is the same for every token.
+
+    Returns:
+        Jagged float32 in (0, 1], 0 where the mask is False.
+    """
+    log_sums_T = 2 * logprobs_BL.values() - half_temperature_logprobs_BL.values()
+    sums_T = log_sums_T.clamp(max=0.0).exp()
+    sums_T = torch.where(response_mask_BL.values(), sums_T, 0.0)
+    return jagged_from(sums_T, row_lengths(response_mask_BL))
 
 
 def _weighted_means(values_S: Floats, weights_S: Doubles, keys_S: Integers) -> Doubles:

@@ -1,19 +1,14 @@
-"""Rewards to come, with the statistics of the step's tokens as baseline, or none.
-
-Legend: B rows, L tokens of a row (jagged).
-"""
+"""Rewards to come, with the statistics of the step's tokens as baseline, or none."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from hybridrl.algorithms.discounting import sum_discounted
 from hybridrl.algorithms.groups import Groups
-from hybridrl.algorithms.response_tokens import ResponseTokens
-from hybridrl.algorithms.whitening import whiten, whiten_rows
+from hybridrl.algorithms.response_tokens import ResponseTokens, sum_discounted, whiten, whiten_rows
+from hybridrl.batch import response_lengths
 from hybridrl.config.limits import Discount
 
 
@@ -63,10 +58,9 @@ def reinforce_plus_plus_baseline(
     verl is ``singletons=reward``. TRL approximates it with RLOO, whitened over rows.
 
     Args:
-        singletons: ``reward`` keeps the reward of a group of one, ``zero`` gives it none. Either
-            is whitened with the others.
+        singletons: either is whitened with the others.
     """
     rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
     centered_B = groups.subtract(rewards_B, groups.mean(rewards_B), singletons=singletons)
-    lengths_B = torch.from_numpy(ResponseTokens.of(response_mask_BL).lengths_B)
+    lengths_B = response_lengths(response_mask_BL)
     return whiten_rows(centered_B, lengths_B).float()

@@ -1,12 +1,11 @@
-"""Each response against the greedy response to its prompt. Legend: B rows, L tokens (jagged)."""
+"""Each response against the greedy response to its prompt."""
 
 from __future__ import annotations
 
 import numpy as np
 from torch import Tensor
 
-from hybridrl.algorithms.discounting import sum_discounted
-from hybridrl.algorithms.response_tokens import ResponseTokens
+from hybridrl.algorithms.response_tokens import ResponseTokens, sum_discounted
 
 
 def remax(rewards_BL: Tensor, greedy_rewards_B: Tensor, response_mask_BL: Tensor) -> Tensor:

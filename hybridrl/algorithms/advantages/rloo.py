@@ -1,4 +1,4 @@
-"""Each response against the mean of the others to its prompt. Legend: B rows."""
+"""Each response against the mean of the others to its prompt."""
 
 from __future__ import annotations
 

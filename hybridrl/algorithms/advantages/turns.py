@@ -1,7 +1,4 @@
-"""Advantages of turns: the rewards from a turn on, against those of other conversations.
-
-Legend: B rows, L tokens of a row (jagged), S response tokens, K turns of all rows.
-"""
+"""Advantages of turns: the rewards from a turn on, against those of other conversations."""
 
 from __future__ import annotations
 
@@ -11,11 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.discounting import sum_discounted
 from hybridrl.algorithms.groups import Groups
-from hybridrl.algorithms.response_tokens import Floats, ResponseTokens
-from hybridrl.algorithms.turns import Turns
-from hybridrl.algorithms.whitening import whiten as whiten_tokens
+from hybridrl.algorithms.response_tokens import Floats, ResponseTokens, Turns, sum_discounted
+from hybridrl.algorithms.response_tokens import whiten as whiten_tokens
 from hybridrl.config.limits import Discount, StdFloor
 
 
@@ -44,13 +39,7 @@ def turn_grpo(
 
     Args:
         gamma: discount per turn, in [0, 1].
-        scale: ``none`` does not divide.
-        singletons: of a turn that no other row of the group reaches. ``zero`` says that it has no
-            signal; ``reward`` keeps its return.
-
-    Returns:
-        Jagged float32 [B, L], without gradient, 0 where the mask is False. Equal returns give exact
-        zeros.
+        singletons: of a turn that no other row of the group reaches; ``reward`` keeps its return.
     """
     tokens = ResponseTokens.of(response_mask_BL)
     turns = Turns.of(tokens)
@@ -75,10 +64,6 @@ def turn_reinforce(
     """Give each turn its return, ``G[k] = r[k] + gamma * G[k+1]``, whitened over all tokens.
 
     ``reinforce_plus_plus`` (arXiv:2501.03262) with a discount per turn instead of per token.
-
-    Args:
-        rewards_BL: jagged float32, earned by choosing the token; a turn's are added.
-        gamma: discount per turn, in [0, 1].
     """
     tokens = ResponseTokens.of(response_mask_BL)
     turns = Turns.of(tokens)

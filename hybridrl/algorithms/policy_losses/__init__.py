@@ -12,3 +12,22 @@ Ranges of its numbers are those of their types in ``config/limits.py``.
 
 Legend: T packed response tokens of this rank, R rows.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """Losses to be weighted and summed, with the effect of the clip on each token.
+
+    A loss without a range of its ratio may return ``losses_T`` alone.
+    """
+
+    losses_T: Tensor  # float32, with gradient
+    ratio_T: Tensor  # float32, detached, current over old probability, of the token or its response
+    is_clipped_low_T: Tensor  # bool, the ratio is below its range: the gradient is cut or bounded
+    is_clipped_high_T: Tensor  # bool, the ratio is above its range: the same

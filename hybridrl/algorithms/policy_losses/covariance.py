@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.kl import clamped_log_ratio
+from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.algorithms.policy_losses.ppo import clip_surrogate
-from hybridrl.algorithms.policy_losses.result import PolicyLoss, clamped_log_ratio
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.config.limits import ClipHigh, ClipLow, Covariance, NotNegative, Share
 

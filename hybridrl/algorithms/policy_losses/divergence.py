@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridrl.algorithms.policy_losses.result import PolicyLoss, clamped_log_ratio
+from hybridrl.algorithms.kl import clamped_log_ratio
+from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.config.limits import LogRange, Probability, RatioCap
 
 _EPSILON = 1e-8

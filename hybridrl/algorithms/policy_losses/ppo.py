@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.policy_losses.result import PolicyLoss, clamped_log_ratio
+from hybridrl.algorithms.kl import clamped_log_ratio
+from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.config.limits import ClipHigh, ClipLow, DualClip
 
 

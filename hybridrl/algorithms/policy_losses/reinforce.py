@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hybridrl.algorithms.kl import MAX_LOG_RATIO
-from hybridrl.algorithms.policy_losses.result import PolicyLoss, clamped_log_ratio
+from hybridrl.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio
+from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.config.limits import ClipHigh, GateTemperature, NotNegative, RatioCap
 

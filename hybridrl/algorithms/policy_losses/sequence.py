@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import MAX_LOG_RATIO
+from hybridrl.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio
+from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.algorithms.policy_losses.ppo import clip_surrogate
-from hybridrl.algorithms.policy_losses.result import PolicyLoss, clamped_log_ratio, with_gradient_of
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.config.limits import ClipHigh, ClipLow, Exponent, LogRange
 
@@ -118,7 +118,7 @@ def gmpo(
     ratio_T = rows.spread(rows.mean(clipped_T.detach()).exp())
     log_ratio_T = log_ratio_T.detach()
     return PolicyLoss(
-        losses_T=-advantages_T * ratio_T * with_gradient_of(torch.ones_like(ratio_T), clipped_T),
+        losses_T=-advantages_T * ratio_T * _with_gradient_of(torch.ones_like(ratio_T), clipped_T),
         ratio_T=ratio_T,
         is_clipped_low_T=(log_ratio_T < -clip_low) & (advantages_T < 0),
         is_clipped_high_T=(log_ratio_T > clip_high) & (advantages_T > 0),
@@ -171,5 +171,10 @@ def _clip_rows(
 ) -> PolicyLoss:
     """Return PPO's surrogate of ``exp(log_ratio_R)``, with the gradient of another log-ratio."""
     ratio_R = log_ratio_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    ratio_T = rows.spread(ratio_R) * with_gradient_of(torch.ones_like(gradient_T), gradient_T)
+    ratio_T = rows.spread(ratio_R) * _with_gradient_of(torch.ones_like(gradient_T), gradient_T)
     return clip_surrogate(ratio_T, advantages_T, clip_low=clip_low, clip_high=clip_high)
+
+
+def _with_gradient_of(values_T: Tensor, source_T: Tensor) -> Tensor:
+    """Return the values of one tensor, detached, with the gradient of another of its shape."""
+    return values_T.detach() + (source_T - source_T.detach())

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import KLGradient, k3, kl_penalty
+from hybridrl.algorithms.kl import KLGradient, clamped_log_ratio, k3, kl_penalty
 from hybridrl.algorithms.load import Part
-from hybridrl.algorithms.policy_losses.result import PolicyLoss, clamped_log_ratio
+from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.algorithms.rollout_correction import SamplerCorrection
 from hybridrl.errors import DriftError, TrainingError
 from hybridrl.metrics import Max, Mean, Metrics

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.reward_model_loss import bradley_terry
+from hybridrl.algorithms.value_loss import bradley_terry
 from hybridrl.batch import (
     PreferenceBatch,
     RewardBatch,
@@ -41,7 +41,7 @@ class RewardEngine(ModelEngine):
     Batches are those of ``data/conversations.py``.
 
     Args:
-        center_coefficient: of the loss; see ``algorithms/reward_model_loss.py``.
+        center_coefficient: of the loss; see ``algorithms/value_loss.py``.
         pad_token_id: goes into the configuration of an export, by which other programs find the
             last token of a padded row. None leaves it as it is.
     """

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import pytest
 
+from hybridrl.algorithms.kl import KLCoefficient
 from hybridrl.config.algorithm import KLConfig
 from hybridrl.metrics import Mean
-from hybridrl.trainer.kl_coefficient import KLCoefficient
 
 
 def coefficient(
@@ -63,3 +64,21 @@ def test_a_resumed_coefficient_goes_on_where_it_was() -> None:
     assert kl.value == 0.25
     kl.restore(None)  # a checkpoint from before there were targets
     assert kl.value == 0.01
+
+
+@pytest.mark.parametrize(
+    ("kl_nats", "expected"),
+    [
+        (0.11, 0.5 * (1 + 0.1 * 100 / 1000)),
+        (9.0, 0.5 * (1 + 0.2 * 100 / 1000)),  # the error counts up to a fifth
+        (0.0, 0.5 * (1 - 0.2 * 100 / 1000)),
+        (0.1, 0.5),
+        (math.nan, 0.5),
+        (math.inf, 0.5),
+    ],
+)
+def test_a_coefficient_moves_towards_its_target(kl_nats: float, expected: float) -> None:
+    kl = coefficient()
+    kl.restore(0.5)
+    kl.adapt({"policy/kl_to_reference_nats/mean": Mean(kl_nats)})
+    assert kl.value == pytest.approx(expected)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridrl.data.answers import extract_answer
+from hybridrl.trainer.evaluate import extract_answer
 
 
 @pytest.mark.parametrize(

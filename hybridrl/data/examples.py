@@ -1,0 +1,163 @@
+"""Prompts with their answers as tokens: for supervised fine-tuning, and pairs of answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.batch import PreferenceBatch, SupervisedBatch, jagged
+from hybridrl.data.prompts import Overlong, TokenizedRow, render_chat, tokenize_answers
+from hybridrl.errors import DataError
+
+log = logging.getLogger(__name__)
+
+_ASSISTANT = "assistant"
+
+
+def build_supervised_batch(
+    rows: Sequence[TokenizedRow],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    learns_all_turns: bool = False,
+) -> SupervisedBatch:
+    """Lay prompt, answer and end-of-sequence token of each of B >= 1 rows end to end.
+
+    The loss is taken on the answer and on the end-of-sequence token; with ``learns_all_turns`` also
+    on the assistant's turns in the prompts: see `assistant_mask`, whose errors it raises.
+    """
+    answers = tokenize_answers([row.row.answer for row in rows], tokenizer)
+    tokens, masks = [], []
+    for row, answer in zip(rows, answers, strict=True):
+        target = torch.tensor(answer)
+        tokens.append(torch.cat([row.token_ids, target]))
+        in_prompt = torch.zeros(len(row.token_ids), dtype=torch.bool)
+        if learns_all_turns:
+            in_prompt = assistant_mask(row, tokenizer)
+        masks.append(torch.cat([in_prompt, torch.ones(len(target), dtype=torch.bool)]))
+    return SupervisedBatch(
+        token_ids_BL=jagged(tokens), response_mask_BL=jagged(masks), batch_size=[len(rows)]
+    )
+
+
+def assistant_mask(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Mark the tokens that the assistant wrote, with the end-of-sequence token of each turn.
+
+    A turn is the text that the chat template adds for its message, up to that token. The tokens are
+    those of the full prompt, which may have lost its first ones: nothing is tokenized apart.
+    bool [L]; all False for a prompt that is text.
+
+    Raises:
+        DataError: the template renders an earlier turn differently once others follow, as some do
+            that remove thoughts; or the tokenizer does not say where its tokens are in the text.
+    """
+    spans = list(_turn_spans(row, tokenizer))
+    if not spans:
+        return torch.zeros(len(row.token_ids), dtype=torch.bool)
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{row.row.origin}: this tokenizer does not say where its tokens are in the text; put "
+            "tokenizer.json into the model folder, or set sft.turns=last"
+        )
+    encoded = tokenizer(row.prompt_text, add_special_tokens=False, return_offsets_mapping=True)
+    is_learned = [
+        any(begin <= first < last <= end for begin, end in spans)
+        for first, last in encoded["offset_mapping"]
+    ]
+    return torch.tensor(is_learned[len(is_learned) - len(row.token_ids) :])
+
+
+def _turn_spans(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each turn in the text of the prompt."""
+    messages = () if isinstance(row.row.prompt, str) else row.row.prompt
+    for index, message in enumerate(messages):
+        if message.role != _ASSISTANT:
+            continue
+        before = render_chat(messages[:index], tokenizer, origin=row.row.origin)
+        turn = messages[: index + 1]
+        after = render_chat(turn, tokenizer, origin=row.row.origin, is_complete=True)
+        if not (after.startswith(before) and row.prompt_text.startswith(after)):
+            raise DataError(
+                f"{row.row.origin}: the chat template renders message {index + 1} of the prompt "
+                "differently once others follow, so its tokens cannot be learned there; set "
+                "sft.turns=last, or correct the template"
+            )
+        end = after.rfind(tokenizer.eos_token, len(before))
+        yield len(before), len(after) if end < 0 else end + len(tokenizer.eos_token)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair(TokenizedRow):
+    """A row with the tokens of its prompt and of both answers."""
+
+    chosen_ids: Tensor  # int64 [L], the answer and the end-of-sequence token
+    rejected_ids: Tensor  # int64 [L], likewise
+
+
+def tokenize_pairs(
+    rows: Sequence[TokenizedRow],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_answer_tokens: int,
+    drops_overlong: bool,
+) -> list[PreferencePair]:
+    """Tokenize both answers of every pair now, so that a bad one ends the run before it began.
+
+    Args:
+        max_answer_tokens: the longest answer, with its end-of-sequence token.
+        drops_overlong: leave pairs with a longer answer out, instead of raising.
+
+    Raises:
+        DataError: the answers of a pair have the same tokens; one is overlong and not dropped, or
+            all pairs were dropped; a row has no rejected answer.
+    """
+    if missing := [row.row.origin for row in rows if row.row.rejected is None]:
+        raise DataError(f"{missing[0]} has no rejected answer; set data.rejected_key=COLUMN")
+    chosen = tokenize_answers([row.row.answer for row in rows], tokenizer)
+    rejected = tokenize_answers([str(row.row.rejected) for row in rows], tokenizer)
+    pairs = [
+        PreferencePair(row.row, row.prompt_text, row.token_ids, *map(torch.tensor, answers))
+        for row, *answers in zip(rows, chosen, rejected, strict=True)
+    ]
+    for pair in pairs:
+        if torch.equal(pair.chosen_ids, pair.rejected_ids):
+            raise DataError(
+                f"{pair.row.origin}: chosen and rejected answer have the same tokens; remove the "
+                "row"
+            )
+    kept, overlong = [], Overlong()
+    for pair in pairs:
+        longest = max(len(pair.chosen_ids), len(pair.rejected_ids))
+        if longest > max_answer_tokens:
+            overlong.add(pair.row.origin, longest)
+        else:
+            kept.append(pair)
+    if overlong.count and not (drops_overlong and kept):
+        text = overlong.name("answers", "rollout.max_response_tokens", max_answer_tokens)
+        raise DataError(f"{text} to leave such pairs out")
+    if overlong.count:
+        log.warning(
+            "dropped pairs with overlong answers: count=%d of=%d", overlong.count, len(pairs)
+        )
+    return kept
+
+
+def build_preference_batch(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
+    """Lay prompt and answer end to end, in 2 P rows, with the chosen before the rejected answer.
+
+    The mask is on the answer and on the end-of-sequence token.
+    """
+    rows = [
+        (pair.token_ids, answer)
+        for pair in pairs
+        for answer in (pair.chosen_ids, pair.rejected_ids)
+    ]
+    return PreferenceBatch(
+        token_ids_BL=jagged([torch.cat(row) for row in rows]),
+        response_mask_BL=jagged([torch.arange(len(p) + len(a)) >= len(p) for p, a in rows]),
+        batch_size=[len(rows)],
+    )
