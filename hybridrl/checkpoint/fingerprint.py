@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl import __version__
-from hybridrl.checkpoint.manifest import Recipe, RunFingerprint
+from hybridrl.checkpoint.store import Recipe, RunFingerprint
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
 from hybridrl.config.spelling import flatten
 from hybridrl.errors import CheckpointError

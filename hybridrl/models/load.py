@@ -30,7 +30,7 @@ from hybridrl.errors import ModelError, first_of, suggest_name
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.model_folder import CONFIG, INDEX, WEIGHTS, read_settings, read_weight_map
-from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packed_model import PACKED_ATTENTION
 
 SUPPORTED_MODEL_TYPES = TRANSFORMERS_MODEL_TYPES
 """Architectures whose packed forward pass equals that of single rows, which tests prove."""
@@ -255,7 +255,7 @@ def load_model_config(folder: Path, **changes: object) -> PretrainedConfig:
 def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     """Build the folder's causal language model without memory (on the ``meta`` device).
 
-    Its attention takes packed rows; see ``hybridrl.models.packed_attention``.
+    Its attention takes packed rows; see ``hybridrl.models.packed_model``.
 
     Raises:
         ModelError: the folder does not exist, its ``config.json`` is not usable, or its
@@ -430,3 +430,43 @@ def _open_safetensors(path: Path) -> Any:  # noqa: ANN401 - safetensors ships no
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as err:
         raise ModelError(f"{path} cannot be read: {err}; download the file again") from err
+
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS_PER_READ = 4096
+
+
+def require_usable_model(folder: Path) -> None:
+    """Read settings and the headers of all weight files; values only of a duplicate head.
+
+    Raises:
+        ModelError: a file is missing or corrupt, weights are quantised, or the folder's tied output
+            embedding differs from its input embedding.
+    """
+    read_settings(folder)
+    is_tied = bool(load_model_config(folder).tie_word_embeddings)
+    files = WeightFiles(folder)
+    files.require_floats()
+    if is_tied and {_EMBEDDING, _HEAD} <= files.names:
+        _require_same_head(files, folder)
+
+
+def _require_same_head(files: WeightFiles, folder: Path) -> None:
+    """Reject a tied model with a second output embedding, which would be ignored."""
+    shape, other = files.shape_of(_EMBEDDING), files.shape_of(_HEAD)
+    is_same = shape == other
+    for begin in range(0, shape[0] if is_same else 0, _ROWS_PER_READ):
+        end = min(begin + _ROWS_PER_READ, shape[0])
+        rows = [(begin, end), *((0, size) for size in shape[1:])]
+        is_same = is_same and torch.equal(*(files.read_range(n, rows) for n in (_EMBEDDING, _HEAD)))
+    if not is_same:
+        raise ModelError(
+            f"{folder}: config.json ties the output embedding to the input embedding "
+            f"(tie_word_embeddings), and the files contain another {_HEAD}, "
+            "which would be ignored; set tie_word_embeddings to false in config.json, or remove "
+            f"{_HEAD}"
+        )
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By the name that a configuration has."""

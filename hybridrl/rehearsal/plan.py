@@ -217,7 +217,7 @@ def execute(config: ExperimentConfig, case: Case) -> Executed:
 def execute_critic(config: ExperimentConfig, case: Case) -> Executed:
     """Execute two steps of a critic's own rank, in a process of its own."""
     with _hollow(config, case[1]) as (gpu, hollow):
-        cycle = import_module("hybridrl.rehearsal.critic_cycle").CriticCycle(hollow, gpu)
+        cycle = import_module("hybridrl.rehearsal.cycle").CriticCycle(hollow, gpu)
         executed: Executed = cycle.run()
         return executed
 

@@ -17,11 +17,11 @@ from hybridrl.single_controller.dispatch import (
     Execute,
     Padding,
     RankLayout,
+    Registration,
     ResultLayout,
     pad_arguments,
 )
 from hybridrl.single_controller.failures import STORE_IS_FULL
-from hybridrl.single_controller.register import Registration
 
 _INLINE_TYPES = (bool, int, float, str, type(None), ray.ObjectRef)
 

@@ -9,12 +9,10 @@ from typing import Any, Self
 
 from hybridrl.errors import DispatchError, suggest_name
 from hybridrl.single_controller.actors import GroupLimits, RankActors
-from hybridrl.single_controller.dispatch import Dispatch, Execute
-from hybridrl.single_controller.fused import RayClassWithInitArgs
-from hybridrl.single_controller.register import Registration, registered_methods
+from hybridrl.single_controller.dispatch import Dispatch, Execute, Registration, registered_methods
 from hybridrl.single_controller.remote_call import Future, RemoteMethod
 from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.single_controller.worker import Worker, join_prefix
+from hybridrl.single_controller.worker import RayClassWithInitArgs, Worker, join_prefix
 
 
 class WorkerGroup:

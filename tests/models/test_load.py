@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import ModelError
-from hybridrl.models.folder import require_usable_model
 from hybridrl.models.load import (
     ModelFiles,
     WeightFiles,
@@ -18,6 +17,7 @@ from hybridrl.models.load import (
     check_weights,
     fill_weights,
     finish_model,
+    require_usable_model,
 )
 from tests.tiny_models import SPARSE, Family, make_tiny_model
 
