@@ -31,11 +31,7 @@ from hybridrl.models.load import WeightSource, require_finite
 
 
 class Adapter:
-    """The adapter of one model: made before the model has memory, filled and sharded with it.
-
-    Args:
-        seed: of A, where the configuration has no such folder.
-    """
+    """The adapter of one model: made before the model has memory, filled and sharded with it."""
 
     def __init__(self, config: LoraConfig, *, seed: int) -> None:
         self.config = config
@@ -52,17 +48,13 @@ class Adapter:
         )
 
     def inject(self, hf: PreTrainedModel, weights: WeightSource) -> WeightSource:
-        """Freeze the model and put A and B, in float32, beside each adapted layer.
-
-        Args:
-            hf: on the meta device, as ``build_empty_model`` makes it.
+        """Freeze an empty model and put A and B, in float32, beside each adapted layer.
 
         Returns:
             Weights of the model with adapters, by its parameters' new names.
 
         Raises:
-            ModelError: the rank is above a layer's size, a name matches no layer, or the first
-                adapter cannot be read.
+            ModelError: as ``check_fit``.
         """
         self.check_fit(
             {
@@ -186,10 +178,6 @@ class _StoredAdapter:
                 f"lora.rank needs {list(shape)}; set lora.init_from to an adapter of that shape"
             )
         values = values.float()
-        require_finite(
-            values,
-            name=file_name(name),
-            file=self._file,
-            fix="set lora.init_from to another adapter, or to null for a new one",
-        )
+        fix = "set lora.init_from to another adapter, or to null for a new one"
+        require_finite(values, name=file_name(name), file=self._file, fix=fix)
         return values

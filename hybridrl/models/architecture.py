@@ -180,11 +180,7 @@ _MOST = {"num_hidden_layers": 10_000, **dict.fromkeys(_POSITIONS, 2**40)}
 
 
 def architecture_of(model: ModelConfig) -> Architecture:
-    """Return the architecture of the model from which a run starts.
-
-    Raises:
-        ModelError: no model, or its config.json cannot be read or names an unknown family.
-    """
+    """Return the architecture of the model from which a run starts; see ``read_architecture``."""
     if model.path is not None:
         return read_architecture(Path(model.path))
     if model.starter is None:

@@ -1,12 +1,13 @@
 """Attention over rows laid end to end: all other layers compute without padding.
 
-Legend: T packed tokens, R rows, L longest row of a bucket, N heads, D size of a head.
+Legend: T packed tokens, R rows, L longest row of a bucket or queries of a row, K keys of a row, N
+heads, J key-value heads, D size of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, Protocol
@@ -44,7 +45,7 @@ class PackLayout(Protocol):
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row."""
+        """Tokens of the longest row that this rank sees."""
         ...
 
     def attend(
@@ -221,7 +222,7 @@ def build_layout(
     spans = KeySpans.of(segments)
     if kernel == "varlen":
         return _varlen_layout(spans, device)
-    return padded_layout(spans, device=device)
+    return padded_layout(spans, None, device)
 
 
 def _varlen_layout(spans: KeySpans, device: torch.device) -> VarlenLayout:
@@ -279,15 +280,9 @@ def varlen_spans(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) 
 
 
 def padded_layout(
-    spans: KeySpans, *, device: torch.device, key_of_token: Tensor | None = None
+    spans: KeySpans, key_of_token_T: Tensor | None, device: torch.device
 ) -> PaddedLayout:
-    """Describe spans to the stock kernel.
-
-    Args:
-        spans: laid end to end, they are the query tokens.
-        key_of_token: int64, on the host: index of each token's key among the keys of ``attend``;
-            None keeps the tokens' order.
-    """
+    """Describe spans to the stock kernel, as ``varlen_spans``; None keeps the tokens' order."""
     lengths = spans.num_tokens_K
     buckets = []
     slots_of_tokens = []
@@ -303,7 +298,7 @@ def padded_layout(
                 spans.prefix_length_K[row, None],
             ),
             device,
-            key_of_token,
+            key_of_token_T,
         )
         is_token_RL = torch.arange(bucket.num_columns) < lengths[row, None]
         slots_of_tokens.append(num_slots + is_token_RL.flatten().nonzero()[:, 0])
@@ -375,7 +370,7 @@ _FUSED = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
-]
+]  # they never write all scores of a row
 
 
 def fused_attention(
@@ -386,21 +381,19 @@ def fused_attention(
     is_visible_R1LK: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Attend, causally if there is no mask.
+    """Attend, causally if there is no mask; returns like ``query_RNLD``.
 
     On CUDA heads of keys and values are repeated for the queries that share them. In float32 or
     with a mask only the memory-efficient kernel remains, which does not support shared heads
     (pytorch, ``sdp_utils.cpp``). torch would choose the kernel that writes ``R * N * L * K``
-    scores, 27 GiB for two rows of 8k tokens; here that is an error.
-
-    Returns:
-        Like ``query_RNLD``.
+    scores, 27 GiB for two rows of 8k tokens; here that is an error. On a CPU torch chooses: its
+    kernel takes masks, shared heads and float32.
     """
     num_repeats = query_RNLD.shape[1] // key_RJKD.shape[1]
     if query_RNLD.is_cuda:
         key_RJKD = key_RJKD.repeat_interleave(num_repeats, dim=1)
         value_RJKD = value_RJKD.repeat_interleave(num_repeats, dim=1)
-    with _allowed_kernels(query_RNLD.device):
+    with sdpa_kernel(_FUSED) if query_RNLD.is_cuda else nullcontext():
         return nn.functional.scaled_dot_product_attention(
             query_RNLD,
             key_RJKD,
@@ -410,8 +403,3 @@ def fused_attention(
             scale=scale,
             enable_gqa=query_RNLD.shape[1] != key_RJKD.shape[1],
         )
-
-
-def _allowed_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """On a CPU torch's own choice: its kernel takes masks, shared heads and float32."""
-    return sdpa_kernel(_FUSED) if device.type == "cuda" else nullcontext()

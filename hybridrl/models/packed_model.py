@@ -230,9 +230,6 @@ def use_liger_kernels(hf: PreTrainedModel) -> None:
 
     Liger's loss is not used, because it does not return the log-prob of each token. Liger replaces
     the rotary embedding in the architecture's module, so other models in this process use it, too.
-
-    Args:
-        hf: of an architecture that Liger supports, with or without memory.
     """
     patches = import_module("liger_kernel.transformers.monkey_patch")
     patches.MODEL_TYPE_TO_APPLY_LIGER_FN[hf.config.model_type](
