@@ -70,12 +70,9 @@ class ResourceRequest:
 
 
 def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
-    """Return one placement group per node entry, all of them ready.
+    """Return one placement group per node entry, all of them ready; else nothing stays reserved.
 
     Missing resources are named at once and every 5 s, because a node may join, or another run end.
-
-    Raises:
-        ResourceError: not enough resources within ``wait_s`` seconds; nothing stays reserved.
     """
     deadline_s = time.monotonic() + wait_s
     groups: list[Any] = []
@@ -87,15 +84,10 @@ def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
             _wait(group, request, deadline_s=deadline_s, wait_s=wait_s)
             taken += set(placement_group_table(group)["bundles_to_node_id"].values())
     except BaseException:
-        remove(groups)
+        for group in groups:
+            remove_placement_group(group)
         raise
     return groups
-
-
-def remove(groups: Sequence[Any]) -> None:
-    """Give the resources of placement groups back."""
-    for group in groups:
-        remove_placement_group(group)
 
 
 def _start_request(request: ResourceRequest, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: ANN401 - Ray's
@@ -200,11 +192,9 @@ class _Reservation:
         for index in bundles:
             self._num_leases[index] -= 1
         if not any(self._num_leases):
-            self._remove()
-
-    def _remove(self) -> None:
-        remove(self._placement_groups)
-        self._placement_groups = []
+            for group in self._placement_groups:
+                remove_placement_group(group)
+            self._placement_groups = []
 
 
 class RayResourcePool:
@@ -250,11 +240,7 @@ class RayResourcePool:
         return sum(len(bundles) for _, bundles in self._parts)
 
     def split(self, sizes: Sequence[int]) -> list[RayResourcePool]:
-        """Split the pool into consecutive pools of the given sizes, for groups side by side.
-
-        Raises:
-            ResourceError: the sizes do not add up to ``world_size``.
-        """
+        """Split the pool into consecutive pools of the given sizes, for groups side by side."""
         if sum(sizes) != self.world_size or min(sizes, default=0) < 1:
             raise ResourceError(
                 f"cannot split {self.world_size} ranks into {list(sizes)}; "
@@ -277,9 +263,6 @@ class RayResourcePool:
 
         Returns:
             The Ray options that place an actor on its bundle, by rank.
-
-        Raises:
-            ResourceError: too few resources, or ``max_colocate_count`` groups run here already.
         """
         options: list[dict[str, Any]] = []
         leased: list[tuple[_Reservation, range]] = []

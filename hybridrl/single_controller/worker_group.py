@@ -47,11 +47,7 @@ class WorkerGroup:
         return self._actors.describe_places()
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """Return a group for each prefix of a fused class, on the same processes.
-
-        Raises:
-            DispatchError: a prefix was not fused.
-        """
+        """Return a group for each prefix of a fused class, on the same processes."""
         unknown = [prefix for prefix in prefix_set if prefix not in self._roles or not prefix]
         if unknown:
             raise DispatchError(
@@ -68,8 +64,7 @@ class WorkerGroup:
 
     def execute_all_sync(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
         """Call any public method on all ranks and return the results by rank."""
-        results: list[Any] = self.execute_all(method_name, *args, **kwargs).get()
-        return results
+        return list(self.execute_all(method_name, *args, **kwargs).get())
 
     def execute_rank_zero(self, method_name: str, *args: object, **kwargs: object) -> Future:
         """Call any public method, registered or not, on rank 0; the future gives its result."""
@@ -80,11 +75,7 @@ class WorkerGroup:
         return self.execute_rank_zero(method_name, *args, **kwargs).get()
 
     def __getattr__(self, name: str) -> RemoteMethod:
-        """Return a registered method.
-
-        Raises:
-            AttributeError: there is no such method; the message names a similar one.
-        """
+        """Return a registered method."""
         methods: dict[str, RemoteMethod] = self.__dict__.get("_methods", {})
         if name not in methods:
             raise AttributeError(
