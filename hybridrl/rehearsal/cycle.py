@@ -117,12 +117,7 @@ class Cycle:
     """
 
     def __init__(self, config: ExperimentConfig, gpu: FakeGpu, *, rank: int = 0) -> None:
-        """Prepare.
-
-        Args:
-            config: has passed its checks; its models are hollow folders.
-            gpu: entered.
-        """
+        """Prepare; the models of the configuration are hollow folders, and the GPU is entered."""
         self.config = replace(
             config,
             algorithm=replace(config.algorithm, num_minibatches=1),

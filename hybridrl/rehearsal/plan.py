@@ -74,10 +74,6 @@ Report = Callable[[str], object]
 """Hears how far something is."""
 
 
-def _say_nothing(_: str) -> None:
-    """Nobody listens."""
-
-
 @dataclass(frozen=True, slots=True)
 class Executed:
     """Memory and events of one execution."""
@@ -93,16 +89,12 @@ class Executed:
 
 
 def plan_by_execution(
-    config: ExperimentConfig, *, is_quick: bool = False, report: Report = _say_nothing
+    config: ExperimentConfig, *, is_quick: bool = False, report: Report = lambda _: None
 ) -> MemoryPlan:
     """Execute a rank's cycle and return the memory of its phases, on the fullest pipeline stage.
 
-    Phases that only build and move weights are executed with all layers.
-
-    Args:
-        config: has passed its checks.
-        is_quick: leaves out the phase that a few layers do not show.
-        report: hears every few seconds how far it is.
+    Phases that only build and move weights are executed with all layers. ``is_quick`` leaves out
+    the one that a few layers do not show.
 
     Raises:
         ModelError: the model's config.json cannot be read, or is of an unknown family.
@@ -126,7 +118,7 @@ def plan_by_execution(
 
 
 def plan_critic_pool(
-    config: ExperimentConfig, *, report: Report = _say_nothing
+    config: ExperimentConfig, *, report: Report = lambda _: None
 ) -> MemoryPlan | None:
     """Execute a step of the critic's own ranks; None if it has none. See ``plan_by_execution``."""
     if not config.has_critic_pool:
@@ -300,11 +292,9 @@ def _extrapolated(
     if len(uses) == 1:
         return dict(uses[0])
     (small, large), (fewer, more) = sizes, uses
-    return {
-        use: _line(fewer.get(use, 0), more.get(use, 0), (num_layers - small) / (large - small))
-        for use in {**fewer, **more}
-    }
-
-
-def _line(at_small: int, at_large: int, distance: float) -> int:
-    return max(0, round(at_small + (at_large - at_small) * distance))
+    distance = (num_layers - small) / (large - small)
+    extrapolated = {}
+    for use in {**fewer, **more}:
+        at_small, at_large = fewer.get(use, 0), more.get(use, 0)
+        extrapolated[use] = max(0, round(at_small + (at_large - at_small) * distance))
+    return extrapolated
