@@ -142,14 +142,7 @@ class PreferenceBatch(TensorClass):
 
 
 def jagged(rows: Sequence[Tensor]) -> Tensor:
-    """Lay rows of different length end to end.
-
-    Args:
-        rows: B >= 1 tensors [L_b] of one dtype and device.
-
-    Returns:
-        Jagged nested tensor [B, L].
-    """
+    """Lay B >= 1 rows [L_b] of one dtype and device end to end: jagged [B, L]."""
     lengths_B = torch.tensor([len(row) for row in rows])
     return jagged_from(torch.cat(list(rows)), lengths_B)
 

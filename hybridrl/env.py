@@ -36,14 +36,9 @@ def python_path() -> str:
     return os.pathsep.join([str(ROOT), *(p for p in paths if p not in ("", str(ROOT)))])
 
 
-def everything() -> dict[str, str]:
-    """Return all variables, for a child process."""
-    return dict(os.environ)
-
-
-def everything_but(names: Collection[str]) -> dict[str, str]:
-    """Return all variables but these, for a child process that must not have them."""
-    return {name: value for name, value in os.environ.items() if name not in names}
+def everything(*, but: Collection[str] = ()) -> dict[str, str]:
+    """Return all variables for a child process, ``but`` those that it must not have."""
+    return {name: value for name, value in os.environ.items() if name not in but}
 
 
 def cache_dir() -> Path:

@@ -39,11 +39,7 @@ def rendezvous_address(host: str, node_ids: Collection[str]) -> str:
 
 
 def bind(address: str, port: int = 0) -> socket.socket:
-    """Return a socket bound to this port of this address alone; 0 lets the kernel choose.
-
-    Raises:
-        OSError: another socket listens on it.
-    """
+    """Return a socket bound to this port of this address alone; 0 lets the kernel choose."""
     family, kind, protocol, _, place = socket.getaddrinfo(
         address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

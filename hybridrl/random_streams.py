@@ -43,25 +43,15 @@ def _key(seed_N: Bits, sibling_N: Bits) -> Bits:
 
 
 def response_keys(seed_N: Tensor, sibling_N: Tensor) -> Tensor:
-    """Name the random stream of each response.
+    """Name the random stream of each response for ``uniforms``; all int64 [N].
 
-    Args:
-        seed_N: int64 [N], seed of the prompt.
-        sibling_N: int64 [N], index of the response among those to the same prompt, from 0.
-
-    Returns:
-        int64 [N], for ``uniforms``.
+    The stream depends on the seed of the prompt, and on the response's index among those to it.
     """
     return _key(seed_N, sibling_N)
 
 
 def request_key(seed: int, response_index: int, *, turn: int = 0) -> int:
-    """Name the random stream of one response in a conversation; see ``response_keys``.
-
-    Args:
-        response_index: of the conversation among those that start with the same prompt, from 0.
-        turn: of the conversation, from 0; the first has the stream of a single-turn response.
-    """
+    """Name the random stream of a response in a conversation, as ``response_keys`` in turn 0."""
     key = _key(seed, response_index)
     return _signed((_key(key, turn) if turn else key) % _UINT64)  # a tensor takes 0.1 ms
 

@@ -118,15 +118,8 @@ def interrupted_sample(weight_version: int) -> Sample:
 def join_parts(begun: Sample, continued: Sample) -> Sample:
     """Return the response of which ``continued`` answers the context and the tokens of ``begun``.
 
-    Log-probs, versions and experts of a token stay those of the weights that sampled it. Joining is
-    associative, and a part without tokens adds none.
-
-    Args:
-        begun: that was interrupted, as an engine returned it, or joined.
-        continued: of the same stream of random numbers.
-
-    Raises:
-        ValueError: ``begun`` was not interrupted.
+    Both are of one stream of random numbers. Log-probs, versions and experts of a token stay those
+    of the weights that sampled it. Joining is associative, and a part without tokens adds none.
     """
     if not begun.is_interrupted:
         raise ValueError(

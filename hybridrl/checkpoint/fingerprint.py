@@ -130,14 +130,14 @@ def own_fingerprints(config: ExperimentConfig) -> Mapping[str, str]:
     if teacher is not None:
         folder = Path(teacher)
         own["algorithm.teacher_path"] = _digest(folder, ("config.json",)) + _sample(folder)
-    scorers = config.reward.model_paths if config.offline is None else {}
-    for name, path in scorers.items():
-        digests = folder_fingerprints(Path(path), with_weights=True)
-        own |= {f"{kind} of reward model {name}": digest for kind, digest in digests.items()}
-    served = config.serving.frozen if config.offline is None else {}
-    for name, model in served.items():
-        digests = folder_fingerprints(Path(str(model.path)), with_weights=True)
-        own |= {f"{kind} of served model {name}": digest for kind, digest in digests.items()}
+    others: dict[str, Path] = {}
+    if config.offline is None:
+        scorers, served = config.reward.model_paths.items(), config.serving.frozen.items()
+        others |= {f"reward model {name}": Path(path) for name, path in scorers}
+        others |= {f"served model {name}": Path(str(model.path)) for name, model in served}
+    for name, folder in others.items():
+        digests = folder_fingerprints(folder, with_weights=True)
+        own |= {f"{kind} of {name}": digest for kind, digest in digests.items()}
     return own
 
 

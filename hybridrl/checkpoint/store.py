@@ -116,7 +116,15 @@ class Manifest:
                 f"{folder} has checkpoint format {version}, and this version reads {_FORMAT}; "
                 "resume with the version of hybridrl that wrote it"
             )
-        manifest._check_sizes(folder)
+        for entry in manifest.files:
+            path = folder / entry.name
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry.num_bytes:
+                state = "is missing" if size is None else f"has {size} bytes"
+                raise TornCheckpointError(
+                    f"{folder} is incomplete: {entry.name} {state}, and was written with "
+                    f"{entry.num_bytes}"
+                )
         return manifest
 
     @classmethod
@@ -128,17 +136,6 @@ class Manifest:
             files=tuple(FileEntry(**entry) for entry in values["files"]),
             score=values["score"],
         )
-
-    def _check_sizes(self, folder: Path) -> None:
-        for entry in self.files:
-            path = folder / entry.name
-            size = path.stat().st_size if path.is_file() else None
-            if size != entry.num_bytes:
-                state = "is missing" if size is None else f"has {size} bytes"
-                raise TornCheckpointError(
-                    f"{folder} is incomplete: {entry.name} {state}, and was written with "
-                    f"{entry.num_bytes}"
-                )
 
 
 log = logging.getLogger(__name__)
@@ -168,10 +165,9 @@ class CheckpointStore:
         return self._folder / f"step-{step:09}"
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint. Incomplete ones are skipped, with a warning.
+        """Return the newest complete checkpoint; None if the run has never written one.
 
-        Returns:
-            None if the run has never written one.
+        Incomplete ones are skipped, with a warning.
 
         Raises:
             CheckpointError: all are incomplete, so the run would start over; or the newest has
@@ -196,31 +192,19 @@ class CheckpointStore:
         return [int(folder.name.removeprefix("step-")) for folder in self._folders()]
 
     def at(self, step: int) -> Checkpoint | None:
-        """Return the checkpoint of a step, if there is one.
-
-        Raises:
-            CheckpointError: it is incomplete, or has another format.
-        """
+        """Return the checkpoint of a step, if there is one; see ``Manifest.read``."""
         folder = self.folder_of(step)
         return Checkpoint(folder, Manifest.read(folder)) if folder.is_dir() else None
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder for the files of ranks; `commit` makes it a checkpoint.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Make an empty folder for the files of ranks; `commit` makes it a checkpoint."""
         folder = self.folder_of(step).with_suffix(_UNFINISHED)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
 
     def commit(self, unfinished: Path, manifest: Manifest) -> Checkpoint:
-        """Write the manifest and give the folder its name: the checkpoint appears complete.
-
-        Raises:
-            OSError: the disk is full or gone.
-        """
+        """Write the manifest and give the folder its name: the checkpoint appears complete."""
         manifest.write(unfinished)
         folder = unfinished.with_suffix("")
         shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a run was rolled back
@@ -264,7 +248,4 @@ class CheckpointStore:
                 shutil.rmtree(doomed, ignore_errors=True)
 
     def _folders(self) -> list[Path]:
-        if not self._folder.is_dir():
-            return []
-        folders = [path for path in self._folder.iterdir() if _STEP.fullmatch(path.name)]
-        return sorted(folders)
+        return sorted(path for path in self._folder.glob("step-*") if _STEP.fullmatch(path.name))

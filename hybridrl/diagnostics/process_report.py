@@ -115,12 +115,7 @@ class RankReport:
 
 
 def read_ranks(ranks: Sequence[MonitoredRank], *, wait_s: float) -> list[RankReport]:
-    """Report on ranks of this machine.
-
-    Args:
-        ranks: they all run here.
-        wait_s: seconds that living ranks get to write their stacks.
-    """
+    """Report on ranks of this machine; living ones get ``wait_s`` to write their stacks."""
     alive = [rank for rank in ranks if _is_alive(rank.files)]
     for rank in alive:
         _ask_for_stacks(rank.files)
@@ -162,7 +157,7 @@ def _read_rank(rank: MonitoredRank) -> RankReport:
     record = _read_json(f"{files.stem}.activity") or {}
     samples = _read_json(f"{files.stem}.memory") or []
     now = time.monotonic()
-    is_alive = _is_alive(files)
+    stat, is_alive = activity.process_stat(files.pid), _is_alive(files)
     stacks = _read_end(f"{files.stem}.stacks", _STACK_BYTES) if is_alive else ""
     top, path = _innermost(stacks, record.get("thread"))
     log_tail = "".join(_read_log(log) for log in files.logs)
@@ -172,7 +167,7 @@ def _read_rank(rank: MonitoredRank) -> RankReport:
         rank=rank.rank,
         host=rank.host,
         pid=files.pid,
-        state=_describe_state(files.pid) if is_alive else GONE,
+        state=_STATES.get(stat[0], stat[0]) if stat and is_alive else GONE,
         doing=tuple((what, now - since) for what, since, _ in doing),
         last=None if last is None else (last[0][0], now - last[1]),
         waits=is_alive and (_COLLECTIVES in path or bool(doing and doing[-1][2])),
@@ -183,11 +178,6 @@ def _read_rank(rank: MonitoredRank) -> RankReport:
         memory=tuple((now - at_s, resident, shared) for at_s, resident, shared in samples),
         exit="" if is_alive else _guess_exit(log_tail, record.get("oom_kills", 0)),
     )
-
-
-def _describe_state(pid: int) -> str:
-    stat = activity.process_stat(pid)
-    return _STATES.get(stat[0], stat[0]) if stat else GONE
 
 
 def _read_json(path: str) -> Any:  # noqa: ANN401 - what activity.py wrote
@@ -299,11 +289,10 @@ _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class RankMonitor:
-    """Holds the processes of a group's ranks, and reports on them when asked.
+    """Holds the processes of a group's ranks, in rank order, and reports on them when asked.
 
-    Args:
-        ranks: in rank order. Those on the driver's machine are held by a kernel handle from now
-            on, which has their exit status and never means another process.
+    Those on the driver's machine are held by a kernel handle from now on, which has their exit
+    status and never means another process.
     """
 
     def __init__(self, ranks: Sequence[MonitoredRank] = ()) -> None:
