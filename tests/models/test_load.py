@@ -114,7 +114,7 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
         ('{"model_type": ["qwen3"]}', "holds no model_type"),
         ('{"model_type": "qwen3", "hidden_size": "wide"}', "hidden_size='wide' is not an integer"),
         (
-            '{"model_type": "qwen3", "rope_parameters": 5}',
+            '{"model_type": "qwen3", "hidden_act": 5}',
             r"transformers cannot read .*config\.json",
         ),
         (
