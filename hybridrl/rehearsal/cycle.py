@@ -25,8 +25,8 @@ from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.models import load
 from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.served import engine_memory
+from hybridrl.rehearsal.device import GPU, Block
 from hybridrl.rehearsal.gpu import FakeGpu
-from hybridrl.rehearsal.memory import Block
 from hybridrl.rehearsal.model_folder import HollowFile, write_hollow_file
 from hybridrl.rehearsal.plan import Executed
 from hybridrl.rehearsal.server import (
@@ -35,7 +35,6 @@ from hybridrl.rehearsal.server import (
     RehearsedServer,
     full_samples,
 )
-from hybridrl.rehearsal.torch_cuda import GPU
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Targets
 from hybridrl.trainer.train_batch import build_critic_batch, build_train_batch

@@ -37,8 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from hybridrl.rehearsal.memory import Block, Memory, use_of_caller
-from hybridrl.rehearsal.torch_cuda import GPU, Signal, Stream, answers
+from hybridrl.rehearsal.device import GPU, Block, Memory, Signal, Stream, answers, use_of_caller
 
 _IN_CPP = "rehearsed"
 """Name of ``cuda`` in autograd's C++."""

@@ -24,10 +24,9 @@ from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.network import LOOPBACK
+from hybridrl.rehearsal.device import GPU, Block
 from hybridrl.rehearsal.gpu import FakeGpu
-from hybridrl.rehearsal.memory import Block
 from hybridrl.rehearsal.model_folder import HollowFile
-from hybridrl.rehearsal.torch_cuda import GPU
 from hybridrl.sampler import NO_VERSION, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import TensorSpan
