@@ -25,28 +25,21 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Differences from Llama, and values for fields that config.json lacks."""
+    """Differences from Llama, and values for fields that config.json lacks.
+
+    ``Architecture`` and ``MoEConfig`` explain the fields that they have, too.
+    """
 
     defaults: Mapping[str, Any]
     has_head_norms: bool = False
-
     norms_all_heads: bool = False
-    """Whether all queries of a token are normalised together, and all keys (OLMo 2)."""
-
     num_norms: int = 2
-    """Norms of the residual stream in a block."""
-
-    has_router_bias: bool = False
-    """Whether routers have a bias that is a parameter in transformers; GLM's is a buffer."""
+    has_router_bias: bool = False  # GLM's is a buffer
+    has_shared_gate: bool = False
+    fused: tuple[str, ...] = ()
 
     renames: Mapping[str, str] = field(default_factory=dict)
     """Parts of transformers' names, and what stands for them in files."""
-
-    has_shared_gate: bool = False
-    """Whether a gate weighs the expert that takes every token (Qwen2-MoE)."""
-
-    fused: tuple[str, ...] = ()
-    """Linear layers that stand for several: ``qkv_proj``, ``gate_up_proj``."""
 
     always_has_qkv_bias: bool = False
     has_output_bias: bool = True
