@@ -63,8 +63,7 @@ def process_environment(num_threads: int) -> dict[str, str]:
     each size of a matrix. Micro-batches seldom have a size twice: with the usual 1024 the default
     run grew by 1 GiB in 100 steps, and was not faster.
 
-    Args:
-        num_threads: OpenMP threads of the process; 0 leaves torch's own choice.
+    0 threads leave OpenMP's number to torch.
     """
     environment = {
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -30,11 +30,7 @@ _IFREQ = struct.Struct("16s2s2x4s16x")
 
 
 def rendezvous_address(host: str, node_ids: Collection[str]) -> str:
-    """Return the rendezvous address: loopback on one node, else the address of the first rank.
-
-    Args:
-        host: address of the first rank's node in the cluster.
-    """
+    """Return the rendezvous address: loopback on one node, else the first rank's ``host``."""
     return LOOPBACK if len(set(node_ids)) == 1 else host
 
 

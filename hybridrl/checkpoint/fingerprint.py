@@ -44,10 +44,11 @@ _FREE_KEYS = (
 _FREE_OF_MODELS = re.compile(r"serving\.models\.[^.]+\.(urls|key_variable)")
 """The same: where servers run that are compared with the model at each start."""
 
-_NUMERIC = ("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node")
-_THREADS = ("cluster.num_threads_per_rank", "rollout.num_threads")
+_NUMERIC = (
+    *("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node"),
+    *("cluster.num_threads_per_rank", "rollout.num_threads"),
+)
 _PACKAGES = ("torch", "transformers", "tensordict", "peft", "ray")
-_ENGINES: Mapping[str, tuple[str, ...]] = {"hf": (), "sglang": ("sglang",)}
 _NUM_NAMED = 8
 _FORMER = {
     "batch_size": "trainer.num_prompts_per_step",
@@ -89,10 +90,11 @@ def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     """Return the facts that rounding depends on: ranks, threads, processor, hook, and versions."""
     flat = dict(flatten(asdict(config)))
     shape = _SHAPE if config.megatron_worlds else ()
-    packages = (*_PACKAGES, *(_ENGINES[config.rollout.engine] if config.samples else ()))
+    packages: tuple[str, ...] = _PACKAGES
+    packages += ("sglang",) if config.samples and config.rollout.engine == "sglang" else ()
     packages += ("megatron-core",) if config.megatron_worlds else ()
     return {
-        **{key: str(flat[key]) for key in (*_NUMERIC, *_THREADS, *shape)},
+        **{key: str(flat[key]) for key in (*_NUMERIC, *shape)},
         **_hook_of(config),
         "processor": _processor(),
         "python": platform.python_version(),
@@ -176,8 +178,7 @@ def _digest(folder: Path, patterns: Iterable[str]) -> str:
 def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> list[str]:
     """Compare recipes of a run that was begun and of the run that would resume.
 
-    Raises:
-        CheckpointError: they differ and that was not accepted; names the keys.
+    Returns the differences in words; ``CheckpointError`` names them if they are not accepted.
     """
     changes = list(differences(_in_keys_of_today(saved), now))
     if changes and not accept:

@@ -52,9 +52,6 @@ class Adapter:
 
         Returns:
             Weights of the model with adapters, by its parameters' new names.
-
-        Raises:
-            ModelError: as ``check_fit``.
         """
         self.check_fit(
             {
@@ -81,11 +78,7 @@ class Adapter:
     def check_fit(self, layers: Mapping[str, tuple[int, int]], *, model: str) -> None:
         """Check the ``lora`` section against a model; config/checks/lora.py reads config.json.
 
-        Args:
-            layers: outputs and inputs of its linear layers by their names.
-
-        Raises:
-            ModelError: the rank is above a layer's size, or a name matches no layer.
+        ``layers`` has outputs and inputs of its linear layers by their names.
         """
         missing = set(self.config.modules)
         for name, (outputs, inputs) in layers.items():

@@ -185,11 +185,7 @@ class ModelFiles:
 
 
 def read_model_type(folder: Path) -> str:
-    """Read the ``model_type`` of a Hugging Face folder.
-
-    Raises:
-        ModelError: the folder does not exist, or its ``config.json`` is not usable.
-    """
+    """Read the ``model_type`` of a Hugging Face folder."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; set model.path to a Hugging Face model folder")
     if not (folder / CONFIG).is_file():
@@ -230,9 +226,6 @@ def build_empty_critic(
 
     With zeros all values begin at 0, and the first advantages are the rewards. A random head would
     begin with noise of the size of the hidden states.
-
-    Raises:
-        ModelError: as ``build_empty_model``.
     """
     critic = _build_empty(folder, AutoModelForTokenClassification, dtype=dtype, num_labels=1)
     _begin_head_at_zero(critic, device)
@@ -246,9 +239,6 @@ def build_empty_reward_model(
 
     A classifier of one label has its head in the files. From a language model the head begins as
     zeros: both rows of a pair then score 0, and the first loss is log 2.
-
-    Raises:
-        ModelError: as ``build_empty_model``; or weights are missing, unexpected or quantised.
     """
     is_of_tokens = "score.bias" in files.names
     kind = AutoModelForTokenClassification if is_of_tokens else AutoModelForSequenceClassification

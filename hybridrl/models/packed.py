@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, Protocol
 
@@ -289,17 +289,8 @@ def padded_layout(
     num_slots = 0
     for first, last in _bucket_bounds(lengths.tolist(), spans.num_seen_K.tolist()):
         row = slice(first, last)
-        bucket = _build_bucket(
-            KeySpans(
-                lengths[row, None],
-                spans.begin_K[row, None],
-                spans.skip_K[row, None],
-                spans.prefix_begin_K[row, None],
-                spans.prefix_length_K[row, None],
-            ),
-            device,
-            key_of_token_T,
-        )
+        spans_R1 = KeySpans(*(getattr(spans, each.name)[row, None] for each in fields(spans)))
+        bucket = _build_bucket(spans_R1, device, key_of_token_T)
         is_token_RL = torch.arange(bucket.num_columns) < lengths[row, None]
         slots_of_tokens.append(num_slots + is_token_RL.flatten().nonzero()[:, 0])
         num_slots += is_token_RL.numel()

@@ -266,8 +266,7 @@ class Padding:
 def pad_arguments(values: Sequence[object], dp_size: int) -> tuple[list[object], Padding | None]:
     """Repeat rows of the payloads among ``values`` from their start until they divide evenly.
 
-    Returns:
-        The values, and how to undo it; None if nothing was padded.
+    Returns with the values how to undo it; None if nothing was padded.
     """
     counts = {num_rows(value) for value in values if is_payload(value)}
     if all(count % dp_size == 0 for count in counts):
@@ -325,9 +324,6 @@ def register(
             as the mode does.
         timeout_s: seconds that one call may take; None: the group's ``timeout_s``. A late call
             breaks the group, because a rank in a collective cannot be cancelled.
-
-    Raises:
-        DispatchError: not a mode, or padding in a mode that does not split rows.
     """
     if not isinstance(dispatch_mode, Dispatch):
         raise DispatchError(

@@ -45,10 +45,8 @@ def register_payload(cls: type, ops: PayloadOps) -> None:
 def register_reducer(cls: type, reduce: Callable[[Any], tuple[Any, ...]]) -> None:
     """Pickle instances of exactly ``cls`` with ``reduce`` when Ray carries them, and only then.
 
-    Args:
-        cls: the exact type; subclasses are not affected.
-        reduce: returns what ``__reduce__`` may return. Buffers in it (numpy arrays) travel out of
-            band, so the reader sees shared memory without a copy.
+    It returns what ``__reduce__`` may return. Buffers in it (numpy arrays) travel out of band, so
+    the reader sees shared memory without a copy.
     """
     _reducers[cls] = reduce
     install_reducers()
