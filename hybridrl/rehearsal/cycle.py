@@ -51,7 +51,6 @@ from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train import checkpoint, export
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.model_engine import ModelEngine
-from hybridrl.workers.train.offload import resident_bytes
 from hybridrl.workers.train.protocol import TrainState
 from hybridrl.workers.train.shards import local_shard
 
@@ -248,15 +247,6 @@ class Cycle:
         ):
             if isinstance(engine, ModelEngine):
                 yield name, engine
-
-    def training_bytes(self) -> dict[str, int]:
-        """Return the bytes of the rank's parameters, gradients and optimizers."""
-        return {
-            state.value: sum(
-                resident_bytes(engine.backend.tensors(state)) for _, engine in self._engines()
-            )
-            for state in TrainState
-        }
 
     def _name_what_lasts(self) -> None:
         for name, engine in self._engines():

@@ -316,8 +316,6 @@ class RehearsedManager(ManagerClient):
 
     def __init__(self) -> None:
         self._version = NO_VERSION
-        self.received: frozenset[str] = frozenset()
-        """Names of the last update's tensors."""
 
     @property
     def host(self) -> str:
@@ -330,7 +328,8 @@ class RehearsedManager(ManagerClient):
 
     def update(self, source: Path, *, version: int) -> None:
         """Read the headers of the files; a broadcast gathers the same buckets."""
-        self.received, self._version = WeightFiles(source).names, version
+        WeightFiles(source)
+        self._version = version
 
     def sample(
         self,
