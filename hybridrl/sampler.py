@@ -168,7 +168,7 @@ class Sampler(Protocol):
         Args:
             token_ids: of the context, at least 1.
             params: the same for all continuations.
-            keys: name the random stream of each continuation (``sampling.request_key``). Equal
+            keys: name the random stream of each continuation (``request_key``). Equal
                 contexts, parameters and keys give equal samples with the embedded engine.
 
         Returns:
