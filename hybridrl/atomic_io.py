@@ -7,11 +7,7 @@ from pathlib import Path
 
 
 def flush(path: Path) -> None:
-    """Return when a file's bytes, or a folder's names, are on the disk.
-
-    Raises:
-        OSError: the disk is full or gone.
-    """
+    """Return when a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -22,12 +18,7 @@ def flush(path: Path) -> None:
 def atomic_write_text(path: Path, text: str, *, errors: str = "strict") -> None:
     """Write a text file atomically: a reader gets the old or the new text, even after a crash.
 
-    Args:
-        path: of the file; its folder exists.
-        errors: treatment of characters that UTF-8 lacks; see ``str.encode``.
-
-    Raises:
-        OSError: the disk is full or gone; a former file is as it was.
+    If ``OSError`` is raised, the disk is full or gone, and a former file is as it was.
     """
     atomic_write_bytes(path, text.encode("utf-8", errors=errors))
 
@@ -45,11 +36,7 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
 
 
 def rename_into_place(unfinished: Path, folder: Path) -> None:
-    """Rename a folder, written under another name beside its target: it appears complete.
-
-    Raises:
-        OSError: the disk is full or gone, or ``folder`` exists and is not empty.
-    """
+    """Rename a folder, written under another name beside its target: it appears complete."""
     for path in [*unfinished.rglob("*"), unfinished]:
         flush(path)
     unfinished.rename(folder)

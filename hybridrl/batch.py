@@ -31,9 +31,8 @@ class PromptBatch(TensorClass):
     """P prompts, ready to be sampled from."""
 
     token_ids_PL: Tensor  # int64, jagged
-    prompt_index_P: (
-        Tensor  # int64, index in the run's prompt stream: no two prompts of a run share it
-    )
+    # int64, index in the run's prompt stream: no two prompts of a run share it
+    prompt_index_P: Tensor
     seed_P: Tensor  # int64, response g to a prompt draws its random numbers from (seed, g) alone
     # uint8, jagged, the row as JSON (data/rows.py), with lengths of its own. None without an agent.
     row_PN: Tensor | None = None
@@ -44,9 +43,8 @@ class RolloutBatch(TensorClass):
 
     token_ids_BL: Tensor  # int64, jagged
     response_mask_BL: Tensor  # bool, jagged, True where the policy chose the token
-    sampler_logprobs_BL: (
-        Tensor  # float32 nats, jagged, by the rollout engine; 0 where the mask is False
-    )
+    # float32 nats, jagged, by the rollout engine; 0 where the mask is False
+    sampler_logprobs_BL: Tensor
     prompt_index_B: Tensor  # int64, same value for all responses to a prompt
     policy_version_B: Tensor  # int64, optimizer steps taken when its first token was sampled
     is_truncated_B: Tensor  # bool, True if the length limit and no stop token ended it
@@ -142,14 +140,7 @@ class PreferenceBatch(TensorClass):
 
 
 def jagged(rows: Sequence[Tensor]) -> Tensor:
-    """Lay rows of different length end to end.
-
-    Args:
-        rows: B >= 1 tensors [L_b] of one dtype and device.
-
-    Returns:
-        Jagged nested tensor [B, L].
-    """
+    """Lay B >= 1 rows [L_b] of one dtype and device end to end: jagged [B, L]."""
     lengths_B = torch.tensor([len(row) for row in rows])
     return jagged_from(torch.cat(list(rows)), lengths_B)
 

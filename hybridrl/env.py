@@ -36,14 +36,9 @@ def python_path() -> str:
     return os.pathsep.join([str(ROOT), *(p for p in paths if p not in ("", str(ROOT)))])
 
 
-def everything() -> dict[str, str]:
-    """Return all variables, for a child process."""
-    return dict(os.environ)
-
-
-def everything_but(names: Collection[str]) -> dict[str, str]:
-    """Return all variables but these, for a child process that must not have them."""
-    return {name: value for name, value in os.environ.items() if name not in names}
+def everything(*, but: Collection[str] = ()) -> dict[str, str]:
+    """Return all variables for a child process, ``but`` those that it must not have."""
+    return {name: value for name, value in os.environ.items() if name not in but}
 
 
 def cache_dir() -> Path:
@@ -68,8 +63,7 @@ def process_environment(num_threads: int) -> dict[str, str]:
     each size of a matrix. Micro-batches seldom have a size twice: with the usual 1024 the default
     run grew by 1 GiB in 100 steps, and was not faster.
 
-    Args:
-        num_threads: OpenMP threads of the process; 0 leaves torch's own choice.
+    0 threads leave OpenMP's number to torch.
     """
     environment = {
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -55,12 +55,10 @@ def _restore(
 class ConfigError(HybridRLError, ValueError):
     """A recipe or override is wrong. Raised before any device is touched.
 
-    The message has four parts, always in this order: the key, the value the user gave, the rule
-    it breaks, and the text to type instead.
+    The message has four parts: the dotted key, the value the user gave, the rule it breaks, and the
+    text to type instead.
 
     Args:
-        key: dotted, as it is typed on the command line.
-        rule: the condition on the value, and its reason.
         fix: the text to type instead; by default it lists ``remedies``.
         remedies: alternatives, best first. Each is a tuple of overrides which, added to the
             command, fix this violation and break no other rule (tested for every rule).

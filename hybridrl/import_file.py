@@ -9,11 +9,7 @@ from types import ModuleType
 
 
 def import_file(path: Path, *, prefix: str) -> ModuleType:
-    """Run a file as the module ``PREFIX_STEM``; each call runs it again.
-
-    Raises:
-        ImportError: it is not a Python file.
-    """
+    """Run a file as the module ``PREFIX_STEM``; each call runs it again."""
     name = f"{prefix}_{path.stem}"
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -14,42 +14,25 @@ def to_json_text(
     separators: tuple[str, str] | None = None,
     keeps_unicode: bool = False,
 ) -> str:
-    """Write plain data as JSON; a number that is not finite becomes ``null``.
+    """Write plain data as ``json.dumps``; a number that is not finite becomes ``null``.
 
-    Python's own ``json.dumps`` would write ``NaN`` and ``Infinity``, which browsers, jq and most
-    other readers reject, together with the file.
-
-    Args:
-        value: dictionaries, lists, texts, numbers, truth values and None.
-        indent: spaces a level; None writes one line.
-        separators: between entries, and between a key and its value.
-        keeps_unicode: write other characters than ASCII as they are.
-
-    Raises:
-        TypeError: something else is in ``value``.
+    Python itself would write ``NaN`` and ``Infinity``, which browsers, jq and most other readers
+    reject, together with the file.
     """
-
-    def spell(plain: object) -> str:
-        return json.dumps(
-            plain,
-            indent=indent,
-            separators=separators,
-            ensure_ascii=not keeps_unicode,
-            allow_nan=False,
-        )
-
+    encoder = json.JSONEncoder(
+        indent=indent, separators=separators, ensure_ascii=not keeps_unicode, allow_nan=False
+    )
     try:
-        return spell(value)
+        return encoder.encode(value)
     except ValueError:
-        return spell(without_non_finite(value))
+        return encoder.encode(_without_non_finite(value))
 
 
-def without_non_finite(value: object) -> object:
-    """Replace each number that is not finite by None."""
+def _without_non_finite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: without_non_finite(entry) for key, entry in value.items()}
+        return {key: _without_non_finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [without_non_finite(entry) for entry in value]
+        return [_without_non_finite(entry) for entry in value]
     return value

@@ -96,11 +96,7 @@ class BoundedSource(FileConfigSource):
     """Reads YAML files of a folder; refuses one that would fill memory or end in a traceback."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read one file.
-
-        Raises:
-            ConfigError: it is too large, not UTF-8, or not valid YAML.
-        """
+        """Read one file; ``ConfigError`` if it is too large, not UTF-8, or not valid YAML."""
         file = Path(self.path, self._normalize_file_name(config_path))
         flaw = flaw_of_yaml(file.read_bytes()) if file.is_file() else ""
         if flaw:
@@ -320,13 +316,7 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
 
 
 def compose(overrides: Sequence[str]) -> Mapping[str, object]:
-    """Compose the configuration of a command with these overrides, without running it.
-
-    Raises:
-        HydraException: Hydra rejects an override, a recipe or a group.
-        ConfigError: an interpolation cannot be resolved.
-        YAMLError: a file is not YAML.
-    """
+    """Compose the configuration of a command with these overrides, without running it."""
     return resolved(compose_unresolved(overrides))
 
 
@@ -344,11 +334,7 @@ def with_free_keys_added(overrides: Sequence[str]) -> list[str]:
 
 
 def resolved(composed: DictConfig) -> Mapping[str, object]:
-    """Return the values of a composed configuration.
-
-    Raises:
-        ConfigErrors: a value is too long, or an interpolation cannot be resolved.
-    """
+    """Return the values of a composed configuration; ``ConfigErrors`` name what has none."""
     check_lengths(cast("Mapping[str, object]", OmegaConf.to_container(composed)))
     try:
         OmegaConf.resolve(composed)  # so that the run folder's time is read once

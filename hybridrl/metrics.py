@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import groupby
 from math import isfinite, isnan
 from typing import Any
 
@@ -117,11 +118,6 @@ class Declaration:
     name: str
     unit: str
     meaning: str
-
-    @property
-    def area(self) -> str:
-        """The part of the name before its first slash."""
-        return self.name.partition("/")[0]
 
 
 _TABLE = """
@@ -305,12 +301,8 @@ eval/loss_nats | nats | negative log-likelihood per token on held-out rows, supe
 """
 
 
-def _parse(table: str) -> dict[str, Declaration]:
-    rows = (line.split(" | ") for line in table.strip().splitlines())
-    return {name: Declaration(name, unit, meaning) for name, unit, meaning in rows}
-
-
-DECLARATIONS = _parse(_TABLE)
+_ROWS = (line.split(" | ") for line in _TABLE.strip().splitlines())
+DECLARATIONS = {name: Declaration(name, unit, meaning) for name, unit, meaning in _ROWS}
 """Every metric by name, in the order in which people read them."""
 
 _PATTERNS = {
@@ -338,11 +330,7 @@ def find_declaration(name: str) -> Declaration | None:
 
 
 def check_declared(names: Iterable[str]) -> None:
-    """Reject a name that is not in the table.
-
-    Raises:
-        MetricError: names the first unknown metric and the nearest known ones.
-    """
+    """Reject a name that is not in the table."""
     for name in names:
         if find_declaration(name) is None:
             raise MetricError(
@@ -365,12 +353,9 @@ def to_markdown() -> str:
         "`/low` and `/high` after one are the ends of its 95 % interval by bootstrap over prompts.",
         "Conversations of an evaluation have `eval/agent/...`, with the words of `agent/...`.",
     ]
-    area = ""
-    for declaration in DECLARATIONS.values():
-        if declaration.area != area:
-            area = declaration.area
-            lines += ["", f"## {area}", "", "| name | unit | meaning |", "|---|---|---|"]
-        lines.append(f"| `{declaration.name}` | {declaration.unit} | {declaration.meaning} |")
+    for area, rows in groupby(DECLARATIONS.values(), lambda row: row.name.partition("/")[0]):
+        lines += ["", f"## {area}", "", "| name | unit | meaning |", "|---|---|---|"]
+        lines += [f"| `{row.name}` | {row.unit} | {row.meaning} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 

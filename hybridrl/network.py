@@ -30,20 +30,12 @@ _IFREQ = struct.Struct("16s2s2x4s16x")
 
 
 def rendezvous_address(host: str, node_ids: Collection[str]) -> str:
-    """Return the rendezvous address: loopback on one node, else the address of the first rank.
-
-    Args:
-        host: address of the first rank's node in the cluster.
-    """
+    """Return the rendezvous address: loopback on one node, else the first rank's ``host``."""
     return LOOPBACK if len(set(node_ids)) == 1 else host
 
 
 def bind(address: str, port: int = 0) -> socket.socket:
-    """Return a socket bound to this port of this address alone; 0 lets the kernel choose.
-
-    Raises:
-        OSError: another socket listens on it.
-    """
+    """Return a socket bound to this port of this address alone; 0 lets the kernel choose."""
     family, kind, protocol, _, place = socket.getaddrinfo(
         address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

@@ -27,8 +27,7 @@ from hybridrl.agents.trajectory import Ended, OpenSequence, TokenSequence, Traje
 from hybridrl.agents.turn_records import CallRecord, call_record
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
-from hybridrl.random_streams import request_key
-from hybridrl.sampler import Sample
+from hybridrl.sampler import Sample, request_key
 
 
 class ConversationEnded(BaseException):

@@ -65,7 +65,7 @@ class AgentProgram:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                env={**env.everything_but(hidden_variables), **variables},
+                env={**env.everything(but=hidden_variables), **variables},
             )
         finally:
             os.close(descriptor)

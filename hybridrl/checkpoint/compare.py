@@ -44,11 +44,7 @@ class Difference:
 
 
 def compare_runs(first: Path, second: Path) -> list[Difference]:
-    """Compare metrics, samples, and the newest checkpoints: weights, optimizer, data position.
-
-    Raises:
-        CheckpointError: one of them has no complete checkpoint.
-    """
+    """Compare metrics, samples, and the newest checkpoints: weights, optimizer, data position."""
     return [
         _compare_metrics(first, second),
         _compare_samples(first, second),
@@ -113,11 +109,7 @@ def _compare_checkpoints(first: Path, second: Path) -> Iterator[Difference]:
         yield _compare_tensors(kind, digests, other_digests)
 
 
-def _compare_tensors(
-    kind: str,
-    digests: _Digests,
-    other_digests: _Digests,
-) -> Difference:
+def _compare_tensors(kind: str, digests: _Digests, other_digests: _Digests) -> Difference:
     """Compare the tensors whose name begins with ``kind``, and the notes of each file."""
     names = sorted(
         key for key in digests.keys() | other_digests.keys() if key[1].partition(".")[0] == kind

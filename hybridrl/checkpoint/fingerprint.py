@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl import __version__
-from hybridrl.checkpoint.manifest import Recipe, RunFingerprint
+from hybridrl.checkpoint.store import Recipe, RunFingerprint
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
 from hybridrl.config.spelling import flatten
 from hybridrl.errors import CheckpointError
@@ -44,10 +44,11 @@ _FREE_KEYS = (
 _FREE_OF_MODELS = re.compile(r"serving\.models\.[^.]+\.(urls|key_variable)")
 """The same: where servers run that are compared with the model at each start."""
 
-_NUMERIC = ("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node")
-_THREADS = ("cluster.num_threads_per_rank", "rollout.num_threads")
+_NUMERIC = (
+    *("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node"),
+    *("cluster.num_threads_per_rank", "rollout.num_threads"),
+)
 _PACKAGES = ("torch", "transformers", "tensordict", "peft", "ray")
-_ENGINES: Mapping[str, tuple[str, ...]] = {"hf": (), "sglang": ("sglang",)}
 _NUM_NAMED = 8
 _FORMER = {
     "batch_size": "trainer.num_prompts_per_step",
@@ -89,10 +90,11 @@ def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     """Return the facts that rounding depends on: ranks, threads, processor, hook, and versions."""
     flat = dict(flatten(asdict(config)))
     shape = _SHAPE if config.megatron_worlds else ()
-    packages = (*_PACKAGES, *(_ENGINES[config.rollout.engine] if config.samples else ()))
+    packages: tuple[str, ...] = _PACKAGES
+    packages += ("sglang",) if config.samples and config.rollout.engine == "sglang" else ()
     packages += ("megatron-core",) if config.megatron_worlds else ()
     return {
-        **{key: str(flat[key]) for key in (*_NUMERIC, *_THREADS, *shape)},
+        **{key: str(flat[key]) for key in (*_NUMERIC, *shape)},
         **_hook_of(config),
         "processor": _processor(),
         "python": platform.python_version(),
@@ -130,14 +132,14 @@ def own_fingerprints(config: ExperimentConfig) -> Mapping[str, str]:
     if teacher is not None:
         folder = Path(teacher)
         own["algorithm.teacher_path"] = _digest(folder, ("config.json",)) + _sample(folder)
-    scorers = config.reward.model_paths if config.offline is None else {}
-    for name, path in scorers.items():
-        digests = folder_fingerprints(Path(path), with_weights=True)
-        own |= {f"{kind} of reward model {name}": digest for kind, digest in digests.items()}
-    served = config.serving.frozen if config.offline is None else {}
-    for name, model in served.items():
-        digests = folder_fingerprints(Path(str(model.path)), with_weights=True)
-        own |= {f"{kind} of served model {name}": digest for kind, digest in digests.items()}
+    others: dict[str, Path] = {}
+    if config.offline is None:
+        scorers, served = config.reward.model_paths.items(), config.serving.frozen.items()
+        others |= {f"reward model {name}": Path(path) for name, path in scorers}
+        others |= {f"served model {name}": Path(str(model.path)) for name, model in served}
+    for name, folder in others.items():
+        digests = folder_fingerprints(folder, with_weights=True)
+        own |= {f"{kind} of {name}": digest for kind, digest in digests.items()}
     return own
 
 
@@ -176,8 +178,7 @@ def _digest(folder: Path, patterns: Iterable[str]) -> str:
 def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> list[str]:
     """Compare recipes of a run that was begun and of the run that would resume.
 
-    Raises:
-        CheckpointError: they differ and that was not accepted; names the keys.
+    Returns the differences in words; ``CheckpointError`` names them if they are not accepted.
     """
     changes = list(differences(_in_keys_of_today(saved), now))
     if changes and not accept:

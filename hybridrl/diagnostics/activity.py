@@ -149,10 +149,8 @@ def start_recording(folder: Path) -> RecordFiles:
 def scope(what: str, *, waits: bool = False) -> Iterator[None]:
     """Record ``what`` as the process's activity while the block lasts; blocks nest. Costs 12 us.
 
-    Args:
-        what: for a person, for example ``update()``.
-        waits: True if the block only waits for other ranks, as a barrier does. It separates
-            ranks that wait from the rank that they wait for.
+    With ``waits`` the block only waits for other ranks, as a barrier does. It separates ranks that
+    wait from the rank that they wait for.
     """
     block = _to_json([what[:_MAX_TEXT], time.monotonic(), waits])
     _activity.enter(block)
@@ -166,9 +164,7 @@ def scope(what: str, *, waits: bool = False) -> Iterator[None]:
 def gauge(name: str, describe: Callable[[], str]) -> Iterator[None]:
     """Let a thread record once a second the text of ``describe``: costs the caller nothing.
 
-    Args:
-        name: of the described object, for example ``rollout engine``.
-        describe: called from another thread; reads plain numbers, and does not raise.
+    It is called from another thread, so it reads plain numbers, and does not raise.
     """
     _activity.watch(name, describe)
     try:

@@ -62,12 +62,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str, **args: Arg) -> Iterator[OpenSpan]:
-        """Record how long the block takes.
-
-        Args:
-            name: of the work, the same each time; varying values belong into ``args``.
-            args: plain values to show beside it.
-        """
+        """Record how long the block takes; values that vary belong into ``args``, not the name."""
         thread = get_ident()
         stack = self._open.setdefault(thread, [])
         span = OpenSpan(name, args, time.perf_counter_ns())
@@ -93,12 +88,8 @@ class SpanRecorder:
     def add(self, name: str, begin_ns: int, *, track: int, lane: int = 0, **args: Arg) -> None:
         """Record work that ends now and began at ``time.perf_counter_ns() == begin_ns``.
 
-        For tasks of one thread that take turns, so that their spans do not nest: each task has a
-        track of its own, shown as a further thread.
-
-        Args:
-            track: number of the conversation.
-            lane: spans of a conversation that overlap without nesting have different ones.
+        For tasks of one thread that take turns, so that their spans do not nest: each conversation
+        has a track of its own, shown as a further thread, and lanes for spans that overlap.
         """
         begin_us, end_us = (
             (at_ns + _CLOCK_TO_WALL_NS) // 1000 for at_ns in (begin_ns, time.perf_counter_ns())
@@ -151,10 +142,7 @@ class SpanRecorder:
     def write_to(self, run_folder: Path, process: str, *, num_processes: int) -> bool:
         """Write events from now on; return whether that works.
 
-        Args:
-            run_folder: exists on this machine.
-            process: name in the trace.
-            num_processes: divides the size limit of the trace.
+        The processes of the run share the size limit of the trace.
         """
         self.end()
         try:

@@ -36,21 +36,12 @@ Event = dict[str, Any]
 class ProcessTrace:
     """The events of one process, in a file that no other process writes.
 
-    A run of weeks must not fill the disk: at ``max_bytes`` the file is renamed and a new one is
-    begun. The first and the last two are kept.
+    At ``max_bytes`` it is renamed and a new one begun; the first and the last two are kept, so that
+    a run of weeks does not fill the disk. Where it cannot be written, ``OSError`` is raised.
     """
 
     def __init__(self, run_folder: Path, process: str, *, max_bytes: int = MAX_BYTES) -> None:
-        """Begin the file, or append if another process of the same name was killed.
-
-        Args:
-            run_folder: exists.
-            process: its name in the trace and of the file.
-            max_bytes: size of one file; the folder may hold three.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Begin the file, or append if another process of the same name was killed."""
         (run_folder / FOLDER).mkdir(exist_ok=True)
         self._path = run_folder / FOLDER / f"{process}.jsonl"
         self._process = process
@@ -58,11 +49,7 @@ class ProcessTrace:
         self._open()
 
     def append(self, events: Iterable[Event]) -> None:
-        """Write complete lines in one call, so that a kill leaves at most the last one incomplete.
-
-        Raises:
-            OSError: the disk is full or gone.
-        """
+        """Write complete lines in one call, so a kill leaves at most the last incomplete."""
         lines = []
         for event in events:
             thread = event["tid"]
@@ -95,10 +82,7 @@ class ProcessTrace:
 
 
 def join_traces(run_folder: Path) -> None:
-    """Write ``trace.json``, and earlier files of a long run, from the files of the processes.
-
-    A file that cannot be written costs a warning.
-    """
+    """Write ``trace.json``, and earlier files of a long run, from the files of the processes."""
     files = (run_folder / FOLDER).glob("*.jsonl")
     processes = sorted(files, key=lambda path: (not path.name.startswith("driver"), path.name))
     for suffix, name in _PARTS.items():

@@ -31,11 +31,7 @@ from hybridrl.models.load import WeightSource, require_finite
 
 
 class Adapter:
-    """The adapter of one model: made before the model has memory, filled and sharded with it.
-
-    Args:
-        seed: of A, where the configuration has no such folder.
-    """
+    """The adapter of one model: made before the model has memory, filled and sharded with it."""
 
     def __init__(self, config: LoraConfig, *, seed: int) -> None:
         self.config = config
@@ -52,17 +48,10 @@ class Adapter:
         )
 
     def inject(self, hf: PreTrainedModel, weights: WeightSource) -> WeightSource:
-        """Freeze the model and put A and B, in float32, beside each adapted layer.
-
-        Args:
-            hf: on the meta device, as ``build_empty_model`` makes it.
+        """Freeze an empty model and put A and B, in float32, beside each adapted layer.
 
         Returns:
             Weights of the model with adapters, by its parameters' new names.
-
-        Raises:
-            ModelError: the rank is above a layer's size, a name matches no layer, or the first
-                adapter cannot be read.
         """
         self.check_fit(
             {
@@ -89,11 +78,7 @@ class Adapter:
     def check_fit(self, layers: Mapping[str, tuple[int, int]], *, model: str) -> None:
         """Check the ``lora`` section against a model; config/checks/lora.py reads config.json.
 
-        Args:
-            layers: outputs and inputs of its linear layers by their names.
-
-        Raises:
-            ModelError: the rank is above a layer's size, or a name matches no layer.
+        ``layers`` has outputs and inputs of its linear layers by their names.
         """
         missing = set(self.config.modules)
         for name, (outputs, inputs) in layers.items():
@@ -186,10 +171,6 @@ class _StoredAdapter:
                 f"lora.rank needs {list(shape)}; set lora.init_from to an adapter of that shape"
             )
         values = values.float()
-        require_finite(
-            values,
-            name=file_name(name),
-            file=self._file,
-            fix="set lora.init_from to another adapter, or to null for a new one",
-        )
+        fix = "set lora.init_from to another adapter, or to null for a new one"
+        require_finite(values, name=file_name(name), file=self._file, fix=fix)
         return values

@@ -7,11 +7,11 @@ vocabulary, E experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridrl.config.model import ModelConfig, StarterConfig
+from hybridrl.config.model import ModelConfig
 from hybridrl.errors import ModelError, shown, suggest_name
 from hybridrl.models.families import FAMILIES, ExpertNames, Family, rope_of, unsupported_settings
 from hybridrl.models.model_folder import read_settings
@@ -45,8 +45,6 @@ class MoEConfig:
     """Experts of one layer, over all ranks."""
 
     num_per_token: int
-    """Experts per token."""
-
     intermediate_size: int
     """Width inside one expert."""
 
@@ -187,16 +185,19 @@ _MOST = {"num_hidden_layers": 10_000, **dict.fromkeys(_POSITIONS, 2**40)}
 
 
 def architecture_of(model: ModelConfig) -> Architecture:
-    """Return the architecture of the model from which a run starts.
-
-    Raises:
-        ModelError: no model, or its config.json cannot be read or names an unknown family.
-    """
+    """Return the architecture of the model from which a run starts; see ``read_architecture``."""
     if model.path is not None:
         return read_architecture(Path(model.path))
-    if model.starter is None:
+    if (starter := model.starter) is None:
         raise ModelError("there is no model to plan for; set model.path=FOLDER, or model=starter")
-    return _of_starter(model.starter)
+    values = {
+        **asdict(starter),
+        "model_type": "qwen3",
+        "num_hidden_layers": starter.num_layers,
+        "head_dim": starter.hidden_size // starter.num_attention_heads,
+        "tie_word_embeddings": True,
+    }
+    return _of_values(values, FAMILIES["qwen3"])
 
 
 def find_architecture(model: ModelConfig) -> Architecture | None:
@@ -350,23 +351,4 @@ def _experts(values: Mapping[str, Any], size: _SizeReader) -> MoEConfig | None:
         has_router_bias=size.family.has_router_bias,
         has_biases=size.family.has_fused_experts,
         names=size.family.expert_names,
-    )
-
-
-def _of_starter(starter: StarterConfig) -> Architecture:
-    return Architecture(
-        model_type="qwen3",
-        hidden_size=starter.hidden_size,
-        num_layers=starter.num_layers,
-        num_heads=starter.num_attention_heads,
-        num_key_value_heads=starter.num_key_value_heads,
-        head_size=starter.hidden_size // starter.num_attention_heads,
-        intermediate_size=starter.intermediate_size,
-        vocab_size=starter.vocab_size,
-        max_positions=starter.max_position_embeddings,
-        is_tied=True,
-        has_qkv_bias=False,
-        has_output_bias=False,
-        has_mlp_bias=False,
-        has_head_norms=True,
     )

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from hybridrl.models.families import FAMILIES
 
-_BLOCK = ".mlp."
-"""Module of a layer that has the router and the experts, as transformers names it."""
+_BLOCK = ".mlp."  # of transformers: the module that has the router and the experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +97,7 @@ class StoredNames:
     def tensors(self, model: nn.Module, *, tied_again: bool = False) -> dict[str, Tensor]:
         """Return the parameters of a model by their names in files, views of the live memory.
 
-        Args:
-            tied_again: under each of its names, a tensor that has several.
+        With ``tied_again`` a tensor that has several names stands under each of them.
         """
         named = model.named_parameters(remove_duplicate=not tied_again)
         return {stored: view for name, p in named for stored, view in self.views(name, p)}

@@ -25,34 +25,25 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Differences from Llama, and values for fields that config.json lacks."""
+    """Differences from Llama, and values for fields that config.json lacks.
+
+    ``Architecture`` and ``MoEConfig`` explain the fields that they have, too.
+    """
 
     defaults: Mapping[str, Any]
     has_head_norms: bool = False
-
     norms_all_heads: bool = False
-    """Whether all queries of a token are normalised together, and all keys (OLMo 2)."""
-
     num_norms: int = 2
-    """Norms of the residual stream in a block."""
-
-    has_router_bias: bool = False
-    """Whether routers have a bias that is a parameter in transformers; GLM's is a buffer."""
-
+    has_router_bias: bool = False  # GLM's is a buffer
+    has_shared_gate: bool = False
     has_sinks: bool = False
-    """Whether each head has a sink: a score that takes its share of the attention (gpt-oss)."""
+    fused: tuple[str, ...] = ()
 
     has_fused_experts: bool = False
     """Whether files, too, have all experts of a layer in one tensor; such experts have biases."""
 
     renames: Mapping[str, str] = field(default_factory=dict)
     """Parts of transformers' names, and what stands for them in files."""
-
-    has_shared_gate: bool = False
-    """Whether a gate weighs the expert that takes every token (Qwen2-MoE)."""
-
-    fused: tuple[str, ...] = ()
-    """Linear layers that stand for several: ``qkv_proj``, ``gate_up_proj``."""
 
     always_has_qkv_bias: bool = False
     has_output_bias: bool = True
@@ -69,249 +60,146 @@ class Family:
     """Settings of config.json that must be off: no engine computes them."""
 
 
-_QWEN = {
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-}
-_LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-}
-_MISTRAL = {
-    **_LLAMA,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
-_QWEN_MOE = {
-    **_QWEN,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "decoder_sparse_step": 1,
-}
-_QWEN2_MOE = {
-    **_QWEN_MOE,
-    "intermediate_size": 5632,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "qkv_bias": True,
-}
-_MIXTRAL = {
-    **_MISTRAL,
-    "sliding_window": None,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1_000_000.0,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-}
-_GEMMA = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": True,
-}
-_OLMO = {**_LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5}
-_PHI = {
-    **_LLAMA,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "vocab_size": 32064,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-}
-_SMOL = {
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 128256,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-    "rope_theta": 2_000_000.0,
-}
-_COHERE = {
-    "hidden_size": 8192,
-    "intermediate_size": 22528,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 64,
-    "vocab_size": 256000,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-_ERNIE = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 103424,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-5,
-}
-_ERNIE_MOE = {
-    **_ERNIE,
-    "hidden_size": 2560,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 4,
-    "moe_num_experts": 64,
-    "moe_k": 6,
-    "moe_intermediate_size": 1536,
-    "moe_num_shared_experts": 2,
-    "moe_layer_start_index": 1,
-}
-_EXAONE = {
-    **_LLAMA,
-    "intermediate_size": 16384,
-    "vocab_size": 102400,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": 4096,
-}
-_GLM = {
-    **_LLAMA,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 151552,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-07,
-    "attention_bias": True,
-}
-_GLM_MOE = {
-    **_LLAMA,
-    "intermediate_size": 10944,
-    "num_hidden_layers": 46,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "vocab_size": 151552,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1408,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-}
-_GPT_OSS = {
-    **_LLAMA,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 201088,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150_000.0,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "attention_bias": True,
-    "norm_topk_prob": True,
-}
-_MINISTRAL = {
-    **_LLAMA,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 34,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 131072,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-5,
-}
-_SEED = {
-    **_LLAMA,
-    "intermediate_size": 27648,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 80,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 155136,
-    "max_position_embeddings": 524288,
-    "attention_bias": True,
-}
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
+)
+_TABLE = """
+cohere2            8192  22528     40     64      - 256000   8192
+ernie4_5           1024   3072     18     16      2 103424 131072
+ernie4_5_moe       2560  12288     28     20      4 103424 131072
+exaone4            4096  16384     32     32      - 102400   2048
+gemma3_text        2304   9216     26      8      4 262208 131072
+glm4               4096  13696     40     32      2 151552 131072
+glm4_moe           4096  10944     46     96      8 151552 131072
+gpt_oss            2880   2880     36     64      8 201088 131072
+granite            4096  11008     32     32      -  32000   2048
+hunyuan_v1_dense   4096  11008     32     32      - 290943   2048
+llama              4096  11008     32     32      -  32000   2048
+ministral3         4096  14336     34     32      8 131072 262144
+mistral            4096  14336     32     32      8  32000 131072
+mixtral            4096  14336     32     32      8  32000 131072
+olmo2              4096  11008     32     32      -  50304   2048
+olmo3              4096  11008     32     32      -  50304   2048
+phi3               3072   8192     32     32      -  32064   4096
+qwen2              4096  22016     32     32     32 151936  32768
+qwen2_moe          2048   5632     24     16     16 151936  32768
+qwen3              4096  22016     32     32     32 151936  32768
+qwen3_moe          2048   6144     24     32      4 151936  32768
+seed_oss           4096  27648     64     80      8 155136 524288
+smollm3            2048  11008     36     16      4 128256  32768
+"""
+"""By family the ``_SIZES`` that config.json may lack; without one the keys have as many heads."""
+
+
+def _defaults(model_type: str, **others: object) -> Mapping[str, Any]:
+    (row,) = [row for row in map(str.split, _TABLE.splitlines()) if row[:1] == [model_type]]
+    sizes = zip(_SIZES, row[1:], strict=True)
+    return {name: int(size) for name, size in sizes if size != "-"} | others
+
+
 _ATTENTIONS = ("full_attention", "sliding_attention")
 FAMILIES = {
-    "cohere2": Family(_COHERE, num_norms=1),
-    "ernie4_5": Family(_ERNIE, bias_setting="use_bias"),
+    "cohere2": Family(_defaults("cohere2", tie_word_embeddings=True), num_norms=1),
+    "ernie4_5": Family(
+        _defaults("ernie4_5", head_dim=128, tie_word_embeddings=True, rms_norm_eps=1e-5),
+        bias_setting="use_bias",
+    ),
     "ernie4_5_moe": Family(
-        _ERNIE_MOE,
+        _defaults(
+            "ernie4_5_moe",
+            **{"head_dim": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+            **{"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536},
+            **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+        ),
         bias_setting="use_bias",
         has_router_bias=True,
         renames={".gate.moe_statics.": ".moe_statics."},
     ),
-    "exaone4": Family(_EXAONE, has_head_norms=True),
+    "exaone4": Family(
+        _defaults("exaone4", rms_norm_eps=1e-5, sliding_window=4096), has_head_norms=True
+    ),
     "gemma3_text": Family(
-        _GEMMA,
+        _defaults("gemma3_text", head_dim=256, tie_word_embeddings=True),
         has_head_norms=True,
         num_norms=4,
         off=("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"),
     ),
-    "glm4": Family(_GLM, num_norms=4, has_output_bias=False, fused=("gate_up_proj",)),
-    "glm4_moe": Family(_GLM_MOE, has_output_bias=False),
-    "gpt_oss": Family(_GPT_OSS, has_sinks=True, has_fused_experts=True, has_router_bias=True),
-    "granite": Family(_LLAMA),
-    "hunyuan_v1_dense": Family({**_LLAMA, "vocab_size": 290943}, has_head_norms=True),
-    "llama": Family(_LLAMA),
-    "ministral3": Family(_MINISTRAL),
-    "mistral": Family(_MISTRAL, off=("layer_types",)),
+    "glm4": Family(
+        _defaults("glm4", head_dim=128, rms_norm_eps=1.5625e-07, attention_bias=True),
+        num_norms=4,
+        has_output_bias=False,
+        fused=("gate_up_proj",),
+    ),
+    "glm4_moe": Family(
+        _defaults(
+            "glm4_moe",
+            **{"rms_norm_eps": 1e-5, "n_routed_experts": 128, "num_experts_per_tok": 8},
+            **{"moe_intermediate_size": 1408, "n_shared_experts": 1},
+            **{"first_k_dense_replace": 1, "norm_topk_prob": True},
+        ),
+        has_output_bias=False,
+    ),
+    "gpt_oss": Family(
+        _defaults(
+            "gpt_oss",
+            **{"head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0},
+            **{"num_local_experts": 128, "num_experts_per_tok": 4, "norm_topk_prob": True},
+            attention_bias=True,
+        ),
+        has_sinks=True,
+        has_fused_experts=True,
+        has_router_bias=True,
+    ),
+    "granite": Family(_defaults("granite")),
+    "hunyuan_v1_dense": Family(_defaults("hunyuan_v1_dense"), has_head_norms=True),
+    "llama": Family(_defaults("llama")),
+    "ministral3": Family(_defaults("ministral3", head_dim=128, rms_norm_eps=1e-5)),
+    "mistral": Family(_defaults("mistral", sliding_window=4096), off=("layer_types",)),
     "mixtral": Family(
-        _MIXTRAL,
+        _defaults(
+            "mixtral",
+            **{"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+            **{"num_local_experts": 8, "num_experts_per_tok": 2},
+            **{"norm_topk_prob": True, "decoder_sparse_step": 1},
+        ),
         expert_names=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
         off=("layer_types", "router_jitter_noise"),
     ),
-    "olmo2": Family(_OLMO, norms_all_heads=True),
-    "olmo3": Family({**_OLMO, "sliding_window": 4096}, norms_all_heads=True),
+    "olmo2": Family(_defaults("olmo2", rms_norm_eps=1e-5), norms_all_heads=True),
+    "olmo3": Family(
+        _defaults("olmo3", rms_norm_eps=1e-5, sliding_window=4096), norms_all_heads=True
+    ),
     "phi3": Family(
-        _PHI,
+        _defaults("phi3", original_max_position_embeddings=4096, rms_norm_eps=1e-5),
         fused=("qkv_proj", "gate_up_proj"),
         ropes=("default", "longrope"),
     ),
-    "qwen2": Family(_QWEN, always_has_qkv_bias=True, has_output_bias=False),
+    "qwen2": Family(_defaults("qwen2"), always_has_qkv_bias=True, has_output_bias=False),
     "qwen2_moe": Family(
-        _QWEN2_MOE,
+        _defaults(
+            "qwen2_moe",
+            **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+            **{"decoder_sparse_step": 1, "shared_expert_intermediate_size": 5632, "qkv_bias": True},
+        ),
         has_output_bias=False,
         has_shared_gate=True,
         bias_setting="qkv_bias",
         off=("use_sliding_window",),
     ),
-    "qwen3": Family({**_QWEN, "head_dim": 128}, has_head_norms=True),
-    "qwen3_moe": Family(_QWEN_MOE, has_head_norms=True),
-    "seed_oss": Family(_SEED, has_output_bias=False),
-    "smollm3": Family(_SMOL),
+    "qwen3": Family(_defaults("qwen3", head_dim=128), has_head_norms=True),
+    "qwen3_moe": Family(
+        _defaults(
+            "qwen3_moe",
+            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+            decoder_sparse_step=1,
+        ),
+        has_head_norms=True,
+    ),
+    "seed_oss": Family(
+        _defaults("seed_oss", head_dim=128, attention_bias=True), has_output_bias=False
+    ),
+    "smollm3": Family(_defaults("smollm3", tie_word_embeddings=True, rope_theta=2_000_000.0)),
 }
 
 

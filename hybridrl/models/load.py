@@ -7,7 +7,7 @@ meanwhile is never complete in the memory of one process.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,15 +25,11 @@ from transformers import (
 )
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from hybridrl.config.model import TRANSFORMERS_MODEL_TYPES
-from hybridrl.errors import ModelError, first_of, suggest_name
+from hybridrl.errors import ModelError, first_of
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.model_folder import CONFIG, INDEX, WEIGHTS, read_settings, read_weight_map
-from hybridrl.models.packed_attention import PACKED_ATTENTION
-
-SUPPORTED_MODEL_TYPES = TRANSFORMERS_MODEL_TYPES
-"""Architectures whose packed forward pass equals that of single rows, which tests prove."""
+from hybridrl.models.packed_model import PACKED_ATTENTION
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _NUM_NAMED = 20
@@ -48,14 +44,7 @@ class WeightSource(Protocol):
 
 
 def require_finite(values: Tensor, *, name: str, file: Path, fix: str) -> None:
-    """Reject NaN and infinity in a file: later they would look like a bad learning rate.
-
-    Args:
-        fix: advice, as the end of a sentence.
-
-    Raises:
-        ModelError: names the file and the tensor.
-    """
+    """Reject NaN and infinity in a file: later they would look like a bad learning rate."""
     # One pass at the speed of memory; isfinite() would take 40 times as long in bfloat16.
     if values.numel() and not all(bool(end.isfinite()) for end in values.aminmax()):
         raise ModelError(
@@ -91,50 +80,27 @@ class WeightFiles:
         Raises:
             ModelError: the stored shape differs, or a value is NaN or infinite.
         """
-        self.require_shape(name, shape)
-        tensor: Tensor = self._file_with(name).get_tensor(name)
-        self._require_finite(name, tensor)
-        return tensor
-
-    def require_shape(self, name: str, shape: torch.Size) -> None:
-        """Reject a tensor of another shape than config.json gives it.
-
-        Raises:
-            ModelError: names it, both shapes and its file.
-        """
         if (stored := self.shape_of(name)) != shape:
             raise ModelError(
                 f"{self._folder / self._file_of[name]}: {name} is {list(stored)}, and by "
                 f"config.json it must be {list(shape)}; point model.path at a folder whose files "
                 "belong together"
             )
+        tensor: Tensor = self._file_with(name).get_tensor(name)
+        self._require_finite(name, tensor)
+        return tensor
 
     def read_range(self, name: str, values: Sequence[tuple[int, int]]) -> Tensor:
-        """Read a range of one tensor to host memory, in its stored type.
-
-        Args:
-            values: begin and end along each of its dimensions.
-
-        Raises:
-            ModelError: a value is NaN or infinite.
-        """
+        """Read a range of one tensor, from begin to end along each dimension; see ``read``."""
         edges = tuple(slice(begin, end) for begin, end in values)
         tensor: Tensor = self._file_with(name).get_slice(name)[edges]
         self._require_finite(name, tensor)
         return tensor
 
-    def dtype_of(self, name: str) -> str:
-        """Read the type of a tensor as safetensors spells it, for example ``BF16``."""
-        return str(self._file_with(name).get_slice(name).get_dtype())
-
     def require_floats(self) -> None:
-        """Reject quantised weights, whose scales would be ignored.
-
-        Raises:
-            ModelError: names a tensor, its type and its file.
-        """
+        """Reject quantised weights, whose scales would be ignored."""
         for name in sorted(self.names):
-            if (dtype := self.dtype_of(name)) not in _FLOATS:
+            if (dtype := self._file_with(name).get_slice(name).get_dtype()) not in _FLOATS:
                 raise ModelError(
                     f"{self._folder / self._file_of[name]}: {name} is {dtype}, and only "
                     f"{', '.join(_FLOATS)} are supported: the scales of quantised weights would be "
@@ -144,12 +110,10 @@ class WeightFiles:
     def require(
         self, wanted: Mapping[str, Sequence[int]], *, known: Collection[str], model: str
     ) -> None:
-        """Compare names and shapes of all tensors with those of a model.
+        """Compare all tensors with the names and full shapes that a model wants.
 
         Args:
-            wanted: full shapes by name.
             known: further names, such as copies of tied weights, that do no harm.
-            model: what the tensors are of, for the message.
 
         Raises:
             ModelError: tensors are missing, unexpected or of another shape; or one is quantised.
@@ -221,25 +185,16 @@ class ModelFiles:
 
 
 def read_model_type(folder: Path) -> str:
-    """Read the architecture of a Hugging Face folder.
-
-    Raises:
-        ModelError: the folder does not exist, or its ``config.json`` is not usable.
-    """
-    path = folder / "config.json"
+    """Read the ``model_type`` of a Hugging Face folder."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; set model.path to a Hugging Face model folder")
-    if not path.is_file():
+    if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder} has no config.json; set model.path to a Hugging Face folder")
     return str(read_settings(folder)["model_type"])
 
 
 def load_model_config(folder: Path, **changes: object) -> PretrainedConfig:
-    """Let transformers read ``config.json``.
-
-    Raises:
-        ModelError: it cannot.
-    """
+    """Let transformers read ``config.json``; ``ModelError`` if it cannot."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, **changes
@@ -255,20 +210,13 @@ def load_model_config(folder: Path, **changes: object) -> PretrainedConfig:
 def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     """Build the folder's causal language model without memory (on the ``meta`` device).
 
-    Its attention takes packed rows; see ``hybridrl.models.packed_attention``.
+    Its attention takes packed rows; see ``hybridrl.models.packed_model``.
 
     Raises:
-        ModelError: the folder does not exist, its ``config.json`` is not usable, or its
-            architecture is not one of ``SUPPORTED_MODEL_TYPES``.
+        ModelError: the folder does not exist, or its ``config.json`` is not that of a family whose
+            packed forward pass equals that of single rows, which tests prove.
     """
-    _check_model_type(folder)
-    config = load_model_config(folder)
-    read_architecture(folder)  # refuses settings that would be ignored
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=PACKED_ATTENTION
-        )
-    return _ready(model)
+    return _build_empty(folder, AutoModelForCausalLM, dtype=dtype)
 
 
 def build_empty_critic(
@@ -278,11 +226,8 @@ def build_empty_critic(
 
     With zeros all values begin at 0, and the first advantages are the rewards. A random head would
     begin with noise of the size of the hidden states.
-
-    Raises:
-        ModelError: as ``build_empty_model``.
     """
-    critic = _build_empty_classifier(folder, AutoModelForTokenClassification, dtype=dtype)
+    critic = _build_empty(folder, AutoModelForTokenClassification, dtype=dtype, num_labels=1)
     _begin_head_at_zero(critic, device)
     return critic
 
@@ -294,13 +239,10 @@ def build_empty_reward_model(
 
     A classifier of one label has its head in the files. From a language model the head begins as
     zeros: both rows of a pair then score 0, and the first loss is log 2.
-
-    Raises:
-        ModelError: as ``build_empty_model``; or weights are missing, unexpected or quantised.
     """
     is_of_tokens = "score.bias" in files.names
     kind = AutoModelForTokenClassification if is_of_tokens else AutoModelForSequenceClassification
-    model = _build_empty_classifier(folder, kind, dtype=dtype)
+    model = _build_empty(folder, kind, dtype=dtype, num_labels=1)
     if "score.weight" in files.names:
         check_weights(model, files)
     else:
@@ -309,24 +251,27 @@ def build_empty_reward_model(
     return model
 
 
-def _build_empty_classifier(folder: Path, kind: Any, *, dtype: torch.dtype) -> PreTrainedModel:  # noqa: ANN401 - one of transformers' factories
-    _check_model_type(folder)
-    config = load_model_config(folder, num_labels=1)
-    read_architecture(folder)
-    with torch.device("meta"):
-        model: PreTrainedModel = kind.from_config(
-            config, dtype=dtype, attn_implementation=PACKED_ATTENTION
-        )
-    model.config.architectures = [type(model).__name__]
-    return _ready(model)
-
-
-def _ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Turn dropout off, and make frozen parameters of buffers that are in files.
+def _build_empty(
+    folder: Path,
+    kind: Any,  # noqa: ANN401 - one of transformers' factories
+    *,
+    dtype: torch.dtype,
+    **changes: int,
+) -> PreTrainedModel:
+    """Build a model, turn dropout off, and make frozen parameters of buffers that are in files.
 
     A policy gradient is taken at the policy that sampled. Buffers in files (the router's bias of
     GLM-4.5) are weights to everything that loads, shards, sends and exports them.
     """
+    read_model_type(folder)  # names the errors of a folder that is none
+    read_architecture(folder)  # refuses settings that would be ignored
+    config = load_model_config(folder, **changes)
+    with torch.device("meta"):
+        model: PreTrainedModel = kind.from_config(
+            config, dtype=dtype, attn_implementation=PACKED_ATTENTION
+        )
+    if kind is not AutoModelForCausalLM:
+        model.config.architectures = [type(model).__name__]
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -346,11 +291,7 @@ def _begin_head_at_zero(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
-    """Compare names and shapes of the model's weights with those in the files.
-
-    Raises:
-        ModelError: see ``WeightFiles.require``.
-    """
+    """Compare names and shapes of the model's weights by ``WeightFiles.require``."""
     weights = ModelFiles(files, model.config.model_type)
     wanted, known = (
         {
@@ -372,7 +313,6 @@ def fill_weights(
     """Give each parameter below ``module`` that has no memory yet its values.
 
     Args:
-        module: the model or a submodule; filled parameters keep their values.
         prefix: the submodule's Hugging Face name with a final dot; empty for the model.
     """
     for name, parameter in list(module.named_parameters()):
@@ -398,31 +338,15 @@ def finish_model(model: PreTrainedModel, device: torch.device) -> None:
             embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale)
 
 
-def _check_model_type(folder: Path) -> None:
-    model_type = read_model_type(folder)
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ModelError(
-            f"{folder / 'config.json'}: model_type={model_type!r} is not supported: "
-            f"{suggest_name(model_type, SUPPORTED_MODEL_TYPES)} Set model.path to such a model"
-        )
-
-
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    if (folder / INDEX).is_file():
-        weight_map = read_weight_map(folder)
-        _check_files(folder, set(weight_map.values()))
-        return weight_map
-    _check_files(folder, [WEIGHTS])
-    return dict.fromkeys(_open_safetensors(folder / WEIGHTS).keys(), WEIGHTS)
-
-
-def _check_files(folder: Path, file_names: Iterable[str]) -> None:
-    for file_name in sorted(file_names):
+    weight_map = read_weight_map(folder) if (folder / INDEX).is_file() else {}
+    for file_name in sorted({*weight_map.values()} or {WEIGHTS}):
         if not (folder / file_name).is_file():
             raise ModelError(
                 f"{folder} has no {file_name}; download the folder again, or load it with "
                 "transformers and write it with save_pretrained(), which writes safetensors"
             )
+    return weight_map or dict.fromkeys(_open_safetensors(folder / WEIGHTS).keys(), WEIGHTS)
 
 
 def _open_safetensors(path: Path) -> Any:  # noqa: ANN401 - safetensors ships no types
@@ -430,3 +354,39 @@ def _open_safetensors(path: Path) -> Any:  # noqa: ANN401 - safetensors ships no
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as err:
         raise ModelError(f"{path} cannot be read: {err}; download the file again") from err
+
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS_PER_READ = 4096
+
+
+def require_usable_model(folder: Path) -> None:
+    """Read settings and the headers of all weight files; values only of a duplicate head.
+
+    Raises:
+        ModelError: a file is missing or corrupt, weights are quantised, or the folder's tied output
+            embedding differs from its input embedding, and would be ignored.
+    """
+    read_settings(folder)
+    is_tied = bool(load_model_config(folder).tie_word_embeddings)
+    files = WeightFiles(folder)
+    files.require_floats()
+    if not (is_tied and {_EMBEDDING, _HEAD} <= files.names):
+        return
+    shape, other = files.shape_of(_EMBEDDING), files.shape_of(_HEAD)
+    is_same = shape == other
+    for begin in range(0, shape[0] if is_same else 0, _ROWS_PER_READ):
+        end = min(begin + _ROWS_PER_READ, shape[0])
+        rows = [(begin, end), *((0, size) for size in shape[1:])]
+        is_same = is_same and torch.equal(*(files.read_range(n, rows) for n in (_EMBEDDING, _HEAD)))
+    if not is_same:
+        raise ModelError(
+            f"{folder}: config.json ties the output embedding to the input embedding "
+            f"(tie_word_embeddings), and the files contain another {_HEAD}, "
+            "which would be ignored; set tie_word_embeddings to false in config.json, or remove "
+            f"{_HEAD}"
+        )
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By the name that a configuration has."""

@@ -46,9 +46,7 @@ def token_logprobs(
         hidden_SH: float [S, H], the model's last hidden states, after its last norm.
         weight_VH: float [V, H], the output embedding, or this rank's rows of it.
         targets_S: int64 [S], in [0, V) of the full vocabulary.
-        temperature: divides the logits, > 0.
         chunk_tokens: rows of logits that exist in float32 at one time, >= 1.
-        needs_entropy_gradient: whether a loss on the entropies is to be differentiated.
         shard: set where ranks share the vocabulary; one collective then joins their results. The
             gradient of ``hidden_SH`` is this rank's part, to be summed over ranks.
 

@@ -29,20 +29,12 @@ _META = "__metadata__"
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read ``config.json``.
-
-    Raises:
-        ModelError: it is missing, or not the configuration of a supported model.
-    """
+    """Read ``config.json``; ``ModelError`` if it is missing or has impossible values."""
     return _read(folder / CONFIG, _problems_of_config)
 
 
 def read_stop_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a response by ``generation_config.json``, if the file exists.
-
-    Raises:
-        ModelError: the file is not a JSON object, or names tokens outside the vocabulary.
-    """
+    """Return the tokens that end a response by ``generation_config.json``, if the file exists."""
     file = folder / GENERATION
     if not file.exists():
         return ()
@@ -53,21 +45,13 @@ def read_stop_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, as the index of a folder with several files has it.
-
-    Raises:
-        ModelError: it is not a JSON object, or maps a name to anything but a file beside it.
-    """
+    """Return the file of each tensor by the index; ``ModelError`` if one is not beside it."""
     weight_map: dict[str, str] = _read(folder / INDEX, _problems_of_index)["weight_map"]
     return weight_map
 
 
 def num_labels_of(folder: Path) -> int:
-    """Return the numbers that a classifier gives; transformers takes 2 where none are listed.
-
-    Raises:
-        ModelError: as ``read_settings``.
-    """
+    """Return the numbers that a classifier gives; transformers takes 2 where none are listed."""
     values = read_settings(folder)
     labels, count = values.get("id2label"), values.get("num_labels")
     if isinstance(labels, Mapping):
@@ -88,11 +72,7 @@ def problem_of(folder: Path) -> str:
 
 
 def flaw_of_files(folder: Path) -> str:
-    """Return which file of weights or tokenizer a folder lacks, or has in part; empty if none.
-
-    Raises:
-        ModelError: the index of the weights is malformed.
-    """
+    """Return which file of weights or tokenizer a folder lacks, or has in part; empty if none."""
     if flaw := missing_tokenizer_of(folder):
         return flaw
     has_index = (folder / INDEX).exists()
@@ -106,10 +86,7 @@ def flaw_of_files(folder: Path) -> str:
 
 
 def _flaw_of_weights(file: Path) -> str:
-    """Compare the bytes of a safetensors file with those that its own header asks for.
-
-    The header's length is in 8 bytes, the header in JSON, and after it lie the tensors.
-    """
+    """Compare the bytes of a safetensors file: header's length in 8, header in JSON, tensors."""
     num_bytes = file.stat().st_size
     with file.open("rb") as opened:
         begin = 8 + int.from_bytes(opened.read(8), "little")

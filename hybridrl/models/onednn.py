@@ -36,8 +36,7 @@ def is_faster() -> bool:
 def linear(inputs_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``inputs @ weight.T + bias``, [T, O], without a gradient.
 
-    Types, sizes and the processor decide which library multiplies. The two differ by the order of
-    additions.
+    Types, sizes and the processor decide which library multiplies; they differ in rounding.
     """
     if not _is_for_onednn(inputs_TI, weight_OI):
         return F.linear(inputs_TI, weight_OI, bias_O)

@@ -1,20 +1,22 @@
 """Attention over rows laid end to end: all other layers compute without padding.
 
-Legend: T packed tokens, R rows, L longest row of a bucket, N heads, D size of a head.
+Legend: T packed tokens, R rows, L longest row of a bucket or queries of a row, K keys of a row, N
+heads, J key-value heads, D size of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
-from hybridrl.models.fused_attention import fused_attention
 from hybridrl.models.varlen import SharedPrompts, VarlenCall, VarlenLayout, VarlenSpans
 
 AttentionKernel = Literal["padded", "varlen"]
@@ -43,7 +45,7 @@ class PackLayout(Protocol):
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row."""
+        """Tokens of the longest row that this rank sees."""
         ...
 
     def attend(
@@ -224,7 +226,7 @@ def build_layout(
     spans = KeySpans.of(segments)
     if kernel == "varlen":
         return _varlen_layout(spans, device)
-    return padded_layout(spans, device=device)
+    return padded_layout(spans, None, device)
 
 
 def _varlen_layout(spans: KeySpans, device: torch.device) -> VarlenLayout:
@@ -282,32 +284,17 @@ def varlen_spans(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) 
 
 
 def padded_layout(
-    spans: KeySpans, *, device: torch.device, key_of_token: Tensor | None = None
+    spans: KeySpans, key_of_token_T: Tensor | None, device: torch.device
 ) -> PaddedLayout:
-    """Describe spans to the stock kernel.
-
-    Args:
-        spans: laid end to end, they are the query tokens.
-        key_of_token: int64, on the host: index of each token's key among the keys of ``attend``;
-            None keeps the tokens' order.
-    """
+    """Describe spans to the stock kernel, as ``varlen_spans``; None keeps the tokens' order."""
     lengths = spans.num_tokens_K
     buckets = []
     slots_of_tokens = []
     num_slots = 0
     for first, last in _bucket_bounds(lengths.tolist(), spans.num_seen_K.tolist()):
         row = slice(first, last)
-        bucket = _build_bucket(
-            KeySpans(
-                lengths[row, None],
-                spans.begin_K[row, None],
-                spans.skip_K[row, None],
-                spans.prefix_begin_K[row, None],
-                spans.prefix_length_K[row, None],
-            ),
-            device,
-            key_of_token,
-        )
+        spans_R1 = KeySpans(*(getattr(spans, each.name)[row, None] for each in fields(spans)))
+        bucket = _build_bucket(spans_R1, device, key_of_token_T)
         is_token_RL = torch.arange(bucket.num_columns) < lengths[row, None]
         slots_of_tokens.append(num_slots + is_token_RL.flatten().nonzero()[:, 0])
         num_slots += is_token_RL.numel()
@@ -372,3 +359,80 @@ def _bucket_bounds(lengths: list[int], prefix_lengths: list[int]) -> list[tuple[
 
 def _are_similar(lengths: list[int]) -> bool:
     return min(lengths) >= _SHORTEST_TO_LONGEST * max(lengths)
+
+
+_FUSED = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+]  # they never write all scores of a row
+
+
+def fused_attention(
+    query_RNLD: Tensor,
+    key_RJKD: Tensor,
+    value_RJKD: Tensor,
+    *,
+    is_visible_R1LK: Tensor | None,
+    scale: float | None,
+    sink_N: Tensor | None = None,
+) -> Tensor:
+    """Attend, causally if there is no mask; returns like ``query_RNLD``.
+
+    On CUDA heads of keys and values are repeated for the queries that share them. In float32 or
+    with a mask only the memory-efficient kernel remains, which does not support shared heads
+    (pytorch, ``sdp_utils.cpp``). torch would choose the kernel that writes ``R * N * L * K``
+    scores, 27 GiB for two rows of 8k tokens; here that is an error. On a CPU torch chooses: its
+    kernel takes masks, shared heads and float32.
+    """
+    head_size = query_RNLD.shape[-1]
+    if sink_N is not None:
+        scale = head_size**-0.5 if scale is None else scale
+        if is_visible_R1LK is None:
+            shape = (query_RNLD.shape[2], key_RJKD.shape[2])
+            is_visible_R1LK = query_RNLD.new_ones(shape, dtype=torch.bool).tril()
+        query_RNLD, key_RJKD, value_RJKD, is_visible_R1LK = with_sink(
+            query_RNLD, key_RJKD, value_RJKD, is_visible_R1LK, sink_N[:, None, None] / scale
+        )
+    num_repeats = query_RNLD.shape[1] // key_RJKD.shape[1]
+    if query_RNLD.is_cuda:
+        key_RJKD = key_RJKD.repeat_interleave(num_repeats, dim=1)
+        value_RJKD = value_RJKD.repeat_interleave(num_repeats, dim=1)
+    with sdpa_kernel(_FUSED) if query_RNLD.is_cuda else nullcontext():
+        output_RNLD = nn.functional.scaled_dot_product_attention(
+            query_RNLD,
+            key_RJKD,
+            value_RJKD,
+            attn_mask=is_visible_R1LK,
+            is_causal=is_visible_R1LK is None,
+            scale=scale,
+            enable_gqa=query_RNLD.shape[1] != key_RJKD.shape[1],
+        )
+    return output_RNLD if sink_N is None else output_RNLD[..., :head_size]
+
+
+def with_sink(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, score: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Put a key of value 0 before all others, whose product with a query is its score.
+
+    Queries get the score as one more number, where this key alone has a 1. Any kernel that takes a
+    mask then computes sinks and their gradient; some want head sizes that 8 divides.
+
+    Args:
+        query: float [..., L, D].
+        key: float [..., K, D].
+        value: float [..., K, D].
+        mask: bool or float [..., L, K].
+        score: broadcasts to [..., L, 1].
+
+    Returns:
+        The same, with heads of size D + 8 and K + 1 keys.
+    """
+    score = score.to(query.dtype).expand(*query.shape[:-1], 1)
+    query = pad(torch.cat([query, score], dim=-1), (0, 7))
+    key, value = (pad(states, (0, 8, 1, 0)) for states in (key, value))
+    is_sink = torch.arange(key.shape[-2], device=key.device)[:, None] == 0
+    is_one = torch.arange(key.shape[-1], device=key.device) == key.shape[-1] - 8
+    key = key + (is_sink & is_one).to(key.dtype)
+    return query, key, value, pad(mask, (1, 0), value=mask.dtype is torch.bool)

@@ -62,9 +62,7 @@ def split_for_context_parallel(
 ) -> SharedTokens:
     """Divide a micro-batch over ranks, and describe this rank's tokens to an attention kernel.
 
-    Args:
-        multiple: divides the tokens of a rank.
-        kernel: as for ``build_layout``.
+    ``multiple`` divides the tokens of a rank.
     """
     all_spans = KeySpans.of(segments)
     segment_T = torch.arange(len(segments)).repeat_interleave(all_spans.num_tokens_K)
@@ -91,8 +89,8 @@ def split_for_context_parallel(
         first = share.rank * num_each + count
         padding = torch.arange(first, first + num_padding)
         key_of_token_T = torch.cat([key_of_token_T, padding])
-    attend = varlen_spans if kernel == "varlen" else _padded
-    layout = SharedLayout(attend(spans, key_of_token_T, device), share.gather)
+    describe = varlen_spans if kernel == "varlen" else padded_layout
+    layout = SharedLayout(describe(spans, key_of_token_T, device), share.gather)
     return SharedTokens(own_U, num_padding, layout)
 
 
@@ -107,7 +105,7 @@ class SharedLayout:
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row that this rank sees."""
+        """See ``PackLayout``."""
         return self.attention.longest_row
 
     def attend(
@@ -155,7 +153,3 @@ def _followed_by_padding(spans: KeySpans, *, begin: int, length: int) -> KeySpan
         prefix_begin_K=pad(spans.prefix_begin_K, (0, 1)),
         prefix_length_K=pad(spans.prefix_length_K, (0, 1)),
     )
-
-
-def _padded(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) -> PackLayout:
-    return padded_layout(spans, device=device, key_of_token=key_of_token_T)

@@ -88,7 +88,7 @@ class VarlenSpans:
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row that this rank sees."""
+        """See ``PackLayout``."""
         return self.call.longest[1]
 
     def attend(
@@ -122,18 +122,9 @@ def attend_in_spans(
     prompts: SharedPrompts | None = None,
     sink_N: Tensor | None = None,
 ) -> Tensor:
-    """Attend in each span, by torch's variable-length flash kernel.
+    """Attend in each span as ``PackLayout.attend``; J divides N.
 
-    Args:
-        query_TND: float [T, N, D].
-        key_SJD: float [S, J, D] where J divides N: queries share key-value heads.
-        value_SJD: float [S, J, D].
-        scale: factor on the scores; None is ``1 / sqrt(D)``.
-        prompts: seen by some queries, too; keys are then those of the queries' tokens.
-        sink_N: see ``PackLayout.attend``.
-
-    Returns:
-        Like ``query_TND``.
+    Some queries see ``prompts``, too; keys are then those of the queries' tokens.
     """
     attended = _Attention.apply(query_TND, key_SJD, value_SJD, sink_N, own, prompts, scale)  # type: ignore[no-untyped-call]
     return cast("Tensor", attended)

@@ -25,8 +25,8 @@ from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.models import load
 from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.served import engine_memory
+from hybridrl.rehearsal.device import GPU, Block
 from hybridrl.rehearsal.gpu import FakeGpu
-from hybridrl.rehearsal.memory import Block
 from hybridrl.rehearsal.model_folder import HollowFile, write_hollow_file
 from hybridrl.rehearsal.plan import Executed
 from hybridrl.rehearsal.server import (
@@ -35,7 +35,6 @@ from hybridrl.rehearsal.server import (
     RehearsedServer,
     full_samples,
 )
-from hybridrl.rehearsal.torch_cuda import GPU
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Targets
 from hybridrl.trainer.train_batch import build_critic_batch, build_train_batch
@@ -52,7 +51,6 @@ from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train import checkpoint, export
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.model_engine import ModelEngine
-from hybridrl.workers.train.offload import resident_bytes
 from hybridrl.workers.train.protocol import TrainState
 from hybridrl.workers.train.shards import local_shard
 
@@ -117,12 +115,7 @@ class Cycle:
     """
 
     def __init__(self, config: ExperimentConfig, gpu: FakeGpu, *, rank: int = 0) -> None:
-        """Prepare.
-
-        Args:
-            config: has passed its checks; its models are hollow folders.
-            gpu: entered.
-        """
+        """Prepare; the models of the configuration are hollow folders, and the GPU is entered."""
         self.config = replace(
             config,
             algorithm=replace(config.algorithm, num_minibatches=1),
@@ -255,15 +248,6 @@ class Cycle:
             if isinstance(engine, ModelEngine):
                 yield name, engine
 
-    def training_bytes(self) -> dict[str, int]:
-        """Return the bytes of the rank's parameters, gradients and optimizers."""
-        return {
-            state.value: sum(
-                resident_bytes(engine.backend.tensors(state)) for _, engine in self._engines()
-            )
-            for state in TrainState
-        }
-
     def _name_what_lasts(self) -> None:
         for name, engine in self._engines():
             self._gpu.name(engine.backend.tensors(TrainState.OPTIMIZER), "optimizer")
@@ -329,3 +313,36 @@ def join(num_ranks: int, rank: int) -> None:
         return make_group(*args, backend=backend and "fake", **kwargs)
 
     dist.new_group = new_group
+
+
+class CriticCycle(Cycle):
+    """A rank that has the critic alone."""
+
+    def __init__(self, config: ExperimentConfig, gpu: FakeGpu) -> None:
+        super().__init__(config, gpu)
+        num_rows = rows_of_two_microbatches(
+            config,
+            config.critic.max_tokens_per_microbatch,
+            num_parts=config.num_critic_groups * config.critic.num_minibatches,
+        )
+        self._rows = Rows(num_rows, 1)
+        self._meter = Meter(gpu, self.executed, GPU)
+
+    def run(self, *, num_steps: int = 2) -> Executed:
+        """Build the rank, and take steps."""
+        join(self.config.num_critic_ranks, 0)
+        with self._meter("build"):
+            worker: Any = CriticWorker.__new__(CriticWorker)
+            worker.__init__(self.config, self._folder)
+        backend = worker._engine.backend
+        rollouts = self._rows_of_others(self._prompts(), version=0)
+        zeros_BL = torch.zeros_like(rollouts.sampler_logprobs_BL)
+        for _ in range(num_steps):
+            with self._meter("values"):
+                values_BL = worker.compute_values(rollouts).values_BL
+            batch = build_critic_batch(rollouts, values_BL, Targets(zeros_BL, zeros_BL, {}))
+            with self._meter("critic_update"):
+                worker.update(batch)
+            self._gpu.name(backend.tensors(TrainState.OPTIMIZER), "optimizer")
+            self._gpu.name(backend.tensors(TrainState.PARAMETERS), "critic weights")
+        return self.executed

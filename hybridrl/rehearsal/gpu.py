@@ -37,8 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from hybridrl.rehearsal.memory import Block, Memory, use_of_caller
-from hybridrl.rehearsal.torch_cuda import GPU, Signal, Stream, answers
+from hybridrl.rehearsal.device import GPU, Block, Memory, Signal, Stream, answers, use_of_caller
 
 _IN_CPP = "rehearsed"
 """Name of ``cuda`` in autograd's C++."""
@@ -59,9 +58,6 @@ _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call
 _OF_ONE_KERNEL = ("silu_backward", "_fused_rms_norm")
 """Where a build has no kernel for CUDA, torch computes these by their parts, and keeps them."""
 
-_HALF = 2
-"""Bytes of a 16-bit number."""
-
 _SHAPED_BY_VALUES: dict[str, Callable[[Any, Any, float], tuple[int, ...]]] = {
     "nonzero": lambda args, _, __: (args[0].numel(), args[0].dim()),
     "bincount": lambda args, named, _: (args[2] if len(args) > 2 else named.get("minlength", 0),),
@@ -73,12 +69,7 @@ _SHAPES_ALONE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In its block ``torch.cuda`` is one GPU, and its tensors are fake. Once a process.
-
-    Args:
-        num_bytes: memory of the GPU.
-        num_devices: GPUs of the machine, of which this is the first.
-    """
+    """In its block ``torch.cuda`` is the first GPU, and its tensors are fake. Once a process."""
 
     def __init__(self, *, num_bytes: int, num_devices: int = 8) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -144,7 +135,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for module in (cuda, cuda.random) if hasattr(cuda.random, name) else (cuda,):
                 setattr(module, name, lambda *_, answer=answer, **__: answer)
         cuda.default_generators = tuple(torch.Generator() for _ in range(num_devices))
-        cuda.empty_cache = self._empty_cache
+        cuda.empty_cache = lambda: setattr(self.torch, "reserved", self.torch.allocated)
         cuda.mem_get_info = lambda *_: (self.free_bytes(), self.num_bytes)
         cuda.memory_allocated = lambda *_: self.torch.allocated
         cuda.max_memory_allocated = lambda *_: self.torch.peak
@@ -152,9 +143,6 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cuda.reset_peak_memory_stats = lambda *_: self.reset_peaks()
         cuda.synchronize = lambda *_: self._note("synchronize")
         cuda.Stream, cuda.Event, cuda.stream = Stream, Signal, lambda _: nullcontext()
-
-    def _empty_cache(self) -> None:
-        self.torch.reserved = self.torch.allocated
 
     def _patch_modules(self) -> None:
         """Let modules be made on the host, and moved."""
@@ -191,7 +179,9 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         plain.to = to
         plain.cuda = lambda tensor, *_, **__: tensor.to(GPU)
         plain.is_pinned = lambda tensor, *_: tensor.untyped_storage()._cdata in self._pinned
-        plain.pin_memory = lambda tensor, *_: self._pinned_copy(tensor)
+        plain.pin_memory = lambda tensor, *_: torch.empty_like(tensor, pin_memory=True).copy_(
+            tensor
+        )
         fake: Any = FakeTensor
         fake.is_cuda = property(lambda tensor: tensor.device.type == "cuda")
         fake.type = type_
@@ -236,9 +226,6 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         more, block.num_bytes = num_bytes - block.num_bytes, num_bytes
         self.device.change(block, more)
 
-    def _pinned_copy(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-
     # -- operators -------------------------------------------------------------------------------
 
     def __torch_dispatch__(  # noqa: C901 - one way through for each kind of operator
@@ -250,7 +237,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:  # noqa: ANN401
         if func is torch.ops.prim.device.default:
             return self._device_in_cpp(args[0])
-        if any(not _is_plain(each) for each in types):
+        if any(kind not in (Tensor, Parameter, FakeTensor) for kind in types):
             return NotImplemented  # DTensor divides itself first
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(_SHAPES_ALONE) is not None:
@@ -261,9 +248,9 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_pinned:
             kwargs = {**kwargs, "pin_memory": False}
         tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
-        if not is_pinned and not _is_without_values(func, args, kwargs, tensors):
+        if not is_pinned and not _is_without_values(args, kwargs, tensors):
             return func(*args, **kwargs)
-        if _is_view(func, args):
+        if _makes_view(func) and isinstance(args[0], FakeTensor):
             return self._view(func, args, kwargs)
         out = self._without_values(func, args, kwargs)
         if out is None:
@@ -287,20 +274,17 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _compute_shapes(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
         if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
-            args, kwargs = self._hollow((args, kwargs))
+            # Not by torch's own conversion: it keeps a weak reference to each tensor, and a
+            # parameter that has one cannot be moved.
+            with self._fake:
+                args, kwargs = tree_map(_without_value, (args, kwargs))
         # Else its views of a storage that was emptied would fill it again.
-        self._fake.cache_enabled = not (tensors and _is_emptied(tensors[0]))
+        self._fake.cache_enabled = not any(
+            isinstance(first, FakeTensor) and first.numel() and not first.untyped_storage().nbytes()
+            for first in tensors[:1]
+        )
         with self._fake:
             return func(*args, **kwargs)
-
-    def _hollow(self, arguments: Any) -> Any:  # noqa: ANN401 - arguments of an operator
-        """Take the values of all tensors away.
-
-        Not by torch's own conversion: it keeps a weak reference to each tensor, and a parameter
-        that has one cannot be moved.
-        """
-        with self._fake:
-            return tree_map(_without_value, arguments)
 
     def _device_in_cpp(self, tensor: FakeTensor) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:
@@ -311,7 +295,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Answer operators whose result depends on values, or on a storage; else None."""
         name: str = func.__name__
         first: Any = args[0] if args else None
-        if name.startswith(_FLASH) and first.dtype.itemsize != _HALF:
+        if name.startswith(_FLASH) and first.dtype.itemsize != 2:
             raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
         if name.startswith("_local_scalar_dense"):
             self._note("item()", first)
@@ -438,10 +422,6 @@ def _device_of_block() -> torch.device | None:
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
-def _is_plain(kind: type) -> bool:
-    return kind in (Tensor, Parameter, FakeTensor)
-
-
 def _in_python(device: object) -> object:
     return GPU if isinstance(device, torch.device) and device.type == _IN_CPP else device
 
@@ -454,7 +434,7 @@ def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
-def _is_without_values(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:  # noqa: ANN401
+def _is_without_values(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:  # noqa: ANN401
     """Whether an operator's result has no values: on the GPU, of such tensors, or large."""
     if (device := kwargs.get("device")) is not None:
         kind = torch.device(device).type
@@ -462,7 +442,9 @@ def _is_without_values(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tens
             return kind == "cuda"
     if tensors:
         return any(isinstance(tensor, FakeTensor) for tensor in tensors)
-    return _bytes_made(func, args, kwargs) >= _LARGE
+    size = args[0] if args and isinstance(args[0], list | tuple | torch.Size) else ()
+    dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return math.prod(size) * dtype.itemsize >= _LARGE
 
 
 @cache
@@ -472,24 +454,8 @@ def _makes_view(func: Any) -> bool:  # noqa: ANN401
     return alias is not None and not alias.is_write and func.namespace == "aten"
 
 
-def _is_view(func: Any, args: Any) -> bool:  # noqa: ANN401
-    return _makes_view(func) and isinstance(args[0], FakeTensor)
-
-
 def _is_alias(func: Any) -> bool:  # noqa: ANN401
     return any(each.alias_info is not None for each in func._schema.returns)
-
-
-def _bytes_made(func: Any, args: Any, kwargs: Any) -> int:  # noqa: ANN401
-    size = args[0] if args and isinstance(args[0], list | tuple | torch.Size) else ()
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return math.prod(size) * dtype.itemsize
-
-
-def _is_emptied(leaf: object) -> bool:
-    if not isinstance(leaf, FakeTensor):
-        return False
-    return leaf.numel() > 0 and leaf.untyped_storage().nbytes() == 0
 
 
 def _without_value(leaf: object) -> object:

@@ -30,12 +30,7 @@ _TYPES = {stored: dtype for dtype, stored in _STORED.items()}
 
 
 class HollowFile:
-    """Takes the place of an open file of safetensors.
-
-    Args:
-        path: of ``write_hollow_file``.
-        gpu: whose host has the tensors, which have no values.
-    """
+    """Takes the place of an open file of safetensors, made by ``write_hollow_file``."""
 
     def __init__(self, path: Path, gpu: FakeGpu) -> None:
         self._gpu = gpu
@@ -87,11 +82,7 @@ class HollowSlice:
 def with_hollow_models(
     config: ExperimentConfig, folder: Path, *, num_layers: int
 ) -> ExperimentConfig:
-    """Return the configuration with hollow folders of at most ``num_layers`` for all its models.
-
-    Raises:
-        ModelError: a config.json is not usable.
-    """
+    """Return the configuration with hollow folders of at most ``num_layers`` for all its models."""
     if config.model.path is not None:
         settings = read_settings(Path(config.model.path))
     elif config.model.starter is not None:

@@ -14,12 +14,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.topology import Colocated, Fused
@@ -65,17 +64,12 @@ Moments = dict[str, dict[str, int]]
 """Fullest moments of a phase: bytes by use, one for each kind of memory that was taken last."""
 
 
-Case = tuple[int, int, bool]
-"""Pipeline stage, number of layers, and whether the rank computes."""
-
-Work = Callable[[ExperimentConfig, Case], "Executed"]
+Case = tuple[int, int, Literal["steps", "weights", "critic"]]
+"""Pipeline stage, number of layers, and what a rank does: its steps, or what these do to weights
+alone, or the steps of a critic's own rank."""
 
 Report = Callable[[str], object]
 """Hears how far something is."""
-
-
-def _say_nothing(_: str) -> None:
-    """Nobody listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +87,12 @@ class Executed:
 
 
 def plan_by_execution(
-    config: ExperimentConfig, *, is_quick: bool = False, report: Report = _say_nothing
+    config: ExperimentConfig, *, is_quick: bool = False, report: Report = lambda _: None
 ) -> MemoryPlan:
     """Execute a rank's cycle and return the memory of its phases, on the fullest pipeline stage.
 
-    Phases that only build and move weights are executed with all layers.
-
-    Args:
-        config: has passed its checks.
-        is_quick: leaves out the phase that a few layers do not show.
-        report: hears every few seconds how far it is.
+    Phases that only build and move weights are executed with all layers. ``is_quick`` leaves out
+    the one that a few layers do not show.
 
     Raises:
         ModelError: the model's config.json cannot be read, or is of an unknown family.
@@ -112,13 +102,13 @@ def plan_by_execution(
     model = architecture_of(config.model)
     num_layers, stages = model.num_layers, _stages(config)
     sizes = layers_to_execute(config, model)
-    computing = [(stage, size, True) for stage in stages for size in sizes]
-    full = computing[0] if is_quick or sizes == (num_layers,) else (0, num_layers, False)
-    executed = _execute_all(config, {full, *computing}, execute, report)
+    cases: list[Case] = [(stage, size, "steps") for stage in stages for size in sizes]
+    full: Case | None = None if is_quick or sizes == (num_layers,) else (0, num_layers, "weights")
+    executed = _execute_all(config, cases if full is None else [full, *cases], report)
     plans = []
     for stage in stages:
-        of_stage = [executed[stage, size, True] for size in sizes]
-        at_full_size = None if full in computing else executed[full]
+        of_stage = [executed[stage, size, "steps"] for size in sizes]
+        at_full_size = None if full is None else executed[full]
         phases = _phases(config, model, of_stage, sizes, at_full_size, is_quick=is_quick)
         shown = stage if len(stages) > 1 else None
         plans.append(MemoryPlan(config.cluster.device, tuple(phases), shown))
@@ -126,21 +116,21 @@ def plan_by_execution(
 
 
 def plan_critic_pool(
-    config: ExperimentConfig, *, report: Report = _say_nothing
+    config: ExperimentConfig, *, report: Report = lambda _: None
 ) -> MemoryPlan | None:
     """Execute a step of the critic's own ranks; None if it has none. See ``plan_by_execution``."""
     if not config.has_critic_pool:
         return None
     model = architecture_of(config.model)
     sizes = layers_to_execute(config, model)
-    cases = [(0, size, True) for size in sizes]
-    executed = _execute_all(config, cases, execute_critic, report)
-    phases = _phases(config, model, [executed[case] for case in cases], sizes, None, is_quick=False)
+    executed = _execute_all(config, [(0, size, "critic") for size in sizes], report)
+    of_sizes = [executed[0, size, "critic"] for size in sizes]
+    phases = _phases(config, model, of_sizes, sizes, None, is_quick=False)
     return MemoryPlan(config.cluster.device, tuple(phases))
 
 
 def _execute_all(
-    config: ExperimentConfig, cases: Iterable[Case], work: Work, report: Report
+    config: ExperimentConfig, cases: Iterable[Case], report: Report
 ) -> dict[Case, Executed]:
     """Execute cases side by side, each in a process of its own, which it changes for good."""
     cases, begin = sorted(cases, key=lambda case: -case[1]), time.monotonic()
@@ -149,7 +139,7 @@ def _execute_all(
         num_processes, mp_context=get_context("spawn"), max_tasks_per_child=1
     )
     with pool:
-        futures = {case: pool.submit(work, config, case) for case in cases}
+        futures = {case: pool.submit(execute, config, case) for case in cases}
         while len(done := wait(futures.values(), timeout=_REPORT_EVERY_S).done) < len(futures):
             took_s = time.monotonic() - begin
             report(f"{len(done)} of {len(futures)} executions on fake devices, {took_s:.0f} s")
@@ -203,31 +193,12 @@ def _stages(config: ExperimentConfig) -> list[int]:
 
 
 def execute(config: ExperimentConfig, case: Case) -> Executed:
-    """Execute the cycle of a rank, in a process of its own."""
-    stage, num_layers, computes = case
-    with _hollow(config, num_layers) as (gpu, hollow):
-        if not computes:  # only the first sync writes files, and on one rank of a machine
-            hollow = replace(hollow, rollout=replace(hollow.rollout, verify_weights="never"))
-        rank = stage * (config.cluster.num_ranks // _num_stages(config))
-        cycle = import_module("hybridrl.rehearsal.cycle").Cycle(hollow, gpu, rank=rank)
-        executed: Executed = cycle.run() if computes else cycle.run_without_computing()
-        return executed
+    """Execute the cycle of a rank on hollow models, in a process of its own.
 
-
-def execute_critic(config: ExperimentConfig, case: Case) -> Executed:
-    """Execute two steps of a critic's own rank, in a process of its own."""
-    with _hollow(config, case[1]) as (gpu, hollow):
-        cycle = import_module("hybridrl.rehearsal.critic_cycle").CriticCycle(hollow, gpu)
-        executed: Executed = cycle.run()
-        return executed
-
-
-@contextmanager
-def _hollow(config: ExperimentConfig, num_layers: int) -> Iterator[tuple[Any, ExperimentConfig]]:
-    """Change this process into one with a fake GPU; lend it, and a configuration of hollow models.
-
-    By name: only here may torch be imported, and it must be changed before anything uses it.
+    Modules are imported by name: only here may torch be imported, and it must be changed before
+    anything uses it.
     """
+    stage, num_layers, work = case
     warnings.simplefilter("ignore")  # of the packages: a run says them once more
     logging.disable(logging.WARNING)
     gpu = import_module("hybridrl.rehearsal.gpu").FakeGpu(
@@ -237,7 +208,18 @@ def _hollow(config: ExperimentConfig, num_layers: int) -> Iterator[tuple[Any, Ex
     import_module("hybridrl.rehearsal.server").stand_in_for_package()
     with tempfile.TemporaryDirectory(prefix="hybridrl-rehearsal-") as folder, gpu:
         models = import_module("hybridrl.rehearsal.model_folder")
-        yield gpu, models.with_hollow_models(config, Path(folder), num_layers=num_layers)
+        hollow = models.with_hollow_models(config, Path(folder), num_layers=num_layers)
+        rank = stage * (config.cluster.num_ranks // _num_stages(config))
+        cycles = import_module("hybridrl.rehearsal.cycle")
+        executed: Executed
+        if work == "critic":
+            executed = cycles.CriticCycle(hollow, gpu).run()
+        elif work == "steps":
+            executed = cycles.Cycle(hollow, gpu, rank=rank).run()
+        else:  # only the first sync writes files, and on one rank of a machine
+            hollow = replace(hollow, rollout=replace(hollow.rollout, verify_weights="never"))
+            executed = cycles.Cycle(hollow, gpu, rank=rank).run_without_computing()
+        return executed
 
 
 def _phases(
@@ -300,11 +282,9 @@ def _extrapolated(
     if len(uses) == 1:
         return dict(uses[0])
     (small, large), (fewer, more) = sizes, uses
-    return {
-        use: _line(fewer.get(use, 0), more.get(use, 0), (num_layers - small) / (large - small))
-        for use in {**fewer, **more}
-    }
-
-
-def _line(at_small: int, at_large: int, distance: float) -> int:
-    return max(0, round(at_small + (at_large - at_small) * distance))
+    distance = (num_layers - small) / (large - small)
+    extrapolated = {}
+    for use in {**fewer, **more}:
+        at_small, at_large = fewer.get(use, 0), more.get(use, 0)
+        extrapolated[use] = max(0, round(at_small + (at_large - at_small) * distance))
+    return extrapolated

@@ -12,7 +12,7 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,10 +24,9 @@ from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.network import LOOPBACK
+from hybridrl.rehearsal.device import GPU, Block
 from hybridrl.rehearsal.gpu import FakeGpu
-from hybridrl.rehearsal.memory import Block
 from hybridrl.rehearsal.model_folder import HollowFile
-from hybridrl.rehearsal.torch_cuda import GPU
 from hybridrl.sampler import NO_VERSION, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import TensorSpan
@@ -102,11 +101,7 @@ class Handles:
         return name
 
     def open(self, name: str) -> Sequence[TensorSpan]:
-        """Open memory in the server, and close it: its owner may use it again.
-
-        Raises:
-            EngineError: it was opened before, or its memory was freed.
-        """
+        """Open memory in the server, and close it: its owner may use it again."""
         if name not in self._sent:
             raise EngineError(f"{name} is opened twice, or was never made")
         flat, spans = self._sent.pop(name)
@@ -133,13 +128,7 @@ class Call:
 
 
 class RehearsedServer(ControlCalls):
-    """Takes the place of ``StartedServer``.
-
-    Args:
-        variables: environment of a real one.
-        handles: of the buckets that it gets.
-        sizes: bytes of each memory tag on this rank's device.
-    """
+    """Takes the place of ``StartedServer``; has ``sizes`` bytes of this rank's device by tag."""
 
     def __init__(
         self,
@@ -158,12 +147,9 @@ class RehearsedServer(ControlCalls):
         self._num_layers, self._experts = model.num_layers, model.experts
         self._timeout_s = spec.rollout.stage_timeout_s
         self._start_timeout_s = spec.rollout.start_timeout_s
-        gib = {tag: num_bytes / 2**30 for tag, num_bytes in sizes.items()}
-        usage = {
-            "weight": gib[MemoryTag.WEIGHTS],
-            "kvcache": gib[MemoryTag.KV_CACHE],
-            "graph": gib[MemoryTag.CUDA_GRAPH],
-        }
+        names = {"weight": MemoryTag.WEIGHTS, "kvcache": MemoryTag.KV_CACHE}
+        names |= {"graph": MemoryTag.CUDA_GRAPH}
+        usage = {name: sizes[tag] / 2**30 for name, tag in names.items()}
         self.info = {
             **arguments,
             "version": TESTED_VERSIONS[0],
@@ -171,7 +157,7 @@ class RehearsedServer(ControlCalls):
         }
         require_as_asked(arguments, self.info)
         self.client = RehearsedClient(self)
-        self.process = _Process()
+        self.process = SimpleNamespace(pid=0)
         self._handles, self._sizes, self._gpu = handles, sizes, gpu
         self._blocks = {tag: Block(0, GPU, _USES[tag]) for tag in MemoryTag}
         self._resident: set[MemoryTag] = set()
@@ -206,32 +192,39 @@ class RehearsedServer(ControlCalls):
 
     # -- answers ---------------------------------------------------------------------------------
 
-    def answer(self, path: str, body: Body) -> Any:  # noqa: ANN401 - as ControlClient.call
-        """Answer a call as SGLang would.
-
-        Raises:
-            RefusedError: it would refuse.
-        """
+    def answer(self, path: str, body: Body) -> Any:  # noqa: ANN401, C901, PLR0912 - a case a route
+        """Answer a call as SGLang would; ``RefusedError`` where it would refuse."""
         route = path.partition("?")[0]
         tags = tuple(body.get("tags", ()))
         self.asked.append(Call(route, tags, self._gpu.torch.allocated))
-        handlers = {
-            "/release_memory_occupation": self._release,
-            "/resume_memory_occupation": self._resume,
-            "/begin_weight_update": self._begin_update,
-            "/end_weight_update": self._end_update,
-            "/update_weights_from_tensor": self._load,
-            "/update_weights_from_disk": self._load_files,
-            "/weights_checker": self._check,
-            "/update_weight_version": self._rename,
-            "/pause_generation": self._pause,
-            "/continue_generation": self._continue,
-            "/load_lora_adapter_from_tensors": self._load_adapter,
-            "/v1/loads": lambda _: {"loads": [{"timestamp": len(self.asked)}]},
-            "/generate": self._generate,
-        }
-        handler = handlers.get(route)
-        return {"success": True} if handler is None else handler(body)
+        match route:
+            case "/release_memory_occupation":
+                self._release(body["tags"])
+            case "/resume_memory_occupation":
+                self._resume(body["tags"])
+            case "/begin_weight_update":
+                self._is_updating = True
+            case "/end_weight_update":
+                self._is_updating = False
+            case "/update_weights_from_tensor":
+                self._load(body)
+            case "/update_weights_from_disk":
+                self._load_files(body)
+            case "/weights_checker" if body["action"] == "reset_tensors":
+                self._loaded.clear()
+            case "/update_weight_version":
+                self._version = body["new_version"]
+            case "/pause_generation":
+                self._is_paused = True
+            case "/continue_generation":
+                self._is_paused = False
+            case "/load_lora_adapter_from_tensors":
+                self._require(MemoryTag.WEIGHTS)
+            case "/v1/loads":
+                return {"loads": [{"timestamp": len(self.asked)}]}
+            case "/generate":
+                return self._generate(body)
+        return {"success": True}
 
     def _refuse(self, why: str) -> None:
         raise RefusedError(self.asked[-1].path, _REFUSED, why)
@@ -241,30 +234,20 @@ class RehearsedServer(ControlCalls):
             if tag not in self._resident:
                 self._refuse(f"the memory of {tag.value} is released")
 
-    def _release(self, body: Body) -> Body:
-        for name in body["tags"]:
-            self._require(MemoryTag(name))
-            self._free(MemoryTag(name))
-            if MemoryTag(name) is MemoryTag.WEIGHTS and not self._spec.keeps_backup:
+    def _release(self, names: Sequence[str]) -> None:
+        for tag in map(MemoryTag, names):
+            self._require(tag)
+            self._free(tag)
+            if tag is MemoryTag.WEIGHTS and not self._spec.keeps_backup:
                 self._loaded.clear()
-        return {"success": True}
 
-    def _resume(self, body: Body) -> Body:
-        for name in body["tags"]:
-            if MemoryTag(name) in self._resident:
-                self._refuse(f"the memory of {name} is resident")
-            self._hold(MemoryTag(name))
-        return {"success": True}
+    def _resume(self, names: Sequence[str]) -> None:
+        for tag in map(MemoryTag, names):
+            if tag in self._resident:
+                self._refuse(f"the memory of {tag.value} is resident")
+            self._hold(tag)
 
-    def _begin_update(self, _: Body) -> Body:
-        self._is_updating = True
-        return {"success": True}
-
-    def _end_update(self, _: Body) -> Body:
-        self._is_updating = False
-        return {"success": True}
-
-    def _load(self, body: Body) -> Body:
+    def _load(self, body: Body) -> None:
         self._require(MemoryTag.WEIGHTS)
         if not self._is_updating:
             self._refuse("no weight update was begun")
@@ -272,13 +255,11 @@ class RehearsedServer(ControlCalls):
         if len(names) != self.num_ranks:
             self._refuse(f"{len(names)} handles for {self.num_ranks} ranks")
         self._take({span.name: tuple(span.shape) for span in self._handles.open(names[0])})
-        return {"success": True}
 
-    def _load_files(self, body: Body) -> Body:
+    def _load_files(self, body: Body) -> None:
         self._require(MemoryTag.WEIGHTS)
         for path in Path(body["model_path"]).glob("*.safetensors"):
             self._take(HollowFile(path, self._gpu).shapes())
-        return {"success": True}
 
     def _take(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():
@@ -288,27 +269,6 @@ class RehearsedServer(ControlCalls):
             if not is_tied and shape != self._files.shape_of(name):
                 self._refuse(f"{name} is {shape} and not {self._files.shape_of(name)}")
         self._loaded |= shapes.keys()
-
-    def _check(self, body: Body) -> Body:
-        if body["action"] == "reset_tensors":
-            self._loaded.clear()
-        return {"success": True}
-
-    def _rename(self, body: Body) -> Body:
-        self._version = body["new_version"]
-        return {"success": True}
-
-    def _pause(self, _: Body) -> Body:
-        self._is_paused = True
-        return {"success": True}
-
-    def _continue(self, _: Body) -> Body:
-        self._is_paused = False
-        return {"success": True}
-
-    def _load_adapter(self, _: Body) -> Body:
-        self._require(MemoryTag.WEIGHTS)
-        return {"success": True}
 
     def _generate(self, body: Body) -> Any:  # noqa: ANN401 - a response, or a list of them
         self._require(*MemoryTag)
@@ -337,12 +297,6 @@ class RehearsedServer(ControlCalls):
         return {"output_ids": [_TOKEN] * num_tokens, "meta_info": meta}
 
 
-class _Process:
-    """Of a server that has none."""
-
-    pid = 0
-
-
 class RehearsedClient(ControlClient):
     """A client whose server is an object."""
 
@@ -362,8 +316,6 @@ class RehearsedManager(ManagerClient):
 
     def __init__(self) -> None:
         self._version = NO_VERSION
-        self.received: frozenset[str] = frozenset()
-        """Names of the last update's tensors."""
 
     @property
     def host(self) -> str:
@@ -376,7 +328,8 @@ class RehearsedManager(ManagerClient):
 
     def update(self, source: Path, *, version: int) -> None:
         """Read the headers of the files; a broadcast gathers the same buckets."""
-        self.received, self._version = WeightFiles(source).names, version
+        WeightFiles(source)
+        self._version = version
 
     def sample(
         self,

@@ -10,8 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from hybridrl.checkpoint.manifest import FileEntry, Manifest, RunFingerprint, RunState
-from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
+from hybridrl.checkpoint.store import (
+    Checkpoint,
+    CheckpointStore,
+    FileEntry,
+    Manifest,
+    RunFingerprint,
+    RunState,
+)
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.errors import CheckpointError, HybridRLError, RemoteCallError
 from hybridrl.metrics import Max, Metrics, Sum

@@ -20,7 +20,7 @@ from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.errors import ConfigErrors
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics
-from hybridrl.models.folder import require_usable_model
+from hybridrl.models.load import require_usable_model
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.run.evaluation import (
     build_eval_tasks,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridrl import log
-from hybridrl.checkpoint.manifest import RunState
+from hybridrl.checkpoint.store import RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.diagnostics import trace
 from hybridrl.diagnostics.trace_file import join_traces

@@ -14,8 +14,7 @@ from hybridrl.checkpoint.fingerprint import (
     own_fingerprints,
     recipe_of,
 )
-from hybridrl.checkpoint.manifest import RunFingerprint, RunState
-from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.checkpoint.store import CheckpointStore, RunFingerprint, RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.config.yaml_text import read_yaml

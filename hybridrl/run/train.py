@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from hybridrl.checkpoint.manifest import RunFingerprint, RunState
+from hybridrl.checkpoint.store import RunFingerprint, RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.rows import SamplerState
-from hybridrl.models.folder import require_usable_model
+from hybridrl.models.load import require_usable_model
 from hybridrl.run.checkpoints import Checkpointer, Saver
 from hybridrl.run.loops import Training, open_rl
 from hybridrl.run.offline import OPEN_OFFLINE

@@ -18,18 +18,21 @@ from hybridrl.single_controller.dispatch import (
     ResultLayout,
     Whole,
     dispatch_by_mesh,
+    register,
 )
-from hybridrl.single_controller.fused import RayClassWithInitArgs, create_colocated_worker_cls
 from hybridrl.single_controller.payload import (
     PayloadOps,
     register_after_call,
     register_payload,
     register_reducer,
 )
-from hybridrl.single_controller.register import register
 from hybridrl.single_controller.remote_call import Future
 from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.single_controller.worker import Worker
+from hybridrl.single_controller.worker import (
+    RayClassWithInitArgs,
+    Worker,
+    create_colocated_worker_cls,
+)
 from hybridrl.single_controller.worker_group import RayWorkerGroup, WorkerGroup
 
 __all__ = [

@@ -16,11 +16,11 @@ from ray.exceptions import GetTimeoutError, RayError
 from hybridrl.diagnostics import trace
 from hybridrl.diagnostics.process_report import (
     MonitoredRank,
+    RankMonitor,
     attach_reports,
     describe_ranks,
     failed_ranks_first,
 )
-from hybridrl.diagnostics.rank_monitor import RankMonitor
 from hybridrl.errors import (
     ClusterLostError,
     DeadlineError,
@@ -171,11 +171,7 @@ class RankActors:
             )
 
     def layout(self, prefix: str, mesh: str | None) -> RankLayout:
-        """Return the slice of each rank; ranks are asked at the first use of a mesh name.
-
-        Raises:
-            DispatchError: a rank has not registered the mesh, or ranks contradict each other.
-        """
+        """Return the slice of each rank; ranks are asked at the first use of a mesh name."""
         key = (prefix, mesh)
         if key not in self._layouts:
             if mesh is None:
@@ -216,8 +212,6 @@ class RankActors:
         """Return the results of ranks ``0..len(refs)-1``; raises at the first failure.
 
         Args:
-            refs: by rank.
-            method: name, for messages.
             deadline: past it the group is stopped.
             wait_s: a shorter wait, which leaves the call running.
 

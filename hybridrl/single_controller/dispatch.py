@@ -2,14 +2,17 @@
 
 The vocabulary is verl's. A mode is a frozen `Dispatch` value: how an argument is split, and how the
 results are collected. The mode alone decides the split; it is never guessed from a length.
+``@register`` gives a method its mode.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 from hybridrl.errors import DispatchError
 from hybridrl.single_controller.payload import concat_rows, is_payload, num_rows, take_rows
@@ -44,11 +47,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Which slice each rank takes, and which ranks return results.
-
-    Raises:
-        DispatchError: dp ranks are not ``0..dp_size-1``, or one has not exactly one output rank.
-    """
+    """Which slice each rank takes, and which ranks return results."""
 
     dp_rank_of: tuple[int, ...]
     """By rank: the index of its slice. Ranks of one tensor-parallel group share it."""
@@ -56,17 +55,12 @@ class RankLayout:
     """By rank: whether its result counts. Exactly one rank of each dp rank returns one."""
 
     def __post_init__(self) -> None:
-        answering = sorted(
-            dp for dp, collects in zip(self.dp_rank_of, self.collects, strict=True) if collects
-        )
-        if set(self.dp_rank_of) != set(range(self.dp_size)) or answering != list(
-            range(self.dp_size)
-        ):
+        answering = [self.dp_rank_of[rank] for rank in self.collecting_ranks]
+        if answering != list(range(self.dp_size)) or min(self.dp_rank_of) < 0:
             raise DispatchError(
                 f"ranks say dp_rank {list(self.dp_rank_of)} and is_output_rank "
-                f"{list(self.collects)}; "
-                f"give dp ranks 0..{self.dp_size - 1} and is_output_rank=True on exactly one "
-                "rank each"
+                f"{list(self.collects)}; give dp ranks 0..{self.dp_size - 1} and "
+                "is_output_rank=True on exactly one rank each"
             )
 
     @classmethod
@@ -101,11 +95,7 @@ def split_whole(layout: RankLayout, value: object) -> list[object]:
 
 
 def split_per_rank(layout: RankLayout, values: Any) -> Sequence[Any]:  # noqa: ANN401
-    """Give entry i of a list or tuple to rank i.
-
-    Raises:
-        DispatchError: not a list or tuple with one entry per rank.
-    """
+    """Give entry i of a list or tuple to rank i."""
     if not isinstance(values, list | tuple) or len(values) != layout.world_size:
         length = f" of {len(values)}" if isinstance(values, list | tuple) else ""
         raise DispatchError(
@@ -119,35 +109,26 @@ def split_by_dp_rank(layout: RankLayout, value: object) -> list[object]:
     """Split a payload into ``dp_size`` equal slices; each rank gets the slice of its dp rank.
 
     Values that are not payloads (a number, a config), and payloads in `Whole`, go to every rank.
-
-    Raises:
-        DispatchError: the rows do not divide evenly.
     """
+    dp_size = layout.dp_size
     if isinstance(value, Whole):
         return split_whole(layout, value.value)
-    if not is_payload(value):
-        return split_whole(layout, value)
-    dp_size = layout.dp_size
-    if dp_size == 1:  # nothing to split: the payload is passed unchanged
+    if dp_size == 1 or not is_payload(value):
         return split_whole(layout, value)
     rows_per_slice, remainder = divmod(num_rows(value), dp_size)
     if remainder:
-        raise DispatchError(_indivisible(num_rows(value), dp_size))
+        below = num_rows(value) - remainder
+        sizes = f"{below} and {below + dp_size}" if below else f"{dp_size}"
+        raise DispatchError(
+            f"cannot split {num_rows(value)} rows evenly over {dp_size} data-parallel ranks; "
+            f"nearest that works: {sizes} rows; pass a multiple of {dp_size} rows, or let the "
+            "method pad: @register(..., pad=True)"
+        )
     slices = [
         take_rows(value, dp_rank * rows_per_slice, (dp_rank + 1) * rows_per_slice)
         for dp_rank in range(dp_size)
     ]
     return [slices[dp_rank] for dp_rank in layout.dp_rank_of]
-
-
-def _indivisible(rows: int, dp_size: int) -> str:
-    below = rows - rows % dp_size
-    sizes = f"{below} and {below + dp_size}" if below else f"{dp_size}"
-    return (
-        f"cannot split {rows} rows evenly over {dp_size} data-parallel ranks; nearest that works: "
-        f"{sizes} rows; pass a multiple of {dp_size} rows, or let the method pad: "
-        "@register(..., pad=True)"
-    )
 
 
 def collect_list(layout: RankLayout, results: list[Any]) -> list[Any]:
@@ -238,8 +219,7 @@ Dispatch.DP_COMPUTE_METRIC = replace(
 def dispatch_by_mesh(mesh: str, base: Dispatch = Dispatch.DP_COMPUTE) -> Dispatch:
     """Return ``base`` over a named mesh, in which each rank has reported its dp rank.
 
-    Ranks that are not output ranks transfer no result. The mesh is read at the first call, so a
-    worker may register it after its constructor.
+    The mesh is read at the first call, so a worker may register it after its constructor.
     """
     return replace(base, name=f"{base.name}:{mesh}", mesh=mesh)
 
@@ -257,14 +237,10 @@ class Padding:
         return -(-self.num_real_rows // self.num_slices)
 
     def strip(self, layout: RankLayout, results: list[Any]) -> list[Any]:
-        """Drop the results of repeated rows; results without rows are left unchanged.
+        """Drop the results of repeated rows from those of ranks; others are left unchanged.
 
-        Args:
-            results: by rank. A method may return several result rows per row (G responses per
-                prompt), the same number for each.
-
-        Raises:
-            DispatchError: a result has not an integer number of rows per row.
+        A method may return several result rows per row (G responses per prompt), the same number
+        for each.
         """
         return [
             self._strip_one(dp_rank, result) if is_payload(result) else result
@@ -290,11 +266,7 @@ class Padding:
 def pad_arguments(values: Sequence[object], dp_size: int) -> tuple[list[object], Padding | None]:
     """Repeat rows of the payloads among ``values`` from their start until they divide evenly.
 
-    Returns:
-        The values, and how to undo it; None if nothing was padded.
-
-    Raises:
-        DispatchError: the payloads differ in their number of rows, or have none to repeat.
+    Returns with the values how to undo it; None if nothing was padded.
     """
     counts = {num_rows(value) for value in values if is_payload(value)}
     if all(count % dp_size == 0 for count in counts):
@@ -314,3 +286,73 @@ def _repeat(payload: object, target: int) -> object:
     copies, remainder = divmod(target, num_rows(payload))
     tail = [take_rows(payload, 0, remainder)] if remainder else []
     return concat_rows([payload] * copies + tail)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """How the driver calls one method."""
+
+    dispatch: Dispatch
+    execute: Execute = Execute.ALL
+    is_blocking: bool = True
+    pads: bool = False
+    timeout_s: float | None = None
+
+
+# Beside the functions and not on them: no magic attribute, and a method keeps its full type.
+_registrations: WeakKeyDictionary[Callable[..., Any], Registration] = WeakKeyDictionary()
+
+
+def register(
+    dispatch_mode: Dispatch = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    *,
+    blocking: bool = True,
+    pad: bool | None = None,
+    timeout_s: float | None = None,
+) -> Callable[[Method], Method]:
+    """Make a method of a `Worker` callable on its group. An override keeps the registration.
+
+    Args:
+        dispatch_mode: how arguments are split and results collected.
+        execute_mode: RANK_ZERO calls rank 0 alone and returns its result.
+        blocking: False returns a `Future`, which the next call takes unresolved as an argument.
+        pad: repeat rows of a batch that does not divide evenly, and drop their results; None:
+            as the mode does.
+        timeout_s: seconds that one call may take; None: the group's ``timeout_s``. A late call
+            breaks the group, because a rank in a collective cannot be cancelled.
+    """
+    if not isinstance(dispatch_mode, Dispatch):
+        raise DispatchError(
+            f"dispatch_mode={dispatch_mode!r} is not a Dispatch; "
+            "use a constant such as Dispatch.ONE_TO_ALL, or Dispatch(name=, split=, collect=)"
+        )
+    registration = Registration(
+        dispatch=dispatch_mode,
+        execute=Execute.RANK_ZERO if dispatch_mode is Dispatch.RANK_ZERO else execute_mode,
+        is_blocking=blocking,
+        pads=dispatch_mode.pads if pad is None else pad,
+        timeout_s=timeout_s,
+    )
+
+    def remember(method: Method) -> Method:
+        _registrations[method] = registration
+        return method
+
+    return remember
+
+
+def registered_methods(cls: type) -> dict[str, Registration]:
+    """Return the registrations of a class by method name, with inherited ones."""
+    methods: dict[str, Registration] = {}
+    for base in reversed(cls.__mro__):
+        for name, member in vars(base).items():
+            if inspect.isfunction(member):
+                # Another decorator may lie above @register; functools.wraps links to its function.
+                innermost = inspect.unwrap(member, stop=lambda f: f in _registrations)
+                if innermost in _registrations:
+                    methods[name] = _registrations[innermost]
+    return methods

@@ -80,13 +80,9 @@ class FailedCall:
         )
 
     def error(self, reports: Sequence[RankReport] = ()) -> RemoteCallError | DeadlineError:
-        """Return one error for the rank at fault, with notes on the other ranks.
+        """Return one error for the rank at fault, with notes on the others and reports of all.
 
-        Args:
-            reports: of all ranks, if they were made; they stay on the error.
-
-        Returns:
-            A ``DeadlineError`` if every rank that raised had given up waiting for ranks that hang.
+        A ``DeadlineError`` if every rank that raised had given up waiting for ranks that hang.
         """
         first, *others = self.failed_ranks
         late = failed_ranks_first(reports, self.late)
@@ -131,12 +127,7 @@ class FailedCall:
 def wait_for_ranks(
     refs: Sequence[Any], method: str, hosts: Sequence[str], *, grace_s: float
 ) -> FailedCall:
-    """Wait until every rank returned, at most ``grace_s`` seconds, and gather the failures.
-
-    Args:
-        refs: by rank, the pending results of a call.
-        hosts: by rank.
-    """
+    """Wait until every rank returned, at most ``grace_s`` seconds, and gather the failures."""
     failures = _failures(refs, _returned(refs, 0.0))
     returned = _returned(refs, grace_s)
     failures |= _failures(refs, [rank for rank in returned if rank not in failures])

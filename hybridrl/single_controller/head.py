@@ -23,21 +23,13 @@ _CONNECT_S = 2.0
 
 
 def require_head(address: str) -> None:
-    """Refuse an address without a listener.
-
-    Args:
-        address: ``HOST:PORT`` or ``ray://HOST:PORT``.
-
-    Raises:
-        ResourceError: nothing accepts a connection.
-    """
+    """Refuse an address, ``HOST:PORT`` or ``ray://HOST:PORT``, where nothing listens."""
     host_port = address.removeprefix("ray://")
-    if not answers(host_port, timeout_s=3 * _CONNECT_S):
+    if not _answers(host_port, timeout_s=3 * _CONNECT_S):
         raise ResourceError(f"nothing listens at {host_port}")
 
 
-def answers(address: str, *, timeout_s: float = _CONNECT_S) -> bool:
-    """Return whether ``HOST:PORT`` accepts connections within ``timeout_s`` seconds."""
+def _answers(address: str, *, timeout_s: float = _CONNECT_S) -> bool:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
@@ -60,7 +52,7 @@ class HeadMonitor:
     @property
     def is_silent(self) -> bool:
         """Whether the head does not answer at this moment."""
-        return bool(self.address) and not answers(self.address)
+        return bool(self.address) and not _answers(self.address)
 
     def is_lost(self) -> bool:
         """Check once; return whether the head has been silent for ``PATIENCE_S`` seconds."""

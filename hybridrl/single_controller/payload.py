@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,8 @@ def register_payload(cls: type, ops: PayloadOps) -> None:
 def register_reducer(cls: type, reduce: Callable[[Any], tuple[Any, ...]]) -> None:
     """Pickle instances of exactly ``cls`` with ``reduce`` when Ray carries them, and only then.
 
-    Args:
-        cls: the exact type; subclasses are not affected.
-        reduce: returns what ``__reduce__`` may return. Buffers in it (numpy arrays) travel out of
-            band, so the reader sees shared memory without a copy.
+    It returns what ``__reduce__`` may return. Buffers in it (numpy arrays) travel out of band, so
+    the reader sees shared memory without a copy.
     """
     _reducers[cls] = reduce
     install_reducers()
@@ -79,11 +78,7 @@ def is_payload(value: object) -> bool:
 
 
 def num_rows(payload: object) -> int:
-    """Return the number of rows.
-
-    Raises:
-        DispatchError: not a payload, or the members of a tuple or dict differ in length.
-    """
+    """Return the number of rows."""
     return _require(payload).num_rows(payload)
 
 
@@ -131,29 +126,18 @@ def _common_num_rows(members: Sequence[object]) -> int:
     return counts[0]
 
 
-def _concat_lists(parts: Sequence[list[Any]]) -> list[Any]:
-    return [row for part in parts for row in part]
-
-
-def _concat_tuples(parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    return tuple(concat_rows(members) for members in zip(*parts, strict=True))
-
-
-def _concat_dicts(parts: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
-    return {key: concat_rows([part[key] for part in parts]) for key in parts[0]}
+def _slice(value: Any, start: int, stop: int) -> Any:  # noqa: ANN401
+    return value[start:stop]
 
 
 register_payload(
-    list,
-    PayloadOps(
-        num_rows=len, take=lambda value, start, stop: value[start:stop], concat=_concat_lists
-    ),
+    list, PayloadOps(num_rows=len, take=_slice, concat=lambda parts: [*chain.from_iterable(parts)])
 )
 register_payload(
     np.ndarray,
     PayloadOps(
         num_rows=len,
-        take=lambda value, start, stop: value[start:stop],
+        take=_slice,
         concat=np.concatenate,
         accepts=lambda value: value.ndim > 0,
     ),
@@ -163,7 +147,7 @@ register_payload(
     PayloadOps(
         num_rows=_common_num_rows,
         take=lambda value, start, stop: tuple(take_rows(v, start, stop) for v in value),
-        concat=_concat_tuples,
+        concat=lambda parts: tuple(map(concat_rows, zip(*parts, strict=True))),
         # A named tuple would come back as a plain one, so it does not count as rows.
         accepts=lambda value: type(value) is tuple and bool(value) and all(map(is_payload, value)),
     ),
@@ -173,7 +157,7 @@ register_payload(
     PayloadOps(
         num_rows=lambda value: _common_num_rows(list(value.values())),
         take=lambda value, start, stop: {k: take_rows(v, start, stop) for k, v in value.items()},
-        concat=_concat_dicts,
+        concat=lambda parts: {key: concat_rows([part[key] for part in parts]) for key in parts[0]},
         accepts=lambda value: bool(value) and all(map(is_payload, value.values())),
     ),
 )

@@ -17,11 +17,11 @@ from hybridrl.single_controller.dispatch import (
     Execute,
     Padding,
     RankLayout,
+    Registration,
     ResultLayout,
     pad_arguments,
 )
 from hybridrl.single_controller.failures import STORE_IS_FULL
-from hybridrl.single_controller.register import Registration
 
 _INLINE_TYPES = (bool, int, float, str, type(None), ray.ObjectRef)
 
@@ -140,8 +140,7 @@ class Future:
     def get(self, timeout_s: float | None = None) -> Any:  # noqa: ANN401 - the worker's type
         """Wait for all ranks and return the collected result; the same object each time.
 
-        Args:
-            timeout_s: wait at most this long; the call itself runs until its own deadline.
+        ``timeout_s`` limits this wait; the call itself runs until its own deadline.
 
         Raises:
             RemoteCallError: a rank failed.

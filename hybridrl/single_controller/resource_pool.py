@@ -2,67 +2,151 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import ray
+from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.errors import ResourceError
-from hybridrl.single_controller.placement import ResourceRequest, remove, reserve
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 5.0
+_NODE_ID = "ray.io/node-id"
 
 
-class _Reservation:
-    """Placement groups, one per node entry, held while any group runs on their bundles."""
+@dataclass(frozen=True, slots=True)
+class ResourceRequest:
+    """Resources that a pool requests."""
 
-    def __init__(self, request: ResourceRequest, max_colocated: int) -> None:
-        self.max_colocated = max_colocated
-        self._request = request
-        self._placement_groups: list[Any] = []
-        self._num_leases = [0] * sum(request.process_on_nodes)
+    process_on_nodes: tuple[int, ...]
+    """Ranks of each node entry."""
+    bundle: Mapping[str, float]
+    """Resources of one rank."""
+    is_spread: bool
+    """Whether each entry needs a node of its own."""
 
-    def lease(self, bundles: range, wait_s: float) -> list[dict[str, Any]]:
-        if any(self._num_leases[index] >= self.max_colocated for index in bundles):
-            raise ResourceError(
-                f"{self.max_colocated} worker groups run on this pool already; shut one down, or "
-                f"make the pool with RayResourcePool(max_colocate_count={self.max_colocated + 1})"
-            )
-        if not self._placement_groups:
-            self._placement_groups = reserve(self._request, wait_s=wait_s)
-        for index in bundles:
-            self._num_leases[index] += 1
-        bundle_of_rank = [
-            (group, index)
-            for group, count in zip(
-                self._placement_groups, self._request.process_on_nodes, strict=True
-            )
-            for index in range(count)
-        ]
-        # Ray counts resources in ten-thousandths: rounded down, all shares fit into the bundle.
-        share = {
-            name: int(amount / self.max_colocated * 10_000) / 10_000
-            for name, amount in self._request.bundle.items()
-        }
-        return [
-            {
-                "num_cpus": share["CPU"],
-                "num_gpus": share.get("GPU", 0.0),
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=index
-                ),
-            }
-            for group, index in (bundle_of_rank[rank] for rank in bundles)
-        ]
+    def unmet_reason(self) -> str:
+        """Return why even the idle cluster cannot hold this; empty if it can."""
+        largest = max(self.process_on_nodes)
+        capacities = [_capacity(node, self.bundle) for node in _alive_nodes()]
+        if max(capacities, default=0) < largest:
+            return f"no node has {_amounts(self.bundle, largest)}, which {largest} ranks need"
+        num_placed = self._num_placed(capacities)
+        if num_placed < len(self.process_on_nodes):
+            return f"only {num_placed} of {len(self.process_on_nodes)} fit"
+        return ""
 
-    def give_back(self, bundles: range) -> None:
-        for index in bundles:
-            self._num_leases[index] -= 1
-        if not any(self._num_leases):
-            self._remove()
+    def describe(self) -> str:
+        """Name the resources that are asked for, those of each node, and those that are free."""
+        free, nodes = ray.available_resources(), _alive_nodes()
+        of_nodes = "; ".join(
+            ", ".join(f"{node.get(name, 0):g} {name}" for name in self.bundle) for node in nodes
+        )
+        where = ", on different nodes" if self.is_spread else ""
+        return (
+            f"{list(self.process_on_nodes)} ranks per node{where}, {_amounts(self.bundle)} a rank; "
+            f"nodes have {of_nodes}; free in the cluster are "
+            + ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self.bundle)
+        )
 
-    def _remove(self) -> None:
-        remove(self._placement_groups)
-        self._placement_groups = []
+    def _num_placed(self, capacities: Sequence[int]) -> int:
+        """Put the largest entry first, each on the smallest node that holds it."""
+        free = list(capacities)
+        for num_placed, count in enumerate(sorted(self.process_on_nodes, reverse=True)):
+            fitting = [capacity for capacity in free if capacity >= count]
+            if not fitting:
+                return num_placed
+            free.remove(min(fitting))
+            free.append(0 if self.is_spread else min(fitting) - count)
+        return len(self.process_on_nodes)
+
+
+def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
+    """Return one placement group per node entry, all of them ready; else nothing stays reserved.
+
+    Missing resources are named at once and every 5 s, because a node may join, or another run end.
+    """
+    deadline_s = time.monotonic() + wait_s
+    groups: list[Any] = []
+    taken: list[str] = []
+    try:
+        for count in request.process_on_nodes:
+            group = _start_request(request, count, avoid=taken if request.is_spread else [])
+            groups.append(group)
+            _wait(group, request, deadline_s=deadline_s, wait_s=wait_s)
+            taken += set(placement_group_table(group)["bundles_to_node_id"].values())
+    except BaseException:
+        _remove(groups)
+        raise
+    return groups
+
+
+def _remove(groups: Sequence[Any]) -> None:
+    for group in groups:
+        remove_placement_group(group)
+
+
+def _start_request(request: ResourceRequest, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: ANN401 - Ray's
+    # STRICT_SPREAD spreads the bundles of one group, but ranks of an entry must share a node. So
+    # each entry gets a group, kept off the nodes of the earlier ones.
+    selector = {_NODE_ID: f"!in({','.join(avoid)})"} if avoid else None
+    return placement_group(
+        [dict(request.bundle)] * count,
+        strategy="STRICT_PACK",
+        bundle_label_selector=[selector] * count if selector else None,
+    )
+
+
+def _wait(group: Any, request: ResourceRequest, *, deadline_s: float, wait_s: float) -> None:  # noqa: ANN401
+    pause_s = 1.0  # an idle cluster needs 10 ms
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        if _is_ready(group, math.ceil(min(pause_s, left_s))):  # Ray drops the fraction
+            return
+        pause_s = _PROGRESS_S
+        if (waited_s := wait_s - deadline_s + time.monotonic()) < wait_s:
+            cause = request.unmet_reason() or "other runs hold the resources"
+            line = "waiting for resources, %.0f of %g s: %s; wanted are %s"
+            log.warning(line, waited_s, wait_s, cause, request.describe())
+    raise ResourceError(
+        f"could not reserve within {wait_s:g} s: {request.describe()}; "
+        f"{request.unmet_reason() or 'other runs hold the resources'}; "
+        "lower cluster.num_nodes or cluster.num_ranks_per_node, add nodes, free resources, or "
+        "raise cluster.start_timeout_s (in code: process_on_nodes and wait_s of the pool)"
+    )
+
+
+def _is_ready(group: Any, wait_s: int) -> bool:  # noqa: ANN401
+    try:
+        return bool(group.wait(wait_s))
+    except Exception as error:  # Ray has no exception class for it
+        raise ResourceError(
+            f"the cluster dropped a request for resources that the driver waited for: {error} Ray "
+            "does that when it loses the node of the driver; look at `ray status`, then start "
+            "the run again"
+        ) from error
+
+
+def _alive_nodes() -> list[dict[str, float]]:
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def _capacity(node: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """Return how many ranks a node holds; Ray counts in ten-thousandths."""
+    return min(
+        round(node.get(name, 0.0) * 10_000) // max(1, round(amount * 10_000))
+        for name, amount in bundle.items()
+    )
+
+
+def _amounts(bundle: Mapping[str, float], count: int = 1) -> str:
+    return ", ".join(f"{amount * count:g} {name}" for name, amount in bundle.items())
 
 
 class RayResourcePool:
@@ -97,67 +181,53 @@ class RayResourcePool:
                 "use RayResourcePool(process_on_nodes=[1])"
             )
         bundle = {"CPU": num_cpus_per_rank} | ({"GPU": 1.0} if use_gpu else {})
-        request = ResourceRequest(tuple(process_on_nodes), bundle, is_spread)
-        reservation = _Reservation(request, max_colocate_count)
-        self._parts = [(reservation, range(sum(process_on_nodes)))]
+        self._request = ResourceRequest(tuple(process_on_nodes), bundle, is_spread)
+        self._max_colocated = max_colocate_count
         self._wait_s = wait_s
+        self._placement_groups: list[Any] = []  # one per node entry, while any group runs
+        self._num_leases = 0
 
     @property
     def world_size(self) -> int:
         """Number of bundles, which is the number of ranks of a group on the pool."""
-        return sum(len(bundles) for _, bundles in self._parts)
-
-    def split(self, sizes: Sequence[int]) -> list[RayResourcePool]:
-        """Split the pool into consecutive pools of the given sizes, for groups side by side.
-
-        Raises:
-            ResourceError: the sizes do not add up to ``world_size``.
-        """
-        if sum(sizes) != self.world_size or min(sizes, default=0) < 1:
-            raise ResourceError(
-                f"cannot split {self.world_size} ranks into {list(sizes)}; "
-                f"give positive sizes that add up to {self.world_size}"
-            )
-        single = [
-            (reservation, range(index, index + 1))
-            for reservation, bundles in self._parts
-            for index in bundles
-        ]
-        edges = accumulate(sizes, initial=0)
-        return [self._view(single[start:stop]) for start, stop in pairwise(edges)]
-
-    def merge(self, other: RayResourcePool) -> RayResourcePool:
-        """Return a pool over the bundles of both."""
-        return self._view(self._parts + other._parts)
+        return sum(self._request.process_on_nodes)
 
     def lease(self) -> list[dict[str, Any]]:
         """Reserve a share of every bundle for one group; waits at most ``wait_s``.
 
         Returns:
             The Ray options that place an actor on its bundle, by rank.
-
-        Raises:
-            ResourceError: too few resources, or ``max_colocate_count`` groups run here already.
         """
-        options: list[dict[str, Any]] = []
-        leased: list[tuple[_Reservation, range]] = []
-        try:
-            for reservation, bundles in self._parts:
-                options += reservation.lease(bundles, self._wait_s)
-                leased.append((reservation, bundles))
-        except BaseException:
-            for reservation, bundles in leased:
-                reservation.give_back(bundles)
-            raise
-        return options
+        if self._num_leases >= self._max_colocated:
+            raise ResourceError(
+                f"{self._max_colocated} worker groups run on this pool already; shut one down, or "
+                f"make the pool with RayResourcePool(max_colocate_count={self._max_colocated + 1})"
+            )
+        if not self._placement_groups:
+            self._placement_groups = reserve(self._request, wait_s=self._wait_s)
+        self._num_leases += 1
+        # Ray counts resources in ten-thousandths: rounded down, all shares fit into the bundle.
+        share = {
+            name: int(amount / self._max_colocated * 10_000) / 10_000
+            for name, amount in self._request.bundle.items()
+        }
+        return [
+            {
+                "num_cpus": share["CPU"],
+                "num_gpus": share.get("GPU", 0.0),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index
+                ),
+            }
+            for group, count in zip(
+                self._placement_groups, self._request.process_on_nodes, strict=True
+            )
+            for index in range(count)
+        ]
 
     def give_back(self) -> None:
-        """End a lease. The last lease of all views of a pool removes its placement groups."""
-        for reservation, bundles in self._parts:
-            reservation.give_back(bundles)
-
-    def _view(self, parts: list[tuple[_Reservation, range]]) -> RayResourcePool:
-        view = RayResourcePool.__new__(RayResourcePool)
-        view._parts = parts
-        view._wait_s = self._wait_s
-        return view
+        """End a lease. The last one removes the placement groups."""
+        self._num_leases -= 1
+        if not self._num_leases:
+            _remove(self._placement_groups)
+            self._placement_groups = []

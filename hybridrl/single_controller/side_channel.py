@@ -1,7 +1,4 @@
-"""Messages from ranks to the driver while a call runs: nobody waits for them, and they may be lost.
-
-The results of a call do not depend on them. So a lost channel costs time, never a run.
-"""
+"""Messages from ranks to the driver while a call runs: they may be lost, which costs time alone."""
 
 from __future__ import annotations
 
@@ -43,11 +40,7 @@ class SideChannel:
         self.sender = Sender(self._queue.actor)
 
     def receive(self) -> Any:  # noqa: ANN401 - the sender's object
-        """Return the next message; waits for it.
-
-        Raises:
-            ChannelLost: there will be none.
-        """
+        """Wait for the next message; ``ChannelLost`` if there will be none."""
         try:
             return pickle.loads(ray.get(self.sender.queue.get.remote()))
         except (RayError, RuntimeError) as error:

@@ -17,8 +17,8 @@ from hybridrl import env, log
 from hybridrl.diagnostics import activity, trace
 from hybridrl.errors import DispatchError
 from hybridrl.network import LOOPBACK, bind, interface_of
+from hybridrl.single_controller.dispatch import Registration, registered_methods
 from hybridrl.single_controller.payload import install_reducers, run_after_call
-from hybridrl.single_controller.register import Registration, registered_methods
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,6 @@ class Worker:
             dp_rank: index of the slice this rank takes; tensor-parallel peers pass the same.
             dp_size: number of slices.
             is_output_rank: whether its result counts; exactly one rank of each dp rank has True.
-
-        Raises:
-            DispatchError: the mesh was registered before with another position.
         """
         position = MeshPosition(dp_rank, dp_size, is_output_rank)
         if self.meshes.setdefault(name, position) != position:
@@ -120,18 +117,18 @@ class WorkerHost:
         """Return the process's node and the GPU that Ray gave it, and start its activity record."""
         context = ray.get_runtime_context()
         gpu_id = next(iter(context.get_accelerator_ids().get("GPU", [])), None)
+        logs = activity.log_files()  # beside Ray's logs of this node
+        folder = Path(logs[0]).parent if logs else Path(tempfile.gettempdir())
         return Location(
             host=ray.util.get_node_ip_address(),
             node_id=context.get_node_id(),
             gpu_id=gpu_id,
             device_index=None if gpu_id is None else _device_index(gpu_id),
-            files=activity.start_recording(_record_folder()),
+            files=activity.start_recording(folder),
         )
 
     def host_reserve_port(self, address: str = LOOPBACK) -> int:
         """Bind a free port for the rendezvous, and reserve it for torch's store.
-
-        The store should listen at ``address`` alone, as `workers.process_group` does.
 
         A socket with SO_REUSEADDR that is bound but does not listen keeps the port from the
         kernel's choice for as long as it lives. A second socket with SO_REUSEADDR may still bind
@@ -153,13 +150,7 @@ class WorkerHost:
         set_up: Callable[[], object] | None,
         traced_run: Path | None,
     ) -> None:
-        """Construct the workers in order, in an environment that holds their rendezvous.
-
-        Args:
-            roles: by prefix.
-            set_up: called before any of them.
-            traced_run: folder of the run whose trace this process writes to.
-        """
+        """Construct the workers in order, in an environment that holds their rendezvous."""
         for name, value in environment.items():
             env.set_value(name, value)
         _choose_interface(environment["MASTER_ADDR"])
@@ -215,11 +206,7 @@ class AsyncWorkerHost(WorkerHost):
 
 
 def build_host_class(roles: Mapping[str, type[Worker]]) -> type[WorkerHost]:
-    """Return a host with one method for each registered method of each role.
-
-    Raises:
-        DispatchError: two methods have the same name once their prefix is added.
-    """
+    """Return a host with one method for each registered method of each role."""
     methods: dict[str, Callable[..., Any]] = {}
     for prefix, cls in roles.items():
         for name, registration in registered_methods(cls).items():
@@ -285,7 +272,41 @@ def _device_index(gpu_id: str) -> int:
     return int(gpu_id) if not visible and gpu_id.isdigit() else 0
 
 
-def _record_folder() -> Path:
-    """Return the folder of Ray's logs on this node, where the record is kept."""
-    logs = activity.log_files()
-    return Path(logs[0]).parent if logs else Path(tempfile.gettempdir())
+class RayClassWithInitArgs:
+    """A worker class and the arguments of its constructor, which runs later, on the ranks.
+
+    The class is a subclass of `Worker`, plain or wrapped in ``ray.remote`` as verl writes it. The
+    arguments are pickled once for all ranks.
+    """
+
+    def __init__(self, cls: Any, *args: object, **kwargs: object) -> None:  # noqa: ANN401
+        worker_cls = cls if isinstance(cls, type) else cls.__ray_actor_class__
+        if not issubclass(worker_cls, Worker):
+            raise DispatchError(
+                f"{worker_cls.__name__} is not a worker; "
+                "make it a subclass of hybridrl.single_controller.Worker"
+            )
+        self.roles: dict[str, WorkerSpec] = {"": WorkerSpec(worker_cls, args, kwargs)}
+        """By prefix; a class that is not fused has the empty prefix."""
+
+
+def create_colocated_worker_cls(
+    class_dict: Mapping[str, RayClassWithInitArgs],
+) -> RayClassWithInitArgs:
+    """Fuse several worker classes, so that each rank holds one instance of each in one process.
+
+    The instances are built in the given order and find each other in ``self.fused``. On the group
+    their methods carry the prefix (``group.actor_update``); ``group.spawn({"actor"})`` gives a
+    group without it.
+    """
+    for prefix, part in class_dict.items():
+        if not prefix.isidentifier() or list(part.roles) != [""]:
+            raise DispatchError(
+                f"cannot fuse {prefix!r}: a prefix is a Python name, and its class is not fused "
+                "itself; pass for example {'actor': RayClassWithInitArgs(ActorWorker)}"
+            )
+    if not class_dict:
+        raise DispatchError("nothing to fuse; pass {prefix: RayClassWithInitArgs(cls)}")
+    fused = RayClassWithInitArgs.__new__(RayClassWithInitArgs)
+    fused.roles = {prefix: part.roles[""] for prefix, part in class_dict.items()}
+    return fused

@@ -9,12 +9,10 @@ from typing import Any, Self
 
 from hybridrl.errors import DispatchError, suggest_name
 from hybridrl.single_controller.actors import GroupLimits, RankActors
-from hybridrl.single_controller.dispatch import Dispatch, Execute
-from hybridrl.single_controller.fused import RayClassWithInitArgs
-from hybridrl.single_controller.register import Registration, registered_methods
+from hybridrl.single_controller.dispatch import Dispatch, Execute, Registration, registered_methods
 from hybridrl.single_controller.remote_call import Future, RemoteMethod
 from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.single_controller.worker import Worker, join_prefix
+from hybridrl.single_controller.worker import RayClassWithInitArgs, Worker, join_prefix
 
 
 class WorkerGroup:
@@ -49,11 +47,7 @@ class WorkerGroup:
         return self._actors.describe_places()
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """Return a group for each prefix of a fused class, on the same processes.
-
-        Raises:
-            DispatchError: a prefix was not fused.
-        """
+        """Return a group for each prefix of a fused class, on the same processes."""
         unknown = [prefix for prefix in prefix_set if prefix not in self._roles or not prefix]
         if unknown:
             raise DispatchError(
@@ -70,8 +64,7 @@ class WorkerGroup:
 
     def execute_all_sync(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
         """Call any public method on all ranks and return the results by rank."""
-        results: list[Any] = self.execute_all(method_name, *args, **kwargs).get()
-        return results
+        return list(self.execute_all(method_name, *args, **kwargs).get())
 
     def execute_rank_zero(self, method_name: str, *args: object, **kwargs: object) -> Future:
         """Call any public method, registered or not, on rank 0; the future gives its result."""
@@ -82,11 +75,7 @@ class WorkerGroup:
         return self.execute_rank_zero(method_name, *args, **kwargs).get()
 
     def __getattr__(self, name: str) -> RemoteMethod:
-        """Return a registered method.
-
-        Raises:
-            AttributeError: there is no such method; the message names a similar one.
-        """
+        """Return a registered method."""
         methods: dict[str, RemoteMethod] = self.__dict__.get("_methods", {})
         if name not in methods:
             raise AttributeError(

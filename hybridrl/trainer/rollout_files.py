@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridrl.atomic_io import atomic_write_bytes, atomic_write_text
 from hybridrl.batch import PromptBatch, RolloutBatch, routed_experts_of, row_lengths
-from hybridrl.checkpoint.manifest import FileEntry
+from hybridrl.checkpoint.store import FileEntry
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.errors import ReplayError, RunFolderError
 from hybridrl.json_text import to_json_text

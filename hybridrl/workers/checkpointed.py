@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hybridrl.checkpoint.manifest import FileEntry
+from hybridrl.checkpoint.store import FileEntry
 from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter, Notes

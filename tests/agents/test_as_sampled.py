@@ -22,8 +22,7 @@ from hybridrl.batch import PromptBatch, RolloutBatch, jagged
 from hybridrl.config.agent import AgentConfig
 from hybridrl.data.prompts import encode_row
 from hybridrl.data.rows import Row
-from hybridrl.random_streams import request_key
-from hybridrl.sampler import SamplingParams
+from hybridrl.sampler import SamplingParams, request_key
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.agents.chat_templates import FAMILIES, build_tokenizer
 from tests.agents.fake_sampler import FakeSampler, Request

@@ -14,7 +14,7 @@ from hybridrl.checkpoint.fingerprint import (
     folder_fingerprints,
     recipe_of,
 )
-from hybridrl.checkpoint.manifest import RunFingerprint
+from hybridrl.checkpoint.store import RunFingerprint
 from hybridrl.errors import CheckpointError
 from hybridrl.run.resume import run_fingerprint
 from tests.config.values import config_of

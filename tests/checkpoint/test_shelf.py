@@ -4,8 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.manifest import FileEntry, Manifest, RunFingerprint, RunState
-from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
+from hybridrl.checkpoint.store import (
+    Checkpoint,
+    CheckpointStore,
+    FileEntry,
+    Manifest,
+    RunFingerprint,
+    RunState,
+)
 from hybridrl.data.rows import SamplerState
 from hybridrl.errors import CheckpointError
 

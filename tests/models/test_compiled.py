@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import build_empty_model
-from hybridrl.models.packed_model import PolicyModel
+from hybridrl.models.packed_model import PolicyModel, use_liger_kernels
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model, compile_blocks

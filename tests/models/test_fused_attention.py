@@ -12,8 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.models.fused_attention import fused_attention
-from hybridrl.models.packed import Segment, build_layout
+from hybridrl.models.packed import Segment, build_layout, fused_attention
 
 
 class _Call(TorchFunctionMode):

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import ModelError
-from hybridrl.models.folder import require_usable_model
 from hybridrl.models.load import (
     ModelFiles,
     WeightFiles,
@@ -18,6 +17,7 @@ from hybridrl.models.load import (
     check_weights,
     fill_weights,
     finish_model,
+    require_usable_model,
 )
 from tests.tiny_models import SPARSE, Family, make_tiny_model
 
@@ -114,7 +114,7 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
         ('{"model_type": ["qwen3"]}', "holds no model_type"),
         ('{"model_type": "qwen3", "hidden_size": "wide"}', "hidden_size='wide' is not an integer"),
         (
-            '{"model_type": "qwen3", "rope_parameters": 5}',
+            '{"model_type": "qwen3", "hidden_act": 5}',
             r"transformers cannot read .*config\.json",
         ),
         (

@@ -20,6 +20,8 @@ from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.rehearsal.model_folder import with_hollow_models
 from hybridrl.rehearsal.plan import layers_to_execute
 from hybridrl.rehearsal.server import RehearsedServer
+from hybridrl.workers.train.offload import resident_bytes
+from hybridrl.workers.train.protocol import TrainState
 from tests.composing import composed
 from tests.rehearsal.cases import Case, Shown
 
@@ -83,4 +85,7 @@ def _rehearse(case: Case, folder: Path, shown: Shown) -> None:
             for server in cycle.servers:
                 if isinstance(server, RehearsedServer):
                     shown.asked = server.asked
-        shown.sums = cycle.training_bytes()
+        shown.sums = {
+            state.value: sum(resident_bytes(e.backend.tensors(state)) for _, e in cycle._engines())
+            for state in TrainState
+        }

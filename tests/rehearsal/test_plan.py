@@ -59,7 +59,7 @@ def test_two_small_sizes_stand_for_a_larger_one(tmp_path: Path) -> None:
     assert layers_to_execute(config, architecture_of(config.model)) == (3, 4)
     plan = plan_by_execution(config)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        whole = pool.submit(execute, config, (0, 12, True)).result()
+        whole = pool.submit(execute, config, (0, 12, "steps")).result()
     for phase in plan.phases:
         peak = max(sum(uses.values()) for uses in whole.device[phase.name].values())
         assert plan.peak_bytes(phase) == pytest.approx(peak, rel=0.005), phase.name

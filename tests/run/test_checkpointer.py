@@ -12,8 +12,7 @@ from typing import Literal
 import pytest
 import torch
 
-from hybridrl.checkpoint.manifest import FileEntry, RunState
-from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.checkpoint.store import CheckpointStore, FileEntry, RunState
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.data.rows import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hybridrl.checkpoint.manifest import FileEntry, RunFingerprint, RunState
-from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.checkpoint.store import CheckpointStore, FileEntry, RunFingerprint, RunState
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.data.rows import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError

@@ -21,8 +21,7 @@ from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import HybridRLError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Metrics, Sum
-from hybridrl.random_streams import response_keys
-from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams, response_keys
 from hybridrl.serving.background import BackgroundSampling
 from hybridrl.serving.open_groups import OpenGroups, SampleBuffer
 from hybridrl.serving.plan import EnginePlan, GroupPlan

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.models.dtypes import DTYPES
+from hybridrl.models.load import DTYPES
 from hybridrl.workers.rollout.buckets import Bucket, lay_out
 from hybridrl.workers.rollout.sglang.arguments import build_arguments
 from hybridrl.workers.rollout.sglang.child import load_server_args

@@ -17,7 +17,7 @@ from hybridrl.single_controller import (
     Worker,
     register,
 )
-from hybridrl.single_controller.register import registered_methods
+from hybridrl.single_controller.dispatch import registered_methods
 
 
 def traced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,27 +42,6 @@ def test_entries_of_a_pool_are_reserved_separately(ray_cluster: None) -> None:
         assert [place["rank"] for place in group.describe()] == [0, 1, 2]
 
 
-def test_split_pools_run_side_by_side_and_can_be_merged(ray_cluster: None) -> None:
-    train, rollout = RayResourcePool([1, 1], num_cpus_per_rank=1).split([1, 1])
-    both = rollout.merge(train)
-    for _ in range(2):
-        with (
-            RayWorkerGroup(train, RayClassWithInitArgs(Scaler, 2.0)) as one,
-            RayWorkerGroup(rollout, RayClassWithInitArgs(Scaler, 3.0)) as other,
-            RayWorkerGroup(both, RayClassWithInitArgs(Scaler, 5.0)) as on_both,
-        ):
-            assert (one.world_size, other.world_size, on_both.world_size) == (1, 1, 2)
-            assert one.scale(np.ones(1)).tolist() == [2.0]
-            assert other.scale(np.ones(1)).tolist() == [3.0]
-            assert on_both.scale(np.ones(2)).tolist() == [5.0] * 2
-
-
-@pytest.mark.parametrize("sizes", [[1], [2, 2], [3, 0], []])
-def test_a_split_must_use_every_rank_once(sizes: list[int]) -> None:
-    with pytest.raises(ResourceError, match=r"cannot split 3 ranks .* add up to 3"):
-        RayResourcePool([3]).split(sizes)
-
-
 @pytest.mark.shows("R11.2")
 def test_too_few_resources_say_what_was_asked_and_what_there_is(ray_cluster: None) -> None:
     pool = RayResourcePool([2], use_gpu=True, num_cpus_per_rank=100, wait_s=0.3)

@@ -20,7 +20,7 @@ ONE_DOOR = {
     "sglang": "hybridrl.workers.rollout.sglang.weights",
     "megatron": "hybridrl.workers.train.megatron.megatron_core",
     "peft": "hybridrl.models.adapter",
-    "liger_kernel": "hybridrl.models.liger",
+    "liger_kernel": "hybridrl.models.packed_model",
 }
 AT_MOST_ONE_FILE = ["wandb", "mlflow", "tensorboard", "math_verify", "plotly"]
 LIFE_CYCLE = ("release", "resume", "pause", "drain", "continue_generation")

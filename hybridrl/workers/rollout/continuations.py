@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.metrics import Metrics, Sum
-from hybridrl.random_streams import response_keys
 from hybridrl.sampler import (
     NO_VERSION,
     Program,
@@ -27,6 +26,7 @@ from hybridrl.sampler import (
     SamplingParams,
     interrupted_sample,
     join_parts,
+    response_keys,
 )
 from hybridrl.workers.rollout.assemble import Answered
 

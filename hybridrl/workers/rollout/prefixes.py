@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridrl.random_streams import response_keys
+from hybridrl.sampler import response_keys
 
 STAY = 8
 """A context stays with the engine that has its beginning in its cache, unless that engine has more

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import RequestError
-from hybridrl.random_streams import response_keys
-from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
+from hybridrl.sampler import Program, Sample, Sampler, SamplingParams, response_keys
 
 
 def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:

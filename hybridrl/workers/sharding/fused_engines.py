@@ -15,7 +15,7 @@ from hybridrl.config.topology import LedEngine
 from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
-from hybridrl.models.dtypes import DTYPES
+from hybridrl.models.load import DTYPES
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
 from hybridrl.workers.rollout.stage_time import stage_time
 from hybridrl.workers.sharding.control import (

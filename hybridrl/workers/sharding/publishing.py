@@ -12,7 +12,7 @@ import torch
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import Metrics, Sum, merge
-from hybridrl.models.dtypes import DTYPES
+from hybridrl.models.load import DTYPES
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import (
     ControlGroup,

@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.manifest import FileEntry
+from hybridrl.checkpoint.store import FileEntry
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.train.checkpoint_files import (
     ShardReader,

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybridrl.checkpoint.manifest import FileEntry
+from hybridrl.checkpoint.store import FileEntry
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.train.shard_spec import (

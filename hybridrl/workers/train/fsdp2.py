@@ -23,8 +23,8 @@ from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
 from hybridrl.models.architecture import read_architecture
-from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.experts import StoredNames
+from hybridrl.models.load import DTYPES
 from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.backend import (
     Compute,

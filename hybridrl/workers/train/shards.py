@@ -22,10 +22,9 @@ from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig, EngineConfig
 from hybridrl.config.critic import CriticConfig
-from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.experts import ExpertMatrix, StoredNames
-from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import (
+    DTYPES,
     ModelFiles,
     WeightFiles,
     WeightSource,
@@ -36,8 +35,13 @@ from hybridrl.models.load import (
     fill_weights,
     finish_model,
 )
-from hybridrl.models.packed_attention import keep_attention_eager
-from hybridrl.models.packed_model import PackedModel, PolicyModel, ValueModel
+from hybridrl.models.packed_model import (
+    PackedModel,
+    PolicyModel,
+    ValueModel,
+    keep_attention_eager,
+    use_liger_kernels,
+)
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.shard_spec import (
     RankShards,

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.random_streams import request_key
-from hybridrl.sampler import RequestParams, Sample, Sampler, join_parts
+from hybridrl.sampler import RequestParams, Sample, Sampler, join_parts, request_key
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.request_program import RequestProgram
 from tests.tiny_models import make_tiny_model

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.errors import EngineError, RequestError
-from hybridrl.random_streams import request_key
-from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.sampler import RequestParams, Sample, Sampler, request_key
 from hybridrl.workers.rollout.embedded import prefill
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.single_turn import single_turn

@@ -13,8 +13,7 @@ import pytest
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError, RequestError
-from hybridrl.random_streams import request_key
-from hybridrl.sampler import Program, RequestParams, Sample, Sampler, T
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, T, request_key
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import RolloutEngine

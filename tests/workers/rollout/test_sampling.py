@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.errors import EngineError
-from hybridrl.random_streams import response_keys, uniforms
-from hybridrl.sampler import SamplingParams
+from hybridrl.sampler import SamplingParams, response_keys, uniforms
 from hybridrl.workers.rollout.sampling import DrawParams, check_request, sample
 from tests.workers.rollout.engines import sampling_params
 

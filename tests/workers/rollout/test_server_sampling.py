@@ -19,8 +19,7 @@ from aiohttp import web
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.metrics import Metrics
-from hybridrl.random_streams import response_keys
-from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
+from hybridrl.sampler import Program, Sample, Sampler, SamplingParams, response_keys
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel, read_sample

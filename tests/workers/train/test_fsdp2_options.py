@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hybridrl.checkpoint.manifest import FileEntry
+from hybridrl.checkpoint.store import FileEntry
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.model_engine import TOKEN_MEAN

@@ -23,9 +23,8 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import activity
 from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
 from hybridrl.metrics import Max, Metrics, merge
-from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.experts import StoredNames
-from hybridrl.models.load import WeightFiles
+from hybridrl.models.load import DTYPES, WeightFiles
 from hybridrl.sampler import (
     Program,
     RequestParams,

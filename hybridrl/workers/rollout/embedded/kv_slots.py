@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from hybridrl.models.fused_attention import with_sink
+from hybridrl.models.packed import with_sink
 
 ATTENTION_NAME = "hybridrl_kv_slots"
 

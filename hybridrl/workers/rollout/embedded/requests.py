@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.metrics import Mean, Metrics, Sum
-from hybridrl.random_streams import uniforms
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample, uniforms
 from hybridrl.workers.rollout.embedded.prefill import Prefilled
 from hybridrl.workers.rollout.sampling import DrawParams
 

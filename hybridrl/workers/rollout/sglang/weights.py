@@ -19,7 +19,7 @@ from torch.multiprocessing import reductions
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
-from hybridrl.models.dtypes import DTYPES
+from hybridrl.models.load import DTYPES
 from hybridrl.workers.rollout.adapter_fit import (
     built_without_adapters,
     no_adapter_loaded,
