@@ -140,8 +140,8 @@ def test_optimizer_state_placement_changes_no_step(steps_of: StepsOf, case: str)
 
 def test_auto_layers_need_cuda_and_transformer_engine() -> None:
     install()
+    from hybridrl.workers.train.megatron.configuration import fuses_layers
     from hybridrl.workers.train.megatron.megatron_core import HAVE_TE
-    from hybridrl.workers.train.megatron.transformer import fuses_layers
 
     megatron = config_of().megatron
     assert megatron.layers == "auto"
@@ -152,8 +152,8 @@ def test_auto_layers_need_cuda_and_transformer_engine() -> None:
 
 def test_missing_transformer_engine_is_rejected_by_key() -> None:
     install()
+    from hybridrl.workers.train.megatron.configuration import require_transformer_engine
     from hybridrl.workers.train.megatron.megatron_core import HAVE_TE
-    from hybridrl.workers.train.megatron.transformer import require_transformer_engine
 
     if HAVE_TE:
         pytest.skip("TransformerEngine is installed")
@@ -165,12 +165,12 @@ def test_missing_transformer_engine_is_rejected_by_key() -> None:
 def test_microbatch_lengths_suit_eight_bit_products(tmp_path: Path) -> None:
     install()
     from hybridrl.models.architecture import read_architecture
-    from hybridrl.workers.train.megatron.context import MegatronContext
-    from hybridrl.workers.train.megatron.transformer import (
+    from hybridrl.workers.train.megatron.configuration import (
         Kernels,
         token_multiple,
         transformer_config,
     )
+    from hybridrl.workers.train.megatron.context import MegatronContext
     from tests.workers.train.engines import ACTOR, CPU
 
     architecture = read_architecture(make_tiny_model(tmp_path))

@@ -32,13 +32,14 @@ from hybridrl.workers.train.backend import (
     StepOutcome,
     as_columns,
     choose_kernel,
+    replays_routes,
+    routes_of,
 )
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration, configs_of
 from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches, Rows
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.routes import replays_routes, routes_of
 from hybridrl.workers.train.shard_spec import RankShards
 from hybridrl.workers.train.shards import (
     build_model,

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.sampler import Sample, interrupted_sample
-from hybridrl.workers.rollout.embedded.kept_prefixes import KeptPrefixes
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
-from hybridrl.workers.rollout.embedded.prefill import Prefilled, plan_pass, prefill
+from hybridrl.workers.rollout.embedded.prefill import KeptPrefixes, Prefilled, plan_pass, prefill
 from hybridrl.workers.rollout.embedded.requests import (
     Ended,
     Request,

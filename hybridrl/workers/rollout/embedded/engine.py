@@ -36,12 +36,12 @@ from hybridrl.sampler import (
 )
 from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
-from hybridrl.workers.rollout.embedded.adapted_layers import LoadedAdapter
 from hybridrl.workers.rollout.embedded.decoding import Decoding
 from hybridrl.workers.rollout.embedded.fused_model import fuse
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import (
     Forward,
+    LoadedAdapter,
     TransformersForward,
     allocate_kv,
     build_model,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybridrl.models.onednn import linear
-from hybridrl.workers.rollout.embedded.adapted_layers import AdaptedLinear
 from hybridrl.workers.rollout.embedded.kv_slots import KVStep
+from hybridrl.workers.rollout.embedded.model import AdaptedLinear
 
 _MODEL_TYPES = (
     *("llama", "qwen2", "qwen3", "mistral"),

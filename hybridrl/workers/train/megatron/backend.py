@@ -34,14 +34,15 @@ from hybridrl.workers.train.backend import (
     Output,
     StepOutcome,
     as_columns,
+    replays_routes,
+    routes_of,
 )
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
-from hybridrl.workers.train.megatron.checkpoint import OwnedSpan, checkpoint_tensors
+from hybridrl.workers.train.megatron.checkpoint import OwnedSpan, checkpoint_tensors, fill_masters
 from hybridrl.workers.train.megatron.configuration import ddp_config
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.export import WeightExport
-from hybridrl.workers.train.megatron.load import fill_masters
 from hybridrl.workers.train.megatron.lora import StageAdapter
 from hybridrl.workers.train.megatron.optimizer import DistributedAdamW, use_gradient_buffers
 from hybridrl.workers.train.megatron.routing import LoadBalance
@@ -49,7 +50,6 @@ from hybridrl.workers.train.megatron.schedule import Schedule
 from hybridrl.workers.train.megatron.stages import Stages
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.routes import replays_routes, routes_of
 from hybridrl.workers.train.shard_spec import RankShards
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for

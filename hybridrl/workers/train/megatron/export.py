@@ -20,7 +20,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.models.architecture import Architecture
 from hybridrl.workers.train.export import divide_by_bytes
-from hybridrl.workers.train.megatron.hf_tensors import HEAD, hf_tensors
+from hybridrl.workers.train.megatron.architecture import HEAD, hf_tensors
 from hybridrl.workers.train.megatron.shard_map import LocalShard, ShardMap
 from hybridrl.workers.train.protocol import WeightSpec
 from hybridrl.workers.train.shard_spec import ShardSpec, full_range, relative_slices

@@ -19,15 +19,16 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.models.architecture import Architecture, architecture_of
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
-from hybridrl.workers.train.megatron.configuration import ddp_config, optimizer_config
-from hybridrl.workers.train.megatron.context import Duty, MegatronContext
-from hybridrl.workers.train.megatron.megatron_core import HAVE_TE, VERSION
-from hybridrl.workers.train.megatron.transformer import (
+from hybridrl.workers.train.megatron.configuration import (
     adapting_duty,
     choose_kernels,
+    ddp_config,
     lacking_kernels,
+    optimizer_config,
     transformer_config,
 )
+from hybridrl.workers.train.megatron.context import Duty, MegatronContext
+from hybridrl.workers.train.megatron.megatron_core import HAVE_TE, VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,14 +18,14 @@ from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.families import ExpertNames
 from hybridrl.planning.split import padded_vocabulary
-from hybridrl.workers.train.megatron.context import ParallelRank
-from hybridrl.workers.train.megatron.hf_tensors import (
+from hybridrl.workers.train.megatron.architecture import (
     EMBEDDING,
     HEAD,
     LAST_NORM,
     hf_tensors,
     layer_prefix,
 )
+from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.shard_spec import ShardSpec, full_range
 
 _REPLICATED = {

@@ -13,19 +13,19 @@ from hybridrl.config.critic import CriticConfig
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.backend import choose_kernel
-from hybridrl.workers.train.megatron.context import Duty, MegatronContext
-from hybridrl.workers.train.megatron.layers import mark_shards
-from hybridrl.workers.train.megatron.load import load_weights
-from hybridrl.workers.train.megatron.lora import StageAdapter
-from hybridrl.workers.train.megatron.model import CriticStage, PackedStage, PolicyStage
-from hybridrl.workers.train.megatron.parallel import start_parallel
-from hybridrl.workers.train.megatron.shard_map import ShardMap, global_name, is_of_adapter
-from hybridrl.workers.train.megatron.transformer import (
+from hybridrl.workers.train.megatron.checkpoint import load_weights
+from hybridrl.workers.train.megatron.configuration import (
     choose_kernels,
     log_warnings_once,
     token_multiple,
     transformer_config,
 )
+from hybridrl.workers.train.megatron.context import Duty, MegatronContext
+from hybridrl.workers.train.megatron.layers import mark_shards
+from hybridrl.workers.train.megatron.lora import StageAdapter
+from hybridrl.workers.train.megatron.model import CriticStage, PackedStage, PolicyStage
+from hybridrl.workers.train.megatron.parallel import start_parallel
+from hybridrl.workers.train.megatron.shard_map import ShardMap, global_name, is_of_adapter
 from hybridrl.workers.train.microbatcher import MicroBatcher
 
 
