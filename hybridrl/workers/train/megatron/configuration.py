@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
@@ -195,46 +194,6 @@ def log_warnings_once(megatron: MegatronConfig, device: torch.device) -> None:
         _log_once(level, f"megatron-core: {text}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kernels:
-    """The layers of a model that TransformerEngine computes; the others are megatron-core's."""
-
-    has_layers: bool
-    """Linear layers and norms."""
-
-    has_attention: bool = False
-    """The core of attention, over micro-batches laid out row by row."""
-
-    groups_experts: bool = False
-    """All experts of a rank in one product."""
-
-    sums_gradients: bool = False
-    """Products for weight gradients add them to the buffer in which they are summed."""
-
-
-def choose_kernels(
-    architecture: Architecture, context: MegatronContext, engine: EngineConfig, *, duty: Duty
-) -> Kernels:
-    """Choose the library that computes each kind of layer.
-
-    Raises:
-        ConfigError: see ``require_transformer_engine``.
-    """
-    megatron, is_cuda = context.megatron, context.device.type == "cuda"
-    require_transformer_engine(megatron)
-    has_layers = fuses_layers(megatron, context.device)
-    has_attention = megatron.attention == "transformer_engine"
-    if megatron.attention == "auto":
-        is_16_bit, is_asked = engine.compute_dtype == "bfloat16", context.model.attention == "auto"
-        has_attention = has_layers and is_16_bit and is_asked and is_cuda
-    return Kernels(
-        has_layers=has_layers,
-        has_attention=has_attention,
-        groups_experts=has_layers and architecture.experts is not None and duty != "adapts_experts",
-        sums_gradients=has_layers and duty == "learns",
-    )
-
-
 def adapting_duty(architecture: Architecture, lora: LoraConfig) -> Duty:
     """Return the duty of a frozen model with adapters; adapted experts compute one by one."""
     is_of_experts = architecture.experts is not None and {*lora.modules} & {*MLP_MODULES}
@@ -248,22 +207,25 @@ def token_multiple(config: TransformerConfig) -> int:
 
 
 def transformer_config(
-    architecture: Architecture, context: MegatronContext, engine: EngineConfig, *, kernels: Kernels
+    architecture: Architecture, context: MegatronContext, engine: EngineConfig, *, duty: Duty
 ) -> TransformerConfig:
     """Describe the model to megatron-core.
 
     Raises:
-        ConfigError: it does not take ``megatron.transformer_args``, or rejects the configuration.
+        ConfigError: it does not take ``megatron.transformer_args``, or rejects the configuration;
+            or see ``require_transformer_engine``.
     """
     megatron, device = context.megatron, context.device
+    require_transformer_engine(megatron)
+    is_fused = fuses_layers(megatron, device)
     arguments = {
         **_sizes(architecture),
         **_experts(architecture),
         **_precision(engine),
         **_parallelism(megatron),
-        **_fusions(architecture, device=device, kernels=kernels),
-        **_recomputed(megatron, engine, is_fused=kernels.has_layers),
-        "attention_backend": AttnBackend.auto if kernels.has_attention else AttnBackend.local,
+        **_fusions(architecture, duty, is_cuda=device.type == "cuda", is_fused=is_fused),
+        **_recomputed(megatron, engine, is_fused=is_fused),
+        "attention_backend": _attention(context, engine, is_fused=is_fused),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         # Token weights are shares of the global loss: gradients are summed, never averaged.
@@ -275,6 +237,15 @@ def transformer_config(
     return build_configuration(
         TransformerConfig, arguments, megatron.transformer_args, key="megatron.transformer_args"
     )
+
+
+def _attention(context: MegatronContext, engine: EngineConfig, *, is_fused: bool) -> AttnBackend:
+    """Return ``auto``, which is TransformerEngine's, or ``local``: ``layers.PackedAttention``."""
+    is_theirs = context.megatron.attention == "transformer_engine"
+    if context.megatron.attention == "auto":
+        is_16_bit, is_asked = engine.compute_dtype == "bfloat16", context.model.attention == "auto"
+        is_theirs = is_fused and is_16_bit and is_asked and context.device.type == "cuda"
+    return AttnBackend.auto if is_theirs else AttnBackend.local
 
 
 def _sizes(architecture: Architecture) -> dict[str, object]:
@@ -345,21 +316,21 @@ def _parallelism(megatron: MegatronConfig) -> dict[str, object]:
 
 
 def _fusions(
-    architecture: Architecture, *, device: torch.device, kernels: Kernels
+    architecture: Architecture, duty: Duty, *, is_cuda: bool, is_fused: bool
 ) -> dict[str, object]:
     """Let one kernel do the work of several, wherever there is one."""
-    is_compiled = device.type == "cuda"  # by torch.compile, which on a CPU takes minutes of g++
     has_experts = architecture.experts is not None
     return {
-        "transformer_impl": "transformer_engine" if kernels.has_layers else "local",
+        "transformer_impl": "transformer_engine" if is_fused else "local",
         # TransformerEngine's 8-bit copies of weights would stay on the device of a sleeping model.
-        "disable_parameter_transpose_cache": kernels.has_layers,
-        "moe_grouped_gemm": kernels.groups_experts,
-        "bias_activation_fusion": is_compiled,
-        "bias_dropout_fusion": is_compiled,
-        "apply_rope_fusion": kernels.has_layers and HAVE_FUSED_ROPE,
-        "moe_permute_fusion": kernels.has_layers and has_experts and HAVE_FUSED_PERMUTE,
-        "gradient_accumulation_fusion": kernels.sums_gradients,
+        "disable_parameter_transpose_cache": is_fused,
+        "moe_grouped_gemm": is_fused and has_experts and duty != "adapts_experts",
+        # Both by torch.compile, which on a CPU takes minutes of g++.
+        "bias_activation_fusion": is_cuda,
+        "bias_dropout_fusion": is_cuda,
+        "apply_rope_fusion": is_fused and HAVE_FUSED_ROPE,
+        "moe_permute_fusion": is_fused and has_experts and HAVE_FUSED_PERMUTE,
+        "gradient_accumulation_fusion": is_fused and duty == "learns",
         "masked_softmax_fusion": False,  # of an attention that is never built
     }
 

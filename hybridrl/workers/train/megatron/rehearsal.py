@@ -21,7 +21,6 @@ from hybridrl.models.architecture import Architecture, architecture_of
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
 from hybridrl.workers.train.megatron.configuration import (
     adapting_duty,
-    choose_kernels,
     ddp_config,
     lacking_kernels,
     optimizer_config,
@@ -121,8 +120,7 @@ def _of_teacher(error: ConfigError, config: ExperimentConfig) -> ConfigError:
 
 
 def _build(role: _Role, context: MegatronContext) -> None:
-    kernels = choose_kernels(role.architecture, context, role.engine, duty=role.duty)
-    transformer_config(role.architecture, context, role.engine, kernels=kernels)
+    transformer_config(role.architecture, context, role.engine, duty=role.duty)
     if role.duty != "scores":
         ddp_config(role.engine, context.megatron, context.device, duty=role.duty)
         optimizer_config(role.engine, context.megatron)

@@ -15,7 +15,6 @@ from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.backend import choose_kernel
 from hybridrl.workers.train.megatron.checkpoint import load_weights
 from hybridrl.workers.train.megatron.configuration import (
-    choose_kernels,
     log_warnings_once,
     token_multiple,
     transformer_config,
@@ -23,6 +22,7 @@ from hybridrl.workers.train.megatron.configuration import (
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.layers import mark_shards
 from hybridrl.workers.train.megatron.lora import StageAdapter
+from hybridrl.workers.train.megatron.megatron_core import AttnBackend
 from hybridrl.workers.train.megatron.model import CriticStage, PackedStage, PolicyStage
 from hybridrl.workers.train.megatron.parallel import start_parallel
 from hybridrl.workers.train.megatron.shard_map import ShardMap, global_name, is_of_adapter
@@ -62,15 +62,14 @@ class Stages:
         self._is_reward_model = is_reward_model
         self.parallel = start_parallel(context)
         self.shard_map = ShardMap(architecture, self.parallel.rank)
-        kernels = choose_kernels(architecture, context, config, duty=duty)
-        self.transformer = transformer_config(architecture, context, config, kernels=kernels)
+        self.transformer = transformer_config(architecture, context, config, duty=duty)
         if dist.get_rank() == 0:
             log_warnings_once(megatron, device)
         num_virtual = megatron.num_virtual_stages
         self.batcher = MicroBatcher(
-            kernel="varlen"
-            if kernels.has_attention
-            else choose_kernel(context.model.attention, config.compute_dtype, device),
+            kernel=choose_kernel(context.model.attention, config.compute_dtype, device)
+            if self.transformer.attention_backend is AttnBackend.local
+            else "varlen",
             max_tokens=config.max_tokens_per_microbatch,
             ranks=self.parallel.data,
             device=device,
