@@ -37,7 +37,7 @@ from hybridrl.sampler import (
 from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.embedded.decoding import Decoding
-from hybridrl.workers.rollout.embedded.fused_model import fuse
+from hybridrl.workers.rollout.embedded.fused_model import FusedForward, fuse
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import (
     Forward,
@@ -136,9 +136,10 @@ class HFRolloutEngine:
             if self._adapter is not None:
                 self._adapter.require_loaded()
             vocab_size = self._model.config.vocab_size
-            decoding = Decoding(
-                self._begin_forward(), self._slots, vocab_size=vocab_size, version=self.version
-            )
+            forward: Forward = TransformersForward(self._model)
+            if self._fused is not None:
+                forward = FusedForward(self._model, self._fused, self._max_context_tokens)
+            decoding = Decoding(forward, self._slots, vocab_size=vocab_size, version=self.version)
             sampler = EmbeddedSampler(decoding, call, self._max_context_tokens, vocab_size)
             call.on_interrupt = decoding.interrupt
             begin = time.perf_counter()
@@ -155,11 +156,6 @@ class HFRolloutEngine:
             self.last_stats = decoding.stats
             self._count(decoding.stats, seconds=time.perf_counter() - begin)
             return result
-
-    def _begin_forward(self) -> Forward:
-        if self._fused is None:
-            return TransformersForward(self._model)
-        return self._fused.begin(self._max_context_tokens)
 
     def progress(self) -> object:
         """Return the time: what hangs in this process cannot answer."""
