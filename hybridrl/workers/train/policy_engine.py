@@ -30,7 +30,6 @@ from hybridrl.workers.train.losses import supervised_loss
 from hybridrl.workers.train.microbatcher import MicroBatch
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.preference_objective import (
-    PairLogprobs,
     PairValues,
     PreferenceObjective,
     loss_of_microbatch,
@@ -141,7 +140,7 @@ class PolicyEngine(ModelEngine):
             reference_P2 = None
             if reference_B is not None:
                 reference_P2 = reference_B.to(sums_P2).view(-1, 2)[index_P]
-            return objective(PairLogprobs(sums_P2, reference_P2, lengths_P2))
+            return objective(sums_P2, reference_P2, lengths_P2)
 
         def weighted_loss(
             microbatch: MicroBatch, output: Output, weights_S: Tensor

@@ -19,16 +19,6 @@ from hybridrl.errors import TrainingError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.workers.train.microbatcher import MicroBatch
 
-
-@dataclass(frozen=True, slots=True)
-class PairLogprobs:
-    """Log-probs of the answers of P pairs: sums over their tokens, in nats."""
-
-    policy_P2: Tensor  # float32, may have a gradient
-    reference_P2: Tensor | None  # float32; None for a loss that reads no log-ratios
-    lengths_P2: Tensor  # int64, tokens of each answer, at least 1
-
-
 PairValues: TypeAlias = tuple[Tensor, Mapping[str, Tensor]]
 """The loss of each pair, [P], and metrics to average over pairs, each [P]."""
 
@@ -47,15 +37,22 @@ class PreferenceObjective:
     sft_coefficient: float = 0.0
     """Weight of the chosen answer's negative log-likelihood per token (arXiv:2404.19733, eq. 1)."""
 
-    def __call__(self, pairs: PairLogprobs) -> PairValues:
+    def __call__(
+        self, policy_P2: Tensor, reference_P2: Tensor | None, lengths_P2: Tensor
+    ) -> PairValues:
         """Compare the answers of each pair.
+
+        Args:
+            policy_P2: log-probs, sums over the tokens of an answer, nats; may have a gradient.
+            reference_P2: likewise; None for a loss that reads no log-ratios.
+            lengths_P2: int64, tokens of each answer, at least 1.
 
         Raises:
             TrainingError: the loss raised, or returned another number of losses than pairs.
         """
-        chosen_P, rejected_P = pairs.policy_P2.unbind(dim=1)
-        lengths_P2 = pairs.lengths_P2.to(chosen_P.dtype)
-        ratios_P2 = None if pairs.reference_P2 is None else pairs.policy_P2 - pairs.reference_P2
+        chosen_P, rejected_P = policy_P2.unbind(dim=1)
+        lengths_P2 = lengths_P2.to(chosen_P.dtype)
+        ratios_P2 = None if reference_P2 is None else policy_P2 - reference_P2
         result = self.loss(
             chosen_logprobs_P=chosen_P,
             rejected_logprobs_P=rejected_P,
@@ -65,7 +62,7 @@ class PreferenceObjective:
             rejected_lengths_P=lengths_P2[:, 1],
         )
         if not isinstance(result, PreferenceLoss):
-            rewards_P2 = (pairs.policy_P2 if ratios_P2 is None else ratios_P2).detach()
+            rewards_P2 = (policy_P2 if ratios_P2 is None else ratios_P2).detach()
             result = PreferenceLoss(result, rewards_P2[:, 0], rewards_P2[:, 1])
         losses_P = result.losses_P
         if not isinstance(losses_P, Tensor) or losses_P.shape != chosen_P.shape:
