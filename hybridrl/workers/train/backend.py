@@ -24,8 +24,8 @@ from hybridrl.models.packed import AttentionKernel
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration
-from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
-from hybridrl.workers.train.optimizer import StepResult
+from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatcher, MicroBatches, Rows
+from hybridrl.workers.train.optimizer import GuardedOptimizer, StepResult
 from hybridrl.workers.train.protocol import (
     LearningEngine,
     NamedTensors,
@@ -87,19 +87,47 @@ class Backend(LearningEngine, Protocol):
     is_output_rank: bool
     """Whether this rank returns results; exactly one of the ranks with the same rows does."""
 
-    weight_sets: tuple[WeightSet, ...]
-    """See ``TrainEngine.weight_sets``."""
-
     adapter: Adapter | None
     """Learns instead of the weights."""
+
+    batcher: MicroBatcher
+
+    routed: Architecture | None
+    """Of a model whose tokens go through the rollout's experts: ``actor.replay_routing``."""
+
+    @property
+    def weight_sets(self) -> tuple[WeightSet, ...]:
+        """See ``TrainEngine.weight_sets``."""
+        sends_adapter = self.adapter is not None and self.adapter.config.sync == "adapter"
+        return (WeightSet.BASE, WeightSet.ADAPTER) if sends_adapter else (WeightSet.BASE,)
+
+    @property
+    def optimizer(self) -> GuardedOptimizer:
+        """Gradients, moments, and the number of steps taken.
+
+        Raises:
+            ModelError: the model does not learn.
+        """
+        ...
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps taken, skipped ones not counted."""
+        return self.optimizer.num_steps
+
+    def begin_restore(self, *, num_updates: int) -> None:
+        """Go to ``num_updates``, with moments for the caller to fill."""
+        self.optimizer.begin_restore(num_steps=num_updates)
 
     def microbatches(self, rows: Rows) -> MicroBatches:
         """Divide this rank's rows; all data-parallel ranks get equally many micro-batches.
 
         Raises:
-            DataError: a sequence begins with a response token, which no token predicts.
+            DataError: a sequence begins with a response token, which no token predicts; or rows
+                lack the experts that a replay needs.
         """
-        ...
+        experts = None if self.routed is None else routes_of(rows, self.routed)
+        return self.batcher.divide(rows, experts)
 
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
         """Compute without gradient; all ranks with the same rows get the result.
@@ -164,19 +192,7 @@ def routes_of(rows: Rows, architecture: Architecture) -> Tensor:
     Raises:
         DataError: rows without experts, or with those of another model.
     """
-    experts = routed_experts_of(rows) if isinstance(rows, RolloutBatch | TrainBatch) else None
-    return require_routes(experts, architecture)
-
-
-def require_routes(experts_BLJK: Tensor | None, architecture: Architecture) -> Tensor:
-    """Check that rows name experts of this model, and return them.
-
-    Args:
-        experts_BLJK: jagged integers, the experts of all tokens but the last of each row.
-
-    Raises:
-        DataError: rows without experts, or with those of another model.
-    """
+    experts_BLJK = routed_experts_of(rows) if isinstance(rows, RolloutBatch | TrainBatch) else None
     remedy = "set rollout.routed_experts=true, or actor.replay_routing=false"
     if experts_BLJK is None:
         raise DataError(f"the rows do not contain the experts of their tokens; {remedy}")

@@ -27,17 +27,17 @@ from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.backend import (
+    Backend,
     Compute,
     LossOf,
     StepOutcome,
     as_columns,
     choose_kernel,
     replays_routes,
-    routes_of,
 )
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration, configs_of
-from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches, Rows
+from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 from hybridrl.workers.train.shard_spec import RankShards
@@ -53,8 +53,8 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
     from hybridrl.models.adapter import Adapter
 
 
-class FSDP2Backend:
-    """A ``Backend``: a Hugging Face model in shards.
+class FSDP2Backend(Backend):
+    """A Hugging Face model in shards.
 
     With more than one rank the process group is initialised before; its timeout bounds every
     collective here.
@@ -91,14 +91,11 @@ class FSDP2Backend:
         self.device = device
         self.adapter = adapter
         self.data_ranks = Ranks(device)
-        sends_adapter = adapter is not None and adapter.config.sync == "adapter"
-        self.weight_sets = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
         self._config = config
         learns = num_total_steps is not None
         replays = replays_routes(config, learns=learns, is_reward_model=is_reward_model)
-        self._routed = read_architecture(folder) if replays else None
-        """Of a model whose tokens go through the rollout's experts."""
-        self._batcher = MicroBatcher(
+        self.routed = read_architecture(folder) if replays else None
+        self.batcher = MicroBatcher(
             kernel=choose_kernel(model_config.attention, config.compute_dtype, device),
             max_tokens=config.max_tokens_per_microbatch,
             ranks=self.data_ranks,
@@ -120,19 +117,10 @@ class FSDP2Backend:
 
     @property
     def optimizer(self) -> GuardedAdamW:
-        """Moments, and the number of steps taken.
-
-        Raises:
-            ModelError: the model does not learn.
-        """
+        """See ``Backend``."""
         if self._optimizer is None:
             raise ModelError(f"the model of {self.folder} was built without an optimizer")
         return self._optimizer
-
-    def microbatches(self, rows: Rows) -> MicroBatches:
-        """Divide this rank's rows; every rank gets as many micro-batches."""
-        experts = None if self._routed is None else routes_of(rows, self._routed)
-        return self._batcher.divide(rows, experts)
 
     @torch.no_grad()
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
@@ -219,11 +207,6 @@ class FSDP2Backend:
         is_gradients = state is TrainState.GRADIENTS
         return self._optimizer.gradients() if is_gradients else self._optimizer.state()
 
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted."""
-        return self.optimizer.num_steps
-
     def checkpoint_tensors(self) -> dict[str, RankShards]:
         """List the parameters that learn, and their moments; see ``LearningEngine``."""
         optimizer = self.optimizer
@@ -236,10 +219,6 @@ class FSDP2Backend:
                 prefix = f"optimizer.{key}."
                 tensors |= stored_shards(prefix, name, parameter, value, self._names)
         return tensors
-
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments for the caller to fill."""
-        self.optimizer.begin_restore(num_steps=num_updates)
 
     def end_restore(self) -> None:
         """Do nothing: the live tensors were filled."""

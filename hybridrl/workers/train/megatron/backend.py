@@ -29,13 +29,13 @@ from hybridrl.models.load import (
 )
 from hybridrl.models.model_folder import GENERATION
 from hybridrl.workers.train.backend import (
+    Backend,
     Compute,
     LossOf,
     Output,
     StepOutcome,
     as_columns,
     replays_routes,
-    routes_of,
 )
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
@@ -48,7 +48,7 @@ from hybridrl.workers.train.megatron.optimizer import DistributedAdamW, use_grad
 from hybridrl.workers.train.megatron.routing import LoadBalance
 from hybridrl.workers.train.megatron.schedule import Schedule
 from hybridrl.workers.train.megatron.stages import Stages
-from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
+from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 from hybridrl.workers.train.shard_spec import RankShards
 
@@ -56,8 +56,8 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
     from hybridrl.models.adapter import Adapter
 
 
-class MegatronBackend:
-    """A ``Backend``: a model on megatron-core, divided as the ``megatron`` section says.
+class MegatronBackend(Backend):
+    """A model on megatron-core, divided as the ``megatron`` section says.
 
     Other arguments, and their errors, are those of ``FSDP2Backend``.
 
@@ -86,8 +86,7 @@ class MegatronBackend:
         architecture = megatron_architecture(folder)
         learns = num_total_steps is not None
         replays = replays_routes(config, learns=learns, is_reward_model=is_reward_model)
-        self._routed = architecture if replays else None
-        """Of a model whose tokens go through the rollout's experts."""
+        self.routed = architecture if replays else None
         duty: Duty = "scores" if num_total_steps is None else "learns"
         self._stage_adapter: StageAdapter | None = None
         if adapter is not None:
@@ -102,7 +101,8 @@ class MegatronBackend:
             is_reward_model=is_reward_model,
         )
         self.parallel = self.stages.parallel
-        self.data_ranks = self.stages.batcher.ranks
+        self.batcher = self.stages.batcher
+        self.data_ranks = self.batcher.ranks
         self.is_output_rank = self.parallel.is_output_rank
         self._optimizer: DistributedAdamW | None = None
         modules: list[nn.Module] = [*self.stages.models]
@@ -116,8 +116,6 @@ class MegatronBackend:
         if self._stage_adapter is not None:
             self._adapter_export = self._plan_export(self.stages.adapter_tensors())
             self._stage_adapter.require_all_adapted(self._adapter_export.specs)
-        sends_adapter = adapter is not None and adapter.config.sync == "adapter"
-        self.weight_sets = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
         self._schedule = Schedule(modules, max_tokens=config.max_tokens_per_microbatch)
 
     def _prepare_to_learn(self, num_total_steps: int, duty: Duty) -> list[nn.Module]:
@@ -142,19 +140,10 @@ class MegatronBackend:
 
     @property
     def optimizer(self) -> DistributedAdamW:
-        """Gradient buffers, moments, and the number of steps taken; see ``FSDP2Backend``."""
+        """See ``Backend``."""
         if self._optimizer is None:
             raise ModelError(f"the model of {self.folder} was built without an optimizer")
         return self._optimizer
-
-    def microbatches(self, rows: Rows) -> MicroBatches:
-        """Divide this rank's rows; every data-parallel rank gets as many micro-batches.
-
-        Raises:
-            DataError: see ``Backend.microbatches``; or rows lack the experts that a replay needs.
-        """
-        experts = None if self._routed is None else routes_of(rows, self._routed)
-        return self.stages.batcher.divide(rows, experts)
 
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
         """Compute without gradient; see ``Backend.forward``."""
@@ -186,7 +175,7 @@ class MegatronBackend:
             return share, (share.detach().clone(), metrics)
 
         optimizer.drop_gradients()  # of an update whose loss failed
-        optimizer.gradients.allocate()
+        optimizer.buffers.allocate()
         balance = self._measure_balance(microbatches)
         with optimizer.gather.in_background():
             losses = self._schedule.run(microbatches, compute, finish)
@@ -263,13 +252,8 @@ class MegatronBackend:
         if self._optimizer is None:
             return []
         if state is TrainState.GRADIENTS:
-            return self._optimizer.gradients.tensors()
+            return self._optimizer.buffers.tensors
         return self._optimizer.tensors_besides(weights)
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted."""
-        return self.optimizer.num_steps
 
     def checkpoint_tensors(self) -> Mapping[str, RankShards]:
         """List the parameters that learn, and their moments; see ``LearningEngine``."""
@@ -280,10 +264,6 @@ class MegatronBackend:
             shard_map=self.stages.shard_map,
             num_steps=self.num_updates,
         )
-
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments for the caller to fill."""
-        self.optimizer.begin_restore(num_steps=num_updates)
 
     def end_restore(self) -> None:
         """Send the filled values to all data-parallel ranks; a collective call."""
