@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
-from hybridrl.workers.train.offload import SLAB_BYTES, copy_to_host
+from hybridrl.workers.train.offload import copy_to_host
 from hybridrl.workers.train.protocol import LearningEngine
 from hybridrl.workers.train.shard_spec import (
     RankShards,
@@ -72,16 +73,6 @@ def shards_of(name: str, tensor: RankShards) -> Iterator[tuple[str, TensorShard]
     is_one = len(tensor.shards) == 1
     for number, shard in enumerate(tensor.shards):
         yield name if is_one else f"{name}{_NUMBER}{number}", shard
-
-
-def shards_to_write(tensors: Mapping[str, RankShards]) -> dict[str, TensorShard]:
-    """Return the shards of this rank's file, by key; the first of several replicas writes."""
-    return {
-        key: shard
-        for name, tensor in tensors.items()
-        if not tensor.is_copy
-        for key, shard in shards_of(name, tensor)
-    }
 
 
 def header_of(shards: Mapping[str, TensorShard], notes: Mapping[str, object]) -> bytes:
@@ -272,14 +263,9 @@ Notes = Mapping[str, object]
 
 
 class CheckpointWriter:
-    """Writes one snapshot at a time in a thread of its own.
+    """Writes one snapshot at a time in a thread of its own."""
 
-    Args:
-        slab_bytes: size of an allocation of host memory; see ``SLAB_BYTES``.
-    """
-
-    def __init__(self, *, slab_bytes: int = SLAB_BYTES) -> None:
-        self._slab_bytes = slab_bytes
+    def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[FileEntry] | None = None
 
@@ -295,11 +281,13 @@ class CheckpointWriter:
         """
         if self._writing is not None:
             wait([self._writing])
-        shards = shards_to_write(engine.checkpoint_tensors())
+        tensors = engine.checkpoint_tensors().items()
+        # The first of several replicas writes.
+        each = (shards_of(name, tensor) for name, tensor in tensors if not tensor.is_copy)
+        shards = dict(chain.from_iterable(each))
         state = {"num_updates": engine.num_updates, "random": _random_state(), **notes}
         header = header_of(shards, state)
-        values = (shard.values for shard in shards.values())
-        copied = copy_to_host(values, slab_bytes=self._slab_bytes)
+        copied = copy_to_host(shard.values for shard in shards.values())
         self._writing = self._thread.submit(_write, path, header, copied)
 
     def collect(self, *, waits: bool) -> FileEntry | None:
