@@ -96,13 +96,25 @@ class PolicyGradientLoss:
         return loss, metrics
 
     def _require_same_policy(self, metrics: Metrics) -> None:
-        """Refuse to learn from tokens of this version that another policy sampled."""
+        """Refuse to learn from tokens of this version that another policy sampled.
+
+        Garbage is often fluent.
+        """
         mean = metrics.get("policy/sampler_mismatch_nats/mean")
         largest = metrics.get("policy/sampler_mismatch_nats/max")
-        if self.max_drift_nats is None or mean is None or largest is None:
+        limit = self.max_drift_nats
+        if limit is None or mean is None or largest is None:
             return
-        if not mean.value <= self.max_drift_nats:  # a mean that is not a number, too
-            raise _drift_error(mean.value, largest.value, self.max_drift_nats)
+        if not mean.value <= limit:  # a mean that is not a number, too
+            raise DriftError(
+                "trainer and rollout engine are not the same policy: log-probs of the tokens in a "
+                f"micro-batch differ by {mean.value:.3g} nats on average and {largest.value:.3g} "
+                f"nats at most; rollout.canary_max_drift_nats={limit:g} is the limit of the "
+                "average. No optimizer step was taken from these tokens. If the engine loses its "
+                "weights while it sleeps, set rollout.backup_weights=always or "
+                "rollout.sleep=false; if its number type is coarser, rollout.dtype=float32; if "
+                "that is only rounding, raise rollout.canary_max_drift_nats"
+            )
 
     def _call(self, part: Part, inputs: TokenLossInputs) -> Any:  # noqa: ANN401 - by the part
         return part(
@@ -197,18 +209,6 @@ def _describe(
         means["policy/sampler_mismatch_nats/mean"] = mismatch_T.mean()
         maxima["policy/sampler_mismatch_nats/max"] = mismatch_T.max()
     return means, maxima
-
-
-def _drift_error(mean_nats: float, max_nats: float, limit_nats: float) -> DriftError:
-    """Say that nothing is learned from what another policy sampled: garbage is often fluent."""
-    return DriftError(
-        "trainer and rollout engine are not the same policy: log-probs of the tokens in a "
-        f"micro-batch differ by {mean_nats:.3g} nats on average and {max_nats:.3g} nats at most; "
-        f"rollout.canary_max_drift_nats={limit_nats:g} is the limit of the average. No optimizer "
-        "step was taken from these tokens. If the engine loses its weights while it sleeps, set "
-        "rollout.backup_weights=always or rollout.sleep=false; if its number type is coarser, "
-        "rollout.dtype=float32; if that is only rounding, raise rollout.canary_max_drift_nats"
-    )
 
 
 def _to_metrics(

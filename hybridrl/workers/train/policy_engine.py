@@ -100,14 +100,9 @@ class PolicyEngine(ModelEngine):
             microbatch: MicroBatch, output: Output, weights_S: Tensor
         ) -> tuple[Tensor, Metrics]:
             logprobs_S, entropy_S = output
-            inputs = loss_inputs(
-                batch,
-                microbatch,
-                weights_S=weights_S,
-                current_logprobs_S=logprobs_S,
-                entropy_S=entropy_S if needs_gradient else entropy_S.detach(),
-            )
-            return loss(inputs)
+            if not needs_gradient:
+                entropy_S = entropy_S.detach()
+            return loss(_loss_inputs(batch, microbatch, logprobs_S, entropy_S, weights_S))
 
         return self._take_step(
             batch,
@@ -178,8 +173,6 @@ class BaseModelReference:
 
     def __init__(self, policy: PolicyEngine) -> None:
         self._policy = policy
-        self.dp_rank, self.dp_size = policy.dp_rank, policy.dp_size
-        self.is_output_rank = policy.is_output_rank
 
     def compute_logprobs(
         self, rows: RolloutBatch | SupervisedBatch | PreferenceBatch, *, temperature: float
@@ -208,29 +201,25 @@ def scores_at(temperature: float, *, needs_entropy_gradient: bool = False) -> Co
     return compute
 
 
-def loss_inputs(
+def _loss_inputs(
     batch: TrainBatch,
     microbatch: MicroBatch,
-    *,
-    weights_S: Tensor,
-    current_logprobs_S: Tensor,
+    logprobs_S: Tensor,
     entropy_S: Tensor,
+    weights_S: Tensor,
 ) -> TokenLossInputs:
-    """Collect the loss inputs of a micro-batch from the batch's columns."""
-    device = current_logprobs_S.device
-
     def at_scored(column_BL: Tensor) -> Tensor:
-        return column_BL.values()[microbatch.token_index_S].to(device)
+        return column_BL.values()[microbatch.token_index_S].to(logprobs_S.device)
 
     old_BL, reference_BL = batch.old_logprobs_BL, batch.reference_logprobs_BL
     weights_BL, versions_BL = batch.sampler_weights_BL, batch.weight_versions_BL
     return TokenLossInputs(
-        current_logprobs_T=current_logprobs_S,
+        current_logprobs_T=logprobs_S,
         entropy_T=entropy_S,
         weights_T=weights_S,
         advantages_T=at_scored(batch.advantages_BL),
         sampler_logprobs_T=at_scored(batch.sampler_logprobs_BL),
-        old_logprobs_T=current_logprobs_S.detach() if old_BL is None else at_scored(old_BL),
+        old_logprobs_T=logprobs_S.detach() if old_BL is None else at_scored(old_BL),
         reference_logprobs_T=None if reference_BL is None else at_scored(reference_BL),
         rows=microbatch.rows,
         sampler_weights_T=None if weights_BL is None else at_scored(weights_BL),

@@ -154,7 +154,8 @@ class HFRolloutEngine:
                 self._memory[MemoryTag.KV_CACHE].fill_lost()
                 raise
             self.last_stats = decoding.stats
-            self._count(decoding.stats, seconds=time.perf_counter() - begin)
+            sampled = {"time/sample_s": Max(time.perf_counter() - begin)}
+            self._metrics = merge([self._metrics, decoding.stats.metrics(), sampled])
             return result
 
     def progress(self) -> object:
@@ -169,10 +170,6 @@ class HFRolloutEngine:
         """Return the metrics of the programs since the last time, and reset them."""
         metrics, self._metrics = self._metrics, {}
         return metrics
-
-    def _count(self, stats: RolloutStats, *, seconds: float) -> None:
-        sampled = {"time/sample_s": Max(seconds)}
-        self._metrics = merge([self._metrics, stats.metrics(), sampled])
 
     def _require_resident(self, what: str, *parts: MemoryTag) -> None:
         for part in parts:

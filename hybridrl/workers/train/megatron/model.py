@@ -31,7 +31,7 @@ from hybridrl.workers.train.megatron.megatron_core import (
     parallel_state,
 )
 from hybridrl.workers.train.megatron.parallel import Parallel
-from hybridrl.workers.train.megatron.routing import LoadBalance, PackedRows, Routing, route
+from hybridrl.workers.train.megatron.routing import LoadBalance, PackedRows, Routing
 from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 
 
@@ -110,14 +110,24 @@ class PackedStage(LanguageModule):
         return hidden_T1H
 
     def _route(self, tokens: PackedTokens) -> Routing | None:
+        """Describe a micro-batch to the routers of this stage."""
         if self.architecture.experts is None:
             return None
-        return route(
-            tokens,
-            layers=range(self.first_layer, self.first_layer + len(self.decoder.layers)),
-            shares=self.parallel.tensor if self.config.sequence_parallel else None,
+        num_all = len(tokens.token_ids_T)
+        begin, end = 0, num_all
+        if self.config.sequence_parallel:  # ranks have equal parts of the tokens
+            rank, size = self.parallel.tensor.rank, self.parallel.tensor.size
+            begin, end = rank * num_all // size, (rank + 1) * num_all // size
+        device, experts_TJK = self.parallel.device, tokens.experts_TJK
+        if experts_TJK is not None:
+            last_layer = self.first_layer + len(self.decoder.layers)
+            experts_TJK = experts_TJK[begin:end, self.first_layer : last_layer].to(device)
+        return Routing(
+            is_real_T=torch.arange(begin, end, device=device) < num_all - tokens.num_padding,
+            num_tokens=tokens.num_row_tokens,
+            experts_TJK=experts_TJK,
+            first_layer=self.first_layer,
             balance=self.balance,
-            device=self.parallel.device,
         )
 
     def all_hidden(self, hidden_T1H: Tensor, *, is_shared: bool) -> Tensor:

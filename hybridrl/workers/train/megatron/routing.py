@@ -22,8 +22,6 @@ from torch.distributed import ProcessGroup
 from hybridrl.metrics import Max, Metrics
 from hybridrl.models.architecture import MoEConfig
 from hybridrl.models.packed import PackLayout
-from hybridrl.models.packed_model import PackedTokens
-from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.megatron.megatron_core import (
     MoEAuxLossAutoScaler,
     PackedSeqParams,
@@ -147,38 +145,6 @@ class PackedRows(PackedSeqParams):
 
     routing: Routing | None = None
     """For routers; None in a dense model."""
-
-
-def route(
-    tokens: PackedTokens,
-    *,
-    layers: range,
-    shares: Ranks | None,
-    balance: LoadBalance | None,
-    device: torch.device,
-) -> Routing:
-    """Describe a micro-batch to the routers of a stage.
-
-    Args:
-        layers: of the stage, by their numbers in the full model.
-        shares: this rank among those that each have an equal part of the tokens; None if all have
-            all of them.
-        balance: of the optimizer step; None if the model does not learn.
-    """
-    num_all = len(tokens.token_ids_T)
-    begin, end = 0, num_all
-    if shares is not None:
-        begin, end = (edge * num_all // shares.size for edge in (shares.rank, shares.rank + 1))
-    experts_TJK = tokens.experts_TJK
-    if experts_TJK is not None:
-        experts_TJK = experts_TJK[begin:end, layers.start : layers.stop].to(device)
-    return Routing(
-        is_real_T=torch.arange(begin, end, device=device) < num_all - tokens.num_padding,
-        num_tokens=tokens.num_row_tokens,
-        experts_TJK=experts_TJK,
-        first_layer=layers.start,
-        balance=balance,
-    )
 
 
 class Router(TopKRouter):
