@@ -39,11 +39,8 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
 
 
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
-"""Columns of scored tokens: a tuple of float [S], one float [columns, S], or [S] for one column.
-On a pipeline rank without the head: hidden states."""
 
 Compute: TypeAlias = Callable[[nn.Module, PackedTokens], Output]
-"""Computes a micro-batch on the model, or on one stage of it."""
 
 LossOf: TypeAlias = Callable[[MicroBatch, Output], tuple[Tensor, Metrics]]
 """From a micro-batch and its output to its share of the global loss, to be *summed*, and metrics.
@@ -60,9 +57,7 @@ def as_columns(output: Output, num_columns: int) -> Tensor:
 class StepOutcome:
     """One optimizer step."""
 
-    result: StepResult
-    """The same on all ranks."""
-
+    result: StepResult  # the same on all ranks
     loss_metrics: Metrics
     """Of this rank's rows, from ``LossOf``; empty unless this is an output rank."""
 
@@ -71,29 +66,20 @@ class StepOutcome:
 
 
 class Backend(LearningEngine, Protocol):
-    """A model in shards and, if it learns, its optimizer.
+    """A model in shards and, if it learns, its optimizer; base class of all back ends.
 
     Every method is a collective: all ranks call it in the same order, whatever their rows.
     """
 
-    folder: Path
-    """The Hugging Face folder that the model came from."""
-
+    folder: Path  # the Hugging Face folder that the model came from
     device: torch.device
 
-    data_ranks: Ranks
-    """The data-parallel ranks, each of which has rows of its own."""
-
-    is_output_rank: bool
-    """Whether this rank returns results; exactly one of the ranks with the same rows does."""
-
-    adapter: Adapter | None
-    """Learns instead of the weights."""
-
+    data_ranks: Ranks  # the data-parallel ranks, each of which has rows of its own
+    is_output_rank: bool  # returns results: exactly one of the ranks with the same rows
+    adapter: Adapter | None  # learns instead of the weights
     batcher: MicroBatcher
 
-    routed: Architecture | None
-    """Of a model whose tokens go through the rollout's experts: ``actor.replay_routing``."""
+    routed: Architecture | None  # of a model with ``actor.replay_routing``
 
     @property
     def weight_sets(self) -> tuple[WeightSet, ...]:
@@ -132,8 +118,7 @@ class Backend(LearningEngine, Protocol):
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
         """Compute without gradient; all ranks with the same rows get the result.
 
-        Returns:
-            float32 [num_columns, tokens of all rows] on the host, 0 at tokens that are not scored.
+        It is float32 [num_columns, tokens of all rows] on the host, 0 where a token is not scored.
         """
         ...
 

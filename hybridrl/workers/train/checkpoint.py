@@ -1,10 +1,9 @@
 """One rank's file of a checkpoint: copied to the host while training waits, written later.
 
-Each rank writes a file of its own without a collective; the driver asks for sizes and checksums.
-
-It is a safetensors file of the rank's shards, readable by any number of ranks; its metadata gives
-the offset of each in the full tensor. A tensor of which the rank has one shard is stored under its
-name. Several shards of a tensor are numbered: ``NAME#0``.
+Each rank writes a safetensors file of its own without a collective; the driver asks for sizes and
+checksums. Any number of ranks reads them: the metadata gives the offset of each shard in the full
+tensor. A tensor of which the rank has one shard is stored under its name; several shards are
+numbered, ``NAME#0``.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ _DTYPE_NAMES = {
 _CHUNK_BYTES = 16 * 2**20
 _ALIGNMENT = 8
 _NUM_NAMED = 4
-_NUMBER = "#"
-"""Separates the name of a tensor from the number of a shard; no name of a tensor contains it."""
+_NUMBER = "#"  # before the number of a shard; in no tensor's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +96,9 @@ def header_of(shards: Mapping[str, TensorShard], notes: Mapping[str, object]) ->
 
 
 def write_file(path: Path, header: bytes, values: Iterable[Tensor]) -> FileEntry:
-    """Write a safetensors file and flush it to the disk.
+    """Write a safetensors file, whose folder exists, and flush it to the disk.
 
     Args:
-        path: of the file; its folder exists.
-        header: see ``header_of``.
         values: uint8 host tensors: the values of all shards, end to end.
 
     Raises:
@@ -171,9 +167,7 @@ class ShardReader:
     def fill(self, tensors: Mapping[str, RankShards], *, allows_more: bool = False) -> None:
         """Fill this rank's shards of each tensor, however the writers had sharded it.
 
-        Args:
-            tensors: to fill, by name.
-            allows_more: the files may hold further tensors, which are not read.
+        The files may hold further tensors if ``allows_more``; they are not read.
 
         Raises:
             CheckpointError: names or shapes differ, or no file has some of the values.
@@ -272,12 +266,7 @@ class CheckpointWriter:
     def begin(self, engine: LearningEngine, path: Path, *, notes: Notes) -> None:
         """Copy the engine's checkpoint tensors to the host, and begin to write them.
 
-        Waits for the end of the previous write.
-
-        Args:
-            engine: must not be offloaded.
-            path: the file to write; its folder is made.
-            notes: of the worker, saved beside the tensors.
+        Waits for the end of the previous write. The engine must not be offloaded.
         """
         if self._writing is not None:
             wait([self._writing])
@@ -354,7 +343,6 @@ def _write(path: Path, header: bytes, copied: Sequence[Tensor]) -> FileEntry:
 
 
 def _random_state() -> dict[str, Any]:
-    """Return the state of this process's generators in types of JSON."""
     version, internal, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {

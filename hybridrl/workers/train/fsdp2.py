@@ -60,9 +60,7 @@ class FSDP2Backend(Backend):
     collective here.
 
     Args:
-        folder: the Hugging Face folder that the model comes from.
-        config: types, token budget, optimizer. An actor's makes a policy, a critic's a value model
-            whose head begins as zeros.
+        config: an actor's makes a policy, a critic's a value model whose head begins as zeros.
         num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
         adapter: learns instead of the policy's weights, in float32.
         is_reward_model: makes a value model with the head of the folder, if it has one.
@@ -124,7 +122,7 @@ class FSDP2Backend(Backend):
 
     @torch.no_grad()
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
-        """Compute without gradient; see ``Backend.forward``."""
+        """See ``Backend``."""
         columns = torch.zeros(num_columns, microbatches.num_values)
         try:
             for microbatch in microbatches:
@@ -137,7 +135,7 @@ class FSDP2Backend(Backend):
     def train_step(
         self, microbatches: MicroBatches, compute: Compute, loss_of: LossOf
     ) -> StepOutcome:
-        """Compute forward and backward and take one step; see ``Backend.train_step``."""
+        """See ``Backend``."""
         self.optimizer.drop_gradients()  # of an update whose loss failed
         reduces_every = self._config.fsdp2.reduce_gradients == "every_microbatch"
         total_loss = torch.zeros((), device=self.device)
@@ -154,7 +152,7 @@ class FSDP2Backend(Backend):
         return StepOutcome(self.optimizer.step(total_loss), merge(metrics))
 
     def weight_specs(self, weight_set: WeightSet) -> tuple[WeightSpec, ...]:
-        """Describe the tensors of ``full_weights``, in its order."""
+        """See ``Backend``."""
         return tuple(
             WeightSpec(stored, tuple(shape), shape.numel() * p.element_size())
             for name, p in self._weights(weight_set)
@@ -162,7 +160,7 @@ class FSDP2Backend(Backend):
         )
 
     def full_weights(self, weight_set: WeightSet, dtype: torch.dtype | None) -> NamedTensors:
-        """Yield each weight of a set, gathered from its shards, one at a time.
+        """See ``Backend``.
 
         Without shards a tensor is the live weight. Matrices of experts are views of what was
         gathered.
@@ -174,7 +172,7 @@ class FSDP2Backend(Backend):
             yield from self._names.views(name, full_tensor(parameter, dtype=dtype))
 
     def merged_weights(self, dtype: torch.dtype | None = None) -> NamedTensors:
-        """Yield the weights of the same model without adapters, one tensor at a time."""
+        """See ``Backend``."""
         parameters = dict(self.model.hf.named_parameters())
         for name, parameter in parameters.items():
             if is_adapter_name(name):
@@ -189,15 +187,15 @@ class FSDP2Backend(Backend):
             yield from self._names.views(hf_name(name), weight)
 
     def hf_configs(self) -> Sequence[Configuration]:
-        """Return the configurations of an exported folder."""
+        """See ``Backend``."""
         return configs_of(self.model.hf)
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Compute without the adapter inside the ``with``."""
+        """See ``Backend``."""
         return nullcontext() if self.adapter is None else self.adapter.switched_off()
 
     def tensors(self, state: TrainState) -> list[Tensor]:
-        """Return this rank's plain tensors of a state, those that can leave the device."""
+        """See ``Backend``."""
         if self._config.fsdp2.cpu_offload:  # all tensors are on the host between computations
             return []
         if state is TrainState.PARAMETERS:
@@ -208,7 +206,7 @@ class FSDP2Backend(Backend):
         return self._optimizer.gradients() if is_gradients else self._optimizer.state()
 
     def checkpoint_tensors(self) -> dict[str, RankShards]:
-        """List the parameters that learn, and their moments; see ``LearningEngine``."""
+        """See ``LearningEngine``."""
         optimizer = self.optimizer
         learning = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         tensors: dict[str, RankShards] = {}
@@ -235,7 +233,6 @@ class FSDP2Backend(Backend):
         )
 
     def _weights(self, weight_set: WeightSet) -> list[tuple[str, nn.Parameter]]:
-        """Return parameters by their names outside of this model."""
         is_adapter = weight_set is WeightSet.ADAPTER
         rename = file_name if is_adapter else hf_name
         named = self.model.hf.named_parameters()

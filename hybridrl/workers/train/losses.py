@@ -26,23 +26,13 @@ _K3 = Part.of(k3)
 class PolicyGradientLoss:
     """A policy loss, with optional KL penalty, entropy bonus and correction for the sampler."""
 
-    policy_loss: Part
-    """Of ``algorithms/policy_losses``."""
-
-    kl_estimator: Part = _K3
-    """Of ``algorithms/kl.py``."""
-
-    kl_gradient: KLGradient = "value"
-    """See ``algorithms/kl.py``."""
-
-    kl_coefficient: float = 0.0
-    """Weight of the KL penalty; 0 only measures the KL, if there is a reference."""
-
+    policy_loss: Part  # of algorithms/policy_losses
+    kl_estimator: Part = _K3  # of algorithms/kl.py
+    kl_gradient: KLGradient = "value"  # see algorithms/kl.py
+    kl_coefficient: float = 0.0  # 0 only measures the KL, if there is a reference
     entropy_coefficient: float = 0.0
 
-    token_mask: Part | None = None
-    """Leaves tokens out of the policy's term; see ``algorithms/token_masks.py``."""
-
+    token_mask: Part | None = None  # leaves tokens out; see algorithms/token_masks.py
     correction: Part | None = None
     """Weighs tokens that trainer and sampler find unequally likely, by the update's own log-probs.
     Where old ones were computed before, the batch has the weights."""
@@ -96,10 +86,6 @@ class PolicyGradientLoss:
         return loss, metrics
 
     def _require_same_policy(self, metrics: Metrics) -> None:
-        """Refuse to learn from tokens of this version that another policy sampled.
-
-        Garbage is often fluent.
-        """
         mean = metrics.get("policy/sampler_mismatch_nats/mean")
         largest = metrics.get("policy/sampler_mismatch_nats/max")
         limit = self.max_drift_nats
@@ -221,7 +207,7 @@ def _to_metrics(
     """Copy all scalars to the host in one transfer: each ``.item()`` would wait for the device.
 
     A share of the loss becomes a mean over the weights. Merged, it is the loss per token with the
-    weights of the loss. Where the weights of a step sum to 1, it is the loss itself.
+    weights of the loss; where the weights of a step sum to 1, it is the loss itself.
     """
     num_tokens = len(weights_T)
     if not num_tokens:

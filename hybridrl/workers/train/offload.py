@@ -22,10 +22,8 @@ a power of two waste less than one slab."""
 class OffloadedTensors:
     """The bytes of some tensors, in host memory (pinned, if they come from a GPU).
 
-    The constructor frees the tensors' own memory; reading them until ``restore`` is an error.
-
-    Args:
-        tensors: plain tensors of one kind of device; views of one storage are moved once.
+    The constructor frees the tensors' own memory; reading them until ``restore`` is an error. They
+    are plain, of one kind of device; views of one storage are moved once.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -45,7 +43,6 @@ class OffloadedTensors:
         self._storages, self._sizes, self._slabs = [], [], []
 
     def _copy(self, *, to_host: bool) -> None:
-        """Copy between storages and slabs, and wait for the copies."""
         flat_bytes = (_bytes_of(storage) for storage in self._storages)
         for device, host in _pairs(flat_bytes, self._slabs):
             target, source = (host, device) if to_host else (device, host)
@@ -54,13 +51,9 @@ class OffloadedTensors:
 
 
 def copy_to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Copy the bytes of tensors, end to end, to host memory, and wait for the copies.
+    """Copy the bytes of plain tensors of one kind of device, end to end, and wait for the copies.
 
-    Args:
-        tensors: plain tensors of one kind of device, of any type and stride.
-
-    Returns:
-        uint8 slabs, pinned if the tensors come from a GPU; a tensor may lie across several.
+    Returns uint8 slabs, pinned if the tensors come from a GPU; a tensor may lie across several.
     """
     tensors = list(tensors)
     is_pinned = any(tensor.is_cuda for tensor in tensors)
@@ -97,7 +90,6 @@ def resident_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _allocate(num_bytes: int, *, is_pinned: bool) -> list[Tensor]:
-    """Return uint8 slabs of host memory for ``num_bytes`` in all."""
     sizes = [SLAB_BYTES] * (num_bytes // SLAB_BYTES)
     if num_bytes % SLAB_BYTES:
         sizes.append(num_bytes % SLAB_BYTES)

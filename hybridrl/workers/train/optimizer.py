@@ -19,14 +19,9 @@ from hybridrl.workers.train.shards import local_shard, num_copies
 class StepResult:
     """The result of one optimizer step; the same on all ranks."""
 
-    grad_norm: float
-    """Global L2 norm before clipping; not finite on some skipped steps."""
-
-    lr: float
-    """Learning rate the step used, or would have used."""
-
-    is_skipped: bool
-    """True if the loss or the norm was not finite: the step changed nothing."""
+    grad_norm: float  # global L2 norm before clipping; not finite on some skipped steps
+    lr: float  # of the step, or of the one that was skipped
+    is_skipped: bool  # the loss or the norm was not finite: the step changed nothing
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -> float:
@@ -37,8 +32,7 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -
     first nor the last step has a rate of 0.
 
     Args:
-        step: optimizer steps taken before this one, >= 0; after the last the rate stays.
-        num_total_steps: optimizer steps of the run, >= 1.
+        step: optimizer steps taken before this one; after the last the rate stays.
     """
     if step < config.num_warmup_steps:
         return config.lr * (step + 1) / (config.num_warmup_steps + 1)
@@ -53,8 +47,7 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -
 class GuardedOptimizer(ABC):
     """Takes a step of AdamW (arXiv:1711.05101), or skips it and changes nothing."""
 
-    num_steps: int = 0
-    """Optimizer steps taken, skipped ones not counted: the state of the schedule."""
+    num_steps: int = 0  # skipped ones not counted: the state of the schedule
 
     def __init__(self, config: OptimizerConfig, *, num_total_steps: int) -> None:
         self._config = config
@@ -64,8 +57,7 @@ class GuardedOptimizer(ABC):
     def step(self, loss: Tensor) -> StepResult:
         """Clip and apply the gradients, unless they or the loss are not finite; then drop them.
 
-        Args:
-            loss: this rank's share of the loss, a scalar; all shares are summed.
+        ``loss`` is this rank's share, a scalar; all shares are summed.
         """
         total_loss, grad_norm = self._sum_over_ranks(loss)
         lr = learning_rate(self._config, step=self.num_steps, num_total_steps=self._num_total_steps)
@@ -104,15 +96,12 @@ class GuardedOptimizer(ABC):
 
 
 class GuardedAdamW(GuardedOptimizer):
-    """The optimizer of PyTorch, on parameters that are plain or sharded.
+    """The optimizer of PyTorch, on parameters that are plain or sharded over ``ranks``.
 
-    Args:
-        parameters: trainable parameters; matrices decay, vectors do not.
-        ranks: the data-parallel ranks that the gradients are sharded over.
+    Matrices decay, vectors do not.
     """
 
-    adamw: torch.optim.AdamW
-    """Moments by parameter."""
+    adamw: torch.optim.AdamW  # has the moments by parameter
 
     def __init__(
         self,
@@ -141,11 +130,11 @@ class GuardedAdamW(GuardedOptimizer):
         )
 
     def drop_gradients(self) -> None:
-        """Free all gradients."""
+        """See ``GuardedOptimizer``."""
         self.adamw.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's shards of the gradients that exist now."""
+        """See ``GuardedOptimizer``."""
         return [local_shard(p.grad) for p in self._parameters if p.grad is not None]
 
     def state(self) -> list[Tensor]:
@@ -162,7 +151,7 @@ class GuardedAdamW(GuardedOptimizer):
         return dict(self.adamw.state[parameter]) if parameter in self.adamw.state else {}
 
     def begin_restore(self, *, num_steps: int) -> None:
-        """Go to ``num_steps``, with moments of 0 for the caller to fill."""
+        """See ``GuardedOptimizer``."""
         self.num_steps = num_steps
         self.adamw.state.clear()
         if num_steps:

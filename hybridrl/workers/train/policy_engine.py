@@ -41,15 +41,11 @@ from hybridrl.workers.train.protocol import (
     WeightSet,
 )
 
-_ROW_MEAN = Part.of(sequence_mean_token_sum)
-"""Each row of an optimizer step weighs the same, however long it is."""
+_ROW_MEAN = Part.of(sequence_mean_token_sum)  # rows weigh the same, however long they are
 
 
 class PolicyEngine(ModelEngine):
-    """A language model that scores tokens and, if its back end has an optimizer, learns.
-
-    Without an optimizer it is a reference.
-    """
+    """A language model that scores tokens and, unless it is a reference, learns."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend, area="policy")
@@ -126,8 +122,7 @@ class PolicyEngine(ModelEngine):
     def fit_pairs(self, batch: PreferenceBatch, objective: PreferenceObjective) -> Metrics:
         """Take one optimizer step on the mean loss of all ranks' pairs, or skip it.
 
-        Args:
-            batch: this rank's pairs, with log-probs of the reference if the loss reads them.
+        The batch has log-probs of the reference if the loss reads them.
         """
         reference_B = batch.reference_logprobs_B
 
@@ -177,7 +172,7 @@ class BaseModelReference:
     def compute_logprobs(
         self, rows: RolloutBatch | SupervisedBatch | PreferenceBatch, *, temperature: float
     ) -> ScoreBatch:
-        """Score this rank's rows with the loaded model, without gradient."""
+        """See ``PolicyEngine``."""
         return self._policy.compute_logprobs(rows, temperature=temperature, use_adapter=False)
 
     def offload(self, state: TrainState) -> None:

@@ -31,11 +31,9 @@ positions of the pairs in the batch [P]."""
 class PreferenceObjective:
     """A loss of pairs, and the likelihood of the chosen answer beside it."""
 
-    loss: Part
-    """Of ``algorithms/preference_losses.py``."""
-
+    loss: Part  # of algorithms/preference_losses.py
     sft_coefficient: float = 0.0
-    """Weight of the chosen answer's negative log-likelihood per token (arXiv:2404.19733, eq. 1)."""
+    """Of the chosen answer's negative log-likelihood per token (arXiv:2404.19733, eq. 1)."""
 
     def __call__(
         self, policy_P2: Tensor, reference_P2: Tensor | None, lengths_P2: Tensor
@@ -93,7 +91,6 @@ def loss_of_microbatch(
     Args:
         microbatch: has both rows of a pair, or neither; a dummy one has a share of 0 with a
             gradient, and no metrics.
-        values_S: float32 of this rank's tokens, with gradient.
         weights_S: share of each token's *row* in the mean over all rows of the step.
     """
     rows = microbatch.rows
@@ -121,11 +118,9 @@ def describe_rewards(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
 
 
 def mean_over_pairs(values: Mapping[str, Tensor], shares_P: Tensor) -> Metrics:
-    """Return metrics of pairs as means that merge, in one transfer to the host.
+    """Return metrics of pairs, [P] each, as means that merge, in one transfer to the host.
 
-    Args:
-        values: of each pair, [P] each, by name.
-        shares_P: the part of each pair that this rank counts for, 1 for all of it.
+    ``shares_P``: the part of each pair that this rank counts for, 1 for all of it.
     """
     sums = [(values_P * shares_P).sum() for values_P in values.values()]
     *totals, count = torch.stack([*sums, shares_P.sum()]).tolist()

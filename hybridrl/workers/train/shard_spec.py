@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 TensorRange = tuple[tuple[int, int], ...]
-"""Begin and end along each dimension of a full tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ShardSpec:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Index of the shard's first value in the full tensor."""
+        """Index of the first value in the full tensor."""
         return tuple(begin for begin, _ in self.range)
 
     @property
@@ -51,7 +50,7 @@ class ShardSpec:
 
     @property
     def num_values(self) -> int:
-        """Number of values in the shard."""
+        """See ``size_of``."""
         return size_of(self.range)
 
 

@@ -43,8 +43,7 @@ from hybridrl.workers.train.protocol import TrainState
 class CriticEngine(ModelEngine):
     """A value model with its optimizer.
 
-    Args:
-        value_clip: reward units that a value may move before its loss is clipped; 0 is off.
+    ``value_clip``: reward units that a value may move before its loss is clipped; 0 is off.
     """
 
     def __init__(self, backend: Backend, *, value_clip: float) -> None:
@@ -94,9 +93,7 @@ class CriticEngine(ModelEngine):
 
 
 class RewardEngine(ModelEngine):
-    """A value model that is read at the last token of a conversation.
-
-    Batches are those of ``data/conversations.py``.
+    """A value model that is read at the last token of a conversation (``data/conversations.py``).
 
     Args:
         center_coefficient: of the loss; see ``algorithms/reward_model_loss.py``.
@@ -132,10 +129,7 @@ class RewardEngine(ModelEngine):
         return self._take_step(batch, values_of, weighted_loss)
 
     def evaluate_pairs(self, batch: PreferenceBatch) -> Metrics:
-        """Score held-out pairs: the same loss and metrics, no step.
-
-        Pairs without a mask are not counted.
-        """
+        """Score held-out pairs, but those without a mask: the same loss and metrics, no step."""
         scores_P2 = self.compute_rewards(batch).rewards_B.view(-1, 2)
         counted_P = response_lengths(batch.response_mask_BL).view(-1, 2)[:, 0] > 0
         if not self.is_output_rank or not counted_P.any():
@@ -144,14 +138,13 @@ class RewardEngine(ModelEngine):
         return of_held_out(mean_over_pairs(values, torch.ones(len(scores_P2))[counted_P]))
 
     def hf_configs(self) -> Sequence[Configuration]:
-        """Return the configurations of an exported folder."""
+        """See ``Backend``."""
         configs = self.backend.hf_configs()
         if self._pad_token_id is not None:
             configs[0].pad_token_id = self._pad_token_id
         return configs
 
     def _values(self, scores_P2: Tensor, margins_P: Tensor | None) -> PairValues:
-        """Return the loss of each pair, and metrics to average over pairs, each [P]."""
         chosen_P, rejected_P = scores_P2.unbind(dim=1)
         losses_P = bradley_terry(
             chosen_P,

@@ -59,11 +59,6 @@ class Decoding:
     """
 
     def __init__(self, forward: Forward, slots: KVSlots, *, vocab_size: int, version: int) -> None:
-        """Prepare.
-
-        Args:
-            vocab_size: V of the logits.
-        """
         device = slots.kv_YSJCD.device
         self.stats = RolloutStats(slots.num_slots)
         self._forward = forward
@@ -287,7 +282,6 @@ class Decoding:
         self._table_S[:, to_N] = self._table_S[:, from_N]
 
     def _take_slot(self, request: Request) -> tuple[int, ...]:
-        """Seat the request's next response; return its first column of the slot table."""
         params, length, number = request.params, request.num_tokens, request.num_seated
         lane = self._free_lanes.pop()
         self._seats.append(Seat(request, number, lane, self._step, length - self._step))
@@ -344,14 +338,9 @@ class Decoding:
         return [(params, torch.tensor(rows, device=device)) for params, rows in groups.items()]
 
     def _free(self, rows: list[int], *, is_kept: bool) -> list[int]:
-        """Free slots; the last ones move up, so that 0 .. N-1 are in use.
+        """Free slots, in rising order; the last ones move up, so that 0 .. N-1 are in use.
 
-        Args:
-            rows: in rising order.
-            is_kept: whether the keys and values of the freed slots stay.
-
-        Returns:
-            Where those of each row lie now, if they are kept.
+        Return where the keys and values of each freed row lie now, if they are kept.
         """
         if not rows:
             return []

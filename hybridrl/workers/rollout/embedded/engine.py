@@ -75,11 +75,7 @@ class HFRolloutEngine:
     ) -> None:
         """Build the model and its KV cache: ``config.num_slots`` rows of ``max_context_tokens``.
 
-        Args:
-            model_folder: a Hugging Face folder; only its config.json is read.
-            config: ``num_slots`` and ``dtype`` are used; sampling comes with each call.
-            max_context_tokens: longest prompt + response of a run, in tokens.
-            lora: the adapter that must be loaded before each program; None: there is none.
+        Of the folder only config.json is read. The adapter must be loaded before each program.
 
         Raises:
             ModelError: the folder has no usable configuration, the architecture is not supported,
@@ -167,7 +163,7 @@ class HFRolloutEngine:
         return False
 
     def take_metrics(self) -> Metrics:
-        """Return the metrics of the programs since the last time, and reset them."""
+        """See ``RolloutEngine``."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -184,7 +180,7 @@ class HFRolloutEngine:
         )
 
     def checksums(self) -> dict[str, int]:
-        """Return a CRC-32 of each tensor under the weights tag, to compare with the trainer's."""
+        """Return a CRC-32 of each tensor under the weights tag."""
         return {name: checksum(tensor) for name, tensor in self._all_tensors.items()}
 
     def stage(self, bucket: Bucket) -> StagedBucket:
@@ -232,7 +228,7 @@ class HFRolloutEngine:
             )
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the adapter; all of it comes at once. All or nothing.
+        """See ``RolloutEngine``. All or nothing.
 
         Raises:
             EngineError: the engine was built without adapters, or these do not fit it.
@@ -243,7 +239,7 @@ class HFRolloutEngine:
         self._adapter.load(tensors)
 
     def unload_adapter(self) -> None:
-        """Forget the adapter; nothing is generated until the next is loaded. Idempotent."""
+        """See ``RolloutEngine``."""
         self._gate.require_idle("unload_adapter")
         if self._adapter is not None:
             self._adapter.unload()
@@ -266,14 +262,14 @@ class HFRolloutEngine:
         }
 
     def verify_weights(self) -> None:
-        """Compare; see ``RolloutEngine``."""
+        """See ``RolloutEngine``."""
         sums = self.checksums()
         wrong = [name for name, expected in self._expected.items() if sums[name] != expected]
         if wrong:
             raise LedgerError(mismatch(wrong))
 
     def pause(self) -> None:
-        """Admit no new request. Idempotent."""
+        """See ``RolloutEngine``."""
         self._gate.pause()
 
     def interrupt(self) -> None:
@@ -299,11 +295,11 @@ class HFRolloutEngine:
         self._memory[part].resume()
 
     def continue_generation(self) -> None:
-        """Admit requests again. Idempotent."""
+        """See ``RolloutEngine``."""
         self._gate.resume()
 
     def resident_bytes(self, part: MemoryTag) -> int:
-        """Measure the storages of a memory tag, in bytes; tied weights count once."""
+        """See ``RolloutEngine``."""
         return self._memory[part].resident_bytes()
 
     def restart(self) -> None:

@@ -77,15 +77,11 @@ class Forward(Protocol):
     def __call__(
         self, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
     ) -> Tensor:
-        """Run a pass.
+        """Run a pass; return the logits [N, V] in the model's type.
 
         Args:
-            token_T: int64 [T].
-            kv_step: rows and positions of the tokens.
+            token_T: int64.
             logits_at: int64 [N], the tokens whose next-token logits are wanted; None: all.
-
-        Returns:
-            [N, V] in the model's type.
         """
         ...
 
@@ -94,8 +90,7 @@ class Forward(Protocol):
 class TransformersForward:
     """The model's own pass, for any architecture."""
 
-    model: PreTrainedModel
-    """Built with ``kv_slots.ATTENTION_NAME``."""
+    model: PreTrainedModel  # built with ``kv_slots.ATTENTION_NAME``
 
     def __call__(
         self, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
@@ -157,7 +152,6 @@ class LoadedAdapter:
     ``load``."""
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
-        """Adapt all linear layers of ``config.modules``."""
         self.tensors = {}
         self._is_loaded = False
         for name, module in list(model.named_modules()):
@@ -185,10 +179,6 @@ class LoadedAdapter:
         self._is_loaded = self._is_loaded and self.tensors.keys() <= set(backup)
 
     def require_loaded(self) -> None:
-        """Refuse to sample from the model alone.
-
-        Raises:
-            EngineError: no adapter is loaded.
-        """
+        """Raise an EngineError if no adapter is loaded: the model alone must not sample."""
         if not self._is_loaded:
             raise no_adapter_loaded()

@@ -57,9 +57,7 @@ class KeptPrefixes:
     def give_up(self, first_slot: int, end_slot: int) -> list[tuple[int, int, int]]:
         """Forget slots that responses take, and keep in other free slots what these held.
 
-        Args:
-            first_slot: of the slots that responses take.
-            end_slot: the first slot behind them; it and all that follow are free.
+        ``end_slot`` is the first behind them; it and all that follow are free.
 
         Returns:
             Moves to do at once: from slot, to slot, number of tokens. A slot is in one of them.
@@ -95,12 +93,9 @@ class Prefilled:
 
 
 def plan_pass(contexts: Iterable[tuple[bytes, int]]) -> list[int]:
-    """Choose the first contexts for one pass; return the row of each, at least one.
+    """Choose the first contexts for one pass, at least one; return the row of each.
 
-    Equal contexts share a row.
-
-    Args:
-        contexts: token ids as bytes, and number of tokens.
+    Equal contexts share a row. They come as token ids in bytes, and number of tokens.
     """
     rows: list[int] = []
     row_of: dict[bytes, int] = {}
@@ -121,12 +116,9 @@ def prefill(
     contexts: Sequence[Tensor],
     prefixes: Sequence[CachedPrefix | None],
 ) -> Prefilled:
-    """Run contexts through the model, except for the prefixes that slots hold.
+    """Run contexts, int64 [L], through the model, except for the prefixes that slots hold.
 
-    Args:
-        slots: hold the prefixes; give type and size.
-        contexts: int64 [L] each, on the host.
-        prefixes: of each context, shorter than it; None: no slot holds any.
+    A prefix is shorter than its context; None: no slot holds any.
 
     Raises:
         EngineError: a logit is not finite.

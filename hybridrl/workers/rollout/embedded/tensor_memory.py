@@ -12,21 +12,15 @@ from hybridrl.errors import EngineError, PhaseError, suggest_name
 
 
 class TensorMemory:
-    """The storages behind a set of tensors, freed and allocated again as one.
+    """The storages behind a set of tensors on one device, freed and allocated again as one.
 
     Modules keep their references: a released tensor has its shape but no bytes, and must not be
-    read. Tensors without a backup come back filled with ``lost_value``.
+    read. Float tensors without a backup come back filled with ``lost_value``: NaN makes lost
+    weights impossible to overlook. Integer tensors get their smallest value. ``what`` names the
+    tensors in errors.
     """
 
     def __init__(self, what: str, tensors: Mapping[str, Tensor], *, lost_value: float) -> None:
-        """Take over ``tensors``; ``what`` names the group in errors.
-
-        Args:
-            what: for example "weights".
-            tensors: any shapes, on one device; several may share a storage.
-            lost_value: fills float tensors on resume where there is no backup; NaN makes lost
-                weights impossible to overlook. Integer tensors get their smallest value then.
-        """
         self._what = what
         self._tensors = dict(tensors)
         self._lost_value = lost_value

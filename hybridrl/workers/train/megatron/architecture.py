@@ -113,7 +113,6 @@ SCORE_BIAS = "score.bias"
 LAST_NORM = "model.norm.weight"
 
 _DENSE = ExpertNames()
-"""Names of the matrices in an MLP that is no expert; those of most experts are the same."""
 
 
 def layer_prefix(layer: int) -> str:
@@ -123,7 +122,11 @@ def layer_prefix(layer: int) -> str:
 
 @lru_cache(maxsize=8)
 def hf_tensors(architecture: Architecture) -> Shapes:
-    """Return the full shape of every tensor, tied ones once, in order. Do not change the result."""
+    """Return the full shape of every tensor, tied ones once. Do not change the result.
+
+    The order is that of ``named_parameters`` of the Hugging Face model. So every training engine
+    sends the same stream in a weight sync.
+    """
     vocabulary = (architecture.vocab_size, architecture.hidden_size)
     shapes: Shapes = {EMBEDDING: vocabulary}
     for layer in range(architecture.num_layers):
@@ -141,8 +144,7 @@ def hf_tensors(architecture: Architecture) -> Shapes:
 def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: int) -> Shapes:
     """Return the full shapes of the matrices A and B of an adapter, in order.
 
-    Args:
-        leaves: last components of the names of the adapted layers, such as ``q_proj``.
+    ``leaves`` are last components of the names of the adapted layers, such as ``q_proj``.
     """
     shapes: Shapes = {}
     for name, shape in hf_tensors(architecture).items():

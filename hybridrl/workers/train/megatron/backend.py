@@ -59,10 +59,8 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
 class MegatronBackend(Backend):
     """A model on megatron-core, divided as the ``megatron`` section says.
 
-    Other arguments, and their errors, are those of ``FSDP2Backend``.
-
-    Args:
-        context: parallel sizes and device, the same for all models of a process.
+    Arguments and errors are those of ``FSDP2Backend``; all models of a process have the same
+    ``context``.
 
     Raises:
         ConfigError: see ``Stages``.
@@ -119,11 +117,7 @@ class MegatronBackend(Backend):
         self._schedule = Schedule(modules, max_tokens=config.max_tokens_per_microbatch)
 
     def _prepare_to_learn(self, num_total_steps: int, duty: Duty) -> list[nn.Module]:
-        """Move parameters into buffers, fill them, and make the optimizer.
-
-        Returns:
-            The stages that compute with gradient, each in its buffers.
-        """
+        """Move parameters into buffers, fill them, make the optimizer; return the replicas."""
         stages = self.stages
         ddp = ddp_config(self._config, self.parallel.config, self.device, duty=duty)
         replicas = use_gradient_buffers(stages.models, stages.transformer, ddp)
@@ -146,7 +140,7 @@ class MegatronBackend(Backend):
         return self._optimizer
 
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
-        """Compute without gradient; see ``Backend.forward``."""
+        """See ``Backend``."""
         self._gather_weights()
         outputs = self._schedule.score(
             microbatches,
@@ -167,7 +161,7 @@ class MegatronBackend(Backend):
     def train_step(
         self, microbatches: MicroBatches, compute: Compute, loss_of: LossOf
     ) -> StepOutcome:
-        """Compute forward and backward and take one step; see ``Backend.train_step``."""
+        """See ``Backend``."""
         optimizer = self.optimizer
 
         def finish(microbatch: MicroBatch, output: Output) -> tuple[Tensor, tuple[Tensor, Metrics]]:
@@ -194,7 +188,7 @@ class MegatronBackend(Backend):
         )
 
     def weight_specs(self, weight_set: WeightSet) -> tuple[WeightSpec, ...]:
-        """Describe the tensors of ``full_weights``, in its order."""
+        """See ``Backend``."""
         if weight_set is WeightSet.BASE:
             return self._export.specs
         return tuple(
@@ -203,7 +197,7 @@ class MegatronBackend(Backend):
         )
 
     def full_weights(self, weight_set: WeightSet, dtype: torch.dtype | None) -> NamedTensors:
-        """Yield each weight of a set, gathered from its shards, in the type that computes."""
+        """See ``Backend``; in the type that computes."""
         if weight_set is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_sets:
             yield from self.merged_weights()
             return
@@ -216,14 +210,14 @@ class MegatronBackend(Backend):
             yield file_name(name), tensor
 
     def merged_weights(self) -> NamedTensors:
-        """Yield the weights of the same model without adapters, one tensor at a time."""
+        """See ``Backend``."""
         self._gather_weights()
         weights, adapter = self.stages.model_tensors(), self._stage_adapter
         read = weights.__getitem__ if adapter is None else adapter.merged_with(weights)
         yield from self._export.full_weights(read)
 
     def hf_configs(self) -> Sequence[Configuration]:
-        """Return the configurations of an exported folder."""
+        """See ``Backend``."""
         folder, dtype = self.folder, self.stages.transformer.params_dtype
         meta = torch.device("meta")
         if self._is_reward_model:
@@ -239,12 +233,12 @@ class MegatronBackend(Backend):
         return [config, GenerationConfig.from_pretrained(folder, local_files_only=True)]
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Compute without the adapter inside the ``with``."""
+        """See ``Backend``."""
         adapter = self._stage_adapter
         return nullcontext() if adapter is None else adapter.switched_off()
 
     def tensors(self, state: TrainState) -> list[Tensor]:
-        """Return this rank's plain tensors of a state, those that can leave the device."""
+        """See ``Backend``."""
         weights = (parameter.detach() for _, parameter in self.stages.named_tensors())
         if state is TrainState.PARAMETERS:
             self._gather_weights()
@@ -256,7 +250,7 @@ class MegatronBackend(Backend):
         return self._optimizer.tensors_besides(weights)
 
     def checkpoint_tensors(self) -> Mapping[str, RankShards]:
-        """List the parameters that learn, and their moments; see ``LearningEngine``."""
+        """See ``LearningEngine``."""
         export = self._export if self._stage_adapter is None else self._adapter_export
         return checkpoint_tensors(
             [*self._owned_spans()],

@@ -20,35 +20,24 @@ from hybridrl.workers.train.shard_spec import RankShards, ShardSpec, TensorShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-_MODEL = "model.hf."
-"""Prefix of the names of weights."""
+_MODEL = "model.hf."  # prefix of the names of weights
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedSpan:
     """The elements of a flattened local tensor that this rank's optimizer steps."""
 
-    name: str
-    """Megatron-core's, with the global number of the layer."""
-
+    name: str  # megatron-core's, with the global number of the layer
     local_shape: tuple[int, ...]
-    """Of the local tensor."""
-
-    begin: int
-    """First element."""
-
+    begin: int  # first element
     master: Tensor
     """Live float32 values that a step changes, one dimension, contiguous."""
 
     moments: Mapping[str, Tensor]
-    """AdamW's moments by name, like ``master``; empty before the first step."""
+    """By name, like ``master``; empty before the first step."""
 
     def shards(self, shard_map: ShardMap) -> tuple[LocalShard, ...]:
-        """Return the shards of the span; padding of the vocabulary is in none.
-
-        Raises:
-            ModelError: the model has no such tensor.
-        """
+        """Return the shards of the span; padding of the vocabulary is in none."""
         shards = shard_map.shards_of(self.name, self.local_shape)
         return cut_flat(shards, self.begin, self.begin + self.master.numel())
 
@@ -103,9 +92,6 @@ def load_weights(local: Mapping[str, Tensor], files: WeightFiles, shard_map: Sha
     Tensors that are in no file, such as an adapter or a critic's head, keep their values. Not a
     collective: each rank reads its own shards through the memory map.
 
-    Args:
-        local: live tensors by megatron-core's names, with global layer numbers.
-
     Raises:
         ModelError: the files do not fit the architecture, or the tensors do not.
     """
@@ -128,10 +114,7 @@ def fill_masters(spans: Iterable[OwnedSpan], files: WeightFiles, shard_map: Shar
 
     Megatron-core copies them from the weights, which are rounded by then: by up to 0.2 %. For a
     weight of 0.02 that is forty steps at a learning rate of 1e-6. The weights stay unchanged: they
-    are the masters rounded.
-
-    Args:
-        spans: of weights that are loaded. Those in no file, as a critic's head, keep their values.
+    are the masters rounded. Spans in no file, as of a critic's head, keep their values.
     """
     in_files = hf_tensors(shard_map.architecture)
     for span in spans:

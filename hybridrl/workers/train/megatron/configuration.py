@@ -31,8 +31,11 @@ from hybridrl.workers.train.megatron.megatron_core import (
     TransformerConfig,
 )
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Values of fields that are types of numbers."""
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}  # values of fields that are types of numbers
 
 Configuration = TypeVar("Configuration")
 
@@ -84,11 +87,7 @@ def _as_field(key: str, kind: object, value: ArgumentValue) -> object:
 
 
 def optimizer_config(engine: EngineConfig, megatron: MegatronConfig) -> OptimizerConfig:
-    """Describe optimizer steps to megatron-core.
-
-    Raises:
-        ConfigError: it does not take ``megatron.optimizer_args``, or rejects the configuration.
-    """
+    """Describe optimizer steps to megatron-core; see ``build_configuration`` for its errors."""
     is_half = engine.compute_dtype == "bfloat16"
     adamw = engine.optimizer
     own_values: dict[str, object] = {
@@ -113,12 +112,9 @@ def optimizer_config(engine: EngineConfig, megatron: MegatronConfig) -> Optimize
 def ddp_config(
     engine: EngineConfig, megatron: MegatronConfig, device: torch.device, *, duty: Duty
 ) -> DistributedDataParallelConfig:
-    """Describe the sum of gradients to megatron-core.
+    """Describe the sum of gradients to megatron-core; see ``build_configuration`` for its errors.
 
     Adapters are gathered at once: no module of theirs is called that could wait for them.
-
-    Raises:
-        ConfigError: it does not take ``megatron.ddp_args``, or rejects the configuration.
     """
     asked = megatron.overlap_communication
     is_overlapped = device.type == "cuda" if asked == "auto" else asked
@@ -144,8 +140,7 @@ _CUDA_GRAPHS = (
     else "cuda_graph_scope"
 )
 
-_FP8_MULTIPLE = 32
-"""Tokens that the strictest of TransformerEngine's 8-bit recipes wants in each matrix product."""
+_FP8_MULTIPLE = 32  # of the strictest of TransformerEngine's 8-bit recipes
 
 
 def require_transformer_engine(megatron: MegatronConfig) -> None:
@@ -212,8 +207,7 @@ def transformer_config(
     """Describe the model to megatron-core.
 
     Raises:
-        ConfigError: it does not take ``megatron.transformer_args``, or rejects the configuration;
-            or see ``require_transformer_engine``.
+        ConfigError: see ``build_configuration`` and ``require_transformer_engine``.
     """
     megatron, device = context.megatron, context.device
     require_transformer_engine(megatron)

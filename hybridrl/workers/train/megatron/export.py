@@ -71,11 +71,8 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    tensors: Mapping[str, Sequence[_Source]]
-    """Shards of each full tensor."""
-
-    segments: Sequence[tuple[int, int]]
-    """Bytes of the buffer that each rank of the group sends."""
+    tensors: Mapping[str, Sequence[_Source]]  # shards of each full tensor
+    segments: Sequence[tuple[int, int]]  # bytes of the buffer that each rank of the group sends
 
 
 class WeightExport:
@@ -86,19 +83,15 @@ class WeightExport:
     Args:
         local: tensors by megatron-core's names, with global layer numbers. Only shapes and types
             are read here.
-        group: ranks that together have the full model: all tensor, pipeline, expert and
-            expert-tensor ranks. None if this rank has it alone.
+        group: ranks that together have the full model; None if this rank has it alone.
         batch_bytes: size of full tensors that are gathered together; a larger tensor goes alone.
 
     Raises:
         ModelError: the ranks of the group lack a shard of some tensor.
     """
 
-    specs: tuple[WeightSpec, ...]
-    """Specifications of ``full_weights``, in its order."""
-
-    buffer_bytes: int
-    """Memory that one pass needs beside the tensor it yields."""
+    specs: tuple[WeightSpec, ...]  # of ``full_weights``, in its order
+    buffer_bytes: int  # memory of a pass beside the tensor it yields
 
     def __init__(
         self,
@@ -130,11 +123,8 @@ class WeightExport:
         """Yield (name, full tensor), one at a time; every rank of the group must exhaust it.
 
         A tensor is the caller's: it is not kept or overwritten here. Where this rank has all of it
-        as one shard, it is the live weight.
-
-        Args:
-            read: returns a live tensor by its name of the constructor, or another of the same shape
-                and type, such as a weight with merged adapters.
+        as one shard, it is the live weight. ``read`` may return another tensor of the same shape
+        and type, such as a weight with merged adapters.
         """
         device = read(self._shards[0][0]).device
         buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
@@ -144,7 +134,6 @@ class WeightExport:
                 yield name, self._assemble(sources, read, buffer)
 
     def _gather_shards(self, own_shards: list[_OwnedShard]) -> list[list[_OwnedShard]]:
-        """Return the shards of each rank of the group."""
         if self._group is None:
             return [own_shards]
         shards_by_rank: list[list[_OwnedShard]] = [[] for _ in range(self._group.size())]

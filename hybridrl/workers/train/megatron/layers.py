@@ -64,7 +64,6 @@ class PackedAttention(MegatronModule):
     def _attend(
         self, layout: PackLayout, query_TND: Tensor, key_TJD: Tensor, value_TJD: Tensor
     ) -> Tensor:
-        """Attend causally within each row; returns [T, N, D], or [T, N D]."""
         return layout.attend(query_TND, key_TJD, value_TJD, scale=None)
 
 

@@ -70,8 +70,7 @@ class LayerAdapter(nn.ModuleDict):
         rows: the layer's outputs on this rank.
     """
 
-    is_active: bool = True
-    """Whether it adds to the outputs."""
+    is_active: bool = True  # adds to the outputs
 
     def __init__(
         self, layer: ParallelLinear, rows: Rows, *, config: LoraConfig, is_expert: bool
@@ -134,8 +133,7 @@ class LayerAdapter(nn.ModuleDict):
     ) -> Tensor:
         """Return this rank's shard of the weight with its adapters merged.
 
-        Args:
-            merge: from W, A and B of a Hugging Face layer to W + scaling B A.
+        ``merge`` goes from W, A and B of a Hugging Face layer to W + scaling B A.
         """
         adapters = self._matrices()
         b_slices = {
@@ -188,9 +186,7 @@ class LayerAdapter(nn.ModuleDict):
     def _mark(self, matrices: Matrices, *, is_shared: bool) -> None:
         """Mark parameters for megatron-core's sums and norms of gradients.
 
-        Args:
-            matrices: beside one Hugging Face layer.
-            is_shared: False where the layer is an expert that other ranks lack.
+        ``is_shared`` is False where the layer is an expert that other ranks lack.
         """
         for parameter in (matrices.A, matrices.B):
             parameter.allreduce = is_shared  # type: ignore[attr-defined]
@@ -268,11 +264,7 @@ class StageAdapter:
                 shard.view(flat).copy_(matrix[own])
 
     def require_all_adapted(self, specs: Sequence[WeightSpec]) -> None:
-        """Check that layers took all matrices of the adapter.
-
-        Raises:
-            ModelError: a layer lacks one.
-        """
+        """Raise a ModelError if layers did not take all matrices of the adapter."""
         lora = self._adapter.config
         expected = adapter_tensors(self._architecture, lora.modules, lora.rank)
         missing = expected.keys() - {spec.name for spec in specs}

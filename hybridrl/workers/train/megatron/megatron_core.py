@@ -82,7 +82,6 @@ IMPORT_WARNINGS = tuple(
         if not issubclass(warning.category, DeprecationWarning | FutureWarning)
     )
 )
-"""Each once."""
 
 HAVE_FUSED_ROPE = rope_utils.fused_apply_rotary_pos_emb is not None
 HAVE_FUSED_PERMUTE = vars(moe_utils).get("fused_permute") is not None

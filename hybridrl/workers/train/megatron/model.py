@@ -38,11 +38,8 @@ from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 class PackedStage(LanguageModule):
     """The layers of one (virtual) pipeline stage; subclasses add the head of the last one.
 
-    Parameters are named as in megatron-core's GPTModel.
-
-    Args:
-        vp_stage: number of the virtual stage on this rank; None where there is one stage.
-        is_tied: whether the output embedding is the input embedding.
+    Parameters are named as in megatron-core's GPTModel. ``vp_stage`` is the number of the virtual
+    stage on this rank; None where there is one stage.
     """
 
     model_type = ModelType.encoder_or_decoder  # megatron-core's schedules read it
@@ -131,12 +128,10 @@ class PackedStage(LanguageModule):
         )
 
     def all_hidden(self, hidden_T1H: Tensor, *, is_shared: bool) -> Tensor:
-        """Return the hidden states of all tokens [T, H].
+        """Return the hidden states of all tokens [T, H] from those of this rank.
 
-        Args:
-            hidden_T1H: of this rank's tokens, with sequence parallelism.
-            is_shared: True if each tensor-parallel rank computes another part of the head: their
-                gradients are summed. False if all compute the same.
+        ``is_shared`` is True if each tensor-parallel rank computes another part of the head: their
+        gradients are summed. It is False if all compute the same.
         """
         if self.config.sequence_parallel:
             hidden_T1H = gather_from_sequence_parallel_region(

@@ -230,9 +230,6 @@ class DistributedAdamW(GuardedOptimizer):
 
     Each data-parallel rank has moments, and float32 masters of weights in another type, of an equal
     share of the weights (arXiv:1910.02054); a step ends with weights gathered on all.
-
-    Args:
-        stages: of this rank, loaded.
     """
 
     def __init__(
@@ -262,11 +259,11 @@ class DistributedAdamW(GuardedOptimizer):
         self.buffers.free()
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of this rank's spans of parameters."""
+        """See ``GuardedOptimizer``."""
         return [grad for _, state in self._optimizers for grad in state.gradients()]
 
     def drop_gradients(self) -> None:
-        """Free all gradients."""
+        """See ``GuardedOptimizer``."""
         self._chained.zero_grad(set_to_none=True)
         self.buffers.free()
 
@@ -286,11 +283,7 @@ class DistributedAdamW(GuardedOptimizer):
         return [tensor for storage, tensor in by_storage.items() if storage not in of_weights]
 
     def spans(self, names: Mapping[nn.Parameter, str]) -> Iterator[OwnedSpan]:
-        """Yield the elements of each parameter that this rank steps.
-
-        Args:
-            names: of parameters, as ``ShardMap.shards_of`` takes them.
-        """
+        """Yield the elements of each parameter that this rank steps, with the given names."""
         for optimizer, state in self._optimizers:
             for parameter in optimizer.model_param_group_index_map:
                 group, order = optimizer.model_param_group_index_map[parameter]
@@ -304,7 +297,7 @@ class DistributedAdamW(GuardedOptimizer):
                 )
 
     def begin_restore(self, *, num_steps: int) -> None:
-        """Go to ``num_steps``, with moments of 0 for the caller to fill."""
+        """See ``GuardedOptimizer``."""
         self.num_steps = num_steps
         for _, state in self._optimizers:
             state.begin(num_steps)

@@ -41,12 +41,7 @@ class _Role:
 def rehearse(config: ExperimentConfig) -> list[str]:
     """Build megatron-core's configuration objects as the run's engines would.
 
-    Args:
-        config: of a run that trains on megatron-core; only the config.json of its model, and of
-            its teacher, is read.
-
-    Returns:
-        Lines for the user, with megatron-core's warnings.
+    Only the config.json of a model is read. Returns lines for the user, with its warnings.
 
     Raises:
         ConfigErrors: it rejects the configuration of a model; all of them at once.

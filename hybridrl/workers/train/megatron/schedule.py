@@ -23,16 +23,13 @@ from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
 
 _OF_LAST_TOKENS = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
-Taken = TypeVar("Taken")
-"""The result of each micro-batch, on the last stage."""
+Taken = TypeVar("Taken")  # the result of each micro-batch, on the last stage
 
 
 class Schedule:
     """Runs the stages of this rank, together with the ranks of the other stages.
 
-    Args:
-        stages: one, or the virtual ones in order.
-        max_tokens: of a micro-batch, usually.
+    There is one, or the virtual ones in order; ``max_tokens`` are those of a micro-batch, usually.
     """
 
     def __init__(self, stages: Sequence[nn.Module], *, max_tokens: int) -> None:

@@ -39,11 +39,9 @@ _REPLICATED = {
     "mlp.linear_fc2.bias": "mlp.down_proj.bias",
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
-}
-"""Tensors of a layer that every tensor-parallel rank has in full."""
+}  # of a layer, in full on every tensor-parallel rank
 
 NamedSpecs = list[tuple[str, ShardSpec]]
-"""Shards by the names of their Hugging Face tensors."""
 
 _Rows = list[tuple[str, int, int]]
 """Name of a linear layer within its transformer layer, and begin and end of its outputs."""
@@ -84,12 +82,8 @@ class LocalShard:
     The matrices of an adapter are named as within peft's model.
     """
 
-    name: str
-    """Of the Hugging Face tensor."""
-
-    begin: int
-    """First element in the flattened local tensor."""
-
+    name: str  # of the Hugging Face tensor
+    begin: int  # first element in the flattened local tensor
     spec: ShardSpec
 
     @property
@@ -112,16 +106,11 @@ class ShardMap:
     def shards_of(self, name: str, local_shape: Sequence[int]) -> tuple[LocalShard, ...]:
         """Return the shards that a local tensor holds, in the order of its rows.
 
-        Beside megatron-core's names there are ``MODULE.lora.LEAF.A`` [r, inputs] and ``.B``
-        [outputs, r]: the matrices of an adapter beside ``LEAF`` (``q_proj``) within ``MODULE``
-        (``...linear_qkv``), sharded as the matrix beside which they stand. ``score.weight`` and
-        ``score.bias`` are a critic's head.
-
-        Args:
-            name: megatron-core's, with the global number of the layer, from 0.
-
-        Returns:
-            Shards without a gap between them. Rows after the last are padding of the vocabulary.
+        Beside megatron-core's names, with global layer numbers from 0, there are
+        ``MODULE.lora.LEAF.A`` [r, inputs] and ``.B`` [outputs, r]: the matrices of an adapter
+        beside ``LEAF`` (``q_proj``) within ``MODULE`` (``...linear_qkv``), sharded as the matrix
+        beside which they stand. ``score.weight`` and ``score.bias`` are a critic's head. There is
+        no gap between shards; rows after the last are padding of the vocabulary.
 
         Raises:
             ModelError: the model has no such tensor, or its shape differs.

@@ -32,19 +32,14 @@ from hybridrl.workers.train.microbatcher import MicroBatcher
 class Stages:
     """The layers of this rank: one stage of a pipeline, or several virtual ones.
 
-    Parameters have no values before ``fill``; until then they may move into other memory.
-
-    Args:
-        architecture: of the full model.
-        config: types and token budget. An actor's makes a policy, a critic's a value model.
-        is_reward_model: makes a value model, whose head has a bias if that of the files has one.
+    Parameters have no values before ``fill``; until then they may move into other memory. The head
+    of a reward model has a bias if that of the files has one.
 
     Raises:
         ConfigError: megatron-core rejects ``megatron.transformer_args``.
     """
 
-    models: list[PackedStage]
-    """In the order in which micro-batches go through them."""
+    models: list[PackedStage]  # in the order in which micro-batches go through them
 
     def __init__(
         self,
