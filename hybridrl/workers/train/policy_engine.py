@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 from hybridrl.algorithms.aggregate import sequence_mean_token_sum
 from hybridrl.algorithms.load import Part
-from hybridrl.batch import (
-    PreferenceBatch,
-    RolloutBatch,
-    ScoreBatch,
-    SupervisedBatch,
-    TrainBatch,
-)
+from hybridrl.batch import PreferenceBatch, RolloutBatch, ScoreBatch, SupervisedBatch, TrainBatch
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Max, Metrics
 from hybridrl.models.packed_model import PackedTokens
@@ -34,12 +28,7 @@ from hybridrl.workers.train.preference_objective import (
     PreferenceObjective,
     loss_of_microbatch,
 )
-from hybridrl.workers.train.protocol import (
-    TokenLoss,
-    TokenLossInputs,
-    TrainState,
-    WeightSet,
-)
+from hybridrl.workers.train.protocol import TokenLoss, TokenLossInputs, TrainState, WeightSet
 
 _ROW_MEAN = Part.of(sequence_mean_token_sum)  # rows weigh the same, however long they are
 

@@ -26,14 +26,7 @@ from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import WeightFiles
-from hybridrl.sampler import (
-    Program,
-    RequestParams,
-    Sample,
-    Sampler,
-    T,
-    interrupted_sample,
-)
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, T, interrupted_sample
 from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.embedded.decoding import Decoding

@@ -141,12 +141,12 @@ class MegatronBackend(Backend):
 
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
         """See ``Backend``."""
+
+        def finish(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            return output, (microbatch.token_index_S, as_columns(output, num_columns))
+
         self._gather_weights()
-        outputs = self._schedule.score(
-            microbatches,
-            compute,
-            lambda microbatch, output: (microbatch.token_index_S, as_columns(output, num_columns)),
-        )
+        outputs = self._schedule.run(microbatches, compute, finish, is_training=False)
         columns = torch.zeros(num_columns, microbatches.num_values, device=self.device)
         for token_index_S, scores in outputs:
             columns[:, token_index_S.to(self.device)] = scores
@@ -172,7 +172,7 @@ class MegatronBackend(Backend):
         optimizer.buffers.allocate()
         balance = self._measure_balance(microbatches)
         with optimizer.gather.in_background():
-            losses = self._schedule.run(microbatches, compute, finish)
+            losses = self._schedule.run(microbatches, compute, finish, is_training=True)
         total_loss = torch.zeros((), device=self.device)
         for share, _ in losses:
             total_loss += share

@@ -35,7 +35,6 @@ from hybridrl.workers.train.megatron.megatron_core import (
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from hybridrl.workers.train.megatron.model import PolicyStage
 from hybridrl.workers.train.megatron.shard_map import ShardMap, global_name
 from hybridrl.workers.train.protocol import WeightSpec
 from hybridrl.workers.train.shard_spec import full_range, relative_slices
@@ -110,23 +109,17 @@ class LayerAdapter(nn.ModuleDict):
         low_T1R = linear(inputs_T1I, a_RI) * self._scaling
         if not self._is_expert:  # a dispatcher exchanges the tokens of experts
             low_T1R = self._exchange(low_T1R)
-        outputs = {
+        by_leaf = {
             leaf: linear(own_T1R, matrices.B.to(inputs_T1I.dtype))
             for (leaf, matrices), own_T1R in zip(
                 adapters.items(), torch.split(low_T1R, self._rank, dim=-1), strict=True
             )
         }
-        slices = {
-            leaf: iter(torch.split(output, self._heights(leaf), dim=-1))
-            for leaf, output in outputs.items()
-        }
-        by_row = [
-            next(slices[leaf])
-            if leaf in slices
-            else low_T1R.new_zeros(*low_T1R.shape[:-1], num_rows)
-            for leaf, num_rows in self._rows
+        outputs = [
+            low_T1R.new_zeros(*low_T1R.shape[:-1], num_rows) if own is None else own
+            for (_, num_rows), own in zip(self._rows, self._by_row(by_leaf, dim=-1), strict=True)
         ]
-        return by_row[0] if len(by_row) == 1 else torch.cat(by_row, dim=-1)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def merged(
         self, weight_OI: Tensor, merge: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -136,22 +129,24 @@ class LayerAdapter(nn.ModuleDict):
         ``merge`` goes from W, A and B of a Hugging Face layer to W + scaling B A.
         """
         adapters = self._matrices()
-        b_slices = {
-            leaf: iter(torch.split(matrices.B, self._heights(leaf)))
-            for leaf, matrices in adapters.items()
-        }
+        b_slices = self._by_row({leaf: adapters[leaf].B for leaf in adapters}, dim=0)
         weights = torch.split(weight_OI, [num_rows for _, num_rows in self._rows])
         merged = [
-            merge(rows_OI, adapters[leaf].A, next(b_slices[leaf])) if leaf in adapters else rows_OI
-            for (leaf, _), rows_OI in zip(self._rows, weights, strict=True)
+            rows_OI if b_OR is None else merge(rows_OI, adapters[leaf].A, b_OR)
+            for (leaf, _), rows_OI, b_OR in zip(self._rows, weights, b_slices, strict=True)
         ]
         return torch.cat(merged)
 
     def _matrices(self) -> dict[str, Matrices]:
         return {leaf: matrices for leaf, matrices in self.items() if isinstance(matrices, Matrices)}
 
-    def _heights(self, leaf: str) -> list[int]:
-        return [num_rows for of, num_rows in self._rows if of == leaf]
+    def _by_row(self, by_leaf: Mapping[str, Tensor], *, dim: int) -> list[Tensor | None]:
+        """Divide each leaf's tensor along ``dim``, in the order of rows; None: not adapted."""
+        slices = {}
+        for leaf, tensor in by_leaf.items():
+            heights = [num_rows for of, num_rows in self._rows if of == leaf]
+            slices[leaf] = iter(torch.split(tensor, heights, dim))
+        return [next(slices[leaf]) if leaf in slices else None for leaf, _ in self._rows]
 
     def _add(
         self,
@@ -233,17 +228,14 @@ class StageAdapter:
         self._architecture = architecture
         self._layers: dict[str, LayerAdapter] = {}
 
-    def inject(self, stage: PolicyStage) -> None:
-        """Freeze a stage and put A and B beside its layers, without values."""
-        stage.requires_grad_(requires_grad=False)
-        for name, layer in list(stage.decoder.named_modules(prefix="decoder")):
+    def inject(self, decoder: nn.Module, first_layer: int, shard_map: ShardMap) -> None:
+        """Put A and B beside the layers of a stage, without values."""
+        for name, layer in list(decoder.named_modules(prefix="decoder")):
             if not isinstance(layer, (*COLUMN_PARALLEL, *ROW_PARALLEL)):
                 continue
-            weight_name = global_name(f"{name}.weight", stage.first_layer)
-            weight = stage.decoder.get_parameter(f"{name.removeprefix('decoder.')}.weight")
-            shards = ShardMap(self._architecture, stage.parallel.rank).shards_of(
-                weight_name, weight.shape
-            )
+            weight_name = global_name(f"{name}.weight", first_layer)
+            weight = decoder.get_parameter(f"{name.removeprefix('decoder.')}.weight")
+            shards = shard_map.shards_of(weight_name, weight.shape)
             rows = [(shard.name.split(".")[-2], shard.spec.shape[0]) for shard in shards]
             config, is_expert = self._adapter.config, ".experts." in name
             if any(leaf in config.modules for leaf, _ in rows):

@@ -117,5 +117,6 @@ class Stages:
             chunk_tokens=self._config.logprob_chunk_tokens,
         )
         if self._adapter is not None:
-            self._adapter.inject(stage)
+            stage.requires_grad_(requires_grad=False)
+            self._adapter.inject(stage.decoder, stage.first_layer, self.shard_map)
         return stage
