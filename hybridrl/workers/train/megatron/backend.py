@@ -44,10 +44,10 @@ from hybridrl.workers.train.megatron.configuration import ddp_config
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.export import WeightExport
 from hybridrl.workers.train.megatron.lora import StageAdapter
+from hybridrl.workers.train.megatron.model import Stages
 from hybridrl.workers.train.megatron.optimizer import DistributedAdamW, use_gradient_buffers
 from hybridrl.workers.train.megatron.routing import LoadBalance
 from hybridrl.workers.train.megatron.schedule import Schedule
-from hybridrl.workers.train.megatron.stages import Stages
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 from hybridrl.workers.train.shard_spec import RankShards
