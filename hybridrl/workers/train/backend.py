@@ -58,9 +58,7 @@ class StepOutcome:
     """One optimizer step."""
 
     result: StepResult  # the same on all ranks
-    loss_metrics: Metrics
-    """Of this rank's rows, from ``LossOf``; empty unless this is an output rank."""
-
+    loss_metrics: Metrics  # of this rank's rows; empty unless this is an output rank
     model_metrics: Metrics = field(default_factory=dict)
     """Of the model itself, such as the load of its experts; the same on all ranks."""
 

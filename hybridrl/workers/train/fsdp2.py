@@ -111,7 +111,15 @@ class FSDP2Backend(Backend):
         self._names = StoredNames(self.model.hf.config.model_type)
         self._optimizer: GuardedAdamW | None = None
         if num_total_steps is not None:
-            self._optimizer = self._prepare_to_learn(num_total_steps)
+            self.model.train()
+            if config.gradient_checkpointing:
+                recompute_blocks(self.model.hf)
+            self._optimizer = GuardedAdamW(
+                (parameter for parameter in self.model.parameters() if parameter.requires_grad),
+                config=config.optimizer,
+                num_total_steps=num_total_steps,
+                ranks=self.data_ranks,
+            )
 
     @property
     def optimizer(self) -> GuardedAdamW:
@@ -220,17 +228,6 @@ class FSDP2Backend(Backend):
 
     def end_restore(self) -> None:
         """Do nothing: the live tensors were filled."""
-
-    def _prepare_to_learn(self, num_total_steps: int) -> GuardedAdamW:
-        self.model.train()
-        if self._config.gradient_checkpointing:
-            recompute_blocks(self.model.hf)
-        return GuardedAdamW(
-            (parameter for parameter in self.model.parameters() if parameter.requires_grad),
-            config=self._config.optimizer,
-            num_total_steps=num_total_steps,
-            ranks=self.data_ranks,
-        )
 
     def _weights(self, weight_set: WeightSet) -> list[tuple[str, nn.Parameter]]:
         is_adapter = weight_set is WeightSet.ADAPTER

@@ -416,12 +416,9 @@ def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, P
 
 def _count_all_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:
     """Count the tokens of sequences, each prompt once."""
-    return sum(_count_tokens(rows, group) for group in group_by_prompt(rows, numbers))
-
-
-def _count_tokens(rows: BatchRows, group: Sequence[int]) -> int:
-    num_shared_tokens = rows.by_number[group[0]].num_prompt_tokens * (len(group) - 1)
-    return sum(rows.by_number[number].num_tokens for number in group) - num_shared_tokens
+    sequences = [rows.by_number[number] for number in numbers]
+    prompts = {each.prompt: each.num_prompt_tokens for each in sequences}
+    return sum(prompts.values()) + sum(s.num_tokens - s.num_prompt_tokens for s in sequences)
 
 
 def _digest(experts_LJK: Tensor) -> bytes:

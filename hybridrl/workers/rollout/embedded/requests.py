@@ -50,9 +50,7 @@ class Request:
     params: RequestParams
 
     keys: Sequence[int]  # of the responses' random streams
-    is_continued: bool
-    """Whether a later context is likely to begin with this one and its response."""
-
+    is_continued: bool  # a later context is likely to begin with this and its response
     future: asyncio.Future[list[Sample]]  # gets the samples; a cancelled one frees their slots
     num_tokens: int = field(init=False)  # L
     context: bytes = field(init=False)  # the token ids, to compare

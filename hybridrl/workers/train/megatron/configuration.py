@@ -209,17 +209,19 @@ def transformer_config(
     Raises:
         ConfigError: see ``build_configuration`` and ``require_transformer_engine``.
     """
-    megatron, device = context.megatron, context.device
+    megatron, device, dtype = context.megatron, context.device, _DTYPES[engine.compute_dtype]
     require_transformer_engine(megatron)
     is_fused = fuses_layers(megatron, device)
     arguments = {
         **_sizes(architecture),
         **_experts(architecture),
-        **_precision(engine),
         **_parallelism(megatron),
         **_fusions(architecture, duty, is_cuda=device.type == "cuda", is_fused=is_fused),
         **_recomputed(megatron, engine, is_fused=is_fused),
         "attention_backend": _attention(context, engine, is_fused=is_fused),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         # Token weights are shares of the global loss: gradients are summed, never averaged.
@@ -277,12 +279,6 @@ def _experts(architecture: Architecture) -> dict[str, object]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",  # LoadBalance has it
     }
-
-
-def _precision(engine: EngineConfig) -> dict[str, object]:
-    is_half = engine.compute_dtype == "bfloat16"
-    dtype = torch.bfloat16 if is_half else torch.float32
-    return {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": is_half}
 
 
 def _parallelism(megatron: MegatronConfig) -> dict[str, object]:

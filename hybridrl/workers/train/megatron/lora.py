@@ -95,7 +95,8 @@ class LayerAdapter(nn.ModuleDict):
         self._is_expert = is_expert
         self._is_sequence_parallel: bool = layer.config.sequence_parallel
         self._is_column_parallel = isinstance(layer, COLUMN_PARALLEL)
-        self._group = _ranks_of(layer)
+        # TransformerEngine has no public group for an expert's layer.
+        self._group: ProcessGroup = getattr(layer, "_tp_group", None) or layer.tp_group
         for matrices in self._matrices().values():
             # Some of TransformerEngine's layers lack the mark where it is true.
             self._mark(matrices, is_shared=getattr(weight_OI, "allreduce", True))
@@ -199,12 +200,6 @@ class LayerAdapter(nn.ModuleDict):
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)  # noqa: FBT003
 
 
-def _ranks_of(layer: ParallelLinear) -> ProcessGroup:
-    """Return the ranks that share a layer; TransformerEngine has none for an expert's."""
-    group: ProcessGroup = getattr(layer, "_tp_group", None) or layer.tp_group
-    return group
-
-
 def _normed(layer: ParallelLinear, states: Tensor) -> Tensor:
     """Compute the normalised inputs of a layer that includes its norm, and does not return them."""
     wide = rms_norm(states.float(), states.shape[-1:], eps=layer.eps)
@@ -222,7 +217,10 @@ class StageAdapter:
     duty: Duty
 
     def __init__(self, adapter: Adapter, architecture: Architecture) -> None:
-        adapter.check_fit(_linear_layers(architecture), model=architecture.model_type)
+        tensors = hf_tensors(architecture).items()
+        matrices = {name: (shape[0], shape[1]) for name, shape in tensors if len(shape) == 2}
+        layers = {name.removesuffix(".weight"): shape for name, shape in matrices.items()}
+        adapter.check_fit(layers, model=architecture.model_type)
         self.duty = adapting_duty(architecture, adapter.config)
         self._adapter = adapter
         self._architecture = architecture
@@ -289,13 +287,3 @@ class StageAdapter:
         finally:
             for layer in self._layers.values():
                 layer.is_active = True
-
-
-def _linear_layers(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """Return outputs and inputs of all linear layers by their Hugging Face names."""
-    shapes = hf_tensors(architecture).items()
-    return {
-        name.removesuffix(".weight"): (shape[0], shape[1])
-        for name, shape in shapes
-        if len(shape) == 2
-    }

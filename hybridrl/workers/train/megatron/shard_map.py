@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -140,26 +141,15 @@ class ShardMap:
             hf_name = prefix + self._replicated(local_name)
             if hf_name in full_shapes:
                 return [_replica(hf_name, full_shapes[hf_name])]
-            linear = self._linear_shards(local_name, local_shape, prefix)
-            if linear is not None:
-                return linear
+            linear = _LINEAR.fullmatch(local_name)
+            with suppress(KeyError):  # the model has no such tensor
+                if linear is not None:
+                    return _Linear(linear, architecture, self.rank).shards(prefix, local_shape)
         raise ModelError(
             f"the files of a {architecture.model_type} model have no tensor for megatron-core's "
             f"parameter {name}; remove the option that adds it to the model, such as an entry of "
             "megatron.transformer_args, or train with actor=fsdp2"
         )
-
-    def _linear_shards(
-        self, local_name: str, local_shape: Sequence[int], prefix: str
-    ) -> NamedSpecs | None:
-        """Return the shards of a linear layer's tensor; None if the model has no such tensor."""
-        match = _LINEAR.fullmatch(local_name)
-        if match is None:
-            return None
-        try:
-            return _Linear(match, self.architecture, self.rank).shards(prefix, local_shape)
-        except KeyError:
-            return None
 
     def _replicated(self, local_name: str) -> str:
         """Return the Hugging Face name of such a tensor within its layer, else an empty one."""
