@@ -252,8 +252,7 @@ def _first_names(problem: str, names: Sequence[str]) -> Iterator[str]:
         yield f"{len(names)} tensors {problem}, first: {', '.join(names[:_NUM_NAMED])}"
 
 
-Notes = Mapping[str, object]
-"""Small state of a worker besides tensors, in types of JSON."""
+Notes = Mapping[str, object]  # small state of a worker, in types of JSON
 
 
 class CheckpointWriter:

@@ -71,8 +71,7 @@ class FSDP2Backend(Backend):
 
     is_output_rank = True  # every rank has rows of its own
 
-    model: PackedModel
-    """The weights of this rank: all of them, or shards if it is an ``FSDPModule``."""
+    model: PackedModel  # all weights, or this rank's shards if it is an ``FSDPModule``
 
     def __init__(
         self,

@@ -32,8 +32,7 @@ WeightedLoss: TypeAlias = Callable[[MicroBatch, Output, Tensor], tuple[Tensor, M
 micro-batch's share of that loss and metrics."""
 
 
-TOKEN_MEAN = Part.of(token_mean)
-"""Each token of an optimizer step weighs the same."""
+TOKEN_MEAN = Part.of(token_mean)  # each token of a step weighs the same
 
 
 class ModelEngine:

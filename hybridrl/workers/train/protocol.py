@@ -18,8 +18,7 @@ from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.shard_spec import RankShards
 
-NamedTensors = Iterator[tuple[str, Tensor]]
-"""Weights by name, one at a time."""
+NamedTensors = Iterator[tuple[str, Tensor]]  # weights by name, one at a time
 
 
 class TrainState(Enum):

@@ -72,11 +72,8 @@ class RankShards:
 
     full_shape: tuple[int, ...]
 
-    shards: tuple[TensorShard, ...]
-    """They do not overlap; the values are views of the live memory."""
-
-    is_copy: bool = False
-    """Whether another rank, of another replica, has the same shards and saves them."""
+    shards: tuple[TensorShard, ...]  # views of the live memory that do not overlap
+    is_copy: bool = False  # another rank, of another replica, has the same shards and saves them
 
 
 def full_range(shape: Sequence[int]) -> TensorRange:

@@ -30,11 +30,8 @@ class OwnedSpan:
     name: str  # megatron-core's, with the global number of the layer
     local_shape: tuple[int, ...]
     begin: int  # first element
-    master: Tensor
-    """Live float32 values that a step changes, one dimension, contiguous."""
-
-    moments: Mapping[str, Tensor]
-    """By name, like ``master``; empty before the first step."""
+    master: Tensor  # live float32 values that a step changes, [elements], contiguous
+    moments: Mapping[str, Tensor]  # by name, like ``master``; empty before the first step
 
     def shards(self, shard_map: ShardMap) -> tuple[LocalShard, ...]:
         """Return the shards of the span; padding of the vocabulary is in none."""

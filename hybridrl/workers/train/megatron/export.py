@@ -30,8 +30,7 @@ ReadTensor: TypeAlias = Callable[[str], Tensor]
 
 _ALIGNMENT = 16
 
-DEFAULT_BATCH_BYTES = 256 * 2**20
-"""Of full tensors that are gathered together; large enough for full speed over NVLink."""
+DEFAULT_BATCH_BYTES = 256 * 2**20  # of full tensors; enough for full speed over NVLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +61,8 @@ class _Source:
 
     shard: _OwnedShard
 
-    own: int
-    """Its number on this rank, if this rank sends it or no rank does; else -1."""
-
-    begin: int | None
-    """First byte in the batch's buffer; None if every rank has the shard and no rank sends it."""
+    own: int  # its number on this rank, if this rank sends it or no rank does; else -1
+    begin: int | None  # byte in the batch's buffer; None: every rank has the shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,8 +158,7 @@ class PackedStage(LanguageModule):
 
     model_type = ModelType.encoder_or_decoder  # megatron-core's schedules read it
 
-    balance: LoadBalance | None
-    """Of the current optimizer step; None outside of a step, and in a dense model."""
+    balance: LoadBalance | None  # None outside of an optimizer step, and in a dense model
 
     def __init__(
         self,

@@ -110,9 +110,7 @@ class Routing:
     """A micro-batch as the routers of a stage see it."""
 
     is_real_T: Tensor  # bool, False for padding
-    num_tokens: int
-    """Without padding, on all ranks that share the micro-batch."""
-
+    num_tokens: int  # without padding, on all ranks that share the micro-batch
     experts_TJK: Tensor | None
     """Integers, the experts of each token in the layers of the stage; the router chooses where they
     are -1, and everywhere if this is None."""
