@@ -208,10 +208,15 @@ class ShardReader:
             for name in sorted(wanted.keys() & saved.keys())
             if saved[name] != wanted[name]
         ]
+        found = {
+            "missing": sorted(wanted.keys() - saved.keys()),
+            "unexpected": sorted(saved.keys() - wanted.keys()),
+            "of another shape": reshaped,
+        }
         problems = [
-            *_first_names("missing", sorted(wanted.keys() - saved.keys())),
-            *_first_names("unexpected", sorted(saved.keys() - wanted.keys())),
-            *_first_names("of another shape", reshaped),
+            f"{len(names)} tensors {problem}, first: {', '.join(names[:_NUM_NAMED])}"
+            for problem, names in found.items()
+            if names
         ]
         if problems:
             raise CheckpointError(
@@ -245,11 +250,6 @@ def _read(stored: _StoredShard, shared: TensorRange) -> Tensor:
     tensor = stored.file.get_slice(stored.key)
     values: Tensor = tensor[relative_slices(shared, outer=stored.range)]
     return values
-
-
-def _first_names(problem: str, names: Sequence[str]) -> Iterator[str]:
-    if names:
-        yield f"{len(names)} tensors {problem}, first: {', '.join(names[:_NUM_NAMED])}"
 
 
 Notes = Mapping[str, object]  # small state of a worker, in types of JSON

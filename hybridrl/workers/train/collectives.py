@@ -13,7 +13,7 @@ from hybridrl.metrics import Metrics, merge
 
 
 class Ranks:
-    """A process group of the given device's tensors, all ranks (None), or this process alone."""
+    """A process group (None: all ranks) for tensors of ``device``, or this process alone."""
 
     def __init__(self, device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
         self.device = device
