@@ -87,11 +87,7 @@ class Backend(LearningEngine, Protocol):
 
     @property
     def optimizer(self) -> GuardedOptimizer:
-        """Gradients, moments, and the number of steps taken.
-
-        Raises:
-            ModelError: the model does not learn.
-        """
+        """Gradients, moments, and the number of steps taken."""
         ...
 
     @property

@@ -100,9 +100,6 @@ def write_file(path: Path, header: bytes, values: Iterable[Tensor]) -> FileEntry
 
     Args:
         values: uint8 host tensors: the values of all shards, end to end.
-
-    Raises:
-        OSError: the disk is full or gone.
     """
     checksum = num_bytes = 0
     with path.open("wb", buffering=0) as file:
@@ -136,11 +133,7 @@ def is_unchanged(path: Path, entry: FileEntry) -> bool:
 
 
 class ShardReader:
-    """The files that all ranks wrote together, opened through memory maps. Use it in a ``with``.
-
-    Raises:
-        CheckpointError: the folder has no such file, or a file cannot be read.
-    """
+    """The files that all ranks wrote together, opened through memory maps. Use it in a ``with``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

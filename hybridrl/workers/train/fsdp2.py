@@ -64,9 +64,6 @@ class FSDP2Backend(Backend):
         num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
         adapter: learns instead of the policy's weights, in float32.
         is_reward_model: makes a value model with the head of the folder, if it has one.
-
-    Raises:
-        ModelError: the folder is not usable, or the adapter does not fit the model.
     """
 
     is_output_rank = True  # every rank has rows of its own

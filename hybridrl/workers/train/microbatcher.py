@@ -97,9 +97,6 @@ class MicroBatcher:
 
         With experts, rows share a prompt only if its tokens went through the same experts. The
         sampler may have chosen others in another batch.
-
-        Raises:
-            DataError: a sequence begins with a response token, which no token predicts.
         """
         # Ranks that share tokens and attend with the varlen kernel compute each prompt by itself.
         shares_prompts = self.kernel == "padded" or self.share is None
@@ -133,8 +130,7 @@ class MicroBatcher:
     def divide(self, batch: Rows, experts_BLJK: Tensor | None = None) -> MicroBatches:
         """Plan this rank's micro-batches; a collective call.
 
-        All ranks get equally many micro-batches, at least one; some may be dummies. For experts and
-        errors see ``read``.
+        All ranks get equally many micro-batches, at least one; some may be dummies.
         """
         sequence_lengths_BQ = None
         if not isinstance(batch, SupervisedBatch | PreferenceBatch):

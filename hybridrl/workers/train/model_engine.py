@@ -81,9 +81,6 @@ class ModelEngine:
 
         Weights have their Hugging Face names, tied ones come once. With ``lora.sync=merged`` the
         base includes the adapter, merged into a copy. Without shards a tensor is the live weight.
-
-        Raises:
-            PhaseError: the parameters are offloaded.
         """
         self._require("full_weights()", TrainState.PARAMETERS)
         yield from self.backend.full_weights(weight_set, dtype)

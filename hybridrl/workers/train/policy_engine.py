@@ -130,11 +130,7 @@ class PolicyEngine(ModelEngine):
         return self._take_step(batch, scores_at(1.0), weighted_loss, aggregation=_ROW_MEAN)
 
     def export_adapter(self, folder: Path) -> None:
-        """Write a peft folder, atomically; see ``write_adapter_folder``.
-
-        Raises:
-            ModelError: the policy has no adapter.
-        """
+        """Write a peft folder, atomically; see ``write_adapter_folder``."""
         if self.backend.adapter is None:
             raise ModelError(
                 f"cannot write {folder}: the policy has no adapter; export the full model, or "

@@ -44,9 +44,6 @@ class PreferenceObjective:
             policy_P2: log-probs, sums over the tokens of an answer, nats; may have a gradient.
             reference_P2: likewise; None for a loss that reads no log-ratios.
             lengths_P2: int64, tokens of each answer, at least 1.
-
-        Raises:
-            TrainingError: the loss raised, or returned another number of losses than pairs.
         """
         chosen_P, rejected_P = policy_P2.unbind(dim=1)
         lengths_P2 = lengths_P2.to(chosen_P.dtype)

@@ -66,9 +66,6 @@ def build_model(
     Args:
         adapt: changes a policy before it has memory; its frozen and its new weights are sharded
             together.
-
-    Raises:
-        ModelError: the folder is not usable; see ``hybridrl.models.load``.
     """
     device, files = ranks.device, WeightFiles(folder)
     if is_reward_model:

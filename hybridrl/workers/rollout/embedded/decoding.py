@@ -85,11 +85,7 @@ class Decoding:
         self._failure: Exception | None = None
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its future gets the result.
-
-        Raises:
-            EngineError: a step has failed.
-        """
+        """Queue a request; its future gets the result."""
         if self._failure is not None:
             raise EngineError(f"the engine samples no more, because it failed: {self._failure}")
         request.step = self._step
@@ -108,11 +104,7 @@ class Decoding:
         )
 
     def step(self) -> Progress:
-        """Draw one token for each running response, or end all of them.
-
-        Raises:
-            EngineError: a logit is not finite.
-        """
+        """Draw one token for each running response, or end all of them."""
         if self._failure is not None or not (self._seats or self._waiting):
             self._is_interrupted = False
             return Progress.NO_WORK

@@ -119,9 +119,6 @@ def prefill(
     """Run contexts, int64 [L], through the model, except for the prefixes that slots hold.
 
     A prefix is shorter than its context; None: no slot holds any.
-
-    Raises:
-        EngineError: a logit is not finite.
     """
     device = slots.kv_YSJCD.device
     num_layers, _, _, num_kv_heads, _, head_dim = slots.kv_YSJCD.shape

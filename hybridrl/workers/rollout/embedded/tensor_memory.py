@@ -35,12 +35,7 @@ class TensorMemory:
         return sum(storage.nbytes() for storage, _ in self._storages)
 
     def release(self, backup: frozenset[str]) -> None:
-        """Free all storages, after copying the tensors named in ``backup`` to the host.
-
-        Raises:
-            PhaseError: already released.
-            EngineError: ``backup`` names an unknown tensor; nothing was freed.
-        """
+        """Free all storages, after copying the tensors named in ``backup`` to the host."""
         if not self.is_resident:
             raise PhaseError(f"{self._what} are released already; resume them before the next one")
         for name in sorted(backup - self._tensors.keys()):

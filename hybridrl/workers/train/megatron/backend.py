@@ -59,11 +59,7 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
 class MegatronBackend(Backend):
     """A model on megatron-core, divided as the ``megatron`` section says.
 
-    Arguments and errors are those of ``FSDP2Backend``; all models of a process have the same
-    ``context``.
-
-    Raises:
-        ConfigError: see ``Stages``.
+    Arguments are those of ``FSDP2Backend``; all models of a process have the same ``context``.
     """
 
     def __init__(

@@ -51,9 +51,6 @@ def checkpoint_tensors(
     Args:
         full_shapes: of all tensors that learn, on other ranks as well.
         num_steps: optimizer steps taken; moments exist after the first.
-
-    Raises:
-        ModelError: a span belongs to no tensor of the model.
     """
     all_shards = [(span, span.shards(shard_map)) for span in spans]
 
@@ -88,9 +85,6 @@ def load_weights(local: Mapping[str, Tensor], files: WeightFiles, shard_map: Sha
 
     Tensors that are in no file, such as an adapter or a critic's head, keep their values. Not a
     collective: each rank reads its own shards through the memory map.
-
-    Raises:
-        ModelError: the files do not fit the architecture, or the tensors do not.
     """
     architecture = shard_map.architecture
     in_files = hf_tensors(architecture)

@@ -144,11 +144,7 @@ _FP8_MULTIPLE = 32  # of the strictest of TransformerEngine's 8-bit recipes
 
 
 def require_transformer_engine(megatron: MegatronConfig) -> None:
-    """Refuse what only TransformerEngine can serve, where it cannot be imported.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Refuse what only TransformerEngine can serve, where it cannot be imported."""
     for key, value in {} if HAVE_TE else keys_of_transformer_engine(megatron).items():
         others = {"megatron.layers": "local", "megatron.attention": "packed"}
         change = f"set {key}={others[key]}" if key in others else f"add ~{key}"
@@ -204,11 +200,7 @@ def token_multiple(config: TransformerConfig) -> int:
 def transformer_config(
     architecture: Architecture, context: MegatronContext, engine: EngineConfig, *, duty: Duty
 ) -> TransformerConfig:
-    """Describe the model to megatron-core.
-
-    Raises:
-        ConfigError: see ``build_configuration`` and ``require_transformer_engine``.
-    """
+    """Describe the model to megatron-core."""
     megatron, device, dtype = context.megatron, context.device, _DTYPES[engine.compute_dtype]
     require_transformer_engine(megatron)
     is_fused = fuses_layers(megatron, device)

@@ -81,9 +81,6 @@ class WeightExport:
             are read here.
         group: ranks that together have the full model; None if this rank has it alone.
         batch_bytes: size of full tensors that are gathered together; a larger tensor goes alone.
-
-    Raises:
-        ModelError: the ranks of the group lack a shard of some tensor.
     """
 
     specs: tuple[WeightSpec, ...]  # of ``full_weights``, in its order

@@ -208,11 +208,7 @@ def _normed(layer: ParallelLinear, states: Tensor) -> Tensor:
 
 
 class StageAdapter:
-    """A and B beside the layers of this rank; only they learn, in float32.
-
-    Raises:
-        ModelError: the adapter does not fit the model.
-    """
+    """A and B beside the layers of this rank; only they learn, in float32."""
 
     duty: Duty
 

@@ -61,9 +61,6 @@ class Stages:
 
     Parameters have no values before ``fill``; until then they may move into other memory. The head
     of a reward model has a bias if that of the files has one.
-
-    Raises:
-        ConfigError: megatron-core rejects ``megatron.transformer_args``.
     """
 
     models: list[PackedStage]  # in the order in which micro-batches go through them

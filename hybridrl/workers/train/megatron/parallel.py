@@ -66,9 +66,6 @@ def start_parallel(context: MegatronContext) -> Parallel:
     """Make the process groups, once in a process; a collective call.
 
     Engines of one process (policy, reference, critic) share them.
-
-    Raises:
-        ResourceError: megatron-core asks for CUDA on a CPU and nothing stands in for it.
     """
     config, device, timeout_s = context.megatron, context.device, context.timeout_s
     if not parallel_state.model_parallel_is_initialized():

@@ -112,9 +112,6 @@ class ShardMap:
         beside ``LEAF`` (``q_proj``) within ``MODULE`` (``...linear_qkv``), sharded as the matrix
         beside which they stand. ``score.weight`` and ``score.bias`` are a critic's head. There is
         no gap between shards; rows after the last are padding of the vocabulary.
-
-        Raises:
-            ModelError: the model has no such tensor, or its shape differs.
         """
         specs = self._specs(name, local_shape)
         _check_shape(name, local_shape, [spec.shape for _, spec in specs])
