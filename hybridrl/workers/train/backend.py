@@ -71,12 +71,10 @@ class Backend(LearningEngine, Protocol):
 
     folder: Path  # the Hugging Face folder that the model came from
     device: torch.device
-
     data_ranks: Ranks  # the data-parallel ranks, each of which has rows of its own
     is_output_rank: bool  # returns results: exactly one of the ranks with the same rows
     adapter: Adapter | None  # learns instead of the weights
     batcher: MicroBatcher
-
     routed: Architecture | None  # of a model with ``actor.replay_routing``
 
     @property

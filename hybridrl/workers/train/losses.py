@@ -31,7 +31,6 @@ class PolicyGradientLoss:
     kl_gradient: KLGradient = "value"  # see algorithms/kl.py
     kl_coefficient: float = 0.0  # 0 only measures the KL, if there is a reference
     entropy_coefficient: float = 0.0
-
     token_mask: Part | None = None  # leaves tokens out; see algorithms/token_masks.py
     correction: Part | None = None
     """Weighs tokens that trainer and sampler find unequally likely, by the update's own log-probs.

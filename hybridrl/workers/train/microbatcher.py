@@ -80,7 +80,6 @@ class MicroBatcher:
     max_tokens: int  # of a micro-batch; a single longer row is alone in its own
     ranks: Ranks  # data-parallel ones, which compute equally many micro-batches
     device: torch.device
-
     multiple: int = 1  # padding makes the tokens of a micro-batch on each rank divisible by it
     share: ContextParallelRank | None = None  # this rank's part of each micro-batch; None: all
     group_size: int = 1  # of a schedule: divides the number of micro-batches

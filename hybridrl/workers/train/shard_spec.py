@@ -71,7 +71,6 @@ class RankShards:
     """
 
     full_shape: tuple[int, ...]
-
     shards: tuple[TensorShard, ...]  # views of the live memory that do not overlap
     is_copy: bool = False  # another rank, of another replica, has the same shards and saves them
 

@@ -22,13 +22,11 @@ class RolloutStats:
     """Counts of one program."""
 
     num_slots: int
-
     num_context_tokens: int = 0  # of all responses
     num_prefill_tokens: int = 0  # those of them that ran: a group shares its context
     num_prefill_passes: int = 0  # forward passes over contexts
     num_decode_steps: int = 0  # each draws one token per slot in use
     num_generated_tokens: int = 0
-
     num_slots_used: int = 0  # sum over decode steps
 
     def metrics(self) -> Metrics:
@@ -48,14 +46,12 @@ class Request:
 
     token_ids: Tensor  # int64 [L] on the host, the context
     params: RequestParams
-
     keys: Sequence[int]  # of the responses' random streams
     is_continued: bool  # a later context is likely to begin with this and its response
     future: asyncio.Future[list[Sample]]  # gets the samples; a cancelled one frees their slots
     num_tokens: int = field(init=False)  # L
     context: bytes = field(init=False)  # the token ids, to compare
     draw_params: DrawParams = field(init=False)
-
     samples: dict[int, Sample] = field(default_factory=dict)  # ended responses by their index
     step: int = 0  # the decode step before which it came
     num_seated: int = 0  # responses that got slots

@@ -21,7 +21,6 @@ class MegatronContext:
     megatron: MegatronConfig
     model: ModelConfig
     device: torch.device
-
     seed: int  # of megatron-core's generators
     timeout_s: float  # of one collective
 
@@ -32,9 +31,7 @@ class ParallelRank:
 
     tp_rank: int = 0  # among tensor-parallel ranks
     tp_size: int = 1
-
     ep_rank: int = 0  # among expert-parallel ranks
     ep_size: int = 1
-
     etp_rank: int = 0  # among the ranks that share the matrices of one expert
     etp_size: int = 1

@@ -60,7 +60,6 @@ class _Source:
     """A shard of a batch, and where its values come from."""
 
     shard: _OwnedShard
-
     own: int  # its number on this rank, if this rank sends it or no rank does; else -1
     begin: int | None  # byte in the batch's buffer; None: every rank has the shard
 

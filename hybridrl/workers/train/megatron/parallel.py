@@ -30,7 +30,6 @@ class Parallel:
 
     config: MegatronConfig
     device: torch.device
-
     tensor: Ranks  # they share each matrix
     pipeline: Ranks  # they have other layers
     context: Ranks  # they have other tokens of the same rows
