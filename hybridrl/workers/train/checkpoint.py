@@ -201,14 +201,14 @@ class ShardReader:
             for name in sorted(wanted.keys() & saved.keys())
             if saved[name] != wanted[name]
         ]
-        found = {
+        differing = {
             "missing": sorted(wanted.keys() - saved.keys()),
             "unexpected": sorted(saved.keys() - wanted.keys()),
             "of another shape": reshaped,
         }
         problems = [
             f"{len(names)} tensors {problem}, first: {', '.join(names[:_NUM_NAMED])}"
-            for problem, names in found.items()
+            for problem, names in differing.items()
             if names
         ]
         if problems:
