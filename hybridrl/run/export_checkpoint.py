@@ -15,7 +15,7 @@ from hybridrl.errors import CheckpointError, RunFolderError
 from hybridrl.workers.build import build_reward_trainer, build_train_engine
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.policy_engine import PolicyEngine
-from hybridrl.workers.train.reward_engine import RewardEngine
+from hybridrl.workers.train.value_engines import RewardEngine
 
 
 def export_checkpoint(

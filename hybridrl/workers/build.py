@@ -46,12 +46,11 @@ from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.publishing import ManagerPublisher, Publisher
 from hybridrl.workers.train.backend import Backend
-from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
-from hybridrl.workers.train.reward_engine import RewardEngine
+from hybridrl.workers.train.value_engines import CriticEngine, RewardEngine
 
 _ADAPTER = "hybridrl.models.adapter"
 """Imported by name on request: peft takes 2 s, which a run without adapters saves."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from hybridrl.checkpoint.store import FileEntry
 from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.workers.train import checkpoint
-from hybridrl.workers.train.checkpoint import CheckpointWriter, Notes
-from hybridrl.workers.train.checkpoint_files import is_unchanged
+from hybridrl.workers.train.checkpoint import CheckpointWriter, Notes, is_unchanged
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.protocol import LearningEngine
 

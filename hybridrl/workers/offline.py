@@ -21,7 +21,6 @@ from hybridrl.workers.process_group import end_process_group, start_process_grou
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.preference_objective import (
-    PairLogprobs,
     PreferenceObjective,
     mean_over_pairs,
     of_held_out,
@@ -138,9 +137,9 @@ class PreferenceWorker(_PolicyWorker):
         if not self._engine.is_output_rank or not counted_P.any():
             return {}
         reference_P2 = None if reference_B is None else reference_B.view(-1, 2)[counted_P]
-        pairs = PairLogprobs(policy_P2[counted_P], reference_P2, lengths_P2[counted_P])
-        _, values = self._objective(pairs)
-        metrics = mean_over_pairs(values, torch.ones(len(pairs.policy_P2)))
+        policy_P2 = policy_P2[counted_P]
+        _, values = self._objective(policy_P2, reference_P2, lengths_P2[counted_P])
+        metrics = mean_over_pairs(values, torch.ones(len(policy_P2)))
         return of_held_out(metrics)
 
 

@@ -11,7 +11,7 @@ from hybridrl.single_controller import register
 from hybridrl.workers.actor_rollout import TRAIN_METRICS
 from hybridrl.workers.build import build_reward_trainer
 from hybridrl.workers.offline import OfflineWorker
-from hybridrl.workers.train.reward_engine import RewardEngine
+from hybridrl.workers.train.value_engines import RewardEngine
 
 
 class RewardModelWorker(OfflineWorker):

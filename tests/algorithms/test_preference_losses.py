@@ -13,13 +13,13 @@ from hybridrl.algorithms.preference_losses import PreferenceLoss
 from hybridrl.config.offline import DpoConfig
 from hybridrl.config.parts import PREFERENCE_LOSS
 from hybridrl.errors import TrainingError
-from hybridrl.workers.train.preference_objective import PairLogprobs, PreferenceObjective
+from hybridrl.workers.train.preference_objective import PreferenceObjective
 
 # Sums over 2 and 4 tokens, of the policy and of the reference: log-ratios 1 and -2.
-PAIR = PairLogprobs(
-    policy_P2=torch.tensor([[-3.0, -6.0]], dtype=torch.float64),
-    reference_P2=torch.tensor([[-4.0, -4.0]], dtype=torch.float64),
-    lengths_P2=torch.tensor([[2, 4]]),
+PAIR = (
+    torch.tensor([[-3.0, -6.0]], dtype=torch.float64),
+    torch.tensor([[-4.0, -4.0]], dtype=torch.float64),
+    torch.tensor([[2, 4]]),
 )
 C, R, DELTA = 0.5, -1.0, 1.5  # implicit rewards with beta 0.5
 
@@ -63,7 +63,7 @@ def test_every_loss_is_held_to_a_case_by_hand() -> None:
 def test_a_pair_has_the_loss_of_its_formula(name: str) -> None:
     numbers, expected = BY_HAND[name]
     objective = PreferenceObjective(Part.of(vars(preference_losses)[name], **numbers))
-    losses_P, metrics = objective(PAIR)
+    losses_P, metrics = objective(*PAIR)
     assert losses_P.item() == pytest.approx(expected, rel=1e-12)
     is_free = name in ("simpo", "orpo")
     assert metrics["preference/accuracy"].item() == (0.5 if is_free else 1.0)  # 0.5: a tie
@@ -77,8 +77,8 @@ def test_a_loss_has_a_finite_gradient_of_its_value(name: str) -> None:
     torch.manual_seed(0)
 
     def losses(policy_P2: Tensor) -> Tensor:
-        pairs = PairLogprobs(policy_P2, torch.full((5, 2), -4.0).double(), LENGTHS)
-        return PreferenceObjective(part, 0.3)(pairs)[0]
+        reference_P2 = torch.full((5, 2), -4.0).double()
+        return PreferenceObjective(part, 0.3)(policy_P2, reference_P2, LENGTHS)[0]
 
     policy_P2 = -1 - 8 * torch.rand(5, 2, dtype=torch.float64)
     assert torch.autograd.gradcheck(losses, (policy_P2.requires_grad_(),))
@@ -93,18 +93,18 @@ LENGTHS = torch.tensor([[1, 2], [3, 3], [2, 5], [4, 1], [2, 2]])
 
 def test_label_smoothing_of_the_sigmoid_loss_is_cdpo() -> None:
     part = Part.of(preference_losses.sigmoid, beta=0.5, label_smoothing=0.2)
-    losses_P, _ = PreferenceObjective(part)(PAIR)
+    losses_P, _ = PreferenceObjective(part)(*PAIR)
     assert losses_P.item() == pytest.approx(-0.8 * log(s(DELTA)) - 0.2 * log(s(-DELTA)))
 
 
 def test_ipo_may_take_sums_as_its_paper_writes() -> None:
     part = Part.of(preference_losses.ipo, beta=0.5, per_token=False)
-    assert PreferenceObjective(part)(PAIR)[0].item() == pytest.approx((3 - 1) ** 2)
+    assert PreferenceObjective(part)(*PAIR)[0].item() == pytest.approx((3 - 1) ** 2)
 
 
 def test_the_likelihood_of_the_chosen_answer_is_added() -> None:
     part = Part.of(preference_losses.sigmoid, beta=0.5)
-    losses_P, metrics = PreferenceObjective(part, 2.0)(PAIR)
+    losses_P, metrics = PreferenceObjective(part, 2.0)(*PAIR)
     assert metrics["loss/supervised_nats"].item() == 1.5
     assert losses_P.item() == pytest.approx(-log(s(DELTA)) + 2 * 1.5)
 
@@ -113,14 +113,14 @@ def test_an_own_loss_may_return_losses_alone() -> None:
     def own(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor) -> Tensor:
         return rejected_logratios_P - chosen_logratios_P
 
-    losses_P, metrics = PreferenceObjective(Part.of(own))(PAIR)
+    losses_P, metrics = PreferenceObjective(Part.of(own))(*PAIR)
     assert (losses_P.item(), metrics["preference/margin/mean"].item()) == (-3.0, 3.0)
 
     def wrong(chosen_logprobs_P: Tensor) -> Tensor:
         return chosen_logprobs_P.sum()
 
     with pytest.raises(TrainingError, match=r"returned \[\]; return the loss of each of 1 pairs"):
-        PreferenceObjective(Part.of(wrong))(PAIR)
+        PreferenceObjective(Part.of(wrong))(*PAIR)
 
 
 @pytest.mark.parametrize(("loss", "needs"), [("sigmoid", True), ("simpo", False), ("orpo", False)])
@@ -130,9 +130,7 @@ def test_a_loss_that_reads_no_log_ratios_needs_no_reference(*, loss: str, needs:
 
 
 def test_rewards_carry_no_gradient() -> None:
-    pairs = PairLogprobs(
-        PAIR.policy_P2.clone().requires_grad_(), PAIR.reference_P2, PAIR.lengths_P2
-    )
-    result = preference_losses.sigmoid(pairs.policy_P2[:, 0], pairs.policy_P2[:, 1])
+    policy_P2 = PAIR[0].clone().requires_grad_()
+    result = preference_losses.sigmoid(policy_P2[:, 0], policy_P2[:, 1])
     assert isinstance(result, PreferenceLoss)
     assert not result.chosen_rewards_P.requires_grad

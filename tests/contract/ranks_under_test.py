@@ -27,12 +27,11 @@ from hybridrl.workers.build import (
     build_reward_trainer,
     build_train_engine,
 )
-from hybridrl.workers.train.checkpoint_files import shards_of
-from hybridrl.workers.train.critic_engine import CriticEngine
+from hybridrl.workers.train.checkpoint import shards_of
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import LearningEngine
-from hybridrl.workers.train.reward_engine import RewardEngine
+from hybridrl.workers.train.value_engines import CriticEngine, RewardEngine
 from tests.config.values import config_of
 from tests.contract.layouts import ENGINES, Layout
 from tests.ranks import RankPool

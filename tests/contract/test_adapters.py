@@ -70,7 +70,7 @@ def _train(
     reference = rank.reference(folder, policy=engine, lora=lora)
     assert all(reference.resident_bytes(part) == 0 for part in TrainState)
     frozen = reference.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
-    logprobs = frozen.logprobs_BL.values() if reference.is_output_rank else None
+    logprobs = frozen.logprobs_BL.values() if engine.is_output_rank else None
     return weights_of(engine), _adapter_of(engine), steps, logprobs
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hybridrl.config.lora import ATTENTION_LINEAR
 from hybridrl.workers.train import checkpoint
-from hybridrl.workers.train.checkpoint import CheckpointWriter
-from hybridrl.workers.train.checkpoint_files import ShardReader
+from hybridrl.workers.train.checkpoint import CheckpointWriter, ShardReader
 from hybridrl.workers.train.protocol import LearningEngine
 from tests.contract.layouts import RESHAPES, RESHAPES_BY_NIGHT, layout_of, on_layouts
 from tests.contract.ranks_under_test import (

@@ -20,8 +20,8 @@ from hybridrl.batch import CriticBatch, jagged_from, row_lengths
 from hybridrl.config.model import CRITIC_MODEL_TYPES
 from hybridrl.errors import DataError, PhaseError
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.protocol import TrainState
+from hybridrl.workers.train.value_engines import CriticEngine
 from tests.contract.layouts import TIES, on_layouts
 from tests.contract.plain import PlainCritic, weights_in
 from tests.contract.ranks_under_test import (

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from hybridrl.batch import PreferenceBatch, SupervisedBatch
 from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train.reward_engine import RewardEngine
+from hybridrl.workers.train.value_engines import RewardEngine
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainRewardModel, weights_in
 from tests.contract.ranks_under_test import (

@@ -192,7 +192,7 @@ def test_batches_are_only_read(ranks: RanksUnderTest, folder: Path) -> None:
 def _hold_still(rank: Rank, folder: Path) -> None:
     policy = rank.policy(folder)
     reference = rank.reference(folder, policy=policy)
-    rollouts = to_rollouts(make_rows(4 + 2 * reference.dp_rank))
+    rollouts = to_rollouts(make_rows(4 + 2 * policy.dp_rank))
     start = reference.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
     for cycle in range(3):
         take_step(policy, make_rows(5, seed=cycle))

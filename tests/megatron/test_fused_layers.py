@@ -140,8 +140,8 @@ def test_optimizer_state_placement_changes_no_step(steps_of: StepsOf, case: str)
 
 def test_auto_layers_need_cuda_and_transformer_engine() -> None:
     install()
+    from hybridrl.workers.train.megatron.configuration import fuses_layers
     from hybridrl.workers.train.megatron.megatron_core import HAVE_TE
-    from hybridrl.workers.train.megatron.transformer import fuses_layers
 
     megatron = config_of().megatron
     assert megatron.layers == "auto"
@@ -152,8 +152,8 @@ def test_auto_layers_need_cuda_and_transformer_engine() -> None:
 
 def test_missing_transformer_engine_is_rejected_by_key() -> None:
     install()
+    from hybridrl.workers.train.megatron.configuration import require_transformer_engine
     from hybridrl.workers.train.megatron.megatron_core import HAVE_TE
-    from hybridrl.workers.train.megatron.transformer import require_transformer_engine
 
     if HAVE_TE:
         pytest.skip("TransformerEngine is installed")
@@ -162,22 +162,26 @@ def test_missing_transformer_engine_is_rejected_by_key() -> None:
         require_transformer_engine(megatron)
 
 
-def test_microbatch_lengths_suit_eight_bit_products(tmp_path: Path) -> None:
+def test_microbatch_lengths_suit_eight_bit_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install()
     from hybridrl.models.architecture import read_architecture
-    from hybridrl.workers.train.megatron.context import MegatronContext
-    from hybridrl.workers.train.megatron.transformer import (
-        Kernels,
+    from hybridrl.workers.train.megatron import configuration
+    from hybridrl.workers.train.megatron.configuration import (
         token_multiple,
         transformer_config,
     )
+    from hybridrl.workers.train.megatron.context import MegatronContext
     from tests.workers.train.engines import ACTOR, CPU
 
+    monkeypatch.setattr(configuration, "HAVE_TE", True)
     architecture = read_architecture(make_tiny_model(tmp_path))
 
     def multiple(tensor: int, *, is_shared: bool, **args: str) -> int:
         megatron = replace(
             config_of().megatron,
+            layers="transformer_engine",
             tensor_parallel_size=tensor,
             sequence_parallel=is_shared,
             transformer_args=args,
@@ -185,7 +189,7 @@ def test_microbatch_lengths_suit_eight_bit_products(tmp_path: Path) -> None:
         context = MegatronContext(
             megatron=megatron, model=config_of().model, device=CPU, seed=0, timeout_s=60.0
         )
-        built = transformer_config(architecture, context, ACTOR, kernels=Kernels(has_layers=True))
+        built = transformer_config(architecture, context, ACTOR, duty="scores")
         return token_multiple(built)
 
     assert multiple(1, is_shared=False) == 1

@@ -118,7 +118,7 @@ _AWARE = "megatron.optimizer_args={use_precision_aware_optimizer: true}"
 
 
 def test_a_start_without_transformer_engine_names_the_key_that_needs_it() -> None:
-    from hybridrl.workers.train.megatron.transformer import require_transformer_engine
+    from hybridrl.workers.train.megatron.configuration import require_transformer_engine
 
     megatron = config_of(*CHECK, "cluster=one_gpu", "actor.compute_dtype=bfloat16", _AWARE).megatron
     with pytest.raises(ConfigError) as caught:
@@ -188,19 +188,19 @@ def test_communication_overlaps_on_cuda_except_for_adapters() -> None:
 def test_missing_transformer_engine_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridrl.workers.train.megatron import transformer
+    from hybridrl.workers.train.megatron import configuration
 
-    monkeypatch.setattr(transformer, "HAVE_TE", False)
-    monkeypatch.setattr(transformer, "IMPORT_WARNINGS", ("it falls back",))
-    transformer._log_once.cache_clear()
+    monkeypatch.setattr(configuration, "HAVE_TE", False)
+    monkeypatch.setattr(configuration, "IMPORT_WARNINGS", ("it falls back",))
+    configuration._log_once.cache_clear()
     megatron = config_of("actor=megatron").megatron
     for _ in range(2):
-        transformer.log_warnings_once(megatron, torch.device("cuda"))
+        configuration.log_warnings_once(megatron, torch.device("cuda"))
     missing, warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "experts computed one after another" in missing
     assert "pip install --no-build-isolation 'hybridrl[transformer-engine]'" in missing
     assert warned == "megatron-core: it falls back"
-    transformer._log_once.cache_clear()
+    configuration._log_once.cache_clear()
 
 
 def test_check_command_reports_megatrons_answer(

@@ -13,10 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.train.megatron.architecture import inverse_frequencies, megatron_architecture
+from hybridrl.workers.train.megatron.architecture import (
+    hf_tensors,
+    inverse_frequencies,
+    megatron_architecture,
+)
+from hybridrl.workers.train.megatron.checkpoint import load_weights
 from hybridrl.workers.train.megatron.export import WeightExport
-from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
-from hybridrl.workers.train.megatron.load import load_weights
 from hybridrl.workers.train.megatron.shard_map import ShardMap
 from tests.megatron.models import build_local_model, global_parameters, this_rank
 from tests.ranks import run_ranks

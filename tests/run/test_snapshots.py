@@ -12,8 +12,7 @@ from hybridrl.data.rows import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError
 from hybridrl.run.checkpoints import Checkpointer
 from hybridrl.workers.train import checkpoint
-from hybridrl.workers.train.checkpoint import CheckpointWriter
-from hybridrl.workers.train.checkpoint_files import is_unchanged
+from hybridrl.workers.train.checkpoint import CheckpointWriter, is_unchanged
 from hybridrl.workers.train.shard_spec import RankShards
 from hybridrl.workers.train.shards import rank_shards
 

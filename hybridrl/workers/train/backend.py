@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hybridrl.batch import RolloutBatch, TrainBatch, routed_experts_of, row_offsets
+from hybridrl.config.actor import ActorConfig
+from hybridrl.config.critic import CriticConfig
+from hybridrl.errors import DataError
 from hybridrl.metrics import Metrics
+from hybridrl.models.architecture import Architecture
 from hybridrl.models.packed import AttentionKernel
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration
-from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
-from hybridrl.workers.train.optimizer import StepResult
+from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatcher, MicroBatches, Rows
+from hybridrl.workers.train.optimizer import GuardedOptimizer, StepResult
 from hybridrl.workers.train.protocol import (
     LearningEngine,
     NamedTensors,
@@ -34,11 +39,8 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
 
 
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
-"""Columns of scored tokens: a tuple of float [S], one float [columns, S], or [S] for one column.
-On a pipeline rank without the head: hidden states."""
 
 Compute: TypeAlias = Callable[[nn.Module, PackedTokens], Output]
-"""Computes a micro-batch on the model, or on one stage of it."""
 
 LossOf: TypeAlias = Callable[[MicroBatch, Output], tuple[Tensor, Metrics]]
 """From a micro-batch and its output to its share of the global loss, to be *summed*, and metrics.
@@ -55,52 +57,60 @@ def as_columns(output: Output, num_columns: int) -> Tensor:
 class StepOutcome:
     """One optimizer step."""
 
-    result: StepResult
-    """The same on all ranks."""
-
-    loss_metrics: Metrics
-    """Of this rank's rows, from ``LossOf``; empty unless this is an output rank."""
-
+    result: StepResult  # the same on all ranks
+    loss_metrics: Metrics  # of this rank's rows; empty unless this is an output rank
     model_metrics: Metrics = field(default_factory=dict)
     """Of the model itself, such as the load of its experts; the same on all ranks."""
 
 
 class Backend(LearningEngine, Protocol):
-    """A model in shards and, if it learns, its optimizer.
+    """A model in shards and, if it learns, its optimizer; base class of all back ends.
 
     Every method is a collective: all ranks call it in the same order, whatever their rows.
     """
 
-    folder: Path
-    """The Hugging Face folder that the model came from."""
-
+    folder: Path  # the Hugging Face folder that the model came from
     device: torch.device
+    data_ranks: Ranks  # the data-parallel ranks, each of which has rows of its own
+    is_output_rank: bool  # returns results: exactly one of the ranks with the same rows
+    adapter: Adapter | None  # learns instead of the weights
+    batcher: MicroBatcher
+    routed: Architecture | None  # of a model with ``actor.replay_routing``
 
-    data_ranks: Ranks
-    """The data-parallel ranks, each of which has rows of its own."""
+    @property
+    def weight_sets(self) -> tuple[WeightSet, ...]:
+        """See ``TrainEngine.weight_sets``."""
+        sends_adapter = self.adapter is not None and self.adapter.config.sync == "adapter"
+        return (WeightSet.BASE, WeightSet.ADAPTER) if sends_adapter else (WeightSet.BASE,)
 
-    is_output_rank: bool
-    """Whether this rank returns results; exactly one of the ranks with the same rows does."""
+    @property
+    def optimizer(self) -> GuardedOptimizer:
+        """Gradients, moments, and the number of steps taken."""
+        ...
 
-    weight_sets: tuple[WeightSet, ...]
-    """See ``TrainEngine.weight_sets``."""
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps taken, skipped ones not counted."""
+        return self.optimizer.num_steps
 
-    adapter: Adapter | None
-    """Learns instead of the weights."""
+    def begin_restore(self, *, num_updates: int) -> None:
+        """Go to ``num_updates``, with moments for the caller to fill."""
+        self.optimizer.begin_restore(num_steps=num_updates)
 
     def microbatches(self, rows: Rows) -> MicroBatches:
         """Divide this rank's rows; all data-parallel ranks get equally many micro-batches.
 
         Raises:
-            DataError: a sequence begins with a response token, which no token predicts.
+            DataError: a sequence begins with a response token, which no token predicts; or rows
+                lack the experts that a replay needs.
         """
-        ...
+        experts = None if self.routed is None else routes_of(rows, self.routed)
+        return self.batcher.divide(rows, experts)
 
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
         """Compute without gradient; all ranks with the same rows get the result.
 
-        Returns:
-            float32 [num_columns, tokens of all rows] on the host, 0 at tokens that are not scored.
+        It is float32 [num_columns, tokens of all rows] on the host, 0 where a token is not scored.
         """
         ...
 
@@ -142,3 +152,47 @@ def choose_kernel(attention: str, compute_dtype: str, device: torch.device) -> A
     """Choose the attention kernel for ``model.attention`` on a device."""
     has_varlen = device.type == "cuda" and compute_dtype == "bfloat16"
     return "varlen" if has_varlen and attention != "padded" else "padded"
+
+
+def replays_routes(
+    config: ActorConfig | CriticConfig, *, learns: bool, is_reward_model: bool
+) -> bool:
+    """Whether tokens go through the rollout's experts: those of the policy that learns, alone."""
+    if not isinstance(config, ActorConfig):
+        return False
+    return config.replay_routing and learns and not is_reward_model
+
+
+def routes_of(rows: Rows, architecture: Architecture) -> Tensor:
+    """Return the experts of all tokens but the last of each row, int16, jagged.
+
+    Raises:
+        DataError: rows without experts, or with those of another model.
+    """
+    experts_BLJK = routed_experts_of(rows) if isinstance(rows, RolloutBatch | TrainBatch) else None
+    remedy = "set rollout.routed_experts=true, or actor.replay_routing=false"
+    if experts_BLJK is None:
+        raise DataError(f"the rows do not contain the experts of their tokens; {remedy}")
+    experts = architecture.experts
+    num_experts, num_per_token = (
+        (0, 0) if experts is None else (experts.num_experts, experts.num_per_token)
+    )
+    shape, expected = experts_BLJK.values().shape[1:], (architecture.num_layers, num_per_token)
+    if shape != expected:
+        raise DataError(
+            f"the rows contain experts of {shape[0]} layers, {shape[1]} per token, and the model "
+            f"has {expected[0]} layers, {expected[1]} per token; {remedy}"
+        )
+    ends_B = row_offsets(experts_BLJK)[1:]
+    sparse = [] if experts is None else list(experts.sparse_layers)
+    used = experts_BLJK.values()[:, sparse]
+    is_wrong_T = ((used < 0) | (used >= num_experts)).flatten(1).any(dim=1)
+    is_wrong_T[ends_B - 1] = False  # the last token was not an input
+    if is_wrong_T.any():
+        index = int(is_wrong_T.nonzero()[0])
+        row = int((ends_B <= index).sum())
+        raise DataError(
+            f"token {index - int(row_offsets(experts_BLJK)[row])} of row {row} names an expert "
+            f"outside of the {num_experts} of each layer; {remedy}"
+        )
+    return experts_BLJK

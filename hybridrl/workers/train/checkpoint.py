@@ -1,66 +1,274 @@
 """One rank's file of a checkpoint: copied to the host while training waits, written later.
 
-Each rank writes a file of its own without a collective; the driver asks for sizes and checksums.
+Each rank writes a safetensors file of its own without a collective; the driver asks for sizes and
+checksums. Any number of ranks reads them: the metadata gives the offset of each shard in the full
+tensor. A tensor of which the rank has one shard is stored under its name; several shards are
+numbered, ``NAME#0``.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridrl.checkpoint.store import FileEntry
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.train.checkpoint_files import (
-    ShardReader,
-    header_of,
-    shards_to_write,
-    write_file,
-)
-from hybridrl.workers.train.offload import SLAB_BYTES, copy_to_host
+from hybridrl.json_text import to_json_text
+from hybridrl.workers.train.offload import copy_to_host
 from hybridrl.workers.train.protocol import LearningEngine
+from hybridrl.workers.train.shard_spec import (
+    RankShards,
+    ShardSpec,
+    TensorRange,
+    TensorShard,
+    intersect,
+    relative_slices,
+    size_of,
+    subtract,
+)
 
-Notes = Mapping[str, object]
-"""Small state of a worker besides tensors, in types of JSON."""
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
+_CHUNK_BYTES = 16 * 2**20
+_ALIGNMENT = 8
+_NUM_NAMED = 4
+_NUMBER = "#"  # before the number of a shard; in no tensor's name
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredShard:
+    """A shard in a file."""
+
+    file: Any
+    key: str
+    range: TensorRange
+
+
+def shards_of(name: str, tensor: RankShards) -> Iterator[tuple[str, TensorShard]]:
+    """Yield this rank's shards of a tensor, by key in the rank's file."""
+    is_one = len(tensor.shards) == 1
+    for number, shard in enumerate(tensor.shards):
+        yield name if is_one else f"{name}{_NUMBER}{number}", shard
+
+
+def header_of(shards: Mapping[str, TensorShard], notes: Mapping[str, object]) -> bytes:
+    """Return the start of a safetensors file: length and JSON, padded to 8 bytes.
+
+    Only ranges, types and shapes of the shards are read.
+    """
+    places = {name: (shard.spec.full_shape, shard.spec.offset) for name, shard in shards.items()}
+    entries: dict[str, object] = {
+        "__metadata__": {"places": to_json_text(places), "notes": to_json_text(notes)}
+    }
+    end = 0
+    for name, shard in shards.items():
+        begin, end = end, end + shard.values.nbytes
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[shard.values.dtype],
+            "shape": list(shard.values.shape),
+            "data_offsets": [begin, end],
+        }
+    text = to_json_text(entries).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(path: Path, header: bytes, values: Iterable[Tensor]) -> FileEntry:
+    """Write a safetensors file, whose folder exists, and flush it to the disk.
+
+    Args:
+        values: uint8 host tensors: the values of all shards, end to end.
+    """
+    checksum = num_bytes = 0
+    with path.open("wb", buffering=0) as file:
+        for chunk in _chunks(header, values):
+            if file.write(chunk) != len(chunk):  # an unbuffered file may take fewer bytes
+                raise OSError(f"no space left for {path}")
+            checksum = zlib.crc32(chunk, checksum)
+            num_bytes += len(chunk)
+        os.fsync(file.fileno())
+    return FileEntry(name=path.name, num_bytes=num_bytes, crc32=checksum)
+
+
+def _chunks(header: bytes, values: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
+    for flat in values:
+        all_bytes = flat.numpy().data
+        for begin in range(0, len(all_bytes), _CHUNK_BYTES):
+            yield all_bytes[begin : begin + _CHUNK_BYTES]
+
+
+def is_unchanged(path: Path, entry: FileEntry) -> bool:
+    """Read a file and compare its checksum with that of the written bytes."""
+    checksum = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                checksum = zlib.crc32(chunk, checksum)
+    except OSError:
+        return False
+    return checksum == entry.crc32
+
+
+class ShardReader:
+    """The files that all ranks wrote together, opened through memory maps. Use it in a ``with``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._opened = ExitStack()
+        self._stored: dict[str, list[_StoredShard]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Full shape of every tensor, by name."""
+        self.notes: list[dict[str, Any]] = []
+        """The notes of each rank, by rank."""
+        paths = sorted(folder.glob("rank-*.safetensors"))
+        if not paths:
+            raise CheckpointError(
+                f"{folder} contains no rank files; resume from another checkpoint"
+            )
+        for path in paths:
+            self._open(path)
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def fill(self, tensors: Mapping[str, RankShards], *, allows_more: bool = False) -> None:
+        """Fill this rank's shards of each tensor, however the writers had sharded it.
+
+        The files may hold further tensors if ``allows_more``; they are not read.
+
+        Raises:
+            CheckpointError: names or shapes differ, or no file has some of the values.
+        """
+        wanted = {name: tensor.full_shape for name, tensor in tensors.items()}
+        saved = {n: s for n, s in self.shapes.items() if n in wanted or not allows_more}
+        self._check_names(wanted, saved)
+        for name, tensor in tensors.items():
+            for _, shard in shards_of(name, tensor):
+                self._fill(name, shard)
+
+    def _fill(self, name: str, wanted: TensorShard) -> None:
+        missing = [wanted.spec.range] if wanted.values.numel() else []
+        for stored in self._stored[name]:
+            remaining: list[TensorRange] = []
+            for unfilled in missing:
+                shared = intersect(stored.range, unfilled)
+                if shared is None:
+                    remaining.append(unfilled)
+                else:
+                    target = wanted.values[relative_slices(shared, outer=wanted.spec.range)]
+                    target.copy_(_read(stored, shared))
+                    remaining += subtract(unfilled, shared)
+            missing = remaining
+        if missing:
+            num_values = wanted.values.numel()
+            num_filled = num_values - sum(map(size_of, missing))
+            raise CheckpointError(
+                f"{self._folder}: {name} has {num_filled} of the {num_values} values that this "
+                "rank needs; a file is missing. Resume from another checkpoint"
+            )
+
+    def _check_names(
+        self, wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        reshaped = [
+            f"{name} is {list(saved[name])} in the checkpoint and {list(wanted[name])} in the model"
+            for name in sorted(wanted.keys() & saved.keys())
+            if saved[name] != wanted[name]
+        ]
+        differing = {
+            "missing": sorted(wanted.keys() - saved.keys()),
+            "unexpected": sorted(saved.keys() - wanted.keys()),
+            "of another shape": reshaped,
+        }
+        problems = [
+            f"{len(names)} tensors {problem}, first: {', '.join(names[:_NUM_NAMED])}"
+            for problem, names in differing.items()
+            if names
+        ]
+        if problems:
+            raise CheckpointError(
+                f"{self._folder} belongs to another model: {'; '.join(problems)}; set model.path "
+                "and the lora and critic sections to the values that the run began with, or start "
+                "a new run with another trainer.run_dir"
+            )
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = self._opened.enter_context(safe_open(path, framework="pt"))
+            metadata = file.metadata()
+            places = json.loads(metadata["places"])
+            notes = json.loads(metadata["notes"])
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as err:
+            raise CheckpointError(
+                f"{path} cannot be read: {err}; resume from another checkpoint"
+            ) from err
+        for key, (full_shape, offset) in places.items():
+            name = key.partition(_NUMBER)[0]
+            spec = ShardSpec.at(full_shape, offset, file.get_slice(key).get_shape())
+            self._stored.setdefault(name, []).append(_StoredShard(file, key, spec.range))
+            self.shapes[name] = spec.full_shape
+        self.notes.append(notes)
+
+
+def _read(stored: _StoredShard, shared: TensorRange) -> Tensor:
+    if not shared:  # a number has no dimension to slice
+        number: Tensor = stored.file.get_tensor(stored.key)
+        return number
+    tensor = stored.file.get_slice(stored.key)
+    values: Tensor = tensor[relative_slices(shared, outer=stored.range)]
+    return values
+
+
+Notes = Mapping[str, object]  # small state of a worker, in types of JSON
 
 
 class CheckpointWriter:
-    """Writes one snapshot at a time in a thread of its own.
+    """Writes one snapshot at a time in a thread of its own."""
 
-    Args:
-        slab_bytes: size of an allocation of host memory; see ``SLAB_BYTES``.
-    """
-
-    def __init__(self, *, slab_bytes: int = SLAB_BYTES) -> None:
-        self._slab_bytes = slab_bytes
+    def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[FileEntry] | None = None
 
     def begin(self, engine: LearningEngine, path: Path, *, notes: Notes) -> None:
         """Copy the engine's checkpoint tensors to the host, and begin to write them.
 
-        Waits for the end of the previous write.
-
-        Args:
-            engine: must not be offloaded.
-            path: the file to write; its folder is made.
-            notes: of the worker, saved beside the tensors.
+        Waits for the end of the previous write. The engine must not be offloaded.
         """
         if self._writing is not None:
             wait([self._writing])
-        shards = shards_to_write(engine.checkpoint_tensors())
+        tensors = engine.checkpoint_tensors().items()
+        # The first of several replicas writes.
+        each = (shards_of(name, tensor) for name, tensor in tensors if not tensor.is_copy)
+        shards = dict(chain.from_iterable(each))
         state = {"num_updates": engine.num_updates, "random": _random_state(), **notes}
         header = header_of(shards, state)
-        values = (shard.values for shard in shards.values())
-        copied = copy_to_host(values, slab_bytes=self._slab_bytes)
+        copied = copy_to_host(shard.values for shard in shards.values())
         self._writing = self._thread.submit(_write, path, header, copied)
 
     def collect(self, *, waits: bool) -> FileEntry | None:
@@ -127,7 +335,6 @@ def _write(path: Path, header: bytes, copied: Sequence[Tensor]) -> FileEntry:
 
 
 def _random_state() -> dict[str, Any]:
-    """Return the state of this process's generators in types of JSON."""
     version, internal, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {

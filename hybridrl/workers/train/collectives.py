@@ -13,12 +13,7 @@ from hybridrl.metrics import Metrics, merge
 
 
 class Ranks:
-    """A process group, or this process alone.
-
-    Args:
-        device: of the tensors that the group's backend takes.
-        group: None is all ranks.
-    """
+    """A process group (None: all ranks) for tensors of ``device``, or this process alone."""
 
     def __init__(self, device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
         self.device = device

@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
 
 
 Configuration: TypeAlias = PretrainedConfig | GenerationConfig
-"""A configuration of a model or of its generation."""
 
 
 def configs_of(model: PreTrainedModel) -> list[Configuration]:
@@ -80,9 +79,7 @@ def write_hf_folder(
     No more than one safetensors file of weights is held at a time.
 
     Args:
-        folder: must not exist; its parents are made.
-        weights: names and full tensors, in the order of ``specs``.
-        specs: all weights to come.
+        weights: names and full tensors, in the order of ``specs``, which lists all of them.
         configs: of the model, and of generation if it has one.
         source: the folder whose tokenizer files, if any, are copied.
         max_file_bytes: weights per file; a single larger tensor has a file of its own.

@@ -27,18 +27,19 @@ from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import DTYPES
 from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.backend import (
+    Backend,
     Compute,
     LossOf,
     StepOutcome,
     as_columns,
     choose_kernel,
+    replays_routes,
 )
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration, configs_of
-from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches, Rows
+from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.routes import replays_routes, routes_of
 from hybridrl.workers.train.shard_spec import RankShards
 from hybridrl.workers.train.shards import (
     build_model,
@@ -52,28 +53,22 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
     from hybridrl.models.adapter import Adapter
 
 
-class FSDP2Backend:
-    """A ``Backend``: a Hugging Face model in shards.
+class FSDP2Backend(Backend):
+    """A Hugging Face model in shards.
 
     With more than one rank the process group is initialised before; its timeout bounds every
     collective here.
 
     Args:
-        folder: the Hugging Face folder that the model comes from.
-        config: types, token budget, optimizer. An actor's makes a policy, a critic's a value model
-            whose head begins as zeros.
+        config: an actor's makes a policy, a critic's a value model whose head begins as zeros.
         num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
         adapter: learns instead of the policy's weights, in float32.
         is_reward_model: makes a value model with the head of the folder, if it has one.
-
-    Raises:
-        ModelError: the folder is not usable, or the adapter does not fit the model.
     """
 
     is_output_rank = True  # every rank has rows of its own
 
-    model: PackedModel
-    """The weights of this rank: all of them, or shards if it is an ``FSDPModule``."""
+    model: PackedModel  # all weights, or this rank's shards if it is an ``FSDPModule``
 
     def __init__(
         self,
@@ -90,14 +85,11 @@ class FSDP2Backend:
         self.device = device
         self.adapter = adapter
         self.data_ranks = Ranks(device)
-        sends_adapter = adapter is not None and adapter.config.sync == "adapter"
-        self.weight_sets = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
         self._config = config
         learns = num_total_steps is not None
         replays = replays_routes(config, learns=learns, is_reward_model=is_reward_model)
-        self._routed = read_architecture(folder) if replays else None
-        """Of a model whose tokens go through the rollout's experts."""
-        self._batcher = MicroBatcher(
+        self.routed = read_architecture(folder) if replays else None
+        self.batcher = MicroBatcher(
             kernel=choose_kernel(model_config.attention, config.compute_dtype, device),
             max_tokens=config.max_tokens_per_microbatch,
             ranks=self.data_ranks,
@@ -115,27 +107,26 @@ class FSDP2Backend:
         self._names = StoredNames(self.model.hf.config.model_type)
         self._optimizer: GuardedAdamW | None = None
         if num_total_steps is not None:
-            self._optimizer = self._prepare_to_learn(num_total_steps)
+            self.model.train()
+            if config.gradient_checkpointing:
+                recompute_blocks(self.model.hf)
+            self._optimizer = GuardedAdamW(
+                (parameter for parameter in self.model.parameters() if parameter.requires_grad),
+                config=config.optimizer,
+                num_total_steps=num_total_steps,
+                ranks=self.data_ranks,
+            )
 
     @property
     def optimizer(self) -> GuardedAdamW:
-        """Moments, and the number of steps taken.
-
-        Raises:
-            ModelError: the model does not learn.
-        """
+        """See ``Backend``."""
         if self._optimizer is None:
             raise ModelError(f"the model of {self.folder} was built without an optimizer")
         return self._optimizer
 
-    def microbatches(self, rows: Rows) -> MicroBatches:
-        """Divide this rank's rows; every rank gets as many micro-batches."""
-        experts = None if self._routed is None else routes_of(rows, self._routed)
-        return self._batcher.divide(rows, experts)
-
     @torch.no_grad()
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
-        """Compute without gradient; see ``Backend.forward``."""
+        """See ``Backend``."""
         columns = torch.zeros(num_columns, microbatches.num_values)
         try:
             for microbatch in microbatches:
@@ -148,7 +139,7 @@ class FSDP2Backend:
     def train_step(
         self, microbatches: MicroBatches, compute: Compute, loss_of: LossOf
     ) -> StepOutcome:
-        """Compute forward and backward and take one step; see ``Backend.train_step``."""
+        """See ``Backend``."""
         self.optimizer.drop_gradients()  # of an update whose loss failed
         reduces_every = self._config.fsdp2.reduce_gradients == "every_microbatch"
         total_loss = torch.zeros((), device=self.device)
@@ -165,7 +156,7 @@ class FSDP2Backend:
         return StepOutcome(self.optimizer.step(total_loss), merge(metrics))
 
     def weight_specs(self, weight_set: WeightSet) -> tuple[WeightSpec, ...]:
-        """Describe the tensors of ``full_weights``, in its order."""
+        """See ``Backend``."""
         return tuple(
             WeightSpec(stored, tuple(shape), shape.numel() * p.element_size())
             for name, p in self._weights(weight_set)
@@ -173,7 +164,7 @@ class FSDP2Backend:
         )
 
     def full_weights(self, weight_set: WeightSet, dtype: torch.dtype | None) -> NamedTensors:
-        """Yield each weight of a set, gathered from its shards, one at a time.
+        """See ``Backend``.
 
         Without shards a tensor is the live weight. Matrices of experts are views of what was
         gathered.
@@ -185,7 +176,7 @@ class FSDP2Backend:
             yield from self._names.views(name, full_tensor(parameter, dtype=dtype))
 
     def merged_weights(self, dtype: torch.dtype | None = None) -> NamedTensors:
-        """Yield the weights of the same model without adapters, one tensor at a time."""
+        """See ``Backend``."""
         parameters = dict(self.model.hf.named_parameters())
         for name, parameter in parameters.items():
             if is_adapter_name(name):
@@ -200,15 +191,15 @@ class FSDP2Backend:
             yield from self._names.views(hf_name(name), weight)
 
     def hf_configs(self) -> Sequence[Configuration]:
-        """Return the configurations of an exported folder."""
+        """See ``Backend``."""
         return configs_of(self.model.hf)
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Compute without the adapter inside the ``with``."""
+        """See ``Backend``."""
         return nullcontext() if self.adapter is None else self.adapter.switched_off()
 
     def tensors(self, state: TrainState) -> list[Tensor]:
-        """Return this rank's plain tensors of a state, those that can leave the device."""
+        """See ``Backend``."""
         if self._config.fsdp2.cpu_offload:  # all tensors are on the host between computations
             return []
         if state is TrainState.PARAMETERS:
@@ -218,13 +209,8 @@ class FSDP2Backend:
         is_gradients = state is TrainState.GRADIENTS
         return self._optimizer.gradients() if is_gradients else self._optimizer.state()
 
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted."""
-        return self.optimizer.num_steps
-
     def checkpoint_tensors(self) -> dict[str, RankShards]:
-        """List the parameters that learn, and their moments; see ``LearningEngine``."""
+        """See ``LearningEngine``."""
         optimizer = self.optimizer
         learning = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         tensors: dict[str, RankShards] = {}
@@ -236,26 +222,10 @@ class FSDP2Backend:
                 tensors |= stored_shards(prefix, name, parameter, value, self._names)
         return tensors
 
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments for the caller to fill."""
-        self.optimizer.begin_restore(num_steps=num_updates)
-
     def end_restore(self) -> None:
         """Do nothing: the live tensors were filled."""
 
-    def _prepare_to_learn(self, num_total_steps: int) -> GuardedAdamW:
-        self.model.train()
-        if self._config.gradient_checkpointing:
-            recompute_blocks(self.model.hf)
-        return GuardedAdamW(
-            (parameter for parameter in self.model.parameters() if parameter.requires_grad),
-            config=self._config.optimizer,
-            num_total_steps=num_total_steps,
-            ranks=self.data_ranks,
-        )
-
     def _weights(self, weight_set: WeightSet) -> list[tuple[str, nn.Parameter]]:
-        """Return parameters by their names outside of this model."""
         is_adapter = weight_set is WeightSet.ADAPTER
         rename = file_name if is_adapter else hf_name
         named = self.model.hf.named_parameters()

@@ -26,23 +26,12 @@ _K3 = Part.of(k3)
 class PolicyGradientLoss:
     """A policy loss, with optional KL penalty, entropy bonus and correction for the sampler."""
 
-    policy_loss: Part
-    """Of ``algorithms/policy_losses``."""
-
-    kl_estimator: Part = _K3
-    """Of ``algorithms/kl.py``."""
-
-    kl_gradient: KLGradient = "value"
-    """See ``algorithms/kl.py``."""
-
-    kl_coefficient: float = 0.0
-    """Weight of the KL penalty; 0 only measures the KL, if there is a reference."""
-
+    policy_loss: Part  # of algorithms/policy_losses
+    kl_estimator: Part = _K3  # of algorithms/kl.py
+    kl_gradient: KLGradient = "value"  # see algorithms/kl.py
+    kl_coefficient: float = 0.0  # 0 only measures the KL, if there is a reference
     entropy_coefficient: float = 0.0
-
-    token_mask: Part | None = None
-    """Leaves tokens out of the policy's term; see ``algorithms/token_masks.py``."""
-
+    token_mask: Part | None = None  # leaves tokens out; see algorithms/token_masks.py
     correction: Part | None = None
     """Weighs tokens that trainer and sampler find unequally likely, by the update's own log-probs.
     Where old ones were computed before, the batch has the weights."""
@@ -96,13 +85,21 @@ class PolicyGradientLoss:
         return loss, metrics
 
     def _require_same_policy(self, metrics: Metrics) -> None:
-        """Refuse to learn from tokens of this version that another policy sampled."""
         mean = metrics.get("policy/sampler_mismatch_nats/mean")
         largest = metrics.get("policy/sampler_mismatch_nats/max")
-        if self.max_drift_nats is None or mean is None or largest is None:
+        limit = self.max_drift_nats
+        if limit is None or mean is None or largest is None:
             return
-        if not mean.value <= self.max_drift_nats:  # a mean that is not a number, too
-            raise _drift_error(mean.value, largest.value, self.max_drift_nats)
+        if not mean.value <= limit:  # a mean that is not a number, too
+            raise DriftError(
+                "trainer and rollout engine are not the same policy: log-probs of the tokens in a "
+                f"micro-batch differ by {mean.value:.3g} nats on average and {largest.value:.3g} "
+                f"nats at most; rollout.canary_max_drift_nats={limit:g} is the limit of the "
+                "average. No optimizer step was taken from these tokens. If the engine loses its "
+                "weights while it sleeps, set rollout.backup_weights=always or "
+                "rollout.sleep=false; if its number type is coarser, rollout.dtype=float32; if "
+                "that is only rounding, raise rollout.canary_max_drift_nats"
+            )
 
     def _call(self, part: Part, inputs: TokenLossInputs) -> Any:  # noqa: ANN401 - by the part
         return part(
@@ -199,18 +196,6 @@ def _describe(
     return means, maxima
 
 
-def _drift_error(mean_nats: float, max_nats: float, limit_nats: float) -> DriftError:
-    """Say that nothing is learned from what another policy sampled: garbage is often fluent."""
-    return DriftError(
-        "trainer and rollout engine are not the same policy: log-probs of the tokens in a "
-        f"micro-batch differ by {mean_nats:.3g} nats on average and {max_nats:.3g} nats at most; "
-        f"rollout.canary_max_drift_nats={limit_nats:g} is the limit of the average. No optimizer "
-        "step was taken from these tokens. If the engine loses its weights while it sleeps, set "
-        "rollout.backup_weights=always or rollout.sleep=false; if its number type is coarser, "
-        "rollout.dtype=float32; if that is only rounding, raise rollout.canary_max_drift_nats"
-    )
-
-
 def _to_metrics(
     weights_T: Tensor,
     *,
@@ -221,7 +206,7 @@ def _to_metrics(
     """Copy all scalars to the host in one transfer: each ``.item()`` would wait for the device.
 
     A share of the loss becomes a mean over the weights. Merged, it is the loss per token with the
-    weights of the loss. Where the weights of a step sum to 1, it is the loss itself.
+    weights of the loss; where the weights of a step sum to 1, it is the loss itself.
     """
     num_tokens = len(weights_T)
     if not num_tokens:

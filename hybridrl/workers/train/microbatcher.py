@@ -1,9 +1,8 @@
 """From jagged batches to micro-batches: rows laid end to end, as many on every rank.
 
-Three pure functions: ``group_by_prompt``, ``plan`` and ``lay_out``. They skip the last token of a
-sequence, which predicts no token, and sequences without a response. Sequences of a micro-batch with
-the same prompt compute it once. Gradients equal those of single sequences. Most rows are one
-sequence; all sequences of a row are in the same micro-batch.
+``plan`` and ``lay_out`` skip the last token of a sequence, which predicts no token, and sequences
+without a response. Sequences of a micro-batch with the same prompt compute it once. Gradients equal
+those of single sequences. Most rows are one sequence; all of a row are in the same micro-batch.
 
 Legend: B rows of the batch, Q sequences of a row, L tokens of a row, N tokens of all rows, K spans
 of a micro-batch, T packed tokens, U those of this rank, S scored (response) tokens, R sequences
@@ -77,25 +76,13 @@ class BatchRows:
 class MicroBatcher:
     """Divides this rank's batches into micro-batches."""
 
-    kernel: AttentionKernel
-    """The attention of the model."""
-
-    max_tokens: int
-    """Packed tokens of a micro-batch; a single longer row is alone in its own."""
-
-    ranks: Ranks
-    """The data-parallel ranks, which compute equally many micro-batches."""
-
+    kernel: AttentionKernel  # the attention of the model
+    max_tokens: int  # of a micro-batch; a single longer row is alone in its own
+    ranks: Ranks  # data-parallel ones, which compute equally many micro-batches
     device: torch.device
-
-    multiple: int = 1
-    """Padding makes the tokens of a micro-batch on each rank divisible by it."""
-
-    share: ContextParallelRank | None = None
-    """This rank's part of each micro-batch; None if it has all of it."""
-
-    group_size: int = 1
-    """A schedule may require a number of micro-batches that is divisible by it."""
+    multiple: int = 1  # padding makes the tokens of a micro-batch on each rank divisible by it
+    share: ContextParallelRank | None = None  # this rank's part of each micro-batch; None: all
+    group_size: int = 1  # of a schedule: divides the number of micro-batches
 
     def read(
         self,
@@ -105,19 +92,10 @@ class MicroBatcher:
         *,
         sequence_lengths_BQ: Tensor | None = None,
     ) -> BatchRows:
-        """Locate sequences and their responses.
+        """Locate sequences and their responses; without ``sequence_lengths_BQ`` one a row.
 
         With experts, rows share a prompt only if its tokens went through the same experts. The
         sampler may have chosen others in another batch.
-
-        Args:
-            token_ids_BL: int64, jagged.
-            response_mask_BL: bool, jagged.
-            experts_BLJK: int16, jagged.
-            sequence_lengths_BQ: int64, jagged; None: every row is one sequence.
-
-        Raises:
-            DataError: a sequence begins with a response token, which no token predicts.
         """
         # Ranks that share tokens and attend with the varlen kernel compute each prompt by itself.
         shares_prompts = self.kernel == "padded" or self.share is None
@@ -151,8 +129,7 @@ class MicroBatcher:
     def divide(self, batch: Rows, experts_BLJK: Tensor | None = None) -> MicroBatches:
         """Plan this rank's micro-batches; a collective call.
 
-        All ranks get equally many micro-batches, at least one; some may be dummies. For experts and
-        errors see ``read``.
+        All ranks get equally many micro-batches, at least one; some may be dummies.
         """
         sequence_lengths_BQ = None
         if not isinstance(batch, SupervisedBatch | PreferenceBatch):
@@ -181,7 +158,7 @@ class MicroBatches:
 
     @property
     def response_lengths_B(self) -> Tensor:
-        """Response tokens of each row, int64 [B]."""
+        """Response tokens of each row, int64."""
         return self._rows.response_lengths_B
 
     @property
@@ -232,14 +209,8 @@ def plan(rows: BatchRows, *, max_tokens: int, num_together: int = 1) -> list[lis
 def plan_microbatches(lengths_B: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     """Divide rows into as few micro-batches as possible, of nearly equal size.
 
-    Rows come by descending length, so that rows of one micro-batch need little padding.
-
-    Args:
-        lengths_B: tokens of each row, >= 1.
-        max_tokens: tokens of a micro-batch; a longer row gets its own.
-
-    Returns:
-        Row numbers of each micro-batch, longest rows first. Every row is in exactly one.
+    Rows come by descending length, so that rows of one micro-batch need little padding. A row that
+    is longer than ``max_tokens`` gets its own.
     """
     rows = sorted(range(len(lengths_B)), key=lambda row: (-lengths_B[row], row))
     fewest = len(_fill(rows, lengths_B, max_tokens))
@@ -398,7 +369,6 @@ def _arrange(rows: BatchRows, groups: list[list[int]], *, by_length: bool) -> li
 
 
 def _spans_of(rows: BatchRows, group: Sequence[int]) -> list[_Span]:
-    """Return the span of a single sequence; or the prompt of a group, and the end of each."""
     first, *others = group
     sequence = rows.by_number[first]
     if not others:
@@ -441,13 +411,9 @@ def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, P
 
 def _count_all_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:
     """Count the tokens of sequences, each prompt once."""
-    return sum(_count_tokens(rows, group) for group in group_by_prompt(rows, numbers))
-
-
-def _count_tokens(rows: BatchRows, group: Sequence[int]) -> int:
-    """Count the tokens of sequences that share one computation of their prompt."""
-    num_shared_tokens = rows.by_number[group[0]].num_prompt_tokens * (len(group) - 1)
-    return sum(rows.by_number[number].num_tokens for number in group) - num_shared_tokens
+    sequences = [rows.by_number[number] for number in numbers]
+    prompts = {each.prompt: each.num_prompt_tokens for each in sequences}
+    return sum(prompts.values()) + sum(s.num_tokens - s.num_prompt_tokens for s in sequences)
 
 
 def _digest(experts_LJK: Tensor) -> bytes:

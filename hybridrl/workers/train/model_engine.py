@@ -32,21 +32,17 @@ WeightedLoss: TypeAlias = Callable[[MicroBatch, Output, Tensor], tuple[Tensor, M
 micro-batch's share of that loss and metrics."""
 
 
-TOKEN_MEAN = Part.of(token_mean)
-"""Each token of an optimizer step weighs the same."""
+TOKEN_MEAN = Part.of(token_mean)  # each token of a step weighs the same
 
 
 class ModelEngine:
     """A model on a training back end; subclasses define its outputs and its loss.
 
     Args:
-        backend: has the model and, if it learns, its optimizer.
         area: prefix of the metrics of its steps, ``policy`` or ``critic``.
     """
 
-    dp_rank: int
-    """This rank's number among the data-parallel ranks, which have different rows."""
-
+    dp_rank: int  # among the data-parallel ranks, which have different rows
     dp_size: int
     is_output_rank: bool
 
@@ -60,35 +56,31 @@ class ModelEngine:
         self._offloaded: dict[TrainState, OffloadedTensors] = {}
 
     def offload(self, state: TrainState) -> None:
-        """Move a state to host memory and free its device memory. Twice is a no-op."""
+        """See ``OffloadableModel``."""
         if state not in self._offloaded:
             self._offloaded[state] = OffloadedTensors(self.backend.tensors(state))
 
     def restore(self, state: TrainState) -> None:
-        """Move a state back to the device, bitwise identical. Twice is a no-op."""
+        """See ``OffloadableModel``."""
         if state in self._offloaded:
             self._offloaded[state].restore()  # may run out of memory, and be called again
             del self._offloaded[state]
 
     def resident_bytes(self, state: TrainState) -> int:
-        """Measure the bytes of a state on this rank's device."""
+        """See ``OffloadableModel``."""
         return resident_bytes(self.backend.tensors(state))
 
     def weight_specs(self, weight_set: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
-        """Describe the tensors of ``full_weights``, in its order."""
+        """See ``TrainEngine``."""
         return self.backend.weight_specs(weight_set)
 
     def full_weights(
         self, weight_set: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
     ) -> NamedTensors:
-        """Yield each weight of a set, gathered from its shards. Every rank must exhaust it.
+        """See ``TrainEngine``.
 
         Weights have their Hugging Face names, tied ones come once. With ``lora.sync=merged`` the
-        base includes the adapter, merged into a copy. Without shards a tensor is the live weight,
-        not a copy. Shards in a wider type than ``dtype``, the receiver's, may be cast to it first.
-
-        Raises:
-            PhaseError: the parameters are offloaded.
+        base includes the adapter, merged into a copy. Without shards a tensor is the live weight.
         """
         self._require("full_weights()", TrainState.PARAMETERS)
         yield from self.backend.full_weights(weight_set, dtype)
@@ -116,25 +108,25 @@ class ModelEngine:
         write_on_first(Ranks(self.backend.device), self.backend.merged_weights(), write)
 
     def hf_configs(self) -> Sequence[Configuration]:
-        """Return the configurations of an exported folder."""
+        """See ``Backend``."""
         return self.backend.hf_configs()
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted."""
+        """See ``LearningEngine``."""
         return self.backend.num_updates
 
     def checkpoint_tensors(self) -> Mapping[str, RankShards]:
-        """List the parameters that learn, and their moments; see ``LearningEngine``."""
+        """See ``LearningEngine``."""
         self._require("checkpoint_tensors()", *TrainState)
         return self.backend.checkpoint_tensors()
 
     def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments for the caller to fill."""
+        """See ``LearningEngine``."""
         self.backend.begin_restore(num_updates=num_updates)
 
     def end_restore(self) -> None:
-        """Use the filled values, on all ranks; a collective call."""
+        """See ``LearningEngine``."""
         self.backend.end_restore()
 
     def _require(self, action: str, *states: TrainState) -> None:
@@ -146,11 +138,7 @@ class ModelEngine:
             )
 
     def _compute_columns(self, rows: Rows, compute: Compute, *, num_columns: int) -> list[Tensor]:
-        """Compute this rank's rows without gradient.
-
-        Returns:
-            Each column, jagged float32 [B, L] on the host, 0 where the mask is False.
-        """
+        """Return each column, jagged float32 [B, L] on the host, 0 where the mask is False."""
         columns = self.backend.forward(
             self.backend.microbatches(rows), compute, num_columns=num_columns
         )
@@ -221,13 +209,7 @@ def values_of(model: nn.Module, tokens: PackedTokens) -> Tensor:
 
 
 def step_metrics(result: StepResult, *, area: str, counts: bool) -> Metrics:
-    """Report an optimizer step.
-
-    Args:
-        result: the same on all ranks.
-        area: ``policy`` or ``critic``.
-        counts: True on exactly one rank, because counts of ranks are added.
-    """
+    """Report a step; ``counts`` is True on exactly one rank, because counts of ranks are added."""
     metrics: Metrics = {f"{area}/lr": Last(result.lr)}
     if not result.is_skipped:
         metrics[f"{area}/grad_norm"] = Max(result.grad_norm)

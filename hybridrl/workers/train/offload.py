@@ -22,17 +22,15 @@ a power of two waste less than one slab."""
 class OffloadedTensors:
     """The bytes of some tensors, in host memory (pinned, if they come from a GPU).
 
-    The constructor frees the tensors' own memory; reading them until ``restore`` is an error.
-
-    Args:
-        tensors: plain tensors of one kind of device; views of one storage are moved once.
+    The constructor frees the tensors' own memory; reading them until ``restore`` is an error. They
+    are plain, of one kind of device; views of one storage are moved once.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], *, slab_bytes: int = SLAB_BYTES) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._storages = distinct_storages(tensors)
         self._sizes = [storage.nbytes() for storage in self._storages]
         is_pinned = any(storage.device.type == "cuda" for storage in self._storages)
-        self._slabs = _allocate(sum(self._sizes), slab_bytes=slab_bytes, is_pinned=is_pinned)
+        self._slabs = _allocate(sum(self._sizes), is_pinned=is_pinned)
         self._copy(to_host=True)
         for storage in self._storages:
             storage.resize_(0)
@@ -45,7 +43,6 @@ class OffloadedTensors:
         self._storages, self._sizes, self._slabs = [], [], []
 
     def _copy(self, *, to_host: bool) -> None:
-        """Copy between storages and slabs, and wait for the copies."""
         flat_bytes = (_bytes_of(storage) for storage in self._storages)
         for device, host in _pairs(flat_bytes, self._slabs):
             target, source = (host, device) if to_host else (device, host)
@@ -53,19 +50,14 @@ class OffloadedTensors:
         _wait_for_copies(self._storages)
 
 
-def copy_to_host(tensors: Iterable[Tensor], *, slab_bytes: int = SLAB_BYTES) -> list[Tensor]:
-    """Copy the bytes of tensors, end to end, to host memory, and wait for the copies.
+def copy_to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copy the bytes of plain tensors of one kind of device, end to end, and wait for the copies.
 
-    Args:
-        tensors: plain tensors of one kind of device, of any type and stride.
-
-    Returns:
-        uint8 slabs, pinned if the tensors come from a GPU; a tensor may lie across several.
+    Returns uint8 slabs, pinned if the tensors come from a GPU; a tensor may lie across several.
     """
     tensors = list(tensors)
     is_pinned = any(tensor.is_cuda for tensor in tensors)
-    num_bytes = sum(tensor.nbytes for tensor in tensors)
-    slabs = _allocate(num_bytes, slab_bytes=slab_bytes, is_pinned=is_pinned)
+    slabs = _allocate(sum(tensor.nbytes for tensor in tensors), is_pinned=is_pinned)
     flat_bytes = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors)
     for device, host in _pairs(flat_bytes, slabs):
         host.copy_(device, non_blocking=is_pinned)
@@ -97,11 +89,10 @@ def resident_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in distinct_storages(tensors))
 
 
-def _allocate(num_bytes: int, *, slab_bytes: int, is_pinned: bool) -> list[Tensor]:
-    """Return uint8 slabs of host memory for ``num_bytes`` in all."""
-    sizes = [slab_bytes] * (num_bytes // slab_bytes)
-    if num_bytes % slab_bytes:
-        sizes.append(num_bytes % slab_bytes)
+def _allocate(num_bytes: int, *, is_pinned: bool) -> list[Tensor]:
+    sizes = [SLAB_BYTES] * (num_bytes // SLAB_BYTES)
+    if num_bytes % SLAB_BYTES:
+        sizes.append(num_bytes % SLAB_BYTES)
     return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in sizes]
 
 

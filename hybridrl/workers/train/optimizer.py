@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,14 +19,9 @@ from hybridrl.workers.train.shards import local_shard, num_copies
 class StepResult:
     """The result of one optimizer step; the same on all ranks."""
 
-    grad_norm: float
-    """Global L2 norm before clipping; not finite on some skipped steps."""
-
-    lr: float
-    """Learning rate the step used, or would have used."""
-
-    is_skipped: bool
-    """True if the loss or the norm was not finite: the step changed nothing."""
+    grad_norm: float  # global L2 norm before clipping; not finite on some skipped steps
+    lr: float  # of the step, or of the one that was skipped
+    is_skipped: bool  # the loss or the norm was not finite: the step changed nothing
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -> float:
@@ -36,8 +32,7 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -
     first nor the last step has a rate of 0.
 
     Args:
-        step: optimizer steps taken before this one, >= 0; after the last the rate stays.
-        num_total_steps: optimizer steps of the run, >= 1.
+        step: optimizer steps taken before this one; after the last the rate stays.
     """
     if step < config.num_warmup_steps:
         return config.lr * (step + 1) / (config.num_warmup_steps + 1)
@@ -49,19 +44,64 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
 
 
-class GuardedAdamW:
-    """Takes a step of AdamW (arXiv:1711.05101), or skips it and changes nothing.
+class GuardedOptimizer(ABC):
+    """Takes a step of AdamW (arXiv:1711.05101), or skips it and changes nothing."""
 
-    Args:
-        parameters: trainable parameters, plain or sharded; matrices decay, vectors do not.
-        ranks: the data-parallel ranks that the gradients are sharded over.
+    num_steps: int = 0  # skipped ones not counted: the state of the schedule
+
+    def __init__(self, config: OptimizerConfig, *, num_total_steps: int) -> None:
+        self._config = config
+        self._num_total_steps = num_total_steps
+
+    @torch.no_grad()
+    def step(self, loss: Tensor) -> StepResult:
+        """Clip and apply the gradients, unless they or the loss are not finite; then drop them.
+
+        ``loss`` is this rank's share, a scalar; all shares are summed.
+        """
+        total_loss, grad_norm = self._sum_over_ranks(loss)
+        lr = learning_rate(self._config, step=self.num_steps, num_total_steps=self._num_total_steps)
+        is_skipped = not (math.isfinite(total_loss) and math.isfinite(grad_norm))
+        if not is_skipped:
+            grads = self.gradients()
+            if grads and grad_norm > self._config.max_grad_norm:
+                torch._foreach_mul_(grads, self._config.max_grad_norm / grad_norm)
+            self._apply(lr)
+            self.num_steps += 1
+        self.drop_gradients()
+        return StepResult(grad_norm, lr, is_skipped)
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's shards of the gradients that exist now."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Free all gradients."""
+
+    @abstractmethod
+    def begin_restore(self, *, num_steps: int) -> None:
+        """Go to ``num_steps``, with moments of 0 for the caller to fill."""
+
+    @abstractmethod
+    def _sum_over_ranks(self, loss: Tensor) -> tuple[float, float]:
+        """Return the global loss and gradient norm, the same bits on every rank.
+
+        Every rank decides by these two numbers, so all ranks step or skip together.
+        """
+
+    @abstractmethod
+    def _apply(self, lr: float) -> None:
+        """Change the weights by the gradients."""
+
+
+class GuardedAdamW(GuardedOptimizer):
+    """The optimizer of PyTorch, on parameters that are plain or sharded over ``ranks``.
+
+    Matrices decay, vectors do not.
     """
 
-    adamw: torch.optim.AdamW
-    """Moments by parameter."""
-
-    num_steps: int
-    """Optimizer steps taken, skipped ones not counted: the state of the schedule."""
+    adamw: torch.optim.AdamW  # has the moments by parameter
 
     def __init__(
         self,
@@ -71,9 +111,8 @@ class GuardedAdamW:
         num_total_steps: int,
         ranks: Ranks,
     ) -> None:
+        super().__init__(config, num_total_steps=num_total_steps)
         self._parameters = list(parameters)
-        self._config = config
-        self._num_total_steps = num_total_steps
         self._ranks = ranks
         groups = [
             {
@@ -89,35 +128,13 @@ class GuardedAdamW:
             eps=config.eps,
             fused=True,
         )
-        self.num_steps = 0
-
-    @torch.no_grad()
-    def step(self, loss: Tensor) -> StepResult:
-        """Clip and apply the gradients, unless they or the loss are not finite; then drop them.
-
-        Args:
-            loss: this rank's share of the loss, a scalar; all shares are summed.
-        """
-        grads = self.gradients()
-        total_loss, grad_norm = self._sum_over_ranks(loss, grads)
-        lr = learning_rate(self._config, step=self.num_steps, num_total_steps=self._num_total_steps)
-        is_skipped = not (math.isfinite(total_loss) and math.isfinite(grad_norm))
-        if not is_skipped:
-            if grad_norm > self._config.max_grad_norm:
-                torch._foreach_mul_(grads, self._config.max_grad_norm / grad_norm)
-            for group in self.adamw.param_groups:
-                group["lr"] = lr
-            self.adamw.step()
-            self.num_steps += 1
-        self.drop_gradients()
-        return StepResult(grad_norm, lr, is_skipped)
 
     def drop_gradients(self) -> None:
-        """Free all gradients."""
+        """See ``GuardedOptimizer``."""
         self.adamw.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's shards of the gradients that exist now."""
+        """See ``GuardedOptimizer``."""
         return [local_shard(p.grad) for p in self._parameters if p.grad is not None]
 
     def state(self) -> list[Tensor]:
@@ -134,7 +151,7 @@ class GuardedAdamW:
         return dict(self.adamw.state[parameter]) if parameter in self.adamw.state else {}
 
     def begin_restore(self, *, num_steps: int) -> None:
-        """Go to ``num_steps``, with moments of 0 for the caller to fill."""
+        """See ``GuardedOptimizer``."""
         self.num_steps = num_steps
         self.adamw.state.clear()
         if num_steps:
@@ -145,15 +162,16 @@ class GuardedAdamW:
                     "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
                 }
 
-    def _sum_over_ranks(self, loss: Tensor, grads: list[Tensor]) -> tuple[float, float]:
-        """Return the global loss and gradient norm: one collective, the same bits everywhere.
-
-        Every rank decides by these two numbers, so all ranks step or skip together.
-        """
+    def _sum_over_ranks(self, loss: Tensor) -> tuple[float, float]:
         square = loss.new_zeros((), dtype=torch.float64)
-        if grads:
+        if grads := self.gradients():
             norms = torch.stack(torch._foreach_norm(grads)).double()
             # Each replica adds the same squares.
             square = norms.square().sum().to(loss.device) / num_copies(self._parameters[0])
         total_loss, total_square = self._ranks.sum(torch.stack([loss.double(), square])).tolist()
         return total_loss, math.sqrt(total_square) if total_square >= 0 else math.nan
+
+    def _apply(self, lr: float) -> None:
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 from hybridrl.algorithms.aggregate import sequence_mean_token_sum
 from hybridrl.algorithms.load import Part
-from hybridrl.batch import (
-    PreferenceBatch,
-    RolloutBatch,
-    ScoreBatch,
-    SupervisedBatch,
-    TrainBatch,
-)
+from hybridrl.batch import PreferenceBatch, RolloutBatch, ScoreBatch, SupervisedBatch, TrainBatch
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Max, Metrics
 from hybridrl.models.packed_model import PackedTokens
@@ -30,27 +24,17 @@ from hybridrl.workers.train.losses import supervised_loss
 from hybridrl.workers.train.microbatcher import MicroBatch
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.preference_objective import (
-    PairLogprobs,
     PairValues,
     PreferenceObjective,
     loss_of_microbatch,
 )
-from hybridrl.workers.train.protocol import (
-    TokenLoss,
-    TokenLossInputs,
-    TrainState,
-    WeightSet,
-)
+from hybridrl.workers.train.protocol import TokenLoss, TokenLossInputs, TrainState, WeightSet
 
-_ROW_MEAN = Part.of(sequence_mean_token_sum)
-"""Each row of an optimizer step weighs the same, however long it is."""
+_ROW_MEAN = Part.of(sequence_mean_token_sum)  # rows weigh the same, however long they are
 
 
 class PolicyEngine(ModelEngine):
-    """A language model that scores tokens and, if its back end has an optimizer, learns.
-
-    Without an optimizer it is a reference.
-    """
+    """A language model that scores tokens and, unless it is a reference, learns."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend, area="policy")
@@ -101,14 +85,9 @@ class PolicyEngine(ModelEngine):
             microbatch: MicroBatch, output: Output, weights_S: Tensor
         ) -> tuple[Tensor, Metrics]:
             logprobs_S, entropy_S = output
-            inputs = loss_inputs(
-                batch,
-                microbatch,
-                weights_S=weights_S,
-                current_logprobs_S=logprobs_S,
-                entropy_S=entropy_S if needs_gradient else entropy_S.detach(),
-            )
-            return loss(inputs)
+            if not needs_gradient:
+                entropy_S = entropy_S.detach()
+            return loss(_loss_inputs(batch, microbatch, logprobs_S, entropy_S, weights_S))
 
         return self._take_step(
             batch,
@@ -132,8 +111,7 @@ class PolicyEngine(ModelEngine):
     def fit_pairs(self, batch: PreferenceBatch, objective: PreferenceObjective) -> Metrics:
         """Take one optimizer step on the mean loss of all ranks' pairs, or skip it.
 
-        Args:
-            batch: this rank's pairs, with log-probs of the reference if the loss reads them.
+        The batch has log-probs of the reference if the loss reads them.
         """
         reference_B = batch.reference_logprobs_B
 
@@ -141,7 +119,7 @@ class PolicyEngine(ModelEngine):
             reference_P2 = None
             if reference_B is not None:
                 reference_P2 = reference_B.to(sums_P2).view(-1, 2)[index_P]
-            return objective(PairLogprobs(sums_P2, reference_P2, lengths_P2))
+            return objective(sums_P2, reference_P2, lengths_P2)
 
         def weighted_loss(
             microbatch: MicroBatch, output: Output, weights_S: Tensor
@@ -152,11 +130,7 @@ class PolicyEngine(ModelEngine):
         return self._take_step(batch, scores_at(1.0), weighted_loss, aggregation=_ROW_MEAN)
 
     def export_adapter(self, folder: Path) -> None:
-        """Write a peft folder, atomically; see ``write_adapter_folder``.
-
-        Raises:
-            ModelError: the policy has no adapter.
-        """
+        """Write a peft folder, atomically; see ``write_adapter_folder``."""
         if self.backend.adapter is None:
             raise ModelError(
                 f"cannot write {folder}: the policy has no adapter; export the full model, or "
@@ -179,13 +153,11 @@ class BaseModelReference:
 
     def __init__(self, policy: PolicyEngine) -> None:
         self._policy = policy
-        self.dp_rank, self.dp_size = policy.dp_rank, policy.dp_size
-        self.is_output_rank = policy.is_output_rank
 
     def compute_logprobs(
         self, rows: RolloutBatch | SupervisedBatch | PreferenceBatch, *, temperature: float
     ) -> ScoreBatch:
-        """Score this rank's rows with the loaded model, without gradient."""
+        """See ``PolicyEngine``."""
         return self._policy.compute_logprobs(rows, temperature=temperature, use_adapter=False)
 
     def offload(self, state: TrainState) -> None:
@@ -209,29 +181,25 @@ def scores_at(temperature: float, *, needs_entropy_gradient: bool = False) -> Co
     return compute
 
 
-def loss_inputs(
+def _loss_inputs(
     batch: TrainBatch,
     microbatch: MicroBatch,
-    *,
-    weights_S: Tensor,
-    current_logprobs_S: Tensor,
+    logprobs_S: Tensor,
     entropy_S: Tensor,
+    weights_S: Tensor,
 ) -> TokenLossInputs:
-    """Collect the loss inputs of a micro-batch from the batch's columns."""
-    device = current_logprobs_S.device
-
     def at_scored(column_BL: Tensor) -> Tensor:
-        return column_BL.values()[microbatch.token_index_S].to(device)
+        return column_BL.values()[microbatch.token_index_S].to(logprobs_S.device)
 
     old_BL, reference_BL = batch.old_logprobs_BL, batch.reference_logprobs_BL
     weights_BL, versions_BL = batch.sampler_weights_BL, batch.weight_versions_BL
     return TokenLossInputs(
-        current_logprobs_T=current_logprobs_S,
+        current_logprobs_T=logprobs_S,
         entropy_T=entropy_S,
         weights_T=weights_S,
         advantages_T=at_scored(batch.advantages_BL),
         sampler_logprobs_T=at_scored(batch.sampler_logprobs_BL),
-        old_logprobs_T=current_logprobs_S.detach() if old_BL is None else at_scored(old_BL),
+        old_logprobs_T=logprobs_S.detach() if old_BL is None else at_scored(old_BL),
         reference_logprobs_T=None if reference_BL is None else at_scored(reference_BL),
         rows=microbatch.rows,
         sampler_weights_T=None if weights_BL is None else at_scored(weights_BL),

@@ -19,16 +19,6 @@ from hybridrl.errors import TrainingError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.workers.train.microbatcher import MicroBatch
 
-
-@dataclass(frozen=True, slots=True)
-class PairLogprobs:
-    """Log-probs of the answers of P pairs: sums over their tokens, in nats."""
-
-    policy_P2: Tensor  # float32, may have a gradient
-    reference_P2: Tensor | None  # float32; None for a loss that reads no log-ratios
-    lengths_P2: Tensor  # int64, tokens of each answer, at least 1
-
-
 PairValues: TypeAlias = tuple[Tensor, Mapping[str, Tensor]]
 """The loss of each pair, [P], and metrics to average over pairs, each [P]."""
 
@@ -41,21 +31,23 @@ positions of the pairs in the batch [P]."""
 class PreferenceObjective:
     """A loss of pairs, and the likelihood of the chosen answer beside it."""
 
-    loss: Part
-    """Of ``algorithms/preference_losses.py``."""
-
+    loss: Part  # of algorithms/preference_losses.py
     sft_coefficient: float = 0.0
-    """Weight of the chosen answer's negative log-likelihood per token (arXiv:2404.19733, eq. 1)."""
+    """Of the chosen answer's negative log-likelihood per token (arXiv:2404.19733, eq. 1)."""
 
-    def __call__(self, pairs: PairLogprobs) -> PairValues:
+    def __call__(
+        self, policy_P2: Tensor, reference_P2: Tensor | None, lengths_P2: Tensor
+    ) -> PairValues:
         """Compare the answers of each pair.
 
-        Raises:
-            TrainingError: the loss raised, or returned another number of losses than pairs.
+        Args:
+            policy_P2: log-probs, sums over the tokens of an answer, nats; may have a gradient.
+            reference_P2: likewise; None for a loss that reads no log-ratios.
+            lengths_P2: int64, tokens of each answer, at least 1.
         """
-        chosen_P, rejected_P = pairs.policy_P2.unbind(dim=1)
-        lengths_P2 = pairs.lengths_P2.to(chosen_P.dtype)
-        ratios_P2 = None if pairs.reference_P2 is None else pairs.policy_P2 - pairs.reference_P2
+        chosen_P, rejected_P = policy_P2.unbind(dim=1)
+        lengths_P2 = lengths_P2.to(chosen_P.dtype)
+        ratios_P2 = None if reference_P2 is None else policy_P2 - reference_P2
         result = self.loss(
             chosen_logprobs_P=chosen_P,
             rejected_logprobs_P=rejected_P,
@@ -65,7 +57,7 @@ class PreferenceObjective:
             rejected_lengths_P=lengths_P2[:, 1],
         )
         if not isinstance(result, PreferenceLoss):
-            rewards_P2 = (pairs.policy_P2 if ratios_P2 is None else ratios_P2).detach()
+            rewards_P2 = (policy_P2 if ratios_P2 is None else ratios_P2).detach()
             result = PreferenceLoss(result, rewards_P2[:, 0], rewards_P2[:, 1])
         losses_P = result.losses_P
         if not isinstance(losses_P, Tensor) or losses_P.shape != chosen_P.shape:
@@ -96,7 +88,6 @@ def loss_of_microbatch(
     Args:
         microbatch: has both rows of a pair, or neither; a dummy one has a share of 0 with a
             gradient, and no metrics.
-        values_S: float32 of this rank's tokens, with gradient.
         weights_S: share of each token's *row* in the mean over all rows of the step.
     """
     rows = microbatch.rows
@@ -124,11 +115,9 @@ def describe_rewards(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
 
 
 def mean_over_pairs(values: Mapping[str, Tensor], shares_P: Tensor) -> Metrics:
-    """Return metrics of pairs as means that merge, in one transfer to the host.
+    """Return metrics of pairs, [P] each, as means that merge, in one transfer to the host.
 
-    Args:
-        values: of each pair, [P] each, by name.
-        shares_P: the part of each pair that this rank counts for, 1 for all of it.
+    ``shares_P``: the part of each pair that this rank counts for, 1 for all of it.
     """
     sums = [(values_P * shares_P).sum() for values_P in values.values()]
     *totals, count = torch.stack([*sums, shares_P.sum()]).tolist()

@@ -18,8 +18,7 @@ from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.shard_spec import RankShards
 
-NamedTensors = Iterator[tuple[str, Tensor]]
-"""Weights by name, one at a time."""
+NamedTensors = Iterator[tuple[str, Tensor]]  # weights by name, one at a time
 
 
 class TrainState(Enum):
@@ -44,14 +43,9 @@ class WeightSet(Enum):
 class WeightSpec:
     """One exported tensor, as the rollout engine gets it."""
 
-    name: str
-    """Hugging Face name, or the name in an adapter's file."""
-
-    shape: tuple[int, ...]
-    """Full shape, not a shard's."""
-
-    num_bytes: int
-    """Bytes of the full tensor."""
+    name: str  # of Hugging Face, or in an adapter's file
+    shape: tuple[int, ...]  # full, not a shard's
+    num_bytes: int  # of the full tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +143,7 @@ class TrainEngine(OffloadableModel, Protocol):
     ) -> NamedTensors:
         """Yield each full weight of a set, one at a time. Every rank must exhaust it.
 
-        Weights in a wider type than ``dtype``, the engine's, may be cast to it.
+        Shards in a wider type than ``dtype``, the receiver's, may be cast to it first.
         """
         ...
 

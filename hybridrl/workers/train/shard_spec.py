@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 TensorRange = tuple[tuple[int, int], ...]
-"""Begin and end along each dimension of a full tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ShardSpec:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Index of the shard's first value in the full tensor."""
+        """Index of the first value in the full tensor."""
         return tuple(begin for begin, _ in self.range)
 
     @property
@@ -51,7 +50,7 @@ class ShardSpec:
 
     @property
     def num_values(self) -> int:
-        """Number of values in the shard."""
+        """See ``size_of``."""
         return size_of(self.range)
 
 
@@ -72,12 +71,8 @@ class RankShards:
     """
 
     full_shape: tuple[int, ...]
-
-    shards: tuple[TensorShard, ...]
-    """They do not overlap; the values are views of the live memory."""
-
-    is_copy: bool = False
-    """Whether another rank, of another replica, has the same shards and saves them."""
+    shards: tuple[TensorShard, ...]  # views of the live memory that do not overlap
+    is_copy: bool = False  # another rank, of another replica, has the same shards and saves them
 
 
 def full_range(shape: Sequence[int]) -> TensorRange:

@@ -68,13 +68,8 @@ def build_model(
     """Load a Hugging Face folder, block by block, sharded over the ranks with FSDP2.
 
     Args:
-        config: a critic's makes a value model, whose head is zeros.
         adapt: changes a policy before it has memory; its frozen and its new weights are sharded
             together.
-        is_reward_model: makes a value model with the head of the folder, if it has one.
-
-    Raises:
-        ModelError: the folder is not usable; see ``hybridrl.models.load``.
     """
     device, files = ranks.device, WeightFiles(folder)
     if is_reward_model:
@@ -133,7 +128,6 @@ def _fill_and_shard(
 def _sharding(
     config: EngineConfig, device: torch.device, num_ranks: int
 ) -> Callable[[nn.Module], FSDPModule]:
-    """Return a function that shards one module as the configuration says."""
     options = config.fsdp2
     return partial(
         fully_shard,
@@ -159,10 +153,7 @@ def _placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None:
 
 
 def _mesh(device: torch.device, *, num_ranks: int, num_replicas: int) -> DeviceMesh:
-    """Return the mesh that parameters are sharded over; replicas are its first dimension.
-
-    Neighbours share a replica, so that weights are gathered within a node where a replica fits.
-    """
+    """Return the mesh of shards; neighbours share a replica, to gather within a node if it fits."""
     if num_replicas == 1:
         return init_device_mesh(device.type, (num_ranks,))
     shape = (num_replicas, num_ranks // num_replicas)
@@ -202,7 +193,6 @@ def full_tensor(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _as_gathered(tensor: DTensor, dtype: torch.dtype | None) -> DTensor:
-    """Return a tensor on the device of its mesh; an offloaded shard is copied."""
     local = tensor.to_local()
     is_cast = dtype is not None and dtype.itemsize < local.dtype.itemsize
     gathered = local.to(
@@ -251,13 +241,10 @@ def rank_shards(tensor: Tensor) -> RankShards:
 def stored_shards(
     prefix: str, name: str, parameter: Tensor, values: Tensor, names: StoredNames
 ) -> dict[str, RankShards]:
-    """Return this rank's shards of a parameter, or of one of its moments, by name in files.
+    """Return this rank's shards of ``values`` by name in files: a parameter, moment or step count.
 
-    Each matrix of each expert has a name of its own, as megatron-core saves it.
-
-    Args:
-        parameter: plain or sharded.
-        values: the parameter, a moment sharded alike, or AdamW's number of steps.
+    Each matrix of each expert has a name of its own, as megatron-core saves it. A moment is
+    sharded as its parameter.
     """
     matrices = names.matrices(name, parameter.shape)
     if not matrices:

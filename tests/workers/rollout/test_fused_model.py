@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridrl.workers.rollout.embedded.fused_model import fuse
+from hybridrl.workers.rollout.embedded.fused_model import FusedForward, fuse
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
 from hybridrl.workers.rollout.embedded.model import (
     Forward,
@@ -69,7 +69,7 @@ def test_its_logits_are_transformers(
     fused = fuse(model)
     assert fused is not None
     fill(model, folder)  # afterwards: who writes a parameter writes into the joined matrix
-    found = logits_of(fused.begin(NUM_PLACES), slots)
+    found = logits_of(FusedForward(model, fused, NUM_PLACES), slots)
     slots.kv_YSJCD.zero_()
     expected = logits_of(TransformersForward(model), slots)
     tolerance = 1e-5 if dtype is torch.float32 else 0.1
@@ -84,7 +84,7 @@ def test_it_takes_few_operations(tmp_path: Path) -> None:
     counts = {}
     forwards: dict[str, Forward] = {
         "transformers": TransformersForward(model),
-        "ours": fused.begin(NUM_PLACES),
+        "ours": FusedForward(model, fused, NUM_PLACES),
     }
     for name, forward in forwards.items():
         with torch.no_grad(), Recorder() as recorder:

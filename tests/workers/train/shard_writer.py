@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hybridrl.checkpoint.store import FileEntry
-from hybridrl.workers.train.checkpoint_files import header_of, write_file
+from hybridrl.workers.train.checkpoint import header_of, write_file
 from hybridrl.workers.train.shard_spec import TensorShard
 
 

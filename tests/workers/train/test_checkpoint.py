@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.train import checkpoint
+from hybridrl.workers.train import checkpoint, offload
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.protocol import LearningEngine
 from tests.tiny_models import make_tiny_model
@@ -80,11 +80,12 @@ class _Allocations(TorchDispatchMode):
 
 
 def test_pinned_snapshot_takes_little_more_than_its_bytes(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(offload, "SLAB_BYTES", 2**13)
     # Each pinned allocation is rounded up to a power of two, pytorch issue 150517.
     odd = make_tiny_model(tmp_path / "model", hidden_size=40, vocab_size=67)
-    engine, writer = _policy(odd), CheckpointWriter(slab_bytes=2**13)
+    engine, writer = _policy(odd), CheckpointWriter()
     with _Allocations() as allocations:
         writer.begin(engine, tmp_path / "f", notes={})
     writer.close()

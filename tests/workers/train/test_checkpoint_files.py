@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.train.checkpoint_files import ShardReader, is_unchanged, shards_of
+from hybridrl.workers.train.checkpoint import ShardReader, is_unchanged, shards_of
 from hybridrl.workers.train.shard_spec import (
     RankShards,
     ShardSpec,

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from hybridrl.workers.train import offload
 from hybridrl.workers.train.export import configs_of, write_hf_folder
 from hybridrl.workers.train.offload import OffloadedTensors, copy_to_host, resident_bytes
 from hybridrl.workers.train.protocol import WeightSpec
@@ -35,33 +36,38 @@ def test_bits_that_are_no_number_come_back_too() -> None:
 
 @pytest.mark.parametrize("slab_bytes", [1, 7, 16, 4096])
 def test_offload_restores_bytes_for_any_slab_size(
-    slab_bytes: int,
+    monkeypatch: pytest.MonkeyPatch, slab_bytes: int
 ) -> None:
+    monkeypatch.setattr(offload, "SLAB_BYTES", slab_bytes)
     tensors = [torch.arange(n, dtype=torch.int32) + 100 * n for n in (5, 0, 1, 9, 16)]
     expected = [tensor.tolist() for tensor in tensors]
     for _cycle in range(2):
-        parked = OffloadedTensors(tensors, slab_bytes=slab_bytes)
+        parked = OffloadedTensors(tensors)
         assert resident_bytes(tensors) == 0
         parked.restore()
         assert [tensor.tolist() for tensor in tensors] == expected
 
 
 @pytest.mark.parametrize("slab_bytes", [1, 7, 4096])
-def test_host_copy_holds_all_tensors_end_to_end(slab_bytes: int) -> None:
+def test_host_copy_holds_all_tensors_end_to_end(
+    monkeypatch: pytest.MonkeyPatch, slab_bytes: int
+) -> None:
+    monkeypatch.setattr(offload, "SLAB_BYTES", slab_bytes)
     tensors = [
         torch.arange(12.0).view(3, 4).T,  # not contiguous
         torch.tensor(5.0),
         torch.zeros(0),
         torch.arange(3).bfloat16(),
     ]
-    slabs = copy_to_host(tensors, slab_bytes=slab_bytes)
+    slabs = copy_to_host(tensors)
     assert [len(slab) for slab in slabs[:-1]] == [slab_bytes] * (len(slabs) - 1)
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     assert torch.equal(torch.cat(slabs), torch.cat(flat))
 
 
 @pytest.mark.gpu
-def test_pinned_offload_is_bitwise_exact_in_two_cycles() -> None:
+def test_pinned_offload_is_bitwise_exact_in_two_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "SLAB_BYTES", 2**22)
     generator = torch.Generator(device="cuda").manual_seed(0)
     sizes = (1, 3_000_001, 2**22, 77)
     tensors = [
@@ -70,15 +76,16 @@ def test_pinned_offload_is_bitwise_exact_in_two_cycles() -> None:
     ]
     expected = [tensor.cpu() for tensor in tensors]
     for _cycle in range(2):
-        OffloadedTensors(tensors, slab_bytes=2**22).restore()
+        OffloadedTensors(tensors).restore()
         assert all(torch.equal(t.cpu(), e) for t, e in zip(tensors, expected, strict=True))
 
 
 @pytest.mark.gpu
-def test_pinned_host_memory_wastes_at_most_one_slab() -> None:
+def test_pinned_host_memory_wastes_at_most_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "SLAB_BYTES", 2**22)
     tensors = [torch.zeros(5 * 2**20 + 1, dtype=torch.uint8, device="cuda") for _ in range(8)]
     before = torch.cuda.host_memory_stats()["active_bytes.current"]
-    parked = OffloadedTensors(tensors, slab_bytes=2**22)
+    parked = OffloadedTensors(tensors)
     taken = torch.cuda.host_memory_stats()["active_bytes.current"] - before
     parked.restore()
     assert taken <= 8 * (5 * 2**20 + 1) + 2**22

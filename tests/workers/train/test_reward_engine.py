@@ -14,7 +14,7 @@ from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.errors import ModelError, PhaseError
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.protocol import TrainState
-from hybridrl.workers.train.reward_engine import RewardEngine
+from hybridrl.workers.train.value_engines import RewardEngine
 from tests.tiny_models import DENSE, Family, make_tiny_classifier, make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, MODEL
 

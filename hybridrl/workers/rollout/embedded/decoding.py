@@ -16,10 +16,9 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.sampler import Sample, interrupted_sample
-from hybridrl.workers.rollout.embedded.kept_prefixes import KeptPrefixes
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
-from hybridrl.workers.rollout.embedded.prefill import Prefilled, plan_pass, prefill
+from hybridrl.workers.rollout.embedded.prefill import KeptPrefixes, Prefilled, plan_pass, prefill
 from hybridrl.workers.rollout.embedded.requests import (
     Ended,
     Request,
@@ -60,11 +59,6 @@ class Decoding:
     """
 
     def __init__(self, forward: Forward, slots: KVSlots, *, vocab_size: int, version: int) -> None:
-        """Prepare.
-
-        Args:
-            vocab_size: V of the logits.
-        """
         device = slots.kv_YSJCD.device
         self.stats = RolloutStats(slots.num_slots)
         self._forward = forward
@@ -91,11 +85,7 @@ class Decoding:
         self._failure: Exception | None = None
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its future gets the result.
-
-        Raises:
-            EngineError: a step has failed.
-        """
+        """Queue a request; its future gets the result."""
         if self._failure is not None:
             raise EngineError(f"the engine samples no more, because it failed: {self._failure}")
         request.step = self._step
@@ -114,11 +104,7 @@ class Decoding:
         )
 
     def step(self) -> Progress:
-        """Draw one token for each running response, or end all of them.
-
-        Raises:
-            EngineError: a logit is not finite.
-        """
+        """Draw one token for each running response, or end all of them."""
         if self._failure is not None or not (self._seats or self._waiting):
             self._is_interrupted = False
             return Progress.NO_WORK
@@ -288,7 +274,6 @@ class Decoding:
         self._table_S[:, to_N] = self._table_S[:, from_N]
 
     def _take_slot(self, request: Request) -> tuple[int, ...]:
-        """Seat the request's next response; return its first column of the slot table."""
         params, length, number = request.params, request.num_tokens, request.num_seated
         lane = self._free_lanes.pop()
         self._seats.append(Seat(request, number, lane, self._step, length - self._step))
@@ -345,14 +330,9 @@ class Decoding:
         return [(params, torch.tensor(rows, device=device)) for params, rows in groups.items()]
 
     def _free(self, rows: list[int], *, is_kept: bool) -> list[int]:
-        """Free slots; the last ones move up, so that 0 .. N-1 are in use.
+        """Free slots, in rising order; the last ones move up, so that 0 .. N-1 are in use.
 
-        Args:
-            rows: in rising order.
-            is_kept: whether the keys and values of the freed slots stay.
-
-        Returns:
-            Where those of each row lie now, if they are kept.
+        Return where the keys and values of each freed row lie now, if they are kept.
         """
         if not rows:
             return []

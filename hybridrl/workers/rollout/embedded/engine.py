@@ -25,22 +25,15 @@ from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import DTYPES, WeightFiles
-from hybridrl.sampler import (
-    Program,
-    RequestParams,
-    Sample,
-    Sampler,
-    T,
-    interrupted_sample,
-)
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, T, interrupted_sample
 from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
-from hybridrl.workers.rollout.embedded.adapted_layers import LoadedAdapter
 from hybridrl.workers.rollout.embedded.decoding import Decoding
-from hybridrl.workers.rollout.embedded.fused_model import fuse
+from hybridrl.workers.rollout.embedded.fused_model import FusedForward, fuse
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import (
     Forward,
+    LoadedAdapter,
     TransformersForward,
     allocate_kv,
     build_model,
@@ -74,11 +67,7 @@ class HFRolloutEngine:
     ) -> None:
         """Build the model and its KV cache: ``config.num_slots`` rows of ``max_context_tokens``.
 
-        Args:
-            model_folder: a Hugging Face folder; only its config.json is read.
-            config: ``num_slots`` and ``dtype`` are used; sampling comes with each call.
-            max_context_tokens: longest prompt + response of a run, in tokens.
-            lora: the adapter that must be loaded before each program; None: there is none.
+        Of the folder only config.json is read. The adapter must be loaded before each program.
 
         Raises:
             ModelError: the folder has no usable configuration, the architecture is not supported,
@@ -135,9 +124,10 @@ class HFRolloutEngine:
             if self._adapter is not None:
                 self._adapter.require_loaded()
             vocab_size = self._model.config.vocab_size
-            decoding = Decoding(
-                self._begin_forward(), self._slots, vocab_size=vocab_size, version=self.version
-            )
+            forward: Forward = TransformersForward(self._model)
+            if self._fused is not None:
+                forward = FusedForward(self._model, self._fused, self._max_context_tokens)
+            decoding = Decoding(forward, self._slots, vocab_size=vocab_size, version=self.version)
             sampler = EmbeddedSampler(decoding, call, self._max_context_tokens, vocab_size)
             call.on_interrupt = decoding.interrupt
             begin = time.perf_counter()
@@ -152,13 +142,9 @@ class HFRolloutEngine:
                 self._memory[MemoryTag.KV_CACHE].fill_lost()
                 raise
             self.last_stats = decoding.stats
-            self._count(decoding.stats, seconds=time.perf_counter() - begin)
+            sampled = {"time/sample_s": Max(time.perf_counter() - begin)}
+            self._metrics = merge([self._metrics, decoding.stats.metrics(), sampled])
             return result
-
-    def _begin_forward(self) -> Forward:
-        if self._fused is None:
-            return TransformersForward(self._model)
-        return self._fused.begin(self._max_context_tokens)
 
     def progress(self) -> object:
         """Return the time: what hangs in this process cannot answer."""
@@ -169,13 +155,9 @@ class HFRolloutEngine:
         return False
 
     def take_metrics(self) -> Metrics:
-        """Return the metrics of the programs since the last time, and reset them."""
+        """See ``RolloutEngine``."""
         metrics, self._metrics = self._metrics, {}
         return metrics
-
-    def _count(self, stats: RolloutStats, *, seconds: float) -> None:
-        sampled = {"time/sample_s": Max(seconds)}
-        self._metrics = merge([self._metrics, stats.metrics(), sampled])
 
     def _require_resident(self, what: str, *parts: MemoryTag) -> None:
         for part in parts:
@@ -190,7 +172,7 @@ class HFRolloutEngine:
         )
 
     def checksums(self) -> dict[str, int]:
-        """Return a CRC-32 of each tensor under the weights tag, to compare with the trainer's."""
+        """Return a CRC-32 of each tensor under the weights tag."""
         return {name: checksum(tensor) for name, tensor in self._all_tensors.items()}
 
     def stage(self, bucket: Bucket) -> StagedBucket:
@@ -238,7 +220,7 @@ class HFRolloutEngine:
             )
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the adapter; all of it comes at once. All or nothing.
+        """See ``RolloutEngine``. All or nothing.
 
         Raises:
             EngineError: the engine was built without adapters, or these do not fit it.
@@ -249,7 +231,7 @@ class HFRolloutEngine:
         self._adapter.load(tensors)
 
     def unload_adapter(self) -> None:
-        """Forget the adapter; nothing is generated until the next is loaded. Idempotent."""
+        """See ``RolloutEngine``."""
         self._gate.require_idle("unload_adapter")
         if self._adapter is not None:
             self._adapter.unload()
@@ -259,11 +241,7 @@ class HFRolloutEngine:
         self.version = version
 
     def load_reference_weights(self, folder: Path) -> None:
-        """Note the sums of the weights in ``folder``, as they are in this engine's type.
-
-        Raises:
-            ModelError: a file is broken, or holds another shape.
-        """
+        """Note the sums of the weights in ``folder``, as they are in this engine's type."""
         files = WeightFiles(folder)
         self._expected = {
             name: checksum(files.read(name, shape=tensor.shape).to(tensor.dtype))
@@ -272,14 +250,14 @@ class HFRolloutEngine:
         }
 
     def verify_weights(self) -> None:
-        """Compare; see ``RolloutEngine``."""
+        """See ``RolloutEngine``."""
         sums = self.checksums()
         wrong = [name for name, expected in self._expected.items() if sums[name] != expected]
         if wrong:
             raise LedgerError(mismatch(wrong))
 
     def pause(self) -> None:
-        """Admit no new request. Idempotent."""
+        """See ``RolloutEngine``."""
         self._gate.pause()
 
     def interrupt(self) -> None:
@@ -305,11 +283,11 @@ class HFRolloutEngine:
         self._memory[part].resume()
 
     def continue_generation(self) -> None:
-        """Admit requests again. Idempotent."""
+        """See ``RolloutEngine``."""
         self._gate.resume()
 
     def resident_bytes(self, part: MemoryTag) -> int:
-        """Measure the storages of a memory tag, in bytes; tied weights count once."""
+        """See ``RolloutEngine``."""
         return self._memory[part].resident_bytes()
 
     def restart(self) -> None:

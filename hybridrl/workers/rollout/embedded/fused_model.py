@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybridrl.models.onednn import linear
-from hybridrl.workers.rollout.embedded.adapted_layers import AdaptedLinear
 from hybridrl.workers.rollout.embedded.kv_slots import KVStep
+from hybridrl.workers.rollout.embedded.model import AdaptedLinear
 
 _MODEL_TYPES = (
     *("llama", "qwen2", "qwen3", "mistral"),
@@ -95,7 +95,9 @@ class _Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class FusedLayer:
+    """A decoder layer whose matrices were joined."""
+
     before_attention: nn.Module
     query_key_value: FusedLinear
     query_norm: nn.Module | None
@@ -105,44 +107,24 @@ class _Layer:
     mlp: _GatedMLP | _Experts
     window: int | None
 
-
-class FusedModel:
-    """A transformers model of a known family, whose matrices were joined."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Join; call it before other code stores addresses of the parameters."""
-        self._model = model
-        windows = _windows(model)
-        self._layers = [
-            _fuse_layer(layer, window)
-            for layer, window in zip(model.model.layers, windows, strict=True)
-        ]
-
-    def begin(self, num_places: int) -> FusedForward:
-        """Prepare the passes of one program.
-
-        Args:
-            num_places: C, of the longest row.
-        """
-        config = self._model.config
-        place_C = torch.arange(num_places, device=self._model.device)
-        embedded_1CW = self._model.get_input_embeddings()(place_C[None] * 0)
-        rotary: Any = self._model.model.rotary_emb
-        cos_1CD, sin_1CD = rotary(embedded_1CW, place_C[None])
-        half = cos_1CD.shape[-1] // 2
-        sin_1CD[..., :half].neg_()  # of the half that is rotated and subtracted
-        head_counts = (config.num_attention_heads, config.num_key_value_heads)
-        scales = [_head_scales(layer, head_counts) for layer in self._layers]
-        return FusedForward(
-            self._model, self._layers, scales, head_counts, torch.stack([cos_1CD[0], sin_1CD[0]], 1)
-        )
+    def head_scales(self, num_heads: int, num_kv_heads: int) -> Tensor | None:
+        """Return the factors of the norms of all heads, [H + J, D]; None: they have no norm."""
+        if self.query_norm is None or self.key_norm is None:
+            return None
+        query_D: Any = self.query_norm.weight
+        key_D: Any = self.key_norm.weight
+        return torch.cat([query_D.expand(num_heads, -1), key_D.expand(num_kv_heads, -1)])
 
 
-def fuse(model: PreTrainedModel) -> FusedModel | None:
-    """Join the matrices of a model; of an unknown family return None, and change nothing."""
-    config = model.config
-    is_known = config.model_type in _MODEL_TYPES and config.hidden_act == "silu"
-    return FusedModel(model) if is_known else None
+def fuse(model: PreTrainedModel) -> list[FusedLayer] | None:
+    """Join the matrices of a model, before other code stores addresses of its parameters.
+
+    Of an unknown family return None, and change nothing.
+    """
+    if model.config.model_type not in _MODEL_TYPES or model.config.hidden_act != "silu":
+        return None
+    windows = _windows(model)
+    return [_fuse_layer(*each) for each in zip(model.model.layers, windows, strict=True)]
 
 
 def _windows(model: PreTrainedModel) -> list[int | None]:
@@ -153,10 +135,10 @@ def _windows(model: PreTrainedModel) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _fuse_layer(layer: Any, window: int | None) -> _Layer:  # noqa: ANN401 - untyped modules
+def _fuse_layer(layer: Any, window: int | None) -> FusedLayer:  # noqa: ANN401 - untyped modules
     attention, mlp = layer.self_attn, layer.mlp
     norms = dict(attention.named_children())
-    return _Layer(
+    return FusedLayer(
         before_attention=layer.input_layernorm,
         query_key_value=FusedLinear.of([attention.q_proj, attention.k_proj, attention.v_proj]),
         query_norm=norms.get("q_norm"),
@@ -174,47 +156,33 @@ def _fuse_mlp(mlp: Any) -> _GatedMLP:  # noqa: ANN401 - untyped modules
     )
 
 
-def _head_scales(layer: _Layer, head_counts: tuple[int, int]) -> Tensor | None:
-    """Return the factors of the norms of all query and key heads, [H + J, D]."""
-    if layer.query_norm is None or layer.key_norm is None:
-        return None
-    num_heads, num_kv_heads = head_counts
-    weights: list[Any] = [layer.query_norm.weight, layer.key_norm.weight]
-    counts = (num_heads, num_kv_heads)
-    return torch.cat([w.expand(n, -1) for w, n in zip(weights, counts, strict=True)])
-
-
 class FusedForward:
     """The forward passes of one program; weights must not change meanwhile."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        layers: Sequence[_Layer],
-        head_scales: Sequence[Tensor | None],
-        head_counts: tuple[int, int],
-        rotary_C2D: Tensor,
+        self, model: PreTrainedModel, layers: Sequence[FusedLayer], num_places: int
     ) -> None:
-        """Store the preparations of ``FusedModel.begin``.
-
-        Args:
-            model: has the embedding, the last norm and the output embedding.
-            head_scales: of each layer, [H + J, D]; None: its heads have no norm.
-            head_counts: H and J.
-            rotary_C2D: of each position the cosines, and the sines with the sign of their half.
-        """
+        """Prepare the passes over the layers from ``fuse``; ``num_places`` is C."""
         self._model = model
         self._layers = layers
-        self._head_scales = head_scales
-        self._num_heads, self._num_kv_heads = head_counts
-        self._rotary_C2D = rotary_C2D
+        self._num_heads = model.config.num_attention_heads
+        self._num_kv_heads = model.config.num_key_value_heads
+        counts = (self._num_heads, self._num_kv_heads)
+        self._head_scales = [layer.head_scales(*counts) for layer in layers]
+        place_C = torch.arange(num_places, device=model.device)
+        rotary: Any = model.model.rotary_emb
+        embedded_1CW = model.get_input_embeddings()(place_C[None] * 0)
+        cos_1CD, sin_1CD = rotary(embedded_1CW, place_C[None])
+        half = cos_1CD.shape[-1] // 2
+        sin_1CD[..., :half].neg_()  # of the half that is rotated and subtracted
+        self._rotary_C2D = torch.stack([cos_1CD[0], sin_1CD[0]], 1)
         self._epsilon_float = float(model.config.rms_norm_eps)
-        self._epsilon = rotary_C2D.new_tensor(self._epsilon_float)
+        self._epsilon = self._rotary_C2D.new_tensor(self._epsilon_float)
 
     def __call__(
         self, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
     ) -> Tensor:
-        """Run a pass; see ``forward.Forward``."""
+        """Run a pass; see ``model.Forward``."""
         body = self._model.model
         hidden_TW = F.embedding(token_T, body.embed_tokens.weight)
         rotary_T2D = self._rotary_C2D.index_select(0, kv_step.position_T)
@@ -231,7 +199,7 @@ class FusedForward:
     def _attend(
         self,
         number: int,
-        layer: _Layer,
+        layer: FusedLayer,
         hidden_TW: Tensor,
         *,
         rotary: tuple[Tensor, Tensor],

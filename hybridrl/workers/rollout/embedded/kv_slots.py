@@ -20,9 +20,18 @@ ATTENTION_NAME = "hybridrl_kv_slots"
 class KVStep:
     """Targets of one forward pass's keys and values, and the range that its queries attend to.
 
-    Two kinds: *prefill* (``mask`` is None) runs contexts, which attend to themselves and to what is
-    cached of them; *decode* runs one token for each of rows 0 .. R-1 over the cached tokens of
-    these rows.
+    Two kinds: *prefill* (``mask_R11L`` is None) runs contexts, which attend to themselves and to
+    what is cached of them; *decode* runs one token for each of rows 0 .. R-1 over the cached tokens
+    of these rows.
+
+    Args:
+        kv_YSJCD: [Y, 2, S, J, C, D], keys and values; written at the tokens' positions.
+        position_T: int64, position of each token in its row.
+        row_T: int64, row of each token. In decode T = R and this counts up from 0.
+        longest: L, positions that are read, from 0.
+        mask_R11L: float, added to the scores; None: causal.
+        cached_R: int64, prefill only: tokens of each row that are cached already; its new
+            tokens follow them. None: no row has any.
     """
 
     def __init__(
@@ -35,17 +44,6 @@ class KVStep:
         mask_R11L: Tensor | None,
         cached_R: Tensor | None = None,
     ) -> None:
-        """Describe one forward pass.
-
-        Args:
-            kv_YSJCD: [Y, 2, S, J, C, D], keys and values; written at the tokens' positions.
-            position_T: int64 [T], position of each token in its row.
-            row_T: int64 [T], row of each token. In decode T = R and this counts up from 0.
-            longest: L, positions that are read, from 0.
-            mask_R11L: float [R, 1, 1, L], added to the scores; None: causal.
-            cached_R: int64 [R], prefill only: tokens of each row that are cached already; its new
-                tokens follow them. None: no row has any.
-        """
         _, _, num_rows, num_kv_heads, num_places, head_dim = kv_YSJCD.shape
         num_used = num_rows if mask_R11L is None else len(mask_R11L)
         self._written = kv_YSJCD.view(len(kv_YSJCD), -1, head_dim).unbind(0)
@@ -76,18 +74,11 @@ class KVStep:
         window: int | None = None,
         sink_H: Tensor | None = None,
     ) -> Tensor:
-        """Store new keys and values, and attend.
+        """Store new keys and values, [T, J, D] each, and attend; returns float [T, H * D].
 
-        Args:
-            layer: counted from 0.
-            query_THD: float [T, H, D].
-            new_keys_and_values: float [T, J, D] each.
-            scale: factor on the scores; None is ``1 / sqrt(D)``.
-            window: newest tokens that a token sees, itself among them; None: the full row.
-            sink_H: a score of each head that takes its share of the attention, of a value of 0.
-
-        Returns:
-            float [T, H * D].
+        ``window`` is the number of newest tokens that a token sees, itself among them; None: all.
+        A ``scale`` of None is ``1 / sqrt(D)``. A sink is a score of each head that takes its share
+        of the attention, of a value of 0.
         """
         head_dim = query_THD.shape[-1]
         stored = torch.cat(new_keys_and_values, dim=1).view(-1, head_dim)
@@ -233,13 +224,12 @@ AttentionInterface.register(ATTENTION_NAME, _attend)
 
 
 class KVSlots:
-    """S rows of keys and values; the caller assigns rows to responses.
+    """S rows of keys and values, [Y, 2, S, J, C, D]; the caller zeroes them and assigns them.
 
     Every value is finite at all times: a masked position has weight 0, and 0 * NaN would be NaN.
     """
 
     def __init__(self, kv_YSJCD: Tensor) -> None:
-        """Wrap the memory: [Y, 2, S, J, C, D], zeroed."""
         self.kv_YSJCD = kv_YSJCD
         self.num_slots = kv_YSJCD.shape[2]
         self.max_tokens = kv_YSJCD.shape[4]
@@ -252,7 +242,7 @@ class KVSlots:
         """Prepare one token for each of the first R rows.
 
         Args:
-            length_R: int64 [R], tokens cached so far, which is the position of the new one.
+            length_R: int64, tokens cached so far, which is the position of the new one.
             longest: largest length after this step; attention reads no further.
         """
         is_later_RL = self._place_C[:longest] > length_R[:, None]

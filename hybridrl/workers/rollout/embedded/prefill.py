@@ -1,4 +1,4 @@
-"""Contexts run through the model once each, shortly before their responses get slots.
+"""Contexts run through the model once each, but for beginnings that free slots still hold.
 
 Legend as in ``kv_slots``: R contexts of one pass, L tokens of the longest, T new tokens end to end.
 """
@@ -11,9 +11,73 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.workers.rollout.embedded.kept_prefixes import CachedPrefix
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """The first tokens of a context, whose keys and values lie in a slot."""
+
+    slot: int
+    num_tokens: int
+
+
+class KeptPrefixes:
+    """Knows which free slots hold keys and values that a later context may begin with."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._tokens: dict[int, bytes] = {}
+        """By slot: token ids, int64."""
+        self._continued: set[int] = set()
+        """Slots whose conversation continues in another slot."""
+
+    def keep(self, slot: int, tokens: bytes) -> None:
+        """Note that a free slot holds the keys and values of these tokens."""
+        self._tokens[slot] = tokens
+        self._continued.discard(slot)
+
+    def find(self, context: bytes) -> CachedPrefix | None:
+        """Return the longest beginning of a context that a slot holds; None: no slot does.
+
+        Its slot is the first to be overwritten from now on.
+        """
+        lengths = [
+            (len(tokens), slot)
+            for slot, tokens in self._tokens.items()
+            if context.startswith(tokens) and len(tokens) < len(context)
+        ]
+        if not lengths:
+            return None
+        num_bytes, slot = max(lengths)
+        self._continued.add(slot)
+        return CachedPrefix(slot, num_bytes // torch.int64.itemsize)
+
+    def give_up(self, first_slot: int, end_slot: int) -> list[tuple[int, int, int]]:
+        """Forget slots that responses take, and keep in other free slots what these held.
+
+        ``end_slot`` is the first behind them; it and all that follow are free.
+
+        Returns:
+            Moves to do at once: from slot, to slot, number of tokens. A slot is in one of them.
+        """
+        taken = range(first_slot, end_slot)
+        tokens = {slot: self._tokens.pop(slot) for slot in taken if slot in self._tokens}
+        needed = [slot for slot in tokens if slot not in self._continued]
+        self._continued.difference_update(taken)
+        if not needed:
+            return []
+        usable = [
+            slot
+            for slot in range(end_slot, self._num_slots)
+            if slot not in self._tokens or slot in self._continued
+        ]
+        moves = list(zip(needed, usable, strict=False))
+        for old, new in moves:
+            self.keep(new, tokens[old])
+        return [(old, new, len(tokens[old]) // torch.int64.itemsize) for old, new in moves]
+
 
 # Of one pass, with padding. Limits the memory of contexts that wait for a slot: 0.2 GB for a
 # 7B model (57 kB of keys and values a token in bfloat16). The default task's 16 prompts fit in one.
@@ -29,12 +93,9 @@ class Prefilled:
 
 
 def plan_pass(contexts: Iterable[tuple[bytes, int]]) -> list[int]:
-    """Choose the first contexts for one pass; return the row of each, at least one.
+    """Choose the first contexts for one pass, at least one; return the row of each.
 
-    Equal contexts share a row.
-
-    Args:
-        contexts: token ids as bytes, and number of tokens.
+    Equal contexts share a row. They come as token ids in bytes, and number of tokens.
     """
     rows: list[int] = []
     row_of: dict[bytes, int] = {}
@@ -55,15 +116,9 @@ def prefill(
     contexts: Sequence[Tensor],
     prefixes: Sequence[CachedPrefix | None],
 ) -> Prefilled:
-    """Run contexts through the model, except for the prefixes that slots hold.
+    """Run contexts, int64 [L], through the model, except for the prefixes that slots hold.
 
-    Args:
-        slots: hold the prefixes; give type and size.
-        contexts: int64 [L] each, on the host.
-        prefixes: of each context, shorter than it; None: no slot holds any.
-
-    Raises:
-        EngineError: a logit is not finite.
+    A prefix is shorter than its context; None: no slot holds any.
     """
     device = slots.kv_YSJCD.device
     num_layers, _, _, num_kv_heads, _, head_dim = slots.kv_YSJCD.shape

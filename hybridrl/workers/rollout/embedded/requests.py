@@ -21,23 +21,12 @@ class RolloutStats:
     """Counts of one program."""
 
     num_slots: int
-
-    num_context_tokens: int = 0
-    """Context tokens of all responses."""
-
-    num_prefill_tokens: int = 0
-    """Those of them that ran through the model: a group shares its context."""
-
-    num_prefill_passes: int = 0
-    """Forward passes over contexts."""
-
-    num_decode_steps: int = 0
-    """Steps, each of which draws one token per slot in use."""
-
+    num_context_tokens: int = 0  # of all responses
+    num_prefill_tokens: int = 0  # those of them that ran: a group shares its context
+    num_prefill_passes: int = 0  # forward passes over contexts
+    num_decode_steps: int = 0  # each draws one token per slot in use
     num_generated_tokens: int = 0
-
-    num_slots_used: int = 0
-    """Slots in use, sum over decode steps."""
+    num_slots_used: int = 0  # sum over decode steps
 
     def metrics(self) -> Metrics:
         """Describe the program under declared names."""
@@ -54,46 +43,21 @@ class RolloutStats:
 class Request:
     """Responses to one context."""
 
-    token_ids: Tensor
-    """int64 [L] on the host, the context."""
-
+    token_ids: Tensor  # int64 [L] on the host, the context
     params: RequestParams
-
-    keys: Sequence[int]
-    """Of the responses' random streams."""
-
-    is_continued: bool
-    """Whether a later context is likely to begin with this one and its response."""
-
-    future: asyncio.Future[list[Sample]]
-    """Gets the samples; a cancelled one frees their slots."""
-
-    num_tokens: int = field(init=False)
-    """L."""
-
-    context: bytes = field(init=False)
-    """The token ids, to compare."""
-
+    keys: Sequence[int]  # of the responses' random streams
+    is_continued: bool  # a later context is likely to begin with this and its response
+    future: asyncio.Future[list[Sample]]  # gets the samples; a cancelled one frees their slots
+    num_tokens: int = field(init=False)  # L
+    context: bytes = field(init=False)  # the token ids, to compare
     draw_params: DrawParams = field(init=False)
-
-    samples: dict[int, Sample] = field(default_factory=dict)
-    """Ended responses by their index."""
-
-    step: int = 0
-    """The decode step before which it came."""
-
-    num_seated: int = 0
-    """Responses that got slots."""
-
-    num_ended: int = 0
-    """Responses that freed them again by themselves."""
-
-    uniforms_GM: Tensor = field(init=False)
-    """Random numbers of each response's tokens; given with ``prefilled``."""
-
+    samples: dict[int, Sample] = field(default_factory=dict)  # ended responses by their index
+    step: int = 0  # the decode step before which it came
+    num_seated: int = 0  # responses that got slots
+    num_ended: int = 0  # responses that freed them again by themselves
+    uniforms_GM: Tensor = field(init=False)  # random numbers of its tokens; come with ``prefilled``
     prefilled: Prefilled | None = None
-    row: int = 0
-    """Of ``prefilled``."""
+    row: int = 0  # of ``prefilled``
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
@@ -110,9 +74,7 @@ class Request:
 def draw_uniforms(requests: Sequence[Request], *, max_tokens: int, device: torch.device) -> None:
     """Draw the random numbers of all tokens of these requests: all at once costs least.
 
-    Args:
-        requests: get ``uniforms_GM``.
-        max_tokens: of a context and its response.
+    ``max_tokens`` are those of a context and its response.
     """
     keys = [key for request in requests for key in request.keys]
     lengths = [request.num_tokens for request in requests for _ in request.keys]

@@ -12,21 +12,15 @@ from hybridrl.errors import EngineError, PhaseError, suggest_name
 
 
 class TensorMemory:
-    """The storages behind a set of tensors, freed and allocated again as one.
+    """The storages behind a set of tensors on one device, freed and allocated again as one.
 
     Modules keep their references: a released tensor has its shape but no bytes, and must not be
-    read. Tensors without a backup come back filled with ``lost_value``.
+    read. Float tensors without a backup come back filled with ``lost_value``: NaN makes lost
+    weights impossible to overlook. Integer tensors get their smallest value. ``what`` names the
+    tensors in errors.
     """
 
     def __init__(self, what: str, tensors: Mapping[str, Tensor], *, lost_value: float) -> None:
-        """Take over ``tensors``; ``what`` names the group in errors.
-
-        Args:
-            what: for example "weights".
-            tensors: any shapes, on one device; several may share a storage.
-            lost_value: fills float tensors on resume where there is no backup; NaN makes lost
-                weights impossible to overlook. Integer tensors get their smallest value then.
-        """
         self._what = what
         self._tensors = dict(tensors)
         self._lost_value = lost_value
@@ -41,12 +35,7 @@ class TensorMemory:
         return sum(storage.nbytes() for storage, _ in self._storages)
 
     def release(self, backup: frozenset[str]) -> None:
-        """Free all storages, after copying the tensors named in ``backup`` to the host.
-
-        Raises:
-            PhaseError: already released.
-            EngineError: ``backup`` names an unknown tensor; nothing was freed.
-        """
+        """Free all storages, after copying the tensors named in ``backup`` to the host."""
         if not self.is_resident:
             raise PhaseError(f"{self._what} are released already; resume them before the next one")
         for name in sorted(backup - self._tensors.keys()):

@@ -29,43 +29,37 @@ from hybridrl.models.load import (
 )
 from hybridrl.models.model_folder import GENERATION
 from hybridrl.workers.train.backend import (
+    Backend,
     Compute,
     LossOf,
     Output,
     StepOutcome,
     as_columns,
+    replays_routes,
 )
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
-from hybridrl.workers.train.megatron.checkpoint import OwnedSpan, checkpoint_tensors
+from hybridrl.workers.train.megatron.checkpoint import OwnedSpan, checkpoint_tensors, fill_masters
 from hybridrl.workers.train.megatron.configuration import ddp_config
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.export import WeightExport
-from hybridrl.workers.train.megatron.load import fill_masters
 from hybridrl.workers.train.megatron.lora import StageAdapter
+from hybridrl.workers.train.megatron.model import Stages
 from hybridrl.workers.train.megatron.optimizer import DistributedAdamW, use_gradient_buffers
 from hybridrl.workers.train.megatron.routing import LoadBalance
 from hybridrl.workers.train.megatron.schedule import Schedule
-from hybridrl.workers.train.megatron.stages import Stages
-from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches, Rows
+from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
-from hybridrl.workers.train.routes import replays_routes, routes_of
 from hybridrl.workers.train.shard_spec import RankShards
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
 
 
-class MegatronBackend:
-    """A ``Backend``: a model on megatron-core, divided as the ``megatron`` section says.
+class MegatronBackend(Backend):
+    """A model on megatron-core, divided as the ``megatron`` section says.
 
-    Other arguments, and their errors, are those of ``FSDP2Backend``.
-
-    Args:
-        context: parallel sizes and device, the same for all models of a process.
-
-    Raises:
-        ConfigError: see ``Stages``.
+    Arguments are those of ``FSDP2Backend``; all models of a process have the same ``context``.
     """
 
     def __init__(
@@ -86,8 +80,7 @@ class MegatronBackend:
         architecture = megatron_architecture(folder)
         learns = num_total_steps is not None
         replays = replays_routes(config, learns=learns, is_reward_model=is_reward_model)
-        self._routed = architecture if replays else None
-        """Of a model whose tokens go through the rollout's experts."""
+        self.routed = architecture if replays else None
         duty: Duty = "scores" if num_total_steps is None else "learns"
         self._stage_adapter: StageAdapter | None = None
         if adapter is not None:
@@ -102,7 +95,8 @@ class MegatronBackend:
             is_reward_model=is_reward_model,
         )
         self.parallel = self.stages.parallel
-        self.data_ranks = self.stages.batcher.ranks
+        self.batcher = self.stages.batcher
+        self.data_ranks = self.batcher.ranks
         self.is_output_rank = self.parallel.is_output_rank
         self._optimizer: DistributedAdamW | None = None
         modules: list[nn.Module] = [*self.stages.models]
@@ -116,16 +110,10 @@ class MegatronBackend:
         if self._stage_adapter is not None:
             self._adapter_export = self._plan_export(self.stages.adapter_tensors())
             self._stage_adapter.require_all_adapted(self._adapter_export.specs)
-        sends_adapter = adapter is not None and adapter.config.sync == "adapter"
-        self.weight_sets = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
         self._schedule = Schedule(modules, max_tokens=config.max_tokens_per_microbatch)
 
     def _prepare_to_learn(self, num_total_steps: int, duty: Duty) -> list[nn.Module]:
-        """Move parameters into buffers, fill them, and make the optimizer.
-
-        Returns:
-            The stages that compute with gradient, each in its buffers.
-        """
+        """Move parameters into buffers, fill them, make the optimizer; return the replicas."""
         stages = self.stages
         ddp = ddp_config(self._config, self.parallel.config, self.device, duty=duty)
         replicas = use_gradient_buffers(stages.models, stages.transformer, ddp)
@@ -142,28 +130,19 @@ class MegatronBackend:
 
     @property
     def optimizer(self) -> DistributedAdamW:
-        """Gradient buffers, moments, and the number of steps taken; see ``FSDP2Backend``."""
+        """See ``Backend``."""
         if self._optimizer is None:
             raise ModelError(f"the model of {self.folder} was built without an optimizer")
         return self._optimizer
 
-    def microbatches(self, rows: Rows) -> MicroBatches:
-        """Divide this rank's rows; every data-parallel rank gets as many micro-batches.
-
-        Raises:
-            DataError: see ``Backend.microbatches``; or rows lack the experts that a replay needs.
-        """
-        experts = None if self._routed is None else routes_of(rows, self._routed)
-        return self.stages.batcher.divide(rows, experts)
-
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
-        """Compute without gradient; see ``Backend.forward``."""
+        """See ``Backend``."""
+
+        def finish(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            return output, (microbatch.token_index_S, as_columns(output, num_columns))
+
         self._gather_weights()
-        outputs = self._schedule.score(
-            microbatches,
-            compute,
-            lambda microbatch, output: (microbatch.token_index_S, as_columns(output, num_columns)),
-        )
+        outputs = self._schedule.run(microbatches, compute, finish, is_training=False)
         columns = torch.zeros(num_columns, microbatches.num_values, device=self.device)
         for token_index_S, scores in outputs:
             columns[:, token_index_S.to(self.device)] = scores
@@ -178,7 +157,7 @@ class MegatronBackend:
     def train_step(
         self, microbatches: MicroBatches, compute: Compute, loss_of: LossOf
     ) -> StepOutcome:
-        """Compute forward and backward and take one step; see ``Backend.train_step``."""
+        """See ``Backend``."""
         optimizer = self.optimizer
 
         def finish(microbatch: MicroBatch, output: Output) -> tuple[Tensor, tuple[Tensor, Metrics]]:
@@ -186,10 +165,10 @@ class MegatronBackend:
             return share, (share.detach().clone(), metrics)
 
         optimizer.drop_gradients()  # of an update whose loss failed
-        optimizer.gradients.allocate()
+        optimizer.buffers.allocate()
         balance = self._measure_balance(microbatches)
         with optimizer.gather.in_background():
-            losses = self._schedule.run(microbatches, compute, finish)
+            losses = self._schedule.run(microbatches, compute, finish, is_training=True)
         total_loss = torch.zeros((), device=self.device)
         for share, _ in losses:
             total_loss += share
@@ -205,7 +184,7 @@ class MegatronBackend:
         )
 
     def weight_specs(self, weight_set: WeightSet) -> tuple[WeightSpec, ...]:
-        """Describe the tensors of ``full_weights``, in its order."""
+        """See ``Backend``."""
         if weight_set is WeightSet.BASE:
             return self._export.specs
         return tuple(
@@ -214,7 +193,7 @@ class MegatronBackend:
         )
 
     def full_weights(self, weight_set: WeightSet, dtype: torch.dtype | None) -> NamedTensors:
-        """Yield each weight of a set, gathered from its shards, in the type that computes."""
+        """See ``Backend``; in the type that computes."""
         if weight_set is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_sets:
             yield from self.merged_weights()
             return
@@ -227,14 +206,14 @@ class MegatronBackend:
             yield file_name(name), tensor
 
     def merged_weights(self) -> NamedTensors:
-        """Yield the weights of the same model without adapters, one tensor at a time."""
+        """See ``Backend``."""
         self._gather_weights()
         weights, adapter = self.stages.model_tensors(), self._stage_adapter
         read = weights.__getitem__ if adapter is None else adapter.merged_with(weights)
         yield from self._export.full_weights(read)
 
     def hf_configs(self) -> Sequence[Configuration]:
-        """Return the configurations of an exported folder."""
+        """See ``Backend``."""
         folder, dtype = self.folder, self.stages.transformer.params_dtype
         meta = torch.device("meta")
         if self._is_reward_model:
@@ -250,12 +229,12 @@ class MegatronBackend:
         return [config, GenerationConfig.from_pretrained(folder, local_files_only=True)]
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Compute without the adapter inside the ``with``."""
+        """See ``Backend``."""
         adapter = self._stage_adapter
         return nullcontext() if adapter is None else adapter.switched_off()
 
     def tensors(self, state: TrainState) -> list[Tensor]:
-        """Return this rank's plain tensors of a state, those that can leave the device."""
+        """See ``Backend``."""
         weights = (parameter.detach() for _, parameter in self.stages.named_tensors())
         if state is TrainState.PARAMETERS:
             self._gather_weights()
@@ -263,16 +242,11 @@ class MegatronBackend:
         if self._optimizer is None:
             return []
         if state is TrainState.GRADIENTS:
-            return self._optimizer.gradients.tensors()
+            return self._optimizer.buffers.tensors
         return self._optimizer.tensors_besides(weights)
 
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted."""
-        return self.optimizer.num_steps
-
     def checkpoint_tensors(self) -> Mapping[str, RankShards]:
-        """List the parameters that learn, and their moments; see ``LearningEngine``."""
+        """See ``LearningEngine``."""
         export = self._export if self._stage_adapter is None else self._adapter_export
         return checkpoint_tensors(
             [*self._owned_spans()],
@@ -280,10 +254,6 @@ class MegatronBackend:
             shard_map=self.stages.shard_map,
             num_steps=self.num_updates,
         )
-
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments for the caller to fill."""
-        self.optimizer.begin_restore(num_steps=num_updates)
 
     def end_restore(self) -> None:
         """Send the filled values to all data-parallel ranks; a collective call."""

@@ -19,35 +19,19 @@ class MegatronContext:
     """The settings that all models of a process on megatron-core have in common."""
 
     megatron: MegatronConfig
-    """Parallel sizes."""
-
     model: ModelConfig
-    """Attention kernel."""
-
     device: torch.device
-
-    seed: int
-    """Of megatron-core's generators."""
-
-    timeout_s: float
-    """Seconds one collective may take."""
+    seed: int  # of megatron-core's generators
+    timeout_s: float  # of one collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelRank:
     """A rank among those that share a layer; pipeline ranks differ in layer numbers."""
 
-    tp_rank: int = 0
-    """Among tensor-parallel ranks."""
-
+    tp_rank: int = 0  # among tensor-parallel ranks
     tp_size: int = 1
-
-    ep_rank: int = 0
-    """Among expert-parallel ranks."""
-
+    ep_rank: int = 0  # among expert-parallel ranks
     ep_size: int = 1
-
-    etp_rank: int = 0
-    """Among the ranks that share the matrices of one expert."""
-
+    etp_rank: int = 0  # among the ranks that share the matrices of one expert
     etp_size: int = 1

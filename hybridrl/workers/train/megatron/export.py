@@ -20,7 +20,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.models.architecture import Architecture
 from hybridrl.workers.train.export import divide_by_bytes
-from hybridrl.workers.train.megatron.hf_tensors import HEAD, hf_tensors
+from hybridrl.workers.train.megatron.architecture import HEAD, hf_tensors
 from hybridrl.workers.train.megatron.shard_map import LocalShard, ShardMap
 from hybridrl.workers.train.protocol import WeightSpec
 from hybridrl.workers.train.shard_spec import ShardSpec, full_range, relative_slices
@@ -30,8 +30,7 @@ ReadTensor: TypeAlias = Callable[[str], Tensor]
 
 _ALIGNMENT = 16
 
-DEFAULT_BATCH_BYTES = 256 * 2**20
-"""Of full tensors that are gathered together; large enough for full speed over NVLink."""
+DEFAULT_BATCH_BYTES = 256 * 2**20  # of full tensors; enough for full speed over NVLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +60,14 @@ class _Source:
     """A shard of a batch, and where its values come from."""
 
     shard: _OwnedShard
-
-    own: int
-    """Its number on this rank, if this rank sends it or no rank does; else -1."""
-
-    begin: int | None
-    """First byte in the batch's buffer; None if every rank has the shard and no rank sends it."""
+    own: int  # its number on this rank, if this rank sends it or no rank does; else -1
+    begin: int | None  # byte in the batch's buffer; None: every rank has the shard
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    tensors: Mapping[str, Sequence[_Source]]
-    """Shards of each full tensor."""
-
-    segments: Sequence[tuple[int, int]]
-    """Bytes of the buffer that each rank of the group sends."""
+    tensors: Mapping[str, Sequence[_Source]]  # shards of each full tensor
+    segments: Sequence[tuple[int, int]]  # bytes of the buffer that each rank of the group sends
 
 
 class WeightExport:
@@ -86,19 +78,12 @@ class WeightExport:
     Args:
         local: tensors by megatron-core's names, with global layer numbers. Only shapes and types
             are read here.
-        group: ranks that together have the full model: all tensor, pipeline, expert and
-            expert-tensor ranks. None if this rank has it alone.
+        group: ranks that together have the full model; None if this rank has it alone.
         batch_bytes: size of full tensors that are gathered together; a larger tensor goes alone.
-
-    Raises:
-        ModelError: the ranks of the group lack a shard of some tensor.
     """
 
-    specs: tuple[WeightSpec, ...]
-    """Specifications of ``full_weights``, in its order."""
-
-    buffer_bytes: int
-    """Memory that one pass needs beside the tensor it yields."""
+    specs: tuple[WeightSpec, ...]  # of ``full_weights``, in its order
+    buffer_bytes: int  # memory of a pass beside the tensor it yields
 
     def __init__(
         self,
@@ -130,11 +115,8 @@ class WeightExport:
         """Yield (name, full tensor), one at a time; every rank of the group must exhaust it.
 
         A tensor is the caller's: it is not kept or overwritten here. Where this rank has all of it
-        as one shard, it is the live weight.
-
-        Args:
-            read: returns a live tensor by its name of the constructor, or another of the same shape
-                and type, such as a weight with merged adapters.
+        as one shard, it is the live weight. ``read`` may return another tensor of the same shape
+        and type, such as a weight with merged adapters.
         """
         device = read(self._shards[0][0]).device
         buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
@@ -144,7 +126,6 @@ class WeightExport:
                 yield name, self._assemble(sources, read, buffer)
 
     def _gather_shards(self, own_shards: list[_OwnedShard]) -> list[list[_OwnedShard]]:
-        """Return the shards of each rank of the group."""
         if self._group is None:
             return [own_shards]
         shards_by_rank: list[list[_OwnedShard]] = [[] for _ in range(self._group.size())]

@@ -22,7 +22,6 @@ from hybridrl.workers.train.megatron.megatron_core import (
     AttnBackend,
     ColumnParallelLinear,
     MegatronModule,
-    ModuleSpec,
     MoELayer,
     RowParallelLinear,
     TEDotProductAttention,
@@ -65,7 +64,6 @@ class PackedAttention(MegatronModule):
     def _attend(
         self, layout: PackLayout, query_TND: Tensor, key_TJD: Tensor, value_TJD: Tensor
     ) -> Tensor:
-        """Attend causally within each row; returns [T, N, D], or [T, N D]."""
         return layout.attend(query_TND, key_TJD, value_TJD, scale=None)
 
 
@@ -187,13 +185,15 @@ def decoder_layers(
 ) -> TransformerBlockSubmodules:
     """Return the layers of one stage.
 
-    ``config.transformer_impl`` chooses the layers, ``config.attention_backend`` their attention:
-    ``local`` is ``PackedAttention``.
+    TransformerEngine's have norms within linear layers, and experts grouped; megatron-core's own
+    get our norms.
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     is_fused = config.transformer_impl == "transformer_engine"
-    layer_of = _fused_layer if is_fused else _local_layer
+    get_layer = get_gpt_layer_with_transformer_engine_spec
+    if not is_fused:
+        get_layer = partial(get_gpt_layer_local_spec, normalization="RMSNorm")
     is_local = config.attention_backend is AttnBackend.local
     attention = PackedAttention if is_local else FusedAttention
     is_selective = config.recompute_granularity == "selective"
@@ -201,8 +201,17 @@ def decoder_layers(
     specs = []
     for layer in range(first, first + num_layers):
         is_sparse = architecture.is_sparse(layer)
-        spec = layer_of(config, is_sparse=is_sparse)
-        spec.submodules.self_attention.submodules.core_attention = attention
+        spec = get_layer(
+            num_experts=config.num_moe_experts if is_sparse else None,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+        attention_spec = spec.submodules.self_attention.submodules
+        attention_spec.core_attention = attention
+        if not is_fused:
+            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+            if config.qk_layernorm:
+                attention_spec.q_layernorm = attention_spec.k_layernorm = RMSNorm
         if is_sparse:
             spec.module = RoutedLayer
             kind = RecomputedExperts if recomputes_experts else MoELayer
@@ -218,31 +227,6 @@ def _with_router(mlp: Any, kind: type) -> Any:  # noqa: ANN401
         return mlp
     mlp.keywords["submodules"].router = Router
     return partial(kind, **mlp.keywords)
-
-
-def _fused_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
-    """Return a layer of TransformerEngine: norms within linear layers, experts grouped."""
-    return get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts if is_sparse else None,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-    )
-
-
-def _local_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
-    """Return a layer of megatron-core's own with our norms."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if is_sparse else None,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
-    spec.submodules.input_layernorm = RMSNorm
-    spec.submodules.pre_mlp_layernorm = RMSNorm
-    if config.qk_layernorm:
-        attention = spec.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return spec
 
 
 def mark_shards(model: nn.Module) -> None:

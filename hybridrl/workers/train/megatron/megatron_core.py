@@ -64,7 +64,6 @@ with warnings.catch_warnings(record=True) as _caught:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import (
         TransformerBlock,
         TransformerBlockSubmodules,
@@ -83,7 +82,6 @@ IMPORT_WARNINGS = tuple(
         if not issubclass(warning.category, DeprecationWarning | FutureWarning)
     )
 )
-"""Each once."""
 
 HAVE_FUSED_ROPE = rope_utils.fused_apply_rotary_pos_emb is not None
 HAVE_FUSED_PERMUTE = vars(moe_utils).get("fused_permute") is not None

@@ -1,4 +1,4 @@
-"""One stage of a decoder on megatron-core, from packed tokens to log-probs or values.
+"""This rank's stages of a decoder on megatron-core, from packed tokens to log-probs or values.
 
 Legend: T packed tokens, S scored tokens, H hidden, D size of a head. With sequence parallelism a
 rank has T divided by the tensor-parallel size of the hidden states.
@@ -6,19 +6,34 @@ rank has T divided by the tensor-parallel size of the hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from hybridrl.config.actor import ActorConfig
+from hybridrl.config.critic import CriticConfig
 from hybridrl.models.architecture import Architecture
+from hybridrl.models.load import WeightFiles
 from hybridrl.models.logprobs import VocabShard, token_logprobs
 from hybridrl.models.packed_model import PackedTokens
+from hybridrl.workers.train.backend import choose_kernel
 from hybridrl.workers.train.megatron.architecture import inverse_frequencies
-from hybridrl.workers.train.megatron.layers import decoder_layers
+from hybridrl.workers.train.megatron.checkpoint import load_weights
+from hybridrl.workers.train.megatron.configuration import (
+    log_warnings_once,
+    token_multiple,
+    transformer_config,
+)
+from hybridrl.workers.train.megatron.context import Duty, MegatronContext
+from hybridrl.workers.train.megatron.layers import decoder_layers, mark_shards
+from hybridrl.workers.train.megatron.lora import StageAdapter
 from hybridrl.workers.train.megatron.megatron_core import (
+    AttnBackend,
     ColumnParallelLinear,
     LanguageModelEmbedding,
     LanguageModule,
@@ -30,25 +45,117 @@ from hybridrl.workers.train.megatron.megatron_core import (
     get_transformer_layer_offset,
     parallel_state,
 )
-from hybridrl.workers.train.megatron.parallel import Parallel
-from hybridrl.workers.train.megatron.routing import LoadBalance, PackedRows, Routing, route
-from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
+from hybridrl.workers.train.megatron.parallel import Parallel, start_parallel
+from hybridrl.workers.train.megatron.routing import LoadBalance, PackedRows, Routing
+from hybridrl.workers.train.megatron.shard_map import (
+    ShardMap,
+    global_name,
+    is_of_adapter,
+    padded_vocab_size,
+)
+from hybridrl.workers.train.microbatcher import MicroBatcher
+
+
+class Stages:
+    """The layers of this rank: one stage of a pipeline, or several virtual ones.
+
+    Parameters have no values before ``fill``; until then they may move into other memory. The head
+    of a reward model has a bias if that of the files has one.
+    """
+
+    models: list[PackedStage]  # in the order in which micro-batches go through them
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        config: ActorConfig | CriticConfig,
+        context: MegatronContext,
+        duty: Duty,
+        adapter: StageAdapter | None,
+        is_reward_model: bool = False,
+    ) -> None:
+        megatron, device = context.megatron, context.device
+        self._config = config
+        self._adapter = adapter
+        self._is_reward_model = is_reward_model
+        self.parallel = start_parallel(context)
+        self.shard_map = ShardMap(architecture, self.parallel.rank)
+        self.transformer = transformer_config(architecture, context, config, duty=duty)
+        if dist.get_rank() == 0:
+            log_warnings_once(megatron, device)
+        num_virtual = megatron.num_virtual_stages
+        self.batcher = MicroBatcher(
+            kernel=choose_kernel(context.model.attention, config.compute_dtype, device)
+            if self.transformer.attention_backend is AttnBackend.local
+            else "varlen",
+            max_tokens=config.max_tokens_per_microbatch,
+            ranks=self.parallel.data,
+            device=device,
+            multiple=token_multiple(self.transformer),
+            share=self.parallel.token_share,
+            group_size=megatron.pipeline_parallel_size if num_virtual > 1 else 1,
+        )
+        self.models = [
+            self._build(number).to(device)
+            for number in (range(num_virtual) if num_virtual > 1 else [None])
+        ]
+        for model in self.models:
+            mark_shards(model)
+
+    def fill(self, folder: Path) -> None:
+        """Give parameters their values from the Hugging Face folder of this architecture."""
+        load_weights(dict(self.named_tensors()), WeightFiles(folder), self.shard_map)
+        if self._adapter is not None:
+            self._adapter.fill(self.adapter_tensors(), self.shard_map)
+
+    def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters under megatron-core's names with global layer numbers."""
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                yield global_name(name, model.first_layer), parameter
+
+    def model_tensors(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters that a Hugging Face folder contains."""
+        return {name: p for name, p in self.named_tensors() if not is_of_adapter(name)}
+
+    def adapter_tensors(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters that an adapter's folder contains."""
+        return {name: p for name, p in self.named_tensors() if is_of_adapter(name)}
+
+    def _build(self, vp_stage: int | None) -> PackedStage:
+        architecture = self.shard_map.architecture
+        if self._is_reward_model or isinstance(self._config, CriticConfig):
+            return CriticStage(
+                self.transformer,
+                architecture,
+                self.parallel,
+                vp_stage=vp_stage,
+                has_bias=not self._is_reward_model or architecture.classifier == "token",
+            )
+        stage = PolicyStage(
+            self.transformer,
+            architecture,
+            self.parallel,
+            vp_stage=vp_stage,
+            chunk_tokens=self._config.logprob_chunk_tokens,
+        )
+        if self._adapter is not None:
+            stage.requires_grad_(requires_grad=False)
+            self._adapter.inject(stage.decoder, stage.first_layer, self.shard_map)
+        return stage
 
 
 class PackedStage(LanguageModule):
     """The layers of one (virtual) pipeline stage; subclasses add the head of the last one.
 
-    Parameters are named as in megatron-core's GPTModel.
-
-    Args:
-        vp_stage: number of the virtual stage on this rank; None where there is one stage.
-        is_tied: whether the output embedding is the input embedding.
+    Parameters are named as in megatron-core's GPTModel. ``vp_stage`` is the number of the virtual
+    stage on this rank; None where there is one stage.
     """
 
     model_type = ModelType.encoder_or_decoder  # megatron-core's schedules read it
 
-    balance: LoadBalance | None
-    """Of the current optimizer step; None outside of a step, and in a dense model."""
+    balance: LoadBalance | None  # None outside of an optimizer step, and in a dense model
 
     def __init__(
         self,
@@ -110,23 +217,31 @@ class PackedStage(LanguageModule):
         return hidden_T1H
 
     def _route(self, tokens: PackedTokens) -> Routing | None:
+        """Describe a micro-batch to the routers of this stage."""
         if self.architecture.experts is None:
             return None
-        return route(
-            tokens,
-            layers=range(self.first_layer, self.first_layer + len(self.decoder.layers)),
-            shares=self.parallel.tensor if self.config.sequence_parallel else None,
+        num_all = len(tokens.token_ids_T)
+        begin, end = 0, num_all
+        if self.config.sequence_parallel:  # ranks have equal parts of the tokens
+            rank, size = self.parallel.tensor.rank, self.parallel.tensor.size
+            begin, end = rank * num_all // size, (rank + 1) * num_all // size
+        device, experts_TJK = self.parallel.device, tokens.experts_TJK
+        if experts_TJK is not None:
+            last_layer = self.first_layer + len(self.decoder.layers)
+            experts_TJK = experts_TJK[begin:end, self.first_layer : last_layer].to(device)
+        return Routing(
+            is_real_T=torch.arange(begin, end, device=device) < num_all - tokens.num_padding,
+            num_tokens=tokens.num_row_tokens,
+            experts_TJK=experts_TJK,
+            first_layer=self.first_layer,
             balance=self.balance,
-            device=self.parallel.device,
         )
 
     def all_hidden(self, hidden_T1H: Tensor, *, is_shared: bool) -> Tensor:
-        """Return the hidden states of all tokens [T, H].
+        """Return the hidden states of all tokens [T, H] from those of this rank.
 
-        Args:
-            hidden_T1H: of this rank's tokens, with sequence parallelism.
-            is_shared: True if each tensor-parallel rank computes another part of the head: their
-                gradients are summed. False if all compute the same.
+        ``is_shared`` is True if each tensor-parallel rank computes another part of the head: their
+        gradients are summed. It is False if all compute the same.
         """
         if self.config.sequence_parallel:
             hidden_T1H = gather_from_sequence_parallel_region(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +25,7 @@ from hybridrl.workers.train.megatron.megatron_core import (
     get_megatron_optimizer,
 )
 from hybridrl.workers.train.megatron.parallel import Parallel
-from hybridrl.workers.train.optimizer import StepResult, learning_rate
+from hybridrl.workers.train.optimizer import GuardedOptimizer
 
 
 def use_gradient_buffers(
@@ -64,16 +63,16 @@ class GradientBuffers:
 
     def __init__(self, stages: Sequence[DistributedDataParallel]) -> None:
         self._stages = stages
-        self._data = [
+        self.tensors = [
             buffer.grad_data
             for stage in stages
             for buffer in (*stage.buffers, *stage.expert_parallel_buffers)
         ]
-        self._sizes = [data.untyped_storage().nbytes() for data in self._data]
+        self._sizes = [data.untyped_storage().nbytes() for data in self.tensors]
 
     def allocate(self) -> None:
         """Allocate the buffers, filled with zeros."""
-        for data, size in zip(self._data, self._sizes, strict=True):
+        for data, size in zip(self.tensors, self._sizes, strict=True):
             data.untyped_storage().resize_(size)
         for stage in self._stages:
             _forget_broken_pass(stage)
@@ -81,12 +80,8 @@ class GradientBuffers:
 
     def free(self) -> None:
         """Free the memory. Twice is a no-op."""
-        for data in self._data:
+        for data in self.tensors:
             data.untyped_storage().resize_(0)
-
-    def tensors(self) -> list[Tensor]:
-        """Return the buffers, empty or not."""
-        return self._data
 
 
 class WeightGather:
@@ -230,18 +225,12 @@ class OptimizerState:
         return list(self._adamw.sub_optimizers) if self._is_hybrid else [self._adamw]
 
 
-class DistributedAdamW:
-    """Takes a step of AdamW (arXiv:1711.05101), or skips it and changes nothing.
+class DistributedAdamW(GuardedOptimizer):
+    """The optimizer of megatron-core.
 
     Each data-parallel rank has moments, and float32 masters of weights in another type, of an equal
     share of the weights (arXiv:1910.02054); a step ends with weights gathered on all.
-
-    Args:
-        stages: of this rank, loaded.
     """
-
-    num_steps: int
-    """Optimizer steps taken, skipped ones not counted: the state of the schedule."""
 
     def __init__(
         self,
@@ -251,11 +240,10 @@ class DistributedAdamW:
         num_total_steps: int,
         parallel: Parallel,
     ) -> None:
-        self._config = config.optimizer
-        self._num_total_steps = num_total_steps
+        super().__init__(config.optimizer, num_total_steps=num_total_steps)
         self._parallel = parallel
         self._stages = stages
-        self.gradients = GradientBuffers(stages)
+        self.buffers = GradientBuffers(stages)
         self.gather = WeightGather(stages)
         self._chained: ChainedOptimizer = get_megatron_optimizer(
             optimizer_config(config, parallel.config),
@@ -268,37 +256,16 @@ class DistributedAdamW:
             for optimizer in self._chained.chained_optimizers
             if not optimizer.is_stub_optimizer
         ]
-        self.gradients.free()
-        self.num_steps = 0
+        self.buffers.free()
 
-    @torch.no_grad()
-    def step(self, loss: Tensor) -> StepResult:
-        """Clip and apply the gradients, unless they or the loss are not finite; then drop them.
-
-        Args:
-            loss: the share of this rank's tokens, a scalar; see ``Parallel.counts``.
-        """
-        self._chained.prepare_grads()
-        total_loss = loss.double() if self._parallel.counts else torch.zeros_like(loss).double()
-        dist.all_reduce(total_loss)
-        grad_norm = float(self._chained.get_grad_norm())
-        lr = learning_rate(self._config, step=self.num_steps, num_total_steps=self._num_total_steps)
-        is_skipped = not (math.isfinite(total_loss.item()) and math.isfinite(grad_norm))
-        if not is_skipped:
-            self._clip(grad_norm)
-            for group in self._chained.param_groups:
-                group["lr"] = lr * group["lr_mult"]
-                group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
-            self._chained.step_with_ready_grads()
-            self.gather.postpone()
-            self.num_steps += 1
-        self.drop_gradients()
-        return StepResult(grad_norm, lr, is_skipped)
+    def gradients(self) -> list[Tensor]:
+        """See ``GuardedOptimizer``."""
+        return [grad for _, state in self._optimizers for grad in state.gradients()]
 
     def drop_gradients(self) -> None:
-        """Free all gradients."""
+        """See ``GuardedOptimizer``."""
         self._chained.zero_grad(set_to_none=True)
-        self.gradients.free()
+        self.buffers.free()
 
     def tensors_besides(self, weights: Iterable[Tensor]) -> list[Tensor]:
         """Return this rank's masters and moments on the device, one tensor of each storage.
@@ -316,11 +283,7 @@ class DistributedAdamW:
         return [tensor for storage, tensor in by_storage.items() if storage not in of_weights]
 
     def spans(self, names: Mapping[nn.Parameter, str]) -> Iterator[OwnedSpan]:
-        """Yield the elements of each parameter that this rank steps.
-
-        Args:
-            names: of parameters, as ``ShardMap.shards_of`` takes them.
-        """
+        """Yield the elements of each parameter that this rank steps, with the given names."""
         for optimizer, state in self._optimizers:
             for parameter in optimizer.model_param_group_index_map:
                 group, order = optimizer.model_param_group_index_map[parameter]
@@ -334,7 +297,7 @@ class DistributedAdamW:
                 )
 
     def begin_restore(self, *, num_steps: int) -> None:
-        """Go to ``num_steps``, with moments of 0 for the caller to fill."""
+        """See ``GuardedOptimizer``."""
         self.num_steps = num_steps
         for _, state in self._optimizers:
             state.begin(num_steps)
@@ -348,10 +311,19 @@ class DistributedAdamW:
             stage.start_param_sync(force_sync=True)
         self.gather.finish()
 
-    def _clip(self, grad_norm: float) -> None:
-        grads = [grad for _, state in self._optimizers for grad in state.gradients()]
-        if grad_norm > self._config.max_grad_norm and grads:
-            torch._foreach_mul_(grads, self._config.max_grad_norm / grad_norm)
+    def _sum_over_ranks(self, loss: Tensor) -> tuple[float, float]:
+        self._chained.prepare_grads()
+        total_loss = loss.double() if self._parallel.counts else torch.zeros_like(loss).double()
+        dist.all_reduce(total_loss)
+        grad_norm = float(self._chained.get_grad_norm())
+        return total_loss.item(), grad_norm
+
+    def _apply(self, lr: float) -> None:
+        for group in self._chained.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
+        self._chained.step_with_ready_grads()
+        self.gather.postpone()
 
 
 def _forget_broken_pass(stage: DistributedDataParallel) -> None:

@@ -30,24 +30,12 @@ class Parallel:
 
     config: MegatronConfig
     device: torch.device
-
-    tensor: Ranks
-    """They share each matrix."""
-
-    pipeline: Ranks
-    """They have other layers."""
-
-    context: Ranks
-    """They have other tokens of the same rows."""
-
-    data: Ranks
-    """They have other rows."""
-
-    replica: ProcessGroup
-    """Ranks that together have the full model: dense layers and experts."""
-
+    tensor: Ranks  # they share each matrix
+    pipeline: Ranks  # they have other layers
+    context: Ranks  # they have other tokens of the same rows
+    data: Ranks  # they have other rows
+    replica: ProcessGroup  # together they have the full model: dense layers and experts
     rank: ParallelRank
-    """This rank among those that share a layer."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -77,9 +65,6 @@ def start_parallel(context: MegatronContext) -> Parallel:
     """Make the process groups, once in a process; a collective call.
 
     Engines of one process (policy, reference, critic) share them.
-
-    Raises:
-        ResourceError: megatron-core asks for CUDA on a CPU and nothing stands in for it.
     """
     config, device, timeout_s = context.megatron, context.device, context.timeout_s
     if not parallel_state.model_parallel_is_initialized():
@@ -136,17 +121,11 @@ def _seed(seed: int, device: torch.device) -> None:
 
 @functools.cache
 def _replica_group(num_stages: int, size: int, timeout_s: float) -> ProcessGroup:
-    """Make the groups of ranks that together have a full model; a collective call.
+    """Make the groups of ranks that together have a full model, and return this rank's.
 
     Megatron-core numbers ranks by tensor, context, expert, data and last by pipeline rank. Dense
-    layers repeat after tensor x context ranks of a stage, experts after theirs.
-
-    Args:
-        num_stages: pipeline ranks.
-        size: ranks of a stage after which both have repeated.
-
-    Returns:
-        The one that this rank belongs to.
+    layers repeat after tensor x context ranks of a stage, experts after theirs, both after
+    ``size`` ranks.
     """
     stages = torch.arange(dist.get_world_size()).view(num_stages, -1)
     replicas = [ranks.flatten().tolist() for ranks in torch.split(stages, size, dim=1)]

@@ -19,15 +19,15 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.models.architecture import Architecture, architecture_of
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
-from hybridrl.workers.train.megatron.configuration import ddp_config, optimizer_config
-from hybridrl.workers.train.megatron.context import Duty, MegatronContext
-from hybridrl.workers.train.megatron.megatron_core import HAVE_TE, VERSION
-from hybridrl.workers.train.megatron.transformer import (
+from hybridrl.workers.train.megatron.configuration import (
     adapting_duty,
-    choose_kernels,
+    ddp_config,
     lacking_kernels,
+    optimizer_config,
     transformer_config,
 )
+from hybridrl.workers.train.megatron.context import Duty, MegatronContext
+from hybridrl.workers.train.megatron.megatron_core import HAVE_TE, VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +41,7 @@ class _Role:
 def rehearse(config: ExperimentConfig) -> list[str]:
     """Build megatron-core's configuration objects as the run's engines would.
 
-    Args:
-        config: of a run that trains on megatron-core; only the config.json of its model, and of
-            its teacher, is read.
-
-    Returns:
-        Lines for the user, with megatron-core's warnings.
+    Only the config.json of a model is read. Returns lines for the user, with its warnings.
 
     Raises:
         ConfigErrors: it rejects the configuration of a model; all of them at once.
@@ -120,8 +115,7 @@ def _of_teacher(error: ConfigError, config: ExperimentConfig) -> ConfigError:
 
 
 def _build(role: _Role, context: MegatronContext) -> None:
-    kernels = choose_kernels(role.architecture, context, role.engine, duty=role.duty)
-    transformer_config(role.architecture, context, role.engine, kernels=kernels)
+    transformer_config(role.architecture, context, role.engine, duty=role.duty)
     if role.duty != "scores":
         ddp_config(role.engine, context.megatron, context.device, duty=role.duty)
         optimizer_config(role.engine, context.megatron)

@@ -22,8 +22,6 @@ from torch.distributed import ProcessGroup
 from hybridrl.metrics import Max, Metrics
 from hybridrl.models.architecture import MoEConfig
 from hybridrl.models.packed import PackLayout
-from hybridrl.models.packed_model import PackedTokens
-from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.megatron.megatron_core import (
     MoEAuxLossAutoScaler,
     PackedSeqParams,
@@ -40,13 +38,10 @@ class LoadBalance:
     e, P its mean probability over the tokens. It is 1 if both are the same for all experts. The
     step's loss is the mean over micro-batches of all data-parallel ranks, weighted by their tokens,
     summed over layers. Unlike the policy's loss it depends a little on the division into
-    micro-batches, and so on actor.max_tokens_per_microbatch.
+    micro-batches, and so on actor.max_tokens_per_microbatch. Padding does not count. Experts have
+    no capacity, so they drop no tokens.
 
-    Padding does not count. Experts have no capacity, so they drop no tokens.
-
-    Args:
-        coefficient: weight of the loss; 0 only measures.
-        num_tokens: of the step over all data-parallel ranks.
+    ``coefficient`` 0 only measures; ``num_tokens`` are those of all data-parallel ranks.
     """
 
     def __init__(
@@ -71,18 +66,14 @@ class LoadBalance:
         num_tokens: int,
         group: ProcessGroup,
     ) -> Tensor:
-        """Count a micro-batch's routes in a layer, and attach the loss to the experts' weights.
+        """Count a micro-batch's routes in a layer; return the weights, with the loss's gradient.
 
         Args:
-            weights_TE: float, with gradient.
             scores_TE: float32, probabilities of all experts, 0 for padding.
             is_used_TE: bool, False for padding.
             layer: its number, from 0, in the full model.
             num_tokens: tokens of the micro-batch without padding, on all ranks of ``group``.
             group: the ranks that share the micro-batch's tokens.
-
-        Returns:
-            The weights, unchanged; their gradient includes that of the loss.
         """
         if not num_tokens:  # a dummy micro-batch
             return weights_TE
@@ -118,21 +109,14 @@ class LoadBalance:
 class Routing:
     """A micro-batch as the routers of a stage see it."""
 
-    is_real_T: Tensor
-    """bool, False for padding."""
-
-    num_tokens: int
-    """Tokens of the micro-batch without padding, on all ranks that share it."""
-
+    is_real_T: Tensor  # bool, False for padding
+    num_tokens: int  # without padding, on all ranks that share the micro-batch
     experts_TJK: Tensor | None
     """Integers, the experts of each token in the layers of the stage; the router chooses where they
     are -1, and everywhere if this is None."""
 
-    first_layer: int
-    """Number, from 0, of the stage's first layer in the full model."""
-
+    first_layer: int  # of the stage, from 0, in the full model
     balance: LoadBalance | None
-    """Of the current optimizer step."""
 
 
 @dataclass(kw_only=True)
@@ -142,43 +126,8 @@ class PackedRows(PackedSeqParams):
     Its ``qkv_format`` stays None, so megatron-core's own code sees one sequence.
     """
 
-    layout: PackLayout
-    """Where rows begin and end, for the attention."""
-
-    routing: Routing | None = None
-    """For routers; None in a dense model."""
-
-
-def route(
-    tokens: PackedTokens,
-    *,
-    layers: range,
-    shares: Ranks | None,
-    balance: LoadBalance | None,
-    device: torch.device,
-) -> Routing:
-    """Describe a micro-batch to the routers of a stage.
-
-    Args:
-        layers: of the stage, by their numbers in the full model.
-        shares: this rank among those that each have an equal part of the tokens; None if all have
-            all of them.
-        balance: of the optimizer step; None if the model does not learn.
-    """
-    num_all = len(tokens.token_ids_T)
-    begin, end = 0, num_all
-    if shares is not None:
-        begin, end = (edge * num_all // shares.size for edge in (shares.rank, shares.rank + 1))
-    experts_TJK = tokens.experts_TJK
-    if experts_TJK is not None:
-        experts_TJK = experts_TJK[begin:end, layers.start : layers.stop].to(device)
-    return Routing(
-        is_real_T=torch.arange(begin, end, device=device) < num_all - tokens.num_padding,
-        num_tokens=tokens.num_row_tokens,
-        experts_TJK=experts_TJK,
-        first_layer=layers.start,
-        balance=balance,
-    )
+    layout: PackLayout  # where rows begin and end, for the attention
+    routing: Routing | None = None  # None in a dense model
 
 
 class Router(TopKRouter):

@@ -15,24 +15,18 @@ from torch import Tensor, nn
 
 from hybridrl.diagnostics import trace
 from hybridrl.workers.train.backend import Compute, Output
-from hybridrl.workers.train.megatron.megatron_core import (
-    get_forward_backward_func,
-    parallel_state,
-)
+from hybridrl.workers.train.megatron.megatron_core import get_forward_backward_func, parallel_state
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
 
 _OF_LAST_TOKENS = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
-Taken = TypeVar("Taken")
-"""The result of each micro-batch, on the last stage."""
+Taken = TypeVar("Taken")  # the result of each micro-batch, on the last stage
 
 
 class Schedule:
     """Runs the stages of this rank, together with the ranks of the other stages.
 
-    Args:
-        stages: one, or the virtual ones in order.
-        max_tokens: of a micro-batch, usually.
+    There is one, or the virtual ones in order; ``max_tokens`` are those of a micro-batch, usually.
     """
 
     def __init__(self, stages: Sequence[nn.Module], *, max_tokens: int) -> None:
@@ -45,9 +39,9 @@ class Schedule:
         compute: Compute,
         finish: Callable[[MicroBatch, Tensor], tuple[Tensor, Taken]],
         *,
-        is_training: bool = True,
+        is_training: bool,
     ) -> list[Taken]:
-        """Compute forward and backward; gradients are *summed*, over ranks too.
+        """Compute forward and, in training, backward; gradients are *summed*, over ranks too.
 
         Args:
             microbatches: the same on all ranks that share a model; laid out one by one.
@@ -69,40 +63,25 @@ class Schedule:
             return compute(stage, microbatch.tokens), partial(finish_one, microbatch)
 
         traced = iter(trace.each("microbatch", microbatches))
-        try:
-            all_taken: list[Taken] = get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=[traced, *(iter(microbatches) for _ in self.stages[1:])],
-                model=self.stages,
-                num_microbatches=len(microbatches),
-                seq_length=self._max_tokens,
-                micro_batch_size=1,
-                forward_only=not is_training,
-            )
-        finally:
-            self._forget_tokens()
-        next(traced, None)  # ends the last one's span
-        return all_taken
-
-    @torch.no_grad()
-    def score(
-        self,
-        microbatches: MicroBatches,
-        compute: Compute,
-        take: Callable[[MicroBatch, Tensor], Taken],
-    ) -> list[Taken]:
-        """Compute only forward; returns ``take`` of the last stage's outputs."""
-
-        def finish(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Taken]:
-            return output, take(microbatch, output)
-
         for stage in self.stages:
-            stage.eval()
+            stage.train(is_training)
         try:
-            return self.run(microbatches, compute, finish, is_training=False)
+            with torch.set_grad_enabled(is_training):
+                all_taken: list[Taken] = get_forward_backward_func()(
+                    forward_step_func=step,
+                    data_iterator=[traced, *(iter(microbatches) for _ in self.stages[1:])],
+                    model=self.stages,
+                    num_microbatches=len(microbatches),
+                    seq_length=self._max_tokens,
+                    micro_batch_size=1,
+                    forward_only=not is_training,
+                )
         finally:
             for stage in self.stages:
                 stage.train()
+            self._forget_tokens()
+        next(traced, None)  # ends the last one's span
+        return all_taken
 
     def _forget_tokens(self) -> None:
         """Drop what megatron-core keeps of the last micro-batch, beside the KV cache else.

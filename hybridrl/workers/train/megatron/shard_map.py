@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,14 +19,14 @@ from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.families import ExpertNames
 from hybridrl.planning.split import padded_vocabulary
-from hybridrl.workers.train.megatron.context import ParallelRank
-from hybridrl.workers.train.megatron.hf_tensors import (
+from hybridrl.workers.train.megatron.architecture import (
     EMBEDDING,
     HEAD,
     LAST_NORM,
     hf_tensors,
     layer_prefix,
 )
+from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.shard_spec import ShardSpec, full_range
 
 _REPLICATED = {
@@ -39,11 +40,9 @@ _REPLICATED = {
     "mlp.linear_fc2.bias": "mlp.down_proj.bias",
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
-}
-"""Tensors of a layer that every tensor-parallel rank has in full."""
+}  # of a layer, in full on every tensor-parallel rank
 
 NamedSpecs = list[tuple[str, ShardSpec]]
-"""Shards by the names of their Hugging Face tensors."""
 
 _Rows = list[tuple[str, int, int]]
 """Name of a linear layer within its transformer layer, and begin and end of its outputs."""
@@ -84,12 +83,8 @@ class LocalShard:
     The matrices of an adapter are named as within peft's model.
     """
 
-    name: str
-    """Of the Hugging Face tensor."""
-
-    begin: int
-    """First element in the flattened local tensor."""
-
+    name: str  # of the Hugging Face tensor
+    begin: int  # first element in the flattened local tensor
     spec: ShardSpec
 
     @property
@@ -112,19 +107,11 @@ class ShardMap:
     def shards_of(self, name: str, local_shape: Sequence[int]) -> tuple[LocalShard, ...]:
         """Return the shards that a local tensor holds, in the order of its rows.
 
-        Beside megatron-core's names there are ``MODULE.lora.LEAF.A`` [r, inputs] and ``.B``
-        [outputs, r]: the matrices of an adapter beside ``LEAF`` (``q_proj``) within ``MODULE``
-        (``...linear_qkv``), sharded as the matrix beside which they stand. ``score.weight`` and
-        ``score.bias`` are a critic's head.
-
-        Args:
-            name: megatron-core's, with the global number of the layer, from 0.
-
-        Returns:
-            Shards without a gap between them. Rows after the last are padding of the vocabulary.
-
-        Raises:
-            ModelError: the model has no such tensor, or its shape differs.
+        Beside megatron-core's names, with global layer numbers from 0, there are
+        ``MODULE.lora.LEAF.A`` [r, inputs] and ``.B`` [outputs, r]: the matrices of an adapter
+        beside ``LEAF`` (``q_proj``) within ``MODULE`` (``...linear_qkv``), sharded as the matrix
+        beside which they stand. ``score.weight`` and ``score.bias`` are a critic's head. There is
+        no gap between shards; rows after the last are padding of the vocabulary.
         """
         specs = self._specs(name, local_shape)
         _check_shape(name, local_shape, [spec.shape for _, spec in specs])
@@ -151,26 +138,15 @@ class ShardMap:
             hf_name = prefix + self._replicated(local_name)
             if hf_name in full_shapes:
                 return [_replica(hf_name, full_shapes[hf_name])]
-            linear = self._linear_shards(local_name, local_shape, prefix)
-            if linear is not None:
-                return linear
+            linear = _LINEAR.fullmatch(local_name)
+            with suppress(KeyError):  # the model has no such tensor
+                if linear is not None:
+                    return _Linear(linear, architecture, self.rank).shards(prefix, local_shape)
         raise ModelError(
             f"the files of a {architecture.model_type} model have no tensor for megatron-core's "
             f"parameter {name}; remove the option that adds it to the model, such as an entry of "
             "megatron.transformer_args, or train with actor=fsdp2"
         )
-
-    def _linear_shards(
-        self, local_name: str, local_shape: Sequence[int], prefix: str
-    ) -> NamedSpecs | None:
-        """Return the shards of a linear layer's tensor; None if the model has no such tensor."""
-        match = _LINEAR.fullmatch(local_name)
-        if match is None:
-            return None
-        try:
-            return _Linear(match, self.architecture, self.rank).shards(prefix, local_shape)
-        except KeyError:
-            return None
 
     def _replicated(self, local_name: str) -> str:
         """Return the Hugging Face name of such a tensor within its layer, else an empty one."""

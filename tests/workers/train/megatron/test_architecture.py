@@ -12,8 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles
 from hybridrl.planning.split import count_adapter
-from hybridrl.workers.train.megatron.architecture import inverse_frequencies, megatron_architecture
-from hybridrl.workers.train.megatron.hf_tensors import adapter_tensors, hf_tensors
+from hybridrl.workers.train.megatron.architecture import (
+    adapter_tensors,
+    hf_tensors,
+    inverse_frequencies,
+    megatron_architecture,
+)
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.lora_engines import LORA
 

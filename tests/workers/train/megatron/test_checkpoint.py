@@ -15,15 +15,15 @@ from hybridrl.errors import CheckpointError
 from hybridrl.models.architecture import Architecture, read_architecture
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
-from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
+from hybridrl.workers.train.megatron.architecture import HEAD, adapter_tensors, hf_tensors
 from hybridrl.workers.train.megatron.checkpoint import MOMENTS, OwnedSpan, checkpoint_tensors
 from hybridrl.workers.train.megatron.context import ParallelRank
-from hybridrl.workers.train.megatron.hf_tensors import HEAD, adapter_tensors, hf_tensors
 from hybridrl.workers.train.megatron.shard_map import ShardMap
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import LearningEngine
 from hybridrl.workers.train.shard_spec import RankShards
+from hybridrl.workers.train.value_engines import CriticEngine
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.critics import CRITIC, make_lessons
 from tests.workers.train.engines import CPU, build_fsdp2, make_rows, update, whole_tensors

@@ -15,10 +15,10 @@ from torch import Tensor
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles
+from hybridrl.workers.train.megatron.architecture import hf_tensors
+from hybridrl.workers.train.megatron.checkpoint import load_weights
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.export import WeightExport
-from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
-from hybridrl.workers.train.megatron.load import load_weights
 from hybridrl.workers.train.megatron.shard_map import ShardMap
 from hybridrl.workers.train.shard_spec import full_range, relative_slices
 from tests.ranks import run_ranks

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles
+from hybridrl.workers.train.megatron.checkpoint import load_weights
 from hybridrl.workers.train.megatron.context import ParallelRank
-from hybridrl.workers.train.megatron.load import load_weights
 from hybridrl.workers.train.megatron.shard_map import ShardMap
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.megatron.shards import local_shapes

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import Architecture
+from hybridrl.workers.train.megatron.architecture import hf_tensors
 from hybridrl.workers.train.megatron.context import ParallelRank
-from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
 from hybridrl.workers.train.megatron.shard_map import (
     LocalShard,
     ShardMap,

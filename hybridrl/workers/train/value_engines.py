@@ -1,7 +1,7 @@
-"""A reward model on any training back end: one score for each conversation.
+"""Value models on any training back end: the critic, and reward models that score conversations.
 
-Legend: B conversations, L tokens of a row, P pairs, S scored tokens of a micro-batch: the last of
-each conversation. The last axis of [P, 2] is the chosen and the rejected answer.
+Legend: B conversations, L tokens of a row, P pairs, S scored tokens of a micro-batch: of a reward
+model the last of each conversation. The last axis of [P, 2] is the chosen and the rejected answer.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.value_loss import bradley_terry
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.value_loss import bradley_terry, clipped_value_loss
 from hybridrl.batch import (
+    CriticBatch,
     PreferenceBatch,
     RewardBatch,
+    RolloutBatch,
     SupervisedBatch,
+    ValueBatch,
     response_lengths,
     row_offsets,
 )
-from hybridrl.metrics import Metrics
+from hybridrl.metrics import Mean, Metrics
 from hybridrl.workers.train.backend import Backend, Output
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.model_engine import ModelEngine, values_of
+from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine, values_of
 from hybridrl.workers.train.preference_objective import (
     PairValues,
     describe_rewards,
@@ -35,10 +39,60 @@ from hybridrl.workers.train.preference_objective import (
 from hybridrl.workers.train.protocol import TrainState
 
 
-class RewardEngine(ModelEngine):
-    """A value model that is read at the last token of a conversation.
+class CriticEngine(ModelEngine):
+    """A value model with its optimizer.
 
-    Batches are those of ``data/conversations.py``.
+    ``value_clip``: reward units that a value may move before its loss is clipped; 0 is off.
+    """
+
+    def __init__(self, backend: Backend, *, value_clip: float) -> None:
+        super().__init__(backend, area="critic")
+        self._value_clip = value_clip
+
+    def compute_values(self, rows: RolloutBatch) -> ValueBatch:
+        """Value the state before each response token of this rank's rows; values on the host."""
+        self._require("compute_values()", TrainState.PARAMETERS)
+        [values_BL] = self._compute_columns(rows, values_of, num_columns=1)
+        return ValueBatch(values_BL=values_BL, batch_size=rows.batch_size)
+
+    def update(
+        self, batch: CriticBatch, *, aggregation: Part = TOKEN_MEAN, max_response_tokens: int = 1
+    ) -> Metrics:
+        """Take one optimizer step on the loss of all ranks' response tokens, or skip it.
+
+        For ``aggregation`` and its ``max_response_tokens`` see ``algorithms/aggregate.py``.
+        """
+
+        def weighted_loss(
+            microbatch: MicroBatch, output: Output, weights_S: Tensor
+        ) -> tuple[Tensor, Metrics]:
+            values_S, index_S = cast(Tensor, output), microbatch.token_index_S
+            loss = clipped_value_loss(
+                values_S,
+                old_values_T=batch.old_values_BL.values()[index_S].to(values_S.device),
+                returns_T=batch.returns_BL.values()[index_S].to(values_S.device),
+                value_clip=self._value_clip,
+            )
+            share = (loss.losses_T * weights_S).sum()
+            if not len(index_S):
+                return share, {}
+            sums = torch.stack([share, weights_S.sum(), loss.is_clipped_T.sum()]).detach().tolist()
+            return share, {
+                "loss/value": Mean(sums[0], sums[1]),
+                "critic/clip_fraction": Mean(sums[2], len(index_S)),
+            }
+
+        return self._take_step(
+            batch,
+            values_of,
+            weighted_loss,
+            aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+        )
+
+
+class RewardEngine(ModelEngine):
+    """A value model that is read at the last token of a conversation (``data/conversations.py``).
 
     Args:
         center_coefficient: of the loss; see ``algorithms/value_loss.py``.
@@ -74,10 +128,7 @@ class RewardEngine(ModelEngine):
         return self._take_step(batch, values_of, weighted_loss)
 
     def evaluate_pairs(self, batch: PreferenceBatch) -> Metrics:
-        """Score held-out pairs: the same loss and metrics, no step.
-
-        Pairs without a mask are not counted.
-        """
+        """Score held-out pairs, but those without a mask: the same loss and metrics, no step."""
         scores_P2 = self.compute_rewards(batch).rewards_B.view(-1, 2)
         counted_P = response_lengths(batch.response_mask_BL).view(-1, 2)[:, 0] > 0
         if not self.is_output_rank or not counted_P.any():
@@ -86,14 +137,13 @@ class RewardEngine(ModelEngine):
         return of_held_out(mean_over_pairs(values, torch.ones(len(scores_P2))[counted_P]))
 
     def hf_configs(self) -> Sequence[Configuration]:
-        """Return the configurations of an exported folder."""
+        """See ``Backend``."""
         configs = self.backend.hf_configs()
         if self._pad_token_id is not None:
             configs[0].pad_token_id = self._pad_token_id
         return configs
 
     def _values(self, scores_P2: Tensor, margins_P: Tensor | None) -> PairValues:
-        """Return the loss of each pair, and metrics to average over pairs, each [P]."""
         chosen_P, rejected_P = scores_P2.unbind(dim=1)
         losses_P = bradley_terry(
             chosen_P,
