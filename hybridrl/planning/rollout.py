@@ -6,13 +6,17 @@ KV cache comes from the sources of SGLang 0.5.21 (paths below ``sglang/srt``), n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.models.architecture import Architecture
+from hybridrl.config.serving import PlacedGroup
+from hybridrl.models.architecture import Architecture, architecture_of, read_architecture
+from hybridrl.planning.plan import capacity_bytes
 from hybridrl.planning.split import count_adapter, count_parameters
-from hybridrl.planning.workload import Workload
 
 _MIB = 2**20
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -206,3 +210,73 @@ class RolloutMemory:
 
     def _share(self, number: int) -> int:
         return -(-number // self._section.tensor_parallel_size)
+
+
+_PREFILL_TOKENS = 4096
+"""Tokens of one prefill pass of the embedded engine, with padding (rollout/embedded/prefill.py)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Rows of one rank's engine."""
+
+    num_rows: int
+
+    group_size: int
+    """Responses to one prompt among them."""
+
+    num_prompt_tokens: int
+    num_response_tokens: int
+
+    @classmethod
+    def longest(cls, config: ExperimentConfig) -> Self:
+        """Assume that every prompt and every response has the greatest length allowed."""
+        num_ranks = config.cluster.num_ranks
+        return cls(
+            num_rows=max(1, config.num_rows_per_step // num_ranks),
+            group_size=max(1, config.rollout.num_responses_per_prompt // num_ranks),
+            num_prompt_tokens=config.data.max_prompt_tokens,
+            num_response_tokens=config.rollout.max_response_tokens,
+        )
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Tokens of a row."""
+        return self.num_prompt_tokens + self.num_response_tokens
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens of one pass of the embedded engine."""
+        num_prompts = -(-self.num_rows // self.group_size)
+        return max(
+            self.num_prompt_tokens, min(_PREFILL_TOKENS, num_prompts * self.num_prompt_tokens)
+        )
+
+
+def plan_servers(config: ExperimentConfig) -> Iterator[tuple[PlacedGroup, RolloutMemory]]:
+    """Yield each group that has engines, and the memory of a device of one.
+
+    Args:
+        config: has passed its checks.
+
+    Raises:
+        ModelError: a config.json cannot be read, or is of an unknown family.
+    """
+    if not config.has_servers:
+        return
+    for group in config.serving.placed_groups:
+        path, size = config.serving.models[group.model].path, group.config.devices_per_engine
+        is_of_rank = path is None and size == config.rollout.tensor_parallel_size
+        if not group.config.num_engines or (is_of_rank and config.is_on_trainer(group)):
+            continue
+        model = architecture_of(config.model) if path is None else read_architecture(Path(path))
+        rollout = replace(config.rollout, tensor_parallel_size=size)
+        yield group, engine_memory(replace(config, rollout=rollout), model)
+
+
+def engine_memory(config: ExperimentConfig, model: Architecture) -> RolloutMemory:
+    """Return the memory of an engine for rows of full length."""
+    longest = Workload.longest(config)
+    capacity = capacity_bytes(config.cluster) if config.cluster.device == "cuda" else None
+    tokens = longest.num_row_tokens
+    return RolloutMemory(config, model, longest, tokens, capacity)

@@ -24,7 +24,7 @@ from hybridrl.config.topology import Colocated, Fused
 from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.models import load
 from hybridrl.models.architecture import architecture_of
-from hybridrl.planning.served import engine_memory
+from hybridrl.planning.rollout import engine_memory
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.rehearsal.memory import Block
 from hybridrl.rehearsal.model_folder import HollowFile, write_hollow_file

@@ -33,7 +33,7 @@ from hybridrl.planning.plan import (
     Phase,
     capacity_bytes,
 )
-from hybridrl.planning.served import engine_memory
+from hybridrl.planning.rollout import engine_memory
 
 _GIB = 2**30
 _MIB = 2**20

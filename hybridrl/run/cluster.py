@@ -21,7 +21,7 @@ from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import ResourceError, shorten
-from hybridrl.run.ray_end import ended_with_ray
+from hybridrl.run.supervise import ended_with_ray
 from hybridrl.single_controller.head import require_head
 from hybridrl.trainer.interrupt import hangups_ignored
 

@@ -22,14 +22,14 @@ from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics
 from hybridrl.models.folder import require_usable_model
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.run.evaluation import (
+from hybridrl.run.export_checkpoint import export_checkpoint
+from hybridrl.run.loops import (
     build_eval_tasks,
     build_evaluator,
     eval_sample_taker,
     judges_of,
     scores_of,
 )
-from hybridrl.run.export_checkpoint import export_checkpoint
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
 from hybridrl.run.workers import start_workers

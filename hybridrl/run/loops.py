@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -13,27 +14,23 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.rollout import require_usable_agent
 from hybridrl.config.checks.batch_sizes import num_rollout_engines
+from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.summary import note_of_cut_sampling
+from hybridrl.data.answers import response_answers
 from hybridrl.data.sampler import RowOrder
-from hybridrl.data.source import PromptSource
+from hybridrl.data.source import PromptSource, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.run.evaluation import (
-    build_eval_tasks,
-    build_evaluator,
-    eval_sample_taker,
-    judges_of,
-    scores_of,
-)
 from hybridrl.run.record import RunFolder
 from hybridrl.run.rollouts import Recording, open_recording
-from hybridrl.run.rows import load_train_rows, within_epochs
+from hybridrl.run.rows import load_eval_rows, load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
+from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.batches import AheadBatches, Batches, DrawnBatches, OversampledBatches
 from hybridrl.trainer.build_algorithm import (
     Algorithm,
@@ -41,14 +38,15 @@ from hybridrl.trainer.build_algorithm import (
     build_actor_critic,
     build_policy_optimization,
 )
+from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.early_rewards import EarlyRewards
-from hybridrl.trainer.evaluate import EvalTask
-from hybridrl.trainer.judges import load_judges
+from hybridrl.trainer.evaluate import EvalTask, Evaluator
+from hybridrl.trainer.judges import Judge, JudgeAnswers, load_judges
 from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
-from hybridrl.trainer.policy import Critic, Policy
+from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.reward import TextReward
-from hybridrl.trainer.reward_models import load_reward_models
+from hybridrl.trainer.reward_models import ModelScores, RewardModel, RewardRanks, load_reward_models
 from hybridrl.trainer.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
@@ -260,3 +258,82 @@ class _ReinforcementLearning:
             return metrics
 
         return evaluate
+
+
+def build_eval_tasks(
+    config: ExperimentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: tuple[int, ...],
+) -> list[EvalTask]:
+    """Load the rows of all sets.
+
+    Raises:
+        DataError: bad rows, by file and line; or no rows.
+    """
+
+    def build(settings: EvalSet) -> EvalTask:
+        rows = load_eval_rows(config, settings, tokenizer)
+        stream = f"eval {settings.name}" if settings.name else "eval"
+        sampling = SamplingParams(
+            num_responses_per_prompt=settings.num_responses_per_prompt,
+            max_response_tokens=config.rollout.max_response_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            stop_token_ids=stop_token_ids,
+        )
+        task = build_prompt_step(
+            rows,
+            range(len(rows)),
+            seed=config.seed,
+            stream=stream,
+            sends_rows=not config.agent.is_single_turn,
+        )
+        return EvalTask(settings, task, sampling)
+
+    return [build(settings) for settings in config.eval.all_sets()]
+
+
+def scores_of(
+    config: ExperimentConfig, models: Sequence[RewardModel], ranks: WorkerGroup
+) -> ModelScores | None:
+    """Let these ranks score with the reward models; None if there are none."""
+    if not models:
+        return None
+    return ModelScores(
+        models=models, ranks=cast(RewardRanks, ranks), num_groups=config.num_train_groups
+    )
+
+
+def judges_of(
+    config: ExperimentConfig, judges: Sequence[Judge], workers: Workers
+) -> JudgeAnswers | None:
+    """Let the servers of a run answer for the judges; None if there are none."""
+    if not judges or workers.servers is None:
+        return None
+    return JudgeAnswers(judges=judges, servers=workers.servers, timeout_s=config.reward.timeout_s)
+
+
+def build_evaluator(
+    config: ExperimentConfig,
+    policy: Generates,
+    reward: Reward,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    take_agent_metrics: Callable[[], Metrics],
+) -> Evaluator:
+    """Build the evaluator of these responses and scores."""
+    return Evaluator(
+        policy=policy,
+        take_agent_metrics=None if config.agent.is_single_turn else take_agent_metrics,
+        reward=reward,
+        extract=partial(response_answers, tokenizer=tokenizer),
+        correct_reward=config.eval.correct_reward,
+        num_resamples=config.eval.num_resamples,
+        seed=config.seed,
+    )
+
+
+def eval_sample_taker(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> SampleTaker:
+    """Build the taker of some responses of each evaluation."""
+    num_samples = config.tracking.num_samples_per_step
+    return SampleTaker(tokenizer, num_samples=num_samples, split="eval")

@@ -42,8 +42,7 @@ from hybridrl.errors import (
     TrackerError,
     is_restartable,
 )
-from hybridrl.run.line_files import METRICS
-from hybridrl.run.run_folder import CONFIG, LOG
+from hybridrl.run.run_folder import CONFIG, LOG, METRICS
 
 _MAX_FILE_CHARACTERS = 8 * 2**20
 _TAIL_LINES = 200

@@ -22,7 +22,7 @@ from hybridrl.config.yaml_text import read_yaml
 from hybridrl.data.sampler import describe_change
 from hybridrl.data.sampler_state import SamplerState
 from hybridrl.errors import DataError, RunFolderError
-from hybridrl.run.line_files import lost_lines
+from hybridrl.run.run_folder import lost_lines
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.json_text import to_json_text
-from hybridrl.run.line_files import SCORES, read_metrics
+from hybridrl.run.run_folder import SCORES, read_metrics
 from hybridrl.trainer.interrupt import SIGNALS, exit_status
 
 _STOPPED = {exit_status(number): number for number in SIGNALS}

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.models.architecture import architecture_of
-from hybridrl.planning.rollout import RolloutMemory
-from hybridrl.planning.served import engine_memory
+from hybridrl.planning.rollout import RolloutMemory, engine_memory
 from tests.config.values import config_of
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
 

@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.load import load_config
-from hybridrl.report.findings import diagnose
-from hybridrl.report.history import History
-from hybridrl.report.learning_rules import RULES
-from hybridrl.report.run import Run
-from hybridrl.report.settings import Settings, read_defaults
+from hybridrl.report.findings import RULES, diagnose
+from hybridrl.report.run import History, Run, Settings, read_defaults
 from tests.composing import composed
 
 Curve = Callable[[int], float]

@@ -121,7 +121,7 @@ def test_nothing_is_printed() -> None:
         for module in MODULES
         for call in module.calls_of("print")
     }
-    assert printing == {"hybridrl.planning.page: console.print"}  # into a text
+    assert printing == {"hybridrl.planning.fit: console.print"}  # into a text
 
 
 def test_no_product_code_asserts() -> None:
