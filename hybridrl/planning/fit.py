@@ -16,7 +16,7 @@ from hybridrl.config.topology import Colocated, Fused
 from hybridrl.errors import ConfigError, instruction
 from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase, capacity_bytes
-from hybridrl.planning.rollout import RolloutMemory, engine_memory, plan_servers
+from hybridrl.planning.rollout import RolloutMemory, plan_servers
 from hybridrl.planning.split import count_parameters
 
 _GIB = 2**30
@@ -79,7 +79,7 @@ def find_fits(
     yield _of_device("peak of a rank", plan, capacity, unknown=cache * has_engine)
     if has_engine:
         yield from _of_share(
-            "a rank's engine", engine_memory(config, architecture_of(config.model))
+            "a rank's engine", RolloutMemory(config, architecture_of(config.model))
         )
     if critic is not None:
         yield _of_device("peak of a rank of the critic's own", critic, capacity)

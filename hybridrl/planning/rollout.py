@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.rollout import RolloutConfig
@@ -42,6 +41,9 @@ tp / 8 of it (memory_hook.py)."""
 _GRAPH = 2 * _MIB
 """Per captured row (memory_hook.py, reserve_for_graph_mb)."""
 
+_PREFILL_TOKENS = 4096
+"""Tokens of one prefill pass of the embedded engine, with padding (rollout/embedded/prefill.py)."""
+
 _CHUNK_TOKENS = 8192
 """``chunked_prefill_size`` on a GPU of 60 to 160 GiB (memory_hook.py)."""
 
@@ -52,23 +54,15 @@ class RolloutMemory:
 
     config: ExperimentConfig
     model: Architecture
-    workload: Workload
-    """Rows that one rank's engine samples."""
-
-    max_context_tokens: int
-    """Tokens of a row of the cache: the longest row that the configuration allows."""
-
-    device_bytes: int | None
-    """Memory of the GPU on which a server sizes its own cache; None on a CPU, or if unknown."""
 
     @property
-    def is_server(self) -> bool:
+    def _is_server(self) -> bool:
         """Whether the engine has processes of its own, outside a rank's memory meter."""
         return self._section.engine == "sglang"
 
     @property
     def _is_server_on_gpu(self) -> bool:
-        return self.is_server and self.config.cluster.device == "cuda"
+        return self._is_server and self.config.cluster.device == "cuda"
 
     @property
     def _section(self) -> RolloutConfig:
@@ -93,17 +87,19 @@ class RolloutMemory:
         """
         if self._is_server_on_gpu:
             return max(0, self.share - self.weights)
-        return self._keys_and_values(self._section.num_slots * self.max_context_tokens)
+        return self._keys_and_values(self._section.num_slots * self.config.max_row_tokens)
 
     @property
     def share(self) -> int:
-        """The part of the GPU that a server takes for weights and cache."""
-        return int(self._section.memory_fraction * (self.device_bytes or 0))
+        """The part of the GPU that a server takes for weights and cache; 0 if it is unknown."""
+        cluster = self.config.cluster
+        device_bytes = capacity_bytes(cluster) if cluster.device == "cuda" else None
+        return int(self._section.memory_fraction * (device_bytes or 0))
 
     @property
     def smallest_share(self) -> int:
         """The least with which a server can start: weights, and a cache of one row."""
-        return self.weights + self._keys_and_values(self.max_context_tokens)
+        return self.weights + self._keys_and_values(self.config.max_row_tokens)
 
     @property
     def server_rest(self) -> int:
@@ -115,10 +111,10 @@ class RolloutMemory:
         """The most that a call holds besides weights and cache. A server on a CPU holds it in host
         memory of its own.
         """
-        if self.is_server:
+        if self._is_server:
             return self._is_server_on_gpu * max(self._server_chunk, self._server_drawing)
-        prefilled = self._keys_and_values(self.workload.prefill_tokens) + self._prefill_logits
-        copied = self._keys_and_values(self._num_rows * self.workload.num_prompt_tokens)
+        prefilled = self._keys_and_values(self._prefill_tokens) + self._prefill_logits
+        copied = self._keys_and_values(self._num_rows * self._prompt_tokens)
         return prefilled + max(self._prefill, copied, self._drawing)
 
     # -- the embedded engine ---------------------------------------------------------------------
@@ -128,11 +124,11 @@ class RolloutMemory:
         """One block's temporary tensors over the prompts of a pass."""
         per_token = 3 * self.model.intermediate_size + 3 * self.model.hidden_size
         per_token += 2 * self.model.query_size
-        return self.workload.prefill_tokens * per_token * self._size
+        return self._prefill_tokens * per_token * self._size
 
     @property
     def _prefill_logits(self) -> int:
-        num_prompts = max(1, self.workload.prefill_tokens // self.workload.num_prompt_tokens)
+        num_prompts = max(1, self._prefill_tokens // self._prompt_tokens)
         return num_prompts * self.model.vocab_size * self._size
 
     @property
@@ -145,7 +141,20 @@ class RolloutMemory:
 
     @property
     def _num_rows(self) -> int:
-        return min(self._section.num_slots, self.workload.num_rows)
+        return min(self._section.num_slots, self._num_sampled_rows)
+
+    @property
+    def _num_sampled_rows(self) -> int:
+        """Rows of a step that one rank's engine samples, all of the greatest length."""
+        return max(1, self.config.num_rows_per_step // self.config.cluster.num_ranks)
+
+    @property
+    def _prefill_tokens(self) -> int:
+        """Prompt tokens of one pass of the embedded engine."""
+        num_ranks = self.config.cluster.num_ranks
+        group_size = max(1, self._section.num_responses_per_prompt // num_ranks)
+        num_prompts = -(-self._num_sampled_rows // group_size)
+        return max(self._prompt_tokens, min(_PREFILL_TOKENS, num_prompts * self._prompt_tokens))
 
     # -- a server on a GPU -----------------------------------------------------------------------
 
@@ -159,7 +168,7 @@ class RolloutMemory:
         """
         num_ranks, num_slots = self._section.tensor_parallel_size, self._section.num_slots
         peers = _PEERS * num_ranks // 8 if num_ranks > 1 else 0
-        per_slot = self.model.vocab_size * _FLOAT32 + self.max_context_tokens * _INT32
+        per_slot = self.model.vocab_size * _FLOAT32 + self.config.max_row_tokens * _INT32
         by_graphs = self._section.cuda_graphs * num_slots * per_slot
         return self._is_server_on_gpu * (_CONTEXT + _WORKSPACE + peers + by_graphs)
 
@@ -176,7 +185,7 @@ class RolloutMemory:
         Pinned int32 [tokens, layers, experts a token] (sglang/srt/state_capturer/base.py).
         """
         experts = self.model.experts
-        if not self.is_server or not self._section.routed_experts or experts is None:
+        if not self._is_server or not self._section.routed_experts or experts is None:
             return 0
         num_tokens = self.kv_cache // self._keys_and_values(1)
         return num_tokens * self.model.num_layers * experts.num_per_token * _INT32
@@ -201,6 +210,10 @@ class RolloutMemory:
     # -- sizes -----------------------------------------------------------------------------------
 
     @property
+    def _prompt_tokens(self) -> int:
+        return self.config.data.max_prompt_tokens
+
+    @property
     def _size(self) -> int:
         return BYTES[self._section.dtype]
 
@@ -212,52 +225,8 @@ class RolloutMemory:
         return -(-number // self._section.tensor_parallel_size)
 
 
-_PREFILL_TOKENS = 4096
-"""Tokens of one prefill pass of the embedded engine, with padding (rollout/embedded/prefill.py)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """Rows of one rank's engine."""
-
-    num_rows: int
-
-    group_size: int
-    """Responses to one prompt among them."""
-
-    num_prompt_tokens: int
-    num_response_tokens: int
-
-    @classmethod
-    def longest(cls, config: ExperimentConfig) -> Self:
-        """Assume that every prompt and every response has the greatest length allowed."""
-        num_ranks = config.cluster.num_ranks
-        return cls(
-            num_rows=max(1, config.num_rows_per_step // num_ranks),
-            group_size=max(1, config.rollout.num_responses_per_prompt // num_ranks),
-            num_prompt_tokens=config.data.max_prompt_tokens,
-            num_response_tokens=config.rollout.max_response_tokens,
-        )
-
-    @property
-    def num_row_tokens(self) -> int:
-        """Tokens of a row."""
-        return self.num_prompt_tokens + self.num_response_tokens
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens of one pass of the embedded engine."""
-        num_prompts = -(-self.num_rows // self.group_size)
-        return max(
-            self.num_prompt_tokens, min(_PREFILL_TOKENS, num_prompts * self.num_prompt_tokens)
-        )
-
-
 def plan_servers(config: ExperimentConfig) -> Iterator[tuple[PlacedGroup, RolloutMemory]]:
-    """Yield each group that has engines, and the memory of a device of one.
-
-    Args:
-        config: has passed its checks.
+    """Yield each group that has engines, and the memory of a device of one, apart from ranks.
 
     Raises:
         ModelError: a config.json cannot be read, or is of an unknown family.
@@ -271,12 +240,4 @@ def plan_servers(config: ExperimentConfig) -> Iterator[tuple[PlacedGroup, Rollou
             continue
         model = architecture_of(config.model) if path is None else read_architecture(Path(path))
         rollout = replace(config.rollout, tensor_parallel_size=size)
-        yield group, engine_memory(replace(config, rollout=rollout), model)
-
-
-def engine_memory(config: ExperimentConfig, model: Architecture) -> RolloutMemory:
-    """Return the memory of an engine for rows of full length."""
-    longest = Workload.longest(config)
-    capacity = capacity_bytes(config.cluster) if config.cluster.device == "cuda" else None
-    tokens = longest.num_row_tokens
-    return RolloutMemory(config, model, longest, tokens, capacity)
+        yield group, RolloutMemory(replace(config, rollout=rollout), model)
