@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, repeat
 from pathlib import Path
@@ -23,8 +23,14 @@ from hybridrl.log import MANAGER, SERVER_LOGS
 
 _LOG_TAIL_BYTES = 64 << 10
 
-EVALUATIONS = (("eval/reward/mean", max), ("eval/accuracy", max), ("eval/loss_nats", min))
-"""Metrics of evaluations, and which value is the best."""
+SCORES: Sequence[tuple[str, Callable[[Sequence[float]], float]]] = (
+    *(("eval/reward/mean", max), ("reward/mean", max)),
+    *(("eval/accuracy", max), ("preference/accuracy", max)),
+    *(("eval/loss_nats", min), ("loss/supervised_nats", min)),
+)
+"""Metrics that runs are compared by, the first that a run has; and which value is the best."""
+
+EVALUATIONS = [(name, best) for name, best in SCORES if name.startswith("eval/")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,19 +62,13 @@ class Run:
     def best_evaluation(self) -> tuple[float, int] | None:
         """The best held-out reward or accuracy, or the lowest held-out loss, and its step."""
         for name, choose in EVALUATIONS:
-            series = self.history.get(name)
-            if series.finite:
-                best = choose(series.finite)
-                return best, series.steps[series.values.index(best)]
+            if (series := self.history.get(name)).finite:
+                return series.best(choose)
         return None
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder, also of a running run.
-
-    Raises:
-        RunFolderError: it is not a run folder.
-    """
+    """Read a run folder, also of a running run; raises a RunFolderError if it is none."""
     missing = [name for name in ("config.yaml", "metrics.jsonl") if not (folder / name).is_file()]
     if missing:
         raise RunFolderError(
@@ -165,14 +165,12 @@ def to_text(value: object) -> str:
 
 def _comparable(value: object) -> object:
     """Return the same for every spelling of a number: YAML 1.1 reads 1e-4 as text."""
-    if isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return value
-    if isinstance(value, int | float | str):
-        try:
-            return float(value)
-        except ValueError:
-            return str(value)
-    return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 MAX_POINTS = 1000
@@ -198,6 +196,11 @@ class Series:
     def finite(self) -> list[float]:
         """The finite values, in order."""
         return [value for value in self.values if value is not None]
+
+    def best(self, choose: Callable[[Sequence[float]], float]) -> tuple[float, int]:
+        """Return the best number, and the first step that has it; there is at least one."""
+        number = choose(self.finite)
+        return number, self.steps[self.values.index(number)]
 
     def mean_of_last(self, num_values: int) -> float | None:
         """Return the mean of the last numbers; None if there are fewer."""

@@ -6,10 +6,11 @@ import logging
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 from hybridrl import log
 from hybridrl.checkpoint.manifest import RunState
@@ -19,9 +20,10 @@ from hybridrl.diagnostics import trace
 from hybridrl.diagnostics.trace_file import join_traces
 from hybridrl.metrics import Metrics
 from hybridrl.report.page import try_machine, try_report
+from hybridrl.report.run import SCORES, History, Series
 from hybridrl.run.display import LiveView, format_duration, format_value, open_live
 from hybridrl.run.postmortem import is_crash, write_postmortem
-from hybridrl.run.run_folder import SCORES, RunLogger, SampleRow, last_step, read_metrics
+from hybridrl.run.run_folder import LOG, RunLogger, SampleRow, last_step, read_metrics
 from hybridrl.trainer.interrupt import RunStopped
 
 _logger = logging.getLogger(__name__)
@@ -97,12 +99,8 @@ def open_record(
 ) -> Iterator[RunFolder]:
     """Make or open the run folder, begin the log and the live view, and end them all.
 
-    Args:
-        resumes: the run in the folder continues.
-        command: that started the run; the last lines show how to continue with it.
-
-    Raises:
-        RunFolderError: the folder exists and is not to be resumed, or cannot be written.
+    With ``resumes`` the run in the folder continues. The last lines show how to continue with the
+    ``command`` that started it.
     """
     run_log = RunLogger(
         Path(config.trainer.run_dir),
@@ -113,7 +111,7 @@ def open_record(
         config=config.tracking,
     )
     with run_log:
-        log.configure(file=run_log.log_file)
+        log.configure(file=run_log.folder / LOG)
         try_machine(run_log.folder)
         with (
             _summarized(config, command),
@@ -184,24 +182,22 @@ _OF_CONVERSATIONS: Sequence[tuple[str, Callable[[Sequence[float]], float]]] = (
 def describe_end(
     config: ExperimentConfig, *, command: Sequence[str], error: BaseException | None
 ) -> str:
-    """Return some lines about a run that ended.
-
-    Args:
-        config: of the run, whose folder is there.
-        command: that started it; empty if it was started by code.
-        error: the reason for an early end; None is a finished run.
-    """
+    """Return some lines about a run that ended; ``error`` is the reason for an early end."""
     folder = Path(config.trainer.run_dir)
-    lines = read_metrics(folder)
-    num_done = int(lines[-1]["step"]) if lines else 0
-    seconds = f", {format_duration(lines[-1]['elapsed_s'])}" if lines else ""
+    history = History(read_metrics(folder))
+    num_done = history.steps[-1] if history.steps else 0
+    seconds = f", {format_duration(history.elapsed_s[-1] or 0)}" if history.steps else ""
     verb = "finished" if error is None else "stopped"
     where = f"after step {num_done}" if num_done else "before step 1"
     epochs = config.trainer.num_epochs
     num_steps = config.num_steps if error or epochs is None else num_done  # epochs ended it
     rows = [(verb, f"{where} of {num_steps}{seconds}")]
     shown = (*SCORES, *_OF_CONVERSATIONS)
-    rows += [(name, text) for name, best in shown if (text := _describe_score(lines, name, best))]
+    rows += [
+        (name, text)
+        for name, best in shown
+        if (text := _describe_score(history.get(name), name, best))
+    ]
     store = CheckpointStore(folder / "checkpoints")
     steps = store.steps()
     places = {
@@ -220,35 +216,23 @@ def describe_end(
 
 
 def resume_command(command: Sequence[str], *, run_dir: str, changes: Sequence[str]) -> str:
-    """Return the command that continues the run in ``run_dir``, quoted for a shell.
-
-    Args:
-        command: that started the run.
-        changes: overrides that replace earlier ones.
-    """
+    """Return the ``command`` that continues its run, quoted; ``changes`` replace overrides."""
     given = (f"trainer.run_dir={run_dir}", *changes)
     replaced = {"trainer.overwrite", *(override.partition("=")[0] for override in given)}
     kept = [part for part in command if part.partition("=")[0] not in replaced]
     return shlex.join([*kept, *given])
 
 
-def _describe_score(
-    lines: Sequence[Mapping[str, float]], name: str, best_of: Callable[[Sequence[float]], float]
-) -> str:
+def _describe_score(series: Series, name: str, best_of: Callable[[Sequence[float]], float]) -> str:
     """Return the first and last value of a metric; empty if it was not measured twice."""
-    values = [(int(line["step"]), line[name]) for line in lines if name in line]
+    values = series.finite
     if len(values) < 2:
         return ""
     if not name.startswith("eval/"):
         num = min(_NUM_SMOOTHED, len(values) // 2)
-        first, last = (_mean(part) for part in (values[:num], values[-num:]))
+        first, last = format_value(fmean(values[:num])), format_value(fmean(values[-num:]))
         spans = f"means of {num} steps" if num > 1 else "first and last step"
         return f"{first} -> {last} ({spans})"
-    best = best_of([value for _, value in values])
-    step = next(step for step, value in values if value == best)
-    first, last = format_value(values[0][1]), format_value(values[-1][1])
-    return f"{first} -> {last}, best {format_value(best)} after step {step}"
-
-
-def _mean(values: Sequence[tuple[int, float]]) -> str:
-    return format_value(sum(value for _, value in values) / len(values))
+    best, step = series.best(best_of)
+    ends = f"{format_value(values[0])} -> {format_value(values[-1])}"
+    return f"{ends}, best {format_value(best)} after step {step}"

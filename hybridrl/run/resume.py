@@ -14,7 +14,7 @@ from hybridrl.checkpoint.fingerprint import (
     own_fingerprints,
     recipe_of,
 )
-from hybridrl.checkpoint.manifest import RunFingerprint, RunState
+from hybridrl.checkpoint.manifest import RunFingerprint
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
@@ -111,11 +111,8 @@ def check_resumable(
     checkpoint = checkpoint_store(config).newest()
     if checkpoint is None:
         return
-    saved, where, accept = (
-        checkpoint.manifest.origin,
-        checkpoint.folder,
-        config.checkpoint.accept_changes,
-    )
+    saved, where = checkpoint.manifest.origin, checkpoint.folder
+    accept = config.checkpoint.accept_changes
     changes = check_recipe(saved.recipe, origin.recipe, where=where, accept=accept)
     changes += check_fingerprints(saved, origin, where=where, accept=accept)
     former = checkpoint.manifest.run.sampler.fingerprint
@@ -127,15 +124,9 @@ def check_resumable(
                 "back, set trainer.run_dir to a new folder, or set checkpoint.accept_changes=true "
                 "to continue at the same position of the new rows"
             )
-    changes += _check_lines(checkpoint.manifest.run, Path(config.trainer.run_dir), accept=accept)
-    for change in changes:
-        log.warning("resuming with a change that was accepted: %s", change)
-    for change in differences(saved.environment, origin.environment):
-        log.warning("resuming, but not bitwise identical: %s", change)
-
-
-def _check_lines(run: RunState, folder: Path, *, accept: bool) -> list[str]:
+    run, folder = checkpoint.manifest.run, Path(config.trainer.run_dir)
     lost = lost_lines(folder, run.log_sizes)
+    changes += lost
     if lost and not accept:
         raise RunFolderError(
             f"run folder {folder} has lost lines that were written before the checkpoint of step "
@@ -143,4 +134,7 @@ def _check_lines(run: RunState, folder: Path, *, accept: bool) -> list[str]:
             "checkpoint.accept_changes=true to continue with the complete lines that are left, or "
             "set trainer.run_dir to a new folder"
         )
-    return lost
+    for change in changes:
+        log.warning("resuming with a change that was accepted: %s", change)
+    for change in differences(saved.environment, origin.environment):
+        log.warning("resuming, but not bitwise identical: %s", change)

@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
@@ -24,7 +23,7 @@ import reprlib
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import SEEK_END, FileIO
@@ -42,7 +41,7 @@ from hybridrl.errors import RunFolderError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.report.run import parse_metrics, read_lines
-from hybridrl.run.trackers import MAX_FAILED, TolerantTracker
+from hybridrl.run.trackers import MAX_FAILED, TRACKERS, TolerantTracker, import_tracker
 
 if TYPE_CHECKING:  # it imports torch, which the parent of a driver must not
     from hybridrl.agents.turn_records import CallRecord
@@ -120,7 +119,6 @@ class RunLogger:
 
         Args:
             folder: new, empty, or with ``overwrite`` a former run folder, which is deleted.
-            overwrite: ``trainer.overwrite``.
             resumes: the folder's run continues; call `rewind` before the first step.
             settings: the same configuration as a mapping, for trackers that show it.
 
@@ -135,9 +133,8 @@ class RunLogger:
         self._trackers: list[TolerantTracker] = []
         self._function = load_part(config, METRICS_FUNCTION)
         # Before the folder: a run that could not begin must not leave one that blocks the next try.
-        modules = [
-            importlib.import_module(f"hybridrl.run.trackers.{name}") for name in config.trackers
-        ]
+        for name in config.trackers:
+            import_tracker(name)
         with ExitStack() as opened, _naming(folder):
             opened.enter_context(_lock(folder))
             if not resumes:
@@ -146,8 +143,8 @@ class RunLogger:
             # Unbuffered: a line reaches the system before the next step begins.
             self._metrics = opened.enter_context((folder / METRICS).open("a+b", buffering=0))
             self._samples = opened.enter_context((folder / SAMPLES).open("a+b", buffering=0))
-            for name, module in zip(config.trackers, modules, strict=True):
-                target = module.open_tracker(folder, project=config.project, settings=settings)
+            for name in config.trackers:
+                target = TRACKERS[name](folder, project=config.project, settings=settings)
                 tracker = TolerantTracker(name, target)
                 opened.callback(tracker.attempt, lambda target: target.close())
                 self._trackers.append(tracker)
@@ -183,7 +180,7 @@ class RunLogger:
         Args:
             step: of the checkpoint; 0 is before the first.
             sizes: the result of `sizes` at the checkpoint; a file without an entry is emptied.
-            elapsed_s: seconds of the run at the checkpoint.
+            elapsed_s: of the run at the checkpoint.
         """
         self._began = time.monotonic() - elapsed_s
         with _naming(self.folder):
@@ -193,11 +190,6 @@ class RunLogger:
                 file.truncate(whole_lines(file, sizes.get(name, 0)))
         for tracker in self._trackers:
             tracker.attempt(lambda target: target.rewind(step))
-
-    @property
-    def log_file(self) -> Path:
-        """File for ``log.configure(file=...)``."""
-        return self.folder / LOG
 
     def log_step(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Write one step's metrics everywhere.
@@ -258,7 +250,7 @@ class RunLogger:
 
     def log_error(self, error: BaseException) -> None:
         """Write the end of the run to the log alone; a disk that refuses is not a second error."""
-        with suppress(OSError), self.log_file.open("a", encoding="utf-8") as file:
+        with suppress(OSError), (self.folder / LOG).open("a", encoding="utf-8") as file:
             text = "".join(traceback.format_exception(error))
             file.write(f"the run ended with an error\n{text}")
 
@@ -336,16 +328,6 @@ def _empty_folder(folder: Path, *, overwrite: bool) -> None:
 METRICS = "metrics.jsonl"
 """Name in the run folder."""
 
-SCORES: Sequence[tuple[str, Callable[[Sequence[float]], float]]] = (
-    ("eval/reward/mean", max),
-    ("reward/mean", max),
-    ("eval/accuracy", max),
-    ("preference/accuracy", max),
-    ("eval/loss_nats", min),
-    ("loss/supervised_nats", min),
-)
-"""Metrics that runs are compared by, the first that a run has; and which value is the best."""
-
 _CHUNK = 1 << 16
 
 
@@ -383,8 +365,7 @@ def whole_lines(file: BinaryIO, size: int) -> int:
 def lost_lines(folder: Path, sizes: Mapping[str, int]) -> list[str]:
     """Name the files of ``folder`` that lack lines which a checkpoint counts on.
 
-    Args:
-        sizes: bytes of each file by name at the checkpoint: after complete lines.
+    ``sizes`` are the bytes of each file at the checkpoint: after complete lines.
     """
     lost = []
     for name, size in sizes.items():
