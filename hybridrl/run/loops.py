@@ -1,4 +1,4 @@
-"""The loop of reinforcement learning; ``run/offline.py`` has those that sample nothing."""
+"""The loop of reinforcement learning, and its evaluations; ``run/offline.py`` has the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,7 +30,6 @@ from hybridrl.run.rows import load_eval_rows, load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
-from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.batches import AheadBatches, Batches, DrawnBatches, OversampledBatches
 from hybridrl.trainer.build_algorithm import (
     Algorithm,
@@ -41,12 +40,12 @@ from hybridrl.trainer.build_algorithm import (
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.early_rewards import EarlyRewards
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
-from hybridrl.trainer.judges import Judge, JudgeAnswers, load_judges
+from hybridrl.trainer.judges import JudgeAnswers, load_judges
 from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
 from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.reward import TextReward
-from hybridrl.trainer.reward_models import ModelScores, RewardModel, RewardRanks, load_reward_models
+from hybridrl.trainer.reward_models import ModelScores, RewardRanks, load_reward_models
 from hybridrl.trainer.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
@@ -81,15 +80,7 @@ class ProgressRecorder(StepRecorder, Protocol):
 def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterator[Training]:
     """Load rows, tokenizer and reward function of a reinforcement-learning run.
 
-    Args:
-        folder: Hugging Face folder of the model to start from.
-
-    Raises:
-        DataError: bad rows, by file and line, or no rows.
-        ModelError: the tokenizer or its stop tokens cannot be used.
-        AgentError: the agent, its tools or the chat template cannot be used.
-        RewardError: the reward function cannot be loaded.
-        ReplayError: the rollouts to replay are not there, or of another run.
+    ``folder`` is the Hugging Face folder of the model to start from.
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
@@ -105,12 +96,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
         sends_rows=not config.agent.is_single_turn,
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
-    reward_models = load_reward_models(config.reward)
-    judges = load_judges(config)
-    with (
-        RewardScorer(config.reward) as scorer,
-        EarlyRewards(scorer, tokenizer) as early,
-    ):
+    with open_rewards(config, tokenizer) as reward_of:
         kl = KLCoefficient(config.algorithm.kl, num_rows=config.num_rows_per_step)
         rl = _ReinforcementLearning(
             config=config,
@@ -119,14 +105,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
             stop_token_ids=stop_token_ids,
             source=source,
             held_out=held_out,
-            reward_with=lambda workers: TextReward(
-                scorer,
-                tokenizer,
-                scores_of(config, reward_models, workers["actor"]),
-                early,
-                judges_of(config, judges, workers),
-                config.agent.max_failed_fraction,
-            ),
+            reward_of=reward_of,
             kl=kl,
             recording=recording,
         )
@@ -143,7 +122,7 @@ class _ReinforcementLearning:
     held_out: Sequence[EvalTask]
     """The sets of evaluations; empty without evaluations."""
 
-    reward_with: Callable[[Workers], TextReward]
+    reward_of: Callable[[Workers], TextReward]
     kl: KLCoefficient
     recording: Recording
 
@@ -152,8 +131,7 @@ class _ReinforcementLearning:
         rollouts = self._rollouts_of(workers)
         batches = self._batches_of(workers, rollouts)
         algorithm_of = self._algorithm_of(workers, rollouts, batches)
-        num_samples = config.tracking.num_samples_per_step
-        samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="train")
+        samples = self._sample_taker("train")
 
         def take_step(step: int) -> Metrics:
             rollouts.begin(step, "train")
@@ -208,8 +186,12 @@ class _ReinforcementLearning:
         )
 
     def _rollouts_of(self, workers: Workers) -> Rollouts:
-        reward = self.reward_with(workers)
+        reward = self.reward_of(workers)
         return self.recording.rollouts_of(cast(Policy, workers["actor"]), reward)
+
+    def _sample_taker(self, split: Literal["train", "eval"]) -> SampleTaker:
+        num_samples = self.config.tracking.num_samples_per_step
+        return SampleTaker(self.tokenizer, num_samples=num_samples, split=split)
 
     def _algorithm_of(
         self, workers: Workers, rollouts: Rollouts, batches: Batches
@@ -243,11 +225,9 @@ class _ReinforcementLearning:
         if not self.held_out:
             return lambda step: {}
         rollouts = self._rollouts_of(workers)
-        evaluator = build_evaluator(
-            *(self.config, rollouts, rollouts, self.tokenizer),
-            take_agent_metrics=cast(Policy, workers["actor"]).take_agent_metrics,
-        )
-        samples = eval_sample_taker(self.config, self.tokenizer)
+        policy = cast(Policy, workers["actor"])
+        evaluator = build_evaluator(self.config, rollouts, rollouts, self.tokenizer, policy)
+        samples = self._sample_taker("eval")
 
         def evaluate(step: int) -> Metrics:
             self.record.phase("evaluate")
@@ -265,11 +245,7 @@ def build_eval_tasks(
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: tuple[int, ...],
 ) -> list[EvalTask]:
-    """Load the rows of all sets.
-
-    Raises:
-        DataError: bad rows, by file and line; or no rows.
-    """
+    """Load the rows of all sets; raises a DataError for bad ones, by file and line, or none."""
 
     def build(settings: EvalSet) -> EvalTask:
         rows = load_eval_rows(config, settings, tokenizer)
@@ -293,47 +269,46 @@ def build_eval_tasks(
     return [build(settings) for settings in config.eval.all_sets()]
 
 
-def scores_of(
-    config: ExperimentConfig, models: Sequence[RewardModel], ranks: WorkerGroup
-) -> ModelScores | None:
-    """Let these ranks score with the reward models; None if there are none."""
-    if not models:
-        return None
-    return ModelScores(
-        models=models, ranks=cast(RewardRanks, ranks), num_groups=config.num_train_groups
-    )
+@contextmanager
+def open_rewards(
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Callable[[Workers], TextReward]]:
+    """Load what scores responses; yields the function that joins it with the run's workers."""
+    models, judges = load_reward_models(config.reward), load_judges(config)
+    # An evaluation of a model counts conversations that broke off, and goes on.
+    max_failed = 1.0 if config.mode == "eval" else config.agent.max_failed_fraction
+    with (
+        RewardScorer(config.reward) as scorer,
+        EarlyRewards(scorer, tokenizer) as early,
+    ):
 
+        def reward_of(workers: Workers) -> TextReward:
+            by_models, by_judges = None, None
+            if models:
+                ranks, num_groups = cast(RewardRanks, workers["actor"]), config.num_train_groups
+                by_models = ModelScores(models=models, ranks=ranks, num_groups=num_groups)
+            if judges and workers.servers is not None:
+                limit_s = config.reward.timeout_s
+                by_judges = JudgeAnswers(judges=judges, servers=workers.servers, timeout_s=limit_s)
+            return TextReward(scorer, tokenizer, by_models, early, by_judges, max_failed)
 
-def judges_of(
-    config: ExperimentConfig, judges: Sequence[Judge], workers: Workers
-) -> JudgeAnswers | None:
-    """Let the servers of a run answer for the judges; None if there are none."""
-    if not judges or workers.servers is None:
-        return None
-    return JudgeAnswers(judges=judges, servers=workers.servers, timeout_s=config.reward.timeout_s)
+        yield reward_of
 
 
 def build_evaluator(
     config: ExperimentConfig,
-    policy: Generates,
+    engines: Generates,
     reward: Reward,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    take_agent_metrics: Callable[[], Metrics],
+    policy: Policy,
 ) -> Evaluator:
     """Build the evaluator of these responses and scores."""
     return Evaluator(
-        policy=policy,
-        take_agent_metrics=None if config.agent.is_single_turn else take_agent_metrics,
+        policy=engines,
+        take_agent_metrics=None if config.agent.is_single_turn else policy.take_agent_metrics,
         reward=reward,
         extract=partial(response_answers, tokenizer=tokenizer),
         correct_reward=config.eval.correct_reward,
         num_resamples=config.eval.num_resamples,
         seed=config.seed,
     )
-
-
-def eval_sample_taker(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> SampleTaker:
-    """Build the taker of some responses of each evaluation."""
-    num_samples = config.tracking.num_samples_per_step
-    return SampleTaker(tokenizer, num_samples=num_samples, split="eval")
