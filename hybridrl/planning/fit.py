@@ -1,4 +1,8 @@
-"""Memory that a run takes, of each device and machine, beside the size of that memory."""
+"""Memory that a run takes, of each device and machine, beside the size of that memory.
+
+What does not fit names the key to change first. That is a direction: only another plan shows
+whether it suffices.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +66,7 @@ class Fit:
 def find_fits(
     config: ExperimentConfig, plan: MemoryPlan, critic: MemoryPlan | None = None
 ) -> Iterator[Fit]:
-    """Yield the memory of a rank, of the critic's own ranks, of servers, and of a machine.
-
-    Args:
-        critic: of a rank of the critic's own; None if there are none.
-
-    Raises:
-        ModelError: a model's config.json cannot be read, or is of an unknown family.
-    """
+    """Yield the memory of a rank, of the critic's own ranks, of servers, and of a machine."""
     is_cuda, capacity = config.cluster.device == "cuda", capacity_bytes(config.cluster)
     is_served = is_cuda and config.rollout.engine == "sglang"
     cache = (is_served and capacity is None) * (
@@ -243,11 +240,7 @@ _ON_A_CPU = (
 def plan_page(
     config: ExperimentConfig, plan: MemoryPlan, fits: Sequence[Fit], *, width: int = 120
 ) -> str:
-    """Return the page.
-
-    Args:
-        width: of a line, in columns.
-    """
+    """Return the page of ``mode=plan``, with lines of ``width`` columns."""
     num_parameters = count_parameters(architecture_of(config.model))
     ranks = f"{config.cluster.num_ranks} x {config.cluster.device}"
     if plan.stage is not None:

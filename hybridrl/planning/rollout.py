@@ -226,11 +226,7 @@ class RolloutMemory:
 
 
 def plan_servers(config: ExperimentConfig) -> Iterator[tuple[PlacedGroup, RolloutMemory]]:
-    """Yield each group that has engines, and the memory of a device of one, apart from ranks.
-
-    Raises:
-        ModelError: a config.json cannot be read, or is of an unknown family.
-    """
+    """Yield each group that has engines, and the memory of a device of one, apart from ranks."""
     if not config.has_servers:
         return
     for group in config.serving.placed_groups:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybridrl.errors import RunFolderError
 from hybridrl.report.charts import COLORS, base_layout, trace
-from hybridrl.report.findings import RULES, diagnose
+from hybridrl.report.findings import diagnose
 from hybridrl.report.markup import Html, card, figure_html, number, page, section, table, tag
 from hybridrl.report.page import NAME, write_page, write_report
 from hybridrl.report.run import EVALUATIONS, Run, read_run
@@ -58,7 +58,7 @@ def _result(run: Run) -> list[str]:
         f"{number(best[0])} at step {best[1]}" if best else "",
         number(held_out[-1] if held_out else None),
         number(run.history.get("time/step_s").mean_of_last(1)),
-        "; ".join(finding.title for finding in diagnose(run, RULES)),
+        "; ".join(finding.title for finding in diagnose(run)),
     ]
 
 

@@ -1,6 +1,8 @@
 """Findings: advice of an experienced user about a run, each with overrides to type.
 
-A rule looks at the last steps and is silent unless it is sure.
+A rule looks at the last steps and is silent unless it is sure. It advises a direction only with
+evidence for it: a lower learning rate if the run got worse than before, a higher one only if the
+policy has not changed. Thresholds are in the metric's unit.
 """
 
 from __future__ import annotations
@@ -25,6 +27,22 @@ LR = "actor.optimizer.lr"
 GENERATE_SHARE = 0.75
 FULL_SLOTS = 0.9
 LOG_LINES = 12
+FLAT_GROUPS = 0.9
+ENTROPY_NATS = 0.02
+ENTROPY_SHARE = 0.1
+STILL = 0.1
+NEARLY_STILL = 0.05
+KL_TO_OLD_NATS = 0.05
+KL_TO_REFERENCE_NATS = 1.0
+RATIO = 10.0
+CLIPPED_TIMES = 10.0
+EVAL_FALL = 0.1
+WORSE_THAN_FIRST = 0.2
+NEARLY_GONE = 1 / 3
+TRUNCATED = 0.2
+MORE_TRUNCATED = 0.3
+
+_ADD_KL = "algorithm.kl.placement=loss algorithm.kl.coefficient=0.01"
 
 _ERROR_MARK = "the run ended with an error"
 _STOPPED = "RunInterrupted: "
@@ -63,13 +81,10 @@ class Finding:
         return spelled
 
 
-Rule = Callable[[Run], Finding | None]
-
-
-def diagnose(run: Run, rules: tuple[Rule, ...]) -> list[Finding]:
-    """Apply rules; errors first, then warnings, then notes."""
+def diagnose(run: Run) -> list[Finding]:
+    """Apply all rules; errors first, then warnings, then notes."""
     order = ("error", "warning", "note")
-    findings = [finding for rule in rules if (finding := rule(run)) is not None]
+    findings = [finding for rule in RULES if (finding := rule(run)) is not None]
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
@@ -172,30 +187,6 @@ def memory_did_not_move(run: Run) -> Finding | None:
     text = "SGLang on a CPU answers release and resume without freeing anything: the order of the "
     text += "stages was the real one, but their memory and time prove nothing for a GPU."
     return Finding("Memory did not move", text, ("rollout.sleep=false",), "note")
-
-
-RUNNING_RULES: tuple[Rule, ...] = (
-    *(ended_with_error, sampler_differs, rewards_failed, requests_aborted),
-    *(engines_lost, generate_dominates, memory_did_not_move),
-)
-
-
-FLAT_GROUPS = 0.9
-ENTROPY_NATS = 0.02
-ENTROPY_SHARE = 0.1
-STILL = 0.1
-NEARLY_STILL = 0.05
-KL_TO_OLD_NATS = 0.05
-KL_TO_REFERENCE_NATS = 1.0
-RATIO = 10.0
-CLIPPED_TIMES = 10.0
-EVAL_FALL = 0.1
-WORSE_THAN_FIRST = 0.2
-NEARLY_GONE = 1 / 3
-TRUNCATED = 0.2
-MORE_TRUNCATED = 0.3
-
-_ADD_KL = "algorithm.kl.placement=loss algorithm.kl.coefficient=0.01"
 
 
 def training_did_harm(run: Run) -> Finding | None:
@@ -384,8 +375,9 @@ def updates_skipped(run: Run) -> Finding | None:
     return Finding("Updates were left out", f"{text}{skipped[-1]}.", remedies)
 
 
-RULES: tuple[Rule, ...] = (
-    *RUNNING_RULES,
+RULES: tuple[Callable[[Run], Finding | None], ...] = (
+    *(ended_with_error, sampler_differs, rewards_failed, requests_aborted),
+    *(engines_lost, generate_dominates, memory_did_not_move),
     *(training_did_harm, reward_does_not_rise, reward_may_be_gamed, rewards_do_not_differ),
     first_rewards_do_not_differ,
     *(evaluation_falls, entropy_collapsed, policy_moves_too_fast, far_from_reference),

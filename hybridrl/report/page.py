@@ -22,7 +22,7 @@ from hybridrl.metrics import find_declaration
 from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.split import count_parameters
 from hybridrl.report.charts import SECTIONS, Chart, build_charts
-from hybridrl.report.findings import RULES, Finding, diagnose
+from hybridrl.report.findings import Finding, diagnose
 from hybridrl.report.markup import (
     Html,
     card,
@@ -62,25 +62,13 @@ _KEY_METRICS = (
 
 
 def write_report(folder: Path, *, output: Path | None = None) -> Path:
-    """Make the report of a run folder; the file appears complete or not at all.
-
-    Args:
-        folder: of a run, which may still be running.
-        output: file to write; None is ``report.html`` in the folder.
-
-    Raises:
-        RunFolderError: it is not a run folder, or the file cannot be written.
-    """
+    """Make the report of a run folder, ``report.html`` in it unless ``output`` says otherwise."""
     run = read_run(folder)
-    return write_page(output or folder / NAME, build_page(run, diagnose(run, RULES)))
+    return write_page(output or folder / NAME, build_page(run, diagnose(run)))
 
 
 def write_page(path: Path, text: str) -> Path:
-    """Write a page.
-
-    Raises:
-        RunFolderError: the file cannot be written.
-    """
+    """Write a page, complete or not at all; raises a RunFolderError if that fails."""
     try:
         atomic_write_text(path, text, errors="replace")
     except OSError as err:
@@ -95,7 +83,7 @@ def try_report(folder: Path) -> None:
     """
     try:
         run = read_run(folder)
-        findings = diagnose(run, RULES)
+        findings = diagnose(run)
         log.info("report: %s", write_page(folder / NAME, build_page(run, findings)))
         for finding in findings:
             if finding.severity == "warning":

@@ -37,11 +37,7 @@ _DOCTOR = "hybridrl.run.doctor"  # it imports torch, which takes seconds
 
 
 def load_or_refuse(values: Mapping[str, object]) -> ExperimentConfig:
-    """Load a configuration as `load_config`; ``mode=check`` names bad rows beside its violations.
-
-    Raises:
-        ConfigErrors: it is not valid.
-    """
+    """Load a configuration; where it is refused, ``mode=check`` names bad rows as well."""
     try:
         return load_config(values)
     except ConfigErrors as errors:
@@ -53,12 +49,7 @@ def load_or_refuse(values: Mapping[str, object]) -> ExperimentConfig:
 
 
 def check(config: ExperimentConfig) -> None:
-    """Load reward functions and rows as a run would, then print the page of ``mode=check``.
-
-    Raises:
-        ConfigErrors: a function cannot be loaded, a memory is too small, weights or rows are bad.
-        HybridRLError: a rank of the run would fail so, as its cycle on fake devices does.
-    """
+    """Load reward functions and rows as a run would, then print the page of ``mode=check``."""
     refused = find_reward_flaws(config.reward)
     if config.model.path is not None:  # only then: torch takes seconds
         refused += import_module(_DOCTOR).find_bad_weights(Path(config.model.path))
@@ -109,12 +100,7 @@ def _memory_of(config: ExperimentConfig) -> tuple[list[str], list[ConfigError]]:
 def rehearse_megatron(config: ExperimentConfig) -> list[str]:
     """Let megatron-core check the run's arguments, where it can be imported on this machine.
 
-    Returns:
-        Lines for the user: the checked arguments, the unchecked ones, and megatron-core's answer.
-
-    Raises:
-        ConfigErrors: arguments that megatron-core would refuse when the run starts.
-        ModelError: it cannot compute the model.
+    Returns lines for the user: the checked arguments, the unchecked ones, megatron-core's answer.
     """
     if not config.megatron_worlds:
         return []
@@ -180,10 +166,10 @@ _TOKENS_PER_S = 20.0
 
 
 def missing_here(config: ExperimentConfig, *, devices: Path = _DEVICES) -> Iterator[str]:
-    """Yield a note for each thing that a run may lack on this machine, with what to type.
+    """Yield a note for each limit that a run may meet, and thing that this machine lacks for it.
 
-    Args:
-        devices: the folder of device files; a GPU of NVIDIA is ``nvidia0``, ``nvidia1`` and so on.
+    Another machine may well be meant. It looks at files and the environment alone; the run itself
+    refuses in its own words.
     """
     cluster = config.cluster
     num_gpus = len(list(devices.glob("nvidia[0-9]*")))

@@ -136,7 +136,6 @@ class LiveLines(LiveView):
     def __init__(
         self, num_steps: int, *, stream: TextIO, heartbeat_s: float = _HEARTBEAT_S
     ) -> None:
-        """Write to ``stream``; call ``start`` to begin."""
         super().__init__(num_steps)
         self._stream = stream
         self._heartbeat_s = heartbeat_s

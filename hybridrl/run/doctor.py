@@ -51,16 +51,7 @@ _NO_LIMIT = 2**24
 
 
 def examine(config: ExperimentConfig) -> tuple[str, bool]:
-    """Look at all rows of a run.
-
-    Returns:
-        The page; and whether some rows have a fault that should be corrected.
-
-    Raises:
-        DataError: bad rows, by file and line; or a template that rejects one.
-        ModelError: the tokenizer cannot be used.
-        RewardError: the reward function cannot be loaded, or fails with ``reward.on_error=stop``.
-    """
+    """Look at all rows of a run; returns the page, and whether rows have to be corrected."""
     tokenizer = tokenizer_of(config)
     # In full: prompts beyond the limit are counted, not refused.
     unlimited = with_value(config, "data.max_prompt_tokens", _NO_LIMIT)
@@ -200,11 +191,7 @@ def _describe_check(check: Examination) -> Iterator[str]:
 
 
 def tokenizer_of(config: ExperimentConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model, which need not exist if the run would make it.
-
-    Raises:
-        ModelError: it cannot be used.
-    """
+    """Return the tokenizer of the model, which need not exist if the run would make it."""
     if config.model.path is None:
         return build_starter_tokenizer()
     folder = Path(config.model.path)
@@ -217,18 +204,11 @@ _FIX = "correct the files, or the key that the message names"
 def find_bad_rows(
     config: ExperimentConfig, *, refused: Sequence[ConfigError] = ()
 ) -> list[ConfigError]:
-    """Read all rows of files; of a large set the run then finds its tokens.
+    """Read all rows of files as a run would; of a large set the run then finds its tokens.
 
-    Args:
-        refused: its violations. If there are some, rows are not tokenized: model or limits may be
-            wrong.
-
-    Returns:
-        An error for each key whose files are unusable, or hold bad rows or prompts that are too
-        long; it names file and line.
-
-    Raises:
-        ModelError: the tokenizer of the model cannot be used.
+    Returns an error for each key whose files are unusable, or hold bad rows or prompts that are too
+    long; it names file and line. If ``refused`` has violations of the configuration, rows are not
+    tokenized: model or limits may be wrong.
     """
     tokenizer = None if refused else tokenizer_of(config)
     sets: dict[str, EvalSet | None] = dict.fromkeys(train_keys(config))

@@ -74,9 +74,7 @@ def write_postmortem(
 ) -> str:
     """Write the folder, within ``limit_s`` seconds; return its path, or why it is missing.
 
-    Args:
-        where: step and phase of the run.
-        limit_s: seconds; a disk may not answer.
+    ``where`` is the step and phase of the run.
     """
     outcome = [f"not written, {run_folder} did not take it within {limit_s:g} s"]
 

@@ -55,11 +55,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 @contextmanager
 def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Workers]:
-    """Start the processes of a run, and end them; raises as ``start_group``.
-
-    Args:
-        model_folder: Hugging Face folder that policy and critic start from.
-    """
+    """Start the processes of a run, and end them; raises as ``start_group``."""
     model_folder = model_folder.absolute()  # ranks have a working folder of their own
     config = replace(
         config,
