@@ -275,7 +275,7 @@ def open_rewards(
 ) -> Iterator[Callable[[Workers], TextReward]]:
     """Load what scores responses; yields the function that joins it with the run's workers."""
     models, judges = load_reward_models(config.reward), load_judges(config)
-    # An evaluation of a model counts conversations that broke off, and goes on.
+    # An evaluation of a model counts conversations that broke off, and continues.
     max_failed = 1.0 if config.mode == "eval" else config.agent.max_failed_fraction
     with (
         RewardScorer(config.reward) as scorer,
