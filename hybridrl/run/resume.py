@@ -97,10 +97,8 @@ def check_resumable(
 ) -> None:
     """Compare the newest checkpoint, if there is one, with the run that would resume from it.
 
-    Differences are logged if they were accepted, or change no more than the last bit.
-
-    Args:
-        rows: the state of its sampler, with the fingerprint of its rows.
+    Differences are logged if they were accepted, or change no more than the last bit. ``rows`` is
+    the state of the run's sampler, with the fingerprint of its rows.
 
     Raises:
         CheckpointError: recipe, tokenizer, model, the user's functions or the teacher have changed,

@@ -177,10 +177,8 @@ class RunLogger:
 
         A file that is shorter than at the checkpoint keeps its complete lines; the log names it.
 
-        Args:
-            step: of the checkpoint; 0 is before the first.
-            sizes: the result of `sizes` at the checkpoint; a file without an entry is emptied.
-            elapsed_s: of the run at the checkpoint.
+        Step 0 is before the first. ``sizes`` is the result of `sizes` at the checkpoint; a file
+        without an entry is emptied.
         """
         self._began = time.monotonic() - elapsed_s
         with _naming(self.folder):

@@ -52,9 +52,8 @@ _WATCHER_ENDS_S = 10.0
 def supervise(config: ExperimentConfig) -> bool:
     """Fork. Returns in the child, which must run ``config``; the parent ends as its children do.
 
-    With ``cluster.ray_address`` nothing is forked: a foreign Ray cannot be started again here.
-
-    It returns whether the run has begun earlier, in a child that died, and continues.
+    With ``cluster.ray_address`` nothing is forked: a foreign Ray cannot be started again here. It
+    returns whether the run has begun earlier, in a child that died, and continues.
 
     Raises:
         DriverDiedError: in the parent; children died ``checkpoint.max_restarts`` times in a row.

@@ -125,9 +125,7 @@ def start_group(
 
     ``cluster.num_nodes`` are that many machines: no two of them are the same Ray node.
 
-    Args:
-        worker: class and arguments, or several fused ones.
-        variables: further environment of the processes; see `rank_variables`.
+    ``worker`` is a class with its arguments, or several fused ones.
 
     Raises:
         ResourceError: the cluster lacks the resources; names the requested and the existing ones.
