@@ -290,7 +290,7 @@ class LostService:
 def lost_service(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> LostService:
     service = LostService(request.param)
     monkeypatch.setitem(sys.modules, "wandb", service)  # which need not be installed
-    monkeypatch.setitem(TRACKERS, "wandb", service.open_tracker)  # type: ignore[arg-type]
+    monkeypatch.setitem(TRACKERS, "wandb", service.open_tracker)
     return service
 
 
