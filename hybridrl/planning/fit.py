@@ -1,16 +1,27 @@
-"""Memory that a run takes, of each device and machine, beside the size of that memory."""
+"""Memory that a run takes, of each device and machine, beside the size of that memory.
+
+What does not fit names the key to change first. That is a direction: only another plan shows
+whether it suffices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+
+from rich.console import Console
+from rich.table import Table
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.topology import Colocated, Fused
+from hybridrl.errors import ConfigError, instruction
 from hybridrl.models.architecture import architecture_of
-from hybridrl.planning.plan import MemoryKind, MemoryPlan, Phase, capacity_bytes
-from hybridrl.planning.rollout import RolloutMemory
-from hybridrl.planning.served import engine_memory, plan_servers
+from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase, capacity_bytes
+from hybridrl.planning.rollout import RolloutMemory, plan_servers
+from hybridrl.planning.split import count_parameters
 
 _GIB = 2**30
 _MIB = 2**20
@@ -55,14 +66,7 @@ class Fit:
 def find_fits(
     config: ExperimentConfig, plan: MemoryPlan, critic: MemoryPlan | None = None
 ) -> Iterator[Fit]:
-    """Yield the memory of a rank, of the critic's own ranks, of servers, and of a machine.
-
-    Args:
-        critic: of a rank of the critic's own; None if there are none.
-
-    Raises:
-        ModelError: a model's config.json cannot be read, or is of an unknown family.
-    """
+    """Yield the memory of a rank, of the critic's own ranks, of servers, and of a machine."""
     is_cuda, capacity = config.cluster.device == "cuda", capacity_bytes(config.cluster)
     is_served = is_cuda and config.rollout.engine == "sglang"
     cache = (is_served and capacity is None) * (
@@ -72,7 +76,7 @@ def find_fits(
     yield _of_device("peak of a rank", plan, capacity, unknown=cache * has_engine)
     if has_engine:
         yield from _of_share(
-            "a rank's engine", engine_memory(config, architecture_of(config.model))
+            "a rank's engine", RolloutMemory(config, architecture_of(config.model))
         )
     if critic is not None:
         yield _of_device("peak of a rank of the critic's own", critic, capacity)
@@ -132,3 +136,154 @@ def format_bytes(num_bytes: float) -> str:
     if abs(num_bytes) < _GIB:
         return f"{num_bytes / _MIB:.0f} MiB"
     return f"{num_bytes / _GIB:,.2f} GiB"
+
+
+_MOST = 0.95  # of a device for an engine
+_FEWEST_TOKENS = 128  # tokens of a chunk of logits: smaller chunks save little
+_OF_ENGINE = ("KV cache", "rollout weights", "SGLang's graphs")
+_OF_TRAINING = ("optimizer", "actor weights", "gradients")
+_MOST_ADVICE = "take more devices: raise cluster.num_ranks_per_node or cluster.num_nodes"
+
+
+def find_misfits(config: ExperimentConfig, fits: Iterable[Fit]) -> list[ConfigError]:
+    """Return an error for each memory that is too small; it names the key to change first."""
+    return [
+        ConfigError(
+            fit.key,
+            attrgetter(fit.key)(config),
+            f"{fit.need}, {format_bytes(fit.excess)} more than there is",
+            _advise(config, fit),
+        )
+        for fit in fits
+        if fit.excess
+    ]
+
+
+def _advise(config: ExperimentConfig, misfit: Fit) -> str:
+    if misfit.key == SHARE:
+        return _raise_share(config, misfit)
+    if misfit.phase is None:  # of a server: its cache is all that can be less
+        items = [MemoryItem("KV cache", misfit.num_bytes)]
+    else:
+        is_on_host = misfit.key == HOST
+        items = sorted(
+            (item for item in misfit.phase.items if (item.kind is MemoryKind.HOST) == is_on_host),
+            key=attrgetter("num_bytes"),
+            reverse=True,
+        )
+    for item in items:
+        if override := next(_overrides(config, item.name, misfit), ""):
+            size = format_bytes(item.num_bytes)
+            return f"{instruction((override,))}: {item.name} of {size} fill most that can be less"
+    return _MOST_ADVICE
+
+
+def _raise_share(config: ExperimentConfig, misfit: Fit) -> str:
+    fraction = config.rollout.memory_fraction * misfit.num_bytes / max(1, misfit.capacity or 1)
+    if fraction <= _MOST:
+        return instruction((f"{SHARE}={math.ceil(100 * fraction) / 100}",))
+    size = 2 * config.rollout.tensor_parallel_size
+    return instruction((f"rollout.tensor_parallel_size={size}",))
+
+
+def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]:
+    """Yield what makes a use of memory smaller, the cheapest first."""
+    actor, rollout = config.actor, config.rollout
+    is_megatron, is_on_device = bool(config.megatron_worlds), misfit.key == DEVICE
+    fraction = rollout.memory_fraction - misfit.excess / max(1, misfit.capacity or 1)
+    tokens = max(config.max_row_tokens, actor.max_tokens_per_microbatch // 2)
+    chunk = actor.logprob_chunk_tokens // 2
+    moved = is_megatron or actor.fsdp2.cpu_offload
+    for uses, helps, override in (
+        (("KV cache",), fraction > 0, f"{SHARE}={math.floor(100 * fraction) / 100}"),
+        (_OF_ENGINE, not rollout.sleep, "rollout.sleep=true"),
+        (("logits",), chunk >= _FEWEST_TOKENS, f"actor.logprob_chunk_tokens={chunk}"),
+        (
+            ("activations",),
+            not actor.gradient_checkpointing,
+            "actor.gradient_checkpointing=true",
+        ),
+        (
+            ("activations",),
+            tokens < actor.max_tokens_per_microbatch,
+            f"actor.max_tokens_per_microbatch={tokens}",
+        ),
+        (
+            ("activations",),
+            is_megatron and not config.megatron.sequence_parallel,
+            "megatron.sequence_parallel=true",
+        ),
+        (
+            ("gathered weights",),
+            not actor.fsdp2.reshard_after_forward,
+            "actor.fsdp2.reshard_after_forward=true",
+        ),
+        (
+            ("gradients",),
+            actor.fsdp2.reduce_gradients == "last_microbatch",
+            "actor.fsdp2.reduce_gradients=every_microbatch",
+        ),
+        (_OF_TRAINING, is_on_device and not moved, "actor.fsdp2.cpu_offload=true"),
+        (("checkpoint",), True, "checkpoint.every_num_steps=0"),
+        (("offloaded training state",), rollout.sleep, "rollout.sleep=false"),
+    ):
+        if use in uses and helps:
+            yield override
+
+
+_ON_A_CPU = (
+    "The plan is that of a GPU. On a CPU malloc keeps memory that was freed: training took up to "
+    "two thirds more than planned, see docs/memory.md\n"
+)
+
+
+def plan_page(
+    config: ExperimentConfig, plan: MemoryPlan, fits: Sequence[Fit], *, width: int = 120
+) -> str:
+    """Return the page of ``mode=plan``, with lines of ``width`` columns."""
+    num_parameters = count_parameters(architecture_of(config.model))
+    ranks = f"{config.cluster.num_ranks} x {config.cluster.device}"
+    if plan.stage is not None:
+        num_stages = config.megatron.pipeline_parallel_size
+        ranks += f", stage {plan.stage + 1} of {num_stages}: the fullest"
+    text = io.StringIO()
+    console = Console(file=text, width=width)
+    console.print(_table(plan), crop=False)
+    lines = "\n".join(memory_lines(fits))
+    return (
+        f"memory of one rank ({ranks}), {num_parameters / 1e6:,.1f} M parameters, rows of "
+        f"{config.max_row_tokens} tokens; nothing started\n"
+        f"{text.getvalue()}{lines}\n{_ON_A_CPU * (plan.device == 'cpu')}"
+    )
+
+
+def memory_lines(fits: Sequence[Fit]) -> list[str]:
+    """Return a line for each memory of the run."""
+    return [str(fit) for fit in fits if fit.excess or fit.key != SHARE]
+
+
+def _table(plan: MemoryPlan) -> Table:
+    """Lay out items as rows and phases as columns; on CUDA host memory has its own table."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("MiB", no_wrap=True)
+    for phase in plan.phases:
+        mark = " *" if phase is plan.fullest else ""
+        table.add_column(phase.name + mark, justify="right", no_wrap=True)
+    is_cuda = plan.device == "cuda"
+    for kind in (MemoryKind.DEVICE, MemoryKind.HOST) if is_cuda else (None,):
+        is_host = kind is MemoryKind.HOST
+        for name in plan.item_names:
+            cells = [[i for i in phase.items if i.name == name] for phase in plan.phases]
+            if kind is None or any(item.kind is kind for items in cells for item in items):
+                table.add_row(name + " (host)" * is_host, *map(_mib, cells))
+        totals = [
+            p.bytes_on(MemoryKind.HOST) if is_host else plan.peak_bytes(p) for p in plan.phases
+        ]
+        title = f"peak, {kind.value}" if kind else "peak"
+        style = "" if is_host else "bold"
+        table.add_row(title, *(f"{total / _MIB:,.0f}" for total in totals), style=style)
+    return table
+
+
+def _mib(items: list[MemoryItem]) -> str:
+    return f"{sum(item.num_bytes for item in items) / _MIB:,.0f}" if items else "."

@@ -50,11 +50,7 @@ def has_choice(config: ExperimentConfig) -> bool:
 
 
 def base_plan(plan: MemoryPlan) -> BasePlan:
-    """Return the numbers that the choice depends on.
-
-    Args:
-        plan: with ``lora.base=resident``.
-    """
+    """Return the numbers of a plan with ``lora.base=resident`` that the choice depends on."""
     training = [phase for phase in plan.phases if phase.name not in WITH_ENGINE]
     return BasePlan(
         base_bytes=max(
@@ -74,12 +70,8 @@ def choose_base(plan: BasePlan | None, ranks: Sequence[RankFacts]) -> tuple[Base
     faster copy is chosen: to the host and back, or from the trainer again. If host memory is
     short, only a copy from the trainer remains.
 
-    Args:
-        plan: None where host and device are the same memory, or engines do not sleep.
-        ranks: the measurements of each rank; not read without a plan.
-
-    Returns:
-        The choice, and its reason with the numbers.
+    Returns the choice, and its reason with the numbers. There is no plan where host and device are
+    the same memory, or engines do not sleep.
     """
     if plan is None:
         return "resident", "there is no device memory to win by moving it"

@@ -6,13 +6,16 @@ KV cache comes from the sources of SGLang 0.5.21 (paths below ``sglang/srt``), n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.models.architecture import Architecture
+from hybridrl.config.serving import PlacedGroup
+from hybridrl.models.architecture import Architecture, architecture_of, read_architecture
+from hybridrl.planning.plan import capacity_bytes
 from hybridrl.planning.split import count_adapter, count_parameters
-from hybridrl.planning.workload import Workload
 
 _MIB = 2**20
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -38,6 +41,9 @@ tp / 8 of it (memory_hook.py)."""
 _GRAPH = 2 * _MIB
 """Per captured row (memory_hook.py, reserve_for_graph_mb)."""
 
+_PREFILL_TOKENS = 4096
+"""Tokens of one prefill pass of the embedded engine, with padding (rollout/embedded/prefill.py)."""
+
 _CHUNK_TOKENS = 8192
 """``chunked_prefill_size`` on a GPU of 60 to 160 GiB (memory_hook.py)."""
 
@@ -48,23 +54,15 @@ class RolloutMemory:
 
     config: ExperimentConfig
     model: Architecture
-    workload: Workload
-    """Rows that one rank's engine samples."""
-
-    max_context_tokens: int
-    """Tokens of a row of the cache: the longest row that the configuration allows."""
-
-    device_bytes: int | None
-    """Memory of the GPU on which a server sizes its own cache; None on a CPU, or if unknown."""
 
     @property
-    def is_server(self) -> bool:
+    def _is_server(self) -> bool:
         """Whether the engine has processes of its own, outside a rank's memory meter."""
         return self._section.engine == "sglang"
 
     @property
     def _is_server_on_gpu(self) -> bool:
-        return self.is_server and self.config.cluster.device == "cuda"
+        return self._is_server and self.config.cluster.device == "cuda"
 
     @property
     def _section(self) -> RolloutConfig:
@@ -89,17 +87,19 @@ class RolloutMemory:
         """
         if self._is_server_on_gpu:
             return max(0, self.share - self.weights)
-        return self._keys_and_values(self._section.num_slots * self.max_context_tokens)
+        return self._keys_and_values(self._section.num_slots * self.config.max_row_tokens)
 
     @property
     def share(self) -> int:
-        """The part of the GPU that a server takes for weights and cache."""
-        return int(self._section.memory_fraction * (self.device_bytes or 0))
+        """The part of the GPU that a server takes for weights and cache; 0 if it is unknown."""
+        cluster = self.config.cluster
+        device_bytes = capacity_bytes(cluster) if cluster.device == "cuda" else None
+        return int(self._section.memory_fraction * (device_bytes or 0))
 
     @property
     def smallest_share(self) -> int:
         """The least with which a server can start: weights, and a cache of one row."""
-        return self.weights + self._keys_and_values(self.max_context_tokens)
+        return self.weights + self._keys_and_values(self.config.max_row_tokens)
 
     @property
     def server_rest(self) -> int:
@@ -111,10 +111,10 @@ class RolloutMemory:
         """The most that a call holds besides weights and cache. A server on a CPU holds it in host
         memory of its own.
         """
-        if self.is_server:
+        if self._is_server:
             return self._is_server_on_gpu * max(self._server_chunk, self._server_drawing)
-        prefilled = self._keys_and_values(self.workload.prefill_tokens) + self._prefill_logits
-        copied = self._keys_and_values(self._num_rows * self.workload.num_prompt_tokens)
+        prefilled = self._keys_and_values(self._prefill_tokens) + self._prefill_logits
+        copied = self._keys_and_values(self._num_rows * self._prompt_tokens)
         return prefilled + max(self._prefill, copied, self._drawing)
 
     # -- the embedded engine ---------------------------------------------------------------------
@@ -124,11 +124,11 @@ class RolloutMemory:
         """One block's temporary tensors over the prompts of a pass."""
         per_token = 3 * self.model.intermediate_size + 3 * self.model.hidden_size
         per_token += 2 * self.model.query_size
-        return self.workload.prefill_tokens * per_token * self._size
+        return self._prefill_tokens * per_token * self._size
 
     @property
     def _prefill_logits(self) -> int:
-        num_prompts = max(1, self.workload.prefill_tokens // self.workload.num_prompt_tokens)
+        num_prompts = max(1, self._prefill_tokens // self._prompt_tokens)
         return num_prompts * self.model.vocab_size * self._size
 
     @property
@@ -141,7 +141,20 @@ class RolloutMemory:
 
     @property
     def _num_rows(self) -> int:
-        return min(self._section.num_slots, self.workload.num_rows)
+        return min(self._section.num_slots, self._num_sampled_rows)
+
+    @property
+    def _num_sampled_rows(self) -> int:
+        """Rows of a step that one rank's engine samples, all of the greatest length."""
+        return max(1, self.config.num_rows_per_step // self.config.cluster.num_ranks)
+
+    @property
+    def _prefill_tokens(self) -> int:
+        """Prompt tokens of one pass of the embedded engine."""
+        num_ranks = self.config.cluster.num_ranks
+        group_size = max(1, self._section.num_responses_per_prompt // num_ranks)
+        num_prompts = -(-self._num_sampled_rows // group_size)
+        return max(self._prompt_tokens, min(_PREFILL_TOKENS, num_prompts * self._prompt_tokens))
 
     # -- a server on a GPU -----------------------------------------------------------------------
 
@@ -155,7 +168,7 @@ class RolloutMemory:
         """
         num_ranks, num_slots = self._section.tensor_parallel_size, self._section.num_slots
         peers = _PEERS * num_ranks // 8 if num_ranks > 1 else 0
-        per_slot = self.model.vocab_size * _FLOAT32 + self.max_context_tokens * _INT32
+        per_slot = self.model.vocab_size * _FLOAT32 + self.config.max_row_tokens * _INT32
         by_graphs = self._section.cuda_graphs * num_slots * per_slot
         return self._is_server_on_gpu * (_CONTEXT + _WORKSPACE + peers + by_graphs)
 
@@ -172,7 +185,7 @@ class RolloutMemory:
         Pinned int32 [tokens, layers, experts a token] (sglang/srt/state_capturer/base.py).
         """
         experts = self.model.experts
-        if not self.is_server or not self._section.routed_experts or experts is None:
+        if not self._is_server or not self._section.routed_experts or experts is None:
             return 0
         num_tokens = self.kv_cache // self._keys_and_values(1)
         return num_tokens * self.model.num_layers * experts.num_per_token * _INT32
@@ -197,6 +210,10 @@ class RolloutMemory:
     # -- sizes -----------------------------------------------------------------------------------
 
     @property
+    def _prompt_tokens(self) -> int:
+        return self.config.data.max_prompt_tokens
+
+    @property
     def _size(self) -> int:
         return BYTES[self._section.dtype]
 
@@ -206,3 +223,17 @@ class RolloutMemory:
 
     def _share(self, number: int) -> int:
         return -(-number // self._section.tensor_parallel_size)
+
+
+def plan_servers(config: ExperimentConfig) -> Iterator[tuple[PlacedGroup, RolloutMemory]]:
+    """Yield each group that has engines, and the memory of a device of one, apart from ranks."""
+    if not config.has_servers:
+        return
+    for group in config.serving.placed_groups:
+        path, size = config.serving.models[group.model].path, group.config.devices_per_engine
+        is_of_rank = path is None and size == config.rollout.tensor_parallel_size
+        if not group.config.num_engines or (is_of_rank and config.is_on_trainer(group)):
+            continue
+        model = architecture_of(config.model) if path is None else read_architecture(Path(path))
+        rollout = replace(config.rollout, tensor_parallel_size=size)
+        yield group, RolloutMemory(replace(config, rollout=rollout), model)

@@ -24,7 +24,7 @@ from hybridrl.config.topology import Colocated, Fused
 from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.models import load
 from hybridrl.models.architecture import architecture_of
-from hybridrl.planning.served import engine_memory
+from hybridrl.planning.rollout import RolloutMemory
 from hybridrl.rehearsal.device import GPU, Block
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.rehearsal.model_folder import HollowFile, write_hollow_file
@@ -263,7 +263,7 @@ class Cycle:
 
     def _replace_what_needs_a_device(self) -> None:
         model = architecture_of(self.config.model)
-        memory = engine_memory(self._asked, model)
+        memory = RolloutMemory(self._asked, model)
         sizes = {
             MemoryTag.WEIGHTS: memory.weights,
             MemoryTag.KV_CACHE: memory.kv_cache + memory.computing,

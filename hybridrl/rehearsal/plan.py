@@ -32,7 +32,7 @@ from hybridrl.planning.plan import (
     Phase,
     capacity_bytes,
 )
-from hybridrl.planning.served import engine_memory
+from hybridrl.planning.rollout import RolloutMemory
 
 _GIB = 2**30
 _MIB = 2**20
@@ -256,7 +256,7 @@ def _outside(config: ExperimentConfig, model: Architecture, phase: str) -> Itera
     yield MemoryItem("Python, torch, Ray", _PROCESS, MemoryKind.HOST)
     if config.rollout.engine != "sglang" or not isinstance(config.topology, Fused | Colocated):
         return
-    engine = engine_memory(config, model)
+    engine = RolloutMemory(config, model)
     yield MemoryItem("SGLang's processes", _SERVER, MemoryKind.HOST)
     yield MemoryItem("routed experts", engine.server_routes, MemoryKind.HOST)
     keeps_base = config.lora.sends_adapters and config.lora.base == "backup"

@@ -13,8 +13,7 @@ from itertools import cycle
 from typing import Any
 
 from hybridrl.metrics import find_declaration
-from hybridrl.report.history import History, Series
-from hybridrl.report.settings import Settings
+from hybridrl.report.run import History, Series, Settings
 
 _PANELS = """
 Learning | Reward | reward/mean=training, eval/reward/mean=held-out prompts |

@@ -21,11 +21,12 @@ from hybridrl.checkpoint.store import (
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.errors import CheckpointError, HybridRLError, RemoteCallError
 from hybridrl.metrics import Max, Metrics, Sum
+from hybridrl.report.run import EVALUATIONS
 
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_SAVES = 3
-_USUAL_SIGNS = {"eval/reward/mean": 1.0, "eval/accuracy": 1.0, "eval/loss_nats": -1.0}
+_USUAL_SIGNS = {name: 1.0 if best is max else -1.0 for name, best in EVALUATIONS}
 """Metrics that checkpoints are judged by unless one is named; negative: low values are good."""
 
 
@@ -72,7 +73,7 @@ class Checkpointer:
         origin: RunFingerprint,
         capture: Callable[[int], RunState],
     ) -> None:
-        """Prepare.
+        """Prepare to save.
 
         Args:
             savers: worker groups by role; a role is a folder in the checkpoint.
@@ -91,13 +92,9 @@ class Checkpointer:
     def after_step(self, step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
         """Finish the checkpoint before if it is written, and begin one if it is time.
 
-        Args:
-            step: that was just recorded.
-            metrics: of the step, perhaps with an evaluation's.
-            is_last: of the run, or before an interruption: then wait until all is on the disk.
-
-        Returns:
-            The cost of the save, for the next step's metrics.
+        ``metrics`` are of the step, perhaps with an evaluation's. After the last step of the run,
+        or before an interruption, wait until all is on the disk. Returns the cost of the save, for
+        the next step's metrics.
 
         Raises:
             CheckpointError: three checkpoints in a row could not be written.

@@ -21,7 +21,7 @@ from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import ResourceError, shorten
-from hybridrl.run.ray_end import ended_with_ray
+from hybridrl.run.supervise import ended_with_ray
 from hybridrl.single_controller.head import require_head
 from hybridrl.trainer.interrupt import hangups_ignored
 
@@ -42,8 +42,7 @@ _WORKER_OUTPUT = "ray_print_logs"  # the name in ray.init of the function that w
 def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[None]:
     """Connect to ``cluster.address``, or start Ray on this machine and end it afterwards.
 
-    Args:
-        num_more_ranks: processes besides them: a critic with a pool of its own.
+    ``num_more_ranks`` are those besides the policy's: a critic's own, and servers' devices.
 
     Raises:
         ResourceError: no cluster answers at the address; or on this machine Ray does not start, or
@@ -71,11 +70,7 @@ def show_workers_no_more() -> None:
 
 
 def require_device(cluster: ClusterConfig) -> None:
-    """Refuse at once a request for GPUs; Ray itself would wait for a node with a GPU.
-
-    Raises:
-        ResourceError: GPUs are asked for, of this machine alone, and it has none.
-    """
+    """Refuse at once a request for GPUs; Ray itself would wait for a node with a GPU."""
     if cluster.address is None and cluster.device == "cuda" and not _NVIDIA.exists():
         raise ResourceError(
             "cluster.device=cuda, but this machine has no NVIDIA device; set cluster=cpu, or "

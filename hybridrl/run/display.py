@@ -44,7 +44,6 @@ class LiveView:
     """Holds a run's state, and shows nothing. The loop writes; a display's thread may read."""
 
     def __init__(self, num_steps: int) -> None:
-        """Begin before the first of ``num_steps`` steps."""
         self.num_steps = num_steps
         self.num_done = 0
         self.has_begun = False
@@ -136,7 +135,6 @@ class LiveLines(LiveView):
     def __init__(
         self, num_steps: int, *, stream: TextIO, heartbeat_s: float = _HEARTBEAT_S
     ) -> None:
-        """Write to ``stream``; call ``start`` to begin."""
         super().__init__(num_steps)
         self._stream = stream
         self._heartbeat_s = heartbeat_s
@@ -209,12 +207,7 @@ class LiveTable(LiveView):
 
 @contextmanager
 def open_live(mode: str, *, num_steps: int, stream: TextIO) -> Iterator[LiveView]:
-    """Show a run while the block lasts.
-
-    Args:
-        mode: ``tracking.live``: ``table``, ``lines``, ``off``, or ``auto``, which is a table if
-            ``stream`` is a terminal, else lines.
-    """
+    """Show a run while the block lasts; ``auto`` is a table if ``stream`` is a terminal."""
     console = Console(file=stream)
     if mode == "off":
         yield LiveView(num_steps)

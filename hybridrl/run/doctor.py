@@ -1,5 +1,7 @@
 """``mode=doctor``: one page about the rows of a run, their tokens and their rewards.
 
+And what ``mode=check`` reads with torch: rows of files, and the weights' headers.
+
 Needs the tokenizer of the model; starts neither Ray nor a GPU.
 """
 
@@ -11,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig, with_value
 from hybridrl.data.examination import (
     Examination,
@@ -28,9 +31,18 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import own_columns
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.errors import ConfigError, DataError, ModelError
+from hybridrl.models.load import WeightFiles, build_empty_model, check_weights
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.run.rows import load_eval_rows, load_train_rows
+from hybridrl.run.rows import (
+    eval_key,
+    files_of,
+    load_eval_rows,
+    load_rows,
+    load_train_rows,
+    train_keys,
+)
 
 _MOST_SCORED = 2000
 _MOST_EXAMPLES = 3
@@ -39,16 +51,7 @@ _NO_LIMIT = 2**24
 
 
 def examine(config: ExperimentConfig) -> tuple[str, bool]:
-    """Look at all rows of a run.
-
-    Returns:
-        The page; and whether some rows have a fault that should be corrected.
-
-    Raises:
-        DataError: bad rows, by file and line; or a template that rejects one.
-        ModelError: the tokenizer cannot be used.
-        RewardError: the reward function cannot be loaded, or fails with ``reward.on_error=stop``.
-    """
+    """Look at all rows of a run; returns the page, and whether rows have to be corrected."""
     tokenizer = tokenizer_of(config)
     # In full: prompts beyond the limit are counted, not refused.
     unlimited = with_value(config, "data.max_prompt_tokens", _NO_LIMIT)
@@ -188,12 +191,61 @@ def _describe_check(check: Examination) -> Iterator[str]:
 
 
 def tokenizer_of(config: ExperimentConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model, which need not exist if the run would make it.
-
-    Raises:
-        ModelError: it cannot be used.
-    """
+    """Return the tokenizer of the model, which need not exist if the run would make it."""
     if config.model.path is None:
         return build_starter_tokenizer()
     folder = Path(config.model.path)
     return load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
+
+
+_FIX = "correct the files, or the key that the message names"
+
+
+def find_bad_rows(
+    config: ExperimentConfig, *, refused: Sequence[ConfigError] = ()
+) -> list[ConfigError]:
+    """Read all rows of files as a run would; of a large set the run then finds its tokens.
+
+    Returns an error for each key whose files are unusable, or hold bad rows or prompts that are too
+    long; it names file and line. If ``refused`` has violations of the configuration, rows are not
+    tokenized: model or limits may be wrong.
+    """
+    tokenizer = None if refused else tokenizer_of(config)
+    sets: dict[str, EvalSet | None] = dict.fromkeys(train_keys(config))
+    for evaluated in config.eval.all_sets() if config.evaluates else []:
+        sets[eval_key(evaluated)] = evaluated
+    bad_rows = []
+    for key, settings in sets.items():
+        if any(violation.key == key for violation in refused):  # no such files
+            continue
+        try:
+            _read(config, key, settings, tokenizer)
+        except DataError as error:
+            bad_rows.append(ConfigError(key, list(config.files_by_key[key]), str(error), _FIX))
+    return bad_rows
+
+
+def _read(
+    config: ExperimentConfig,
+    key: str,
+    settings: EvalSet | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    if not config.files_by_key[key]:  # a built-in task makes the rows
+        return
+    if tokenizer is None:
+        for _ in files_of(config, key).parsed():
+            pass
+    elif settings is None:
+        load_rows(config, key, tokenizer)
+    else:
+        load_eval_rows(config, settings, tokenizer)
+
+
+def find_bad_weights(folder: Path) -> list[ConfigError]:
+    """Compare names, shapes and types in the headers of the files; reads no values."""
+    try:
+        check_weights(build_empty_model(folder, dtype=torch.float32), WeightFiles(folder))
+    except ModelError as error:
+        return [ConfigError("model.path", str(folder), str(error), "download the folder again")]
+    return []

@@ -21,22 +21,14 @@ from hybridrl.errors import ConfigErrors
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics
 from hybridrl.models.load import require_usable_model
-from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.run.evaluation import (
-    build_eval_tasks,
-    build_evaluator,
-    eval_sample_taker,
-    judges_of,
-    scores_of,
-)
 from hybridrl.run.export_checkpoint import export_checkpoint
+from hybridrl.run.loops import build_eval_tasks, build_evaluator, open_rewards
 from hybridrl.run.record import RunFolder
+from hybridrl.run.samples import SampleTaker
 from hybridrl.run.starter import find_model
 from hybridrl.run.workers import start_workers
 from hybridrl.trainer.evaluate import EvalReport
 from hybridrl.trainer.policy import Policy
-from hybridrl.trainer.reward import EarlyRewards, TextReward
-from hybridrl.trainer.reward_models import load_judges, load_reward_models
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +46,7 @@ _SHOWN = {
 
 
 def evaluate_model(config: ExperimentConfig, *, record: RunFolder) -> None:
-    """Sample and score all sets; print a table, and write ``eval.json`` and samples.
-
-    Raises:
-        CheckpointError: ``eval.checkpoint`` has no complete checkpoint.
-        ConfigErrors: its model does not fit the configuration.
-        DataError: bad rows, by file and line, or no rows.
-        ModelError: model or tokenizer cannot be used.
-        RewardError: the reward function cannot be loaded.
-    """
+    """Sample and score all sets; print a table, and write ``eval.json`` and samples."""
     exported = record.folder.absolute() / "exported"
     try:
         if config.eval.checkpoint is not None:
@@ -96,25 +80,15 @@ def _evaluate(config: ExperimentConfig, record: RunFolder) -> tuple[list[EvalRep
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
     require_usable_agent(config.agent, tokenizer, stop_token_ids=stop_token_ids)
     tasks = build_eval_tasks(config, tokenizer, stop_token_ids)
-    samples = eval_sample_taker(config, tokenizer)
-    models = load_reward_models(config.reward)
-    judges = load_judges(config)
-    with (
-        RewardScorer(config.reward) as scorer,
-        EarlyRewards(scorer, tokenizer) as early,
-    ):
+    num_samples = config.tracking.num_samples_per_step
+    samples = SampleTaker(tokenizer, num_samples=num_samples, split="eval")
+    with open_rewards(config, tokenizer) as reward_of:
         record.phase("start workers")
         with start_workers(config, folder) as workers:
             policy = cast(Policy, workers["actor"])
-            by_models = scores_of(config, models, workers["actor"])
-            by_judges = judges_of(config, judges, workers)
-            reward = TextReward(scorer, tokenizer, by_models, early, by_judges)
             record.begin_step(1)
             record.phase("evaluate")
-            evaluator = build_evaluator(
-                *(config, policy, reward, tokenizer),
-                take_agent_metrics=policy.take_agent_metrics,
-            )
+            evaluator = build_evaluator(config, policy, reward_of(workers), tokenizer, policy)
             reports, metrics = evaluator.evaluate(tasks)
     for report in reports:
         record.samples(0, samples.take_report(report))

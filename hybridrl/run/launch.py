@@ -7,13 +7,11 @@ started them.) This module therefore imports neither torch nor modules that impo
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from importlib import import_module
-from pathlib import Path
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
@@ -22,7 +20,8 @@ from hybridrl.diagnostics import trace
 from hybridrl.run.cluster import ray_cluster, show_workers_no_more
 from hybridrl.run.record import open_record
 from hybridrl.run.resume import finished_message, should_resume
-from hybridrl.run.supervise import supervise
+from hybridrl.run.run_folder import LOG
+from hybridrl.run.supervise import driver_watchdog, supervise
 from hybridrl.trainer.interrupt import ended_by_signals
 
 _COMPOSITION_ROOT = "hybridrl.run.train"
@@ -32,16 +31,6 @@ _DIED = (
     "the raylet beside the driver is gone (cluster.ray_address={address}); else it was killed. "
     "Look at `ray status --address={address}`, start the cluster again if need be, then the run"
 )
-
-# Reads until the driver closes the pipe; if it did so by dying, the last byte is missing.
-_WATCH = """
-import sys
-if not sys.stdin.buffer.read():
-    sys.stderr.write(sys.argv[2] + "\\n")
-    with open(sys.argv[1], "a", encoding="utf-8") as log:
-        log.write(sys.argv[2] + "\\n")
-"""
-_WATCHER_ENDS_S = 10.0
 
 
 def run_supervised(
@@ -65,7 +54,6 @@ def run(
     """Run a checked configuration in its own run folder.
 
     Args:
-        config: has passed every check.
         resolved_yaml: the text of the run folder's config.yaml.
         has_begun: the run in the folder is this one, and continues.
         command: that started it, as typed; empty if code did.
@@ -88,7 +76,7 @@ def run(
         )
         if (address := config.cluster.address) is not None:
             words = _DIED.format(address=address)
-            opened.enter_context(driver_watchdog(words, log_file=record.run_log.log_file))
+            opened.enter_context(driver_watchdog(words, log_file=record.folder / LOG))
         record.phase("start Ray")
         thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
         root_name = _EVALUATION if config.mode == "eval" else _COMPOSITION_ROOT
@@ -103,21 +91,3 @@ def run(
                 root = imported.result()
             start = root.evaluate_model if config.mode == "eval" else root.train
             start(config, record=record)
-
-
-@contextmanager
-def driver_watchdog(words: str, *, log_file: Path) -> Iterator[None]:
-    """Write ``words`` to stderr and ``log_file`` if this process dies within the block.
-
-    Ray ends the process of a driver from C++ when the raylet beside it, or the head, is gone: at
-    once or after 60 s, depending on the driver's call at that moment (Ray 2.60), with exit status 1
-    and without a message. A process of a few megabytes waits for that, and writes one. An exception
-    is not a death: the code that catches it has the words.
-    """
-    command = [sys.executable, "-S", "-E", "-c", _WATCH, str(log_file.absolute()), words]
-    # A session of its own: Ctrl-C in the terminal is for the driver.
-    watch = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    try:
-        yield
-    finally:
-        watch.communicate(b"ended", timeout=_WATCHER_ENDS_S)

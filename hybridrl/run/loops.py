@@ -1,4 +1,4 @@
-"""The loop of reinforcement learning; ``run/offline.py`` has those that sample nothing."""
+"""The loop of reinforcement learning, and its evaluations; ``run/offline.py`` has the others."""
 
 from __future__ import annotations
 
@@ -7,31 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.rollout import require_usable_agent
 from hybridrl.algorithms.kl import KLCoefficient
 from hybridrl.config.checks.batch_sizes import num_rollout_engines
+from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.summary import note_of_cut_sampling
 from hybridrl.data.sampler import RowOrder
-from hybridrl.data.source import PromptSource
+from hybridrl.data.source import PromptSource, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.run.evaluation import (
-    build_eval_tasks,
-    build_evaluator,
-    eval_sample_taker,
-    judges_of,
-    scores_of,
-)
 from hybridrl.run.record import RunFolder
 from hybridrl.run.rollouts import Recording, open_recording
-from hybridrl.run.rows import load_train_rows, within_epochs
+from hybridrl.run.rows import load_eval_rows, load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
@@ -42,11 +36,18 @@ from hybridrl.trainer.build_algorithm import (
     build_actor_critic,
     build_policy_optimization,
 )
-from hybridrl.trainer.evaluate import EvalTask
+from hybridrl.trainer.collect import Reward
+from hybridrl.trainer.evaluate import EvalTask, Evaluator
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
-from hybridrl.trainer.policy import Critic, Policy
+from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.reward import EarlyRewards, TextReward
-from hybridrl.trainer.reward_models import load_judges, load_reward_models
+from hybridrl.trainer.reward_models import (
+    JudgeAnswers,
+    ModelScores,
+    RewardRanks,
+    load_judges,
+    load_reward_models,
+)
 from hybridrl.trainer.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
@@ -81,15 +82,7 @@ class ProgressRecorder(StepRecorder, Protocol):
 def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterator[Training]:
     """Load rows, tokenizer and reward function of a reinforcement-learning run.
 
-    Args:
-        folder: Hugging Face folder of the model to start from.
-
-    Raises:
-        DataError: bad rows, by file and line, or no rows.
-        ModelError: the tokenizer or its stop tokens cannot be used.
-        AgentError: the agent, its tools or the chat template cannot be used.
-        RewardError: the reward function cannot be loaded.
-        ReplayError: the rollouts to replay are not there, or of another run.
+    ``folder`` is the Hugging Face folder of the model to start from.
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
@@ -105,12 +98,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
         sends_rows=not config.agent.is_single_turn,
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
-    reward_models = load_reward_models(config.reward)
-    judges = load_judges(config)
-    with (
-        RewardScorer(config.reward) as scorer,
-        EarlyRewards(scorer, tokenizer) as early,
-    ):
+    with open_rewards(config, tokenizer) as reward_of:
         kl = KLCoefficient(config.algorithm.kl, num_rows=config.num_rows_per_step)
         rl = _ReinforcementLearning(
             config=config,
@@ -119,14 +107,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
             stop_token_ids=stop_token_ids,
             source=source,
             held_out=held_out,
-            reward_with=lambda workers: TextReward(
-                scorer,
-                tokenizer,
-                scores_of(config, reward_models, workers["actor"]),
-                early,
-                judges_of(config, judges, workers),
-                config.agent.max_failed_fraction,
-            ),
+            reward_of=reward_of,
             kl=kl,
             recording=recording,
         )
@@ -143,7 +124,7 @@ class _ReinforcementLearning:
     held_out: Sequence[EvalTask]
     """The sets of evaluations; empty without evaluations."""
 
-    reward_with: Callable[[Workers], TextReward]
+    reward_of: Callable[[Workers], TextReward]
     kl: KLCoefficient
     recording: Recording
 
@@ -152,8 +133,7 @@ class _ReinforcementLearning:
         rollouts = self._rollouts_of(workers)
         batches = self._batches_of(workers, rollouts)
         algorithm_of = self._algorithm_of(workers, rollouts, batches)
-        num_samples = config.tracking.num_samples_per_step
-        samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="train")
+        samples = self._sample_taker("train")
 
         def take_step(step: int) -> Metrics:
             rollouts.begin(step, "train")
@@ -208,8 +188,12 @@ class _ReinforcementLearning:
         )
 
     def _rollouts_of(self, workers: Workers) -> Rollouts:
-        reward = self.reward_with(workers)
+        reward = self.reward_of(workers)
         return self.recording.rollouts_of(cast(Policy, workers["actor"]), reward)
+
+    def _sample_taker(self, split: Literal["train", "eval"]) -> SampleTaker:
+        num_samples = self.config.tracking.num_samples_per_step
+        return SampleTaker(self.tokenizer, num_samples=num_samples, split=split)
 
     def _algorithm_of(
         self, workers: Workers, rollouts: Rollouts, batches: Batches
@@ -243,11 +227,9 @@ class _ReinforcementLearning:
         if not self.held_out:
             return lambda step: {}
         rollouts = self._rollouts_of(workers)
-        evaluator = build_evaluator(
-            *(self.config, rollouts, rollouts, self.tokenizer),
-            take_agent_metrics=cast(Policy, workers["actor"]).take_agent_metrics,
-        )
-        samples = eval_sample_taker(self.config, self.tokenizer)
+        policy = cast(Policy, workers["actor"])
+        evaluator = build_evaluator(self.config, rollouts, rollouts, self.tokenizer, policy)
+        samples = self._sample_taker("eval")
 
         def evaluate(step: int) -> Metrics:
             self.record.phase("evaluate")
@@ -258,3 +240,77 @@ class _ReinforcementLearning:
             return metrics
 
         return evaluate
+
+
+def build_eval_tasks(
+    config: ExperimentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: tuple[int, ...],
+) -> list[EvalTask]:
+    """Load the rows of all sets; raises a DataError for bad ones, by file and line, or none."""
+
+    def build(settings: EvalSet) -> EvalTask:
+        rows = load_eval_rows(config, settings, tokenizer)
+        stream = f"eval {settings.name}" if settings.name else "eval"
+        sampling = SamplingParams(
+            num_responses_per_prompt=settings.num_responses_per_prompt,
+            max_response_tokens=config.rollout.max_response_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            stop_token_ids=stop_token_ids,
+        )
+        task = build_prompt_step(
+            rows,
+            range(len(rows)),
+            seed=config.seed,
+            stream=stream,
+            sends_rows=not config.agent.is_single_turn,
+        )
+        return EvalTask(settings, task, sampling)
+
+    return [build(settings) for settings in config.eval.all_sets()]
+
+
+@contextmanager
+def open_rewards(
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Callable[[Workers], TextReward]]:
+    """Load what scores responses; yields the function that joins it with the run's workers."""
+    models, judges = load_reward_models(config.reward), load_judges(config)
+    # An evaluation of a model counts conversations that broke off, and continues.
+    max_failed = 1.0 if config.mode == "eval" else config.agent.max_failed_fraction
+    with (
+        RewardScorer(config.reward) as scorer,
+        EarlyRewards(scorer, tokenizer) as early,
+    ):
+
+        def reward_of(workers: Workers) -> TextReward:
+            by_models, by_judges = None, None
+            if models:
+                ranks, num_groups = cast(RewardRanks, workers["actor"]), config.num_train_groups
+                by_models = ModelScores(models=models, ranks=ranks, num_groups=num_groups)
+            if judges and workers.servers is not None:
+                limit_s = config.reward.timeout_s
+                by_judges = JudgeAnswers(judges=judges, servers=workers.servers, timeout_s=limit_s)
+            return TextReward(scorer, tokenizer, by_models, early, by_judges, max_failed)
+
+        yield reward_of
+
+
+def build_evaluator(
+    config: ExperimentConfig,
+    engines: Generates,
+    reward: Reward,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: Policy,
+) -> Evaluator:
+    """Build the evaluator of these responses and scores."""
+    return Evaluator(
+        policy=engines,
+        take_agent_metrics=None if config.agent.is_single_turn else policy.take_agent_metrics,
+        reward=reward,
+        tokenizer=tokenizer,
+        correct_reward=config.eval.correct_reward,
+        num_resamples=config.eval.num_resamples,
+        seed=config.seed,
+    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar, cast
+
+from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import PreferenceBatch, SupervisedBatch
 from hybridrl.config.experiment import ExperimentConfig
@@ -30,6 +31,7 @@ from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import read_architecture
 from hybridrl.run.loops import ProgressRecorder, Training
 from hybridrl.run.rows import (
+    TrainRows,
     load_eval_pairs,
     load_eval_rows,
     load_train_pairs,
@@ -44,19 +46,8 @@ from hybridrl.trainer.policy import Learner
 Example = TypeVar("Example", TokenizedRow, PreferencePair, ConversationPair)
 
 
-@contextmanager
-def open_sft(
-    config: ExperimentConfig, folder: Path, record: ProgressRecorder
-) -> Iterator[Training]:
-    """Load rows and tokenizer of supervised fine-tuning.
-
-    Args:
-        folder: Hugging Face folder of the model to start from.
-
-    Raises:
-        DataError: bad rows, by file and line, or no rows.
-        ModelError: the tokenizer cannot be used.
-    """
+def open_sft(config: ExperimentConfig, folder: Path, record: ProgressRecorder) -> Training:
+    """Load rows and tokenizer of supervised fine-tuning."""
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     train_rows = load_train_rows(config, tokenizer, on_progress=record.progress)
     config = within_epochs(config, len(train_rows.rows))
@@ -64,67 +55,55 @@ def open_sft(
     if config.eval.every_num_steps:
         held_out = load_eval_rows(config, config.eval.own_set(), tokenizer)
 
-    if config.sft.turns == "all":  # so that a bad one ends the run before it began
+    learns_all_turns = config.sft.turns == "all"
+    if learns_all_turns:  # so that a bad one ends the run before it began
         for row in chain(train_rows.rows, held_out):
             assistant_mask(row, tokenizer)
 
     lay_out = partial(
-        build_supervised_batch, tokenizer=tokenizer, learns_all_turns=config.sft.turns == "all"
+        build_supervised_batch, tokenizer=tokenizer, learns_all_turns=learns_all_turns
     )
-    yield _training(
-        *(config, train_rows.rows, train_rows.sampler, held_out, lay_out),
-        record=record,
-    )
+    return _training(config, train_rows.rows, train_rows.sampler, held_out, lay_out, record)
 
 
-@contextmanager
-def open_dpo(
-    config: ExperimentConfig, folder: Path, record: ProgressRecorder
-) -> Iterator[Training]:
-    """Load pairs and tokenizer of direct preference optimisation; see ``open_sft``."""
+def open_dpo(config: ExperimentConfig, folder: Path, record: ProgressRecorder) -> Training:
+    """Load pairs and tokenizer of direct preference optimisation."""
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    train_pairs = load_train_pairs(config, tokenizer, on_progress=record.progress)
-    config = within_epochs(config, len(train_pairs.rows))
-    held_out: list[PreferencePair] = []
-    if config.eval.every_num_steps:
-        held_out = load_eval_pairs(config, config.eval.own_set(), tokenizer)
-
-    yield _training(
-        *(config, train_pairs.rows, train_pairs.sampler, held_out),
-        build_preference_batch,
-        record=record,
-    )
+    config, pairs, held_out = _load_pairs(config, tokenizer, record)
+    return _training(config, pairs.rows, pairs.sampler, held_out, build_preference_batch, record)
 
 
-@contextmanager
-def open_reward_model(
-    config: ExperimentConfig, folder: Path, record: ProgressRecorder
-) -> Iterator[Training]:
-    """Load pairs and tokenizer of a reward model that is trained; see ``open_sft``."""
+def open_reward_model(config: ExperimentConfig, folder: Path, record: ProgressRecorder) -> Training:
+    """Load pairs and tokenizer of a reward model that is trained."""
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    train_pairs = load_train_pairs(config, tokenizer, on_progress=record.progress)
-    config = within_epochs(config, len(train_pairs.rows))
+    config, pairs, held_out = _load_pairs(config, tokenizer, record)
     tokenize = partial(
         tokenize_conversation_pairs,
         tokenizer=tokenizer,
         pad_token_id=pad_token_of(folder, tokenizer),
         max_tokens=read_architecture(folder).max_positions,
     )
-    pairs = tokenize(train_pairs.rows)
-    held_out: list[ConversationPair] = []
+    rows, held_out_rows = tokenize(pairs.rows), tokenize(held_out)
+    return _training(config, rows, pairs.sampler, held_out_rows, build_conversation_batch, record)
+
+
+def _load_pairs(
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, record: ProgressRecorder
+) -> tuple[ExperimentConfig, TrainRows[PreferencePair], Sequence[PreferencePair]]:
+    """Return the configuration with the steps of its epochs, the pairs, and the held-out ones."""
+    pairs = load_train_pairs(config, tokenizer, on_progress=record.progress)
+    config = within_epochs(config, len(pairs.rows))
+    held_out: Sequence[PreferencePair] = []
     if config.eval.every_num_steps:
-        held_out = tokenize(load_eval_pairs(config, config.eval.own_set(), tokenizer))
-
-    yield _training(
-        *(config, pairs, train_pairs.sampler, held_out),
-        build_conversation_batch,
-        record=record,
-    )
+        held_out = load_eval_pairs(config, config.eval.own_set(), tokenizer)
+    return config, pairs, held_out
 
 
-OPEN_OFFLINE: Mapping[
-    str, Callable[[ExperimentConfig, Path, ProgressRecorder], AbstractContextManager[Training]]
-] = {"sft": open_sft, "dpo": open_dpo, "reward_model": open_reward_model}
+OPEN_OFFLINE: Mapping[str, Callable[[ExperimentConfig, Path, ProgressRecorder], Training]] = {
+    "sft": open_sft,
+    "dpo": open_dpo,
+    "reward_model": open_reward_model,
+}
 """Loads a run, by mode that learns from a data set; see ``config.offline``."""
 
 
@@ -134,7 +113,6 @@ def _training(
     sampler: RowOrder,
     held_out: Sequence[Example],
     lay_out: Callable[[Sequence[Example]], SupervisedBatch | PreferenceBatch],
-    *,
     record: ProgressRecorder,
 ) -> Training:
     def loop_of(workers: Workers) -> Loop:

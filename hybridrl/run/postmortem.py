@@ -42,8 +42,7 @@ from hybridrl.errors import (
     TrackerError,
     is_restartable,
 )
-from hybridrl.run.line_files import METRICS
-from hybridrl.run.run_folder import CONFIG, LOG
+from hybridrl.run.run_folder import CONFIG, LOG, METRICS
 
 _MAX_FILE_CHARACTERS = 8 * 2**20
 _TAIL_LINES = 200
@@ -75,9 +74,7 @@ def write_postmortem(
 ) -> str:
     """Write the folder, within ``limit_s`` seconds; return its path, or why it is missing.
 
-    Args:
-        where: step and phase of the run.
-        limit_s: seconds; a disk may not answer.
+    ``where`` is the step and phase of the run.
     """
     outcome = [f"not written, {run_folder} did not take it within {limit_s:g} s"]
 

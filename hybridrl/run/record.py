@@ -1,28 +1,28 @@
-"""Everything that a run writes and shows: its folder, its trackers, its live view."""
+"""Everything that a run writes and shows: its folder, its trackers, its live view, its end."""
 
 from __future__ import annotations
 
 import logging
+import shlex
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 from hybridrl import log
-from hybridrl.checkpoint.store import RunState
+from hybridrl.checkpoint.store import CheckpointStore, RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.diagnostics import trace
 from hybridrl.diagnostics.trace_file import join_traces
 from hybridrl.metrics import Metrics
-from hybridrl.report.facts import try_machine
-from hybridrl.report.page import try_report
-from hybridrl.run.display import LiveView, open_live
-from hybridrl.run.final_summary import describe_end
-from hybridrl.run.line_files import last_step, read_metrics
+from hybridrl.report.page import try_machine, try_report
+from hybridrl.report.run import SCORES, History, Series
+from hybridrl.run.display import LiveView, format_duration, format_value, open_live
 from hybridrl.run.postmortem import is_crash, write_postmortem
-from hybridrl.run.run_folder import RunLogger, SampleRow
+from hybridrl.run.run_folder import LOG, RunLogger, SampleRow, last_step, read_metrics
 from hybridrl.trainer.interrupt import RunStopped
 
 _logger = logging.getLogger(__name__)
@@ -98,12 +98,8 @@ def open_record(
 ) -> Iterator[RunFolder]:
     """Make or open the run folder, begin the log and the live view, and end them all.
 
-    Args:
-        resumes: the run in the folder continues.
-        command: that started the run; the last lines show how to continue with it.
-
-    Raises:
-        RunFolderError: the folder exists and is not to be resumed, or cannot be written.
+    With ``resumes`` the run in the folder continues. The last lines show how to continue with the
+    ``command`` that started it.
     """
     run_log = RunLogger(
         Path(config.trainer.run_dir),
@@ -114,7 +110,7 @@ def open_record(
         config=config.tracking,
     )
     with run_log:
-        log.configure(file=run_log.log_file)
+        log.configure(file=run_log.folder / LOG)
         try_machine(run_log.folder)
         with (
             _summarized(config, command),
@@ -173,3 +169,69 @@ def _traced(folder: Path, *, is_on: bool) -> Iterator[None]:
 
 def _is_counted(name: str) -> bool:
     return name in _COUNTED or name.partition("/")[0] in ("throughput", "memory")
+
+
+_NUM_SMOOTHED = 10
+_OF_CONVERSATIONS: Sequence[tuple[str, Callable[[Sequence[float]], float]]] = (
+    ("agent/turns/mean", max),
+    ("agent/tool_error_fraction", min),
+)
+
+
+def describe_end(
+    config: ExperimentConfig, *, command: Sequence[str], error: BaseException | None
+) -> str:
+    """Return some lines about a run that ended; ``error`` is the reason for an early end."""
+    folder = Path(config.trainer.run_dir)
+    history = History(read_metrics(folder))
+    num_done = history.steps[-1] if history.steps else 0
+    seconds = f", {format_duration(history.elapsed_s[-1] or 0)}" if history.steps else ""
+    verb = "finished" if error is None else "stopped"
+    where = f"after step {num_done}" if num_done else "before step 1"
+    epochs = config.trainer.num_epochs
+    num_steps = config.num_steps if error or epochs is None else num_done  # epochs ended it
+    rows = [(verb, f"{where} of {num_steps}{seconds}")]
+    shown = (*SCORES, *_OF_CONVERSATIONS)
+    rows += [
+        (name, text)
+        for name, best in shown
+        if (text := _describe_score(history.get(name), name, best))
+    ]
+    store = CheckpointStore(folder / "checkpoints")
+    steps = store.steps()
+    places = {
+        "model": folder / "hf",
+        "adapter": folder / "adapter",
+        "report": folder / "report.html",
+        "checkpoint": store.folder_of(max(steps, default=0)),
+    }
+    rows += [(label, str(path)) for label, path in places.items() if path.exists()]
+    if command and steps:  # without a checkpoint nothing is continued
+        longer = [f"trainer.num_steps={2 * config.num_steps}"]
+        longer += [] if epochs is None else [f"trainer.num_epochs={2 * epochs:g}"]
+        more = [] if error else longer
+        rows.append(("to continue", resume_command(command, run_dir=str(folder), changes=more)))
+    return "".join(f"{label:<20} {text}\n" for label, text in rows)
+
+
+def resume_command(command: Sequence[str], *, run_dir: str, changes: Sequence[str]) -> str:
+    """Return the ``command`` that continues its run, quoted; ``changes`` replace overrides."""
+    given = (f"trainer.run_dir={run_dir}", *changes)
+    replaced = {"trainer.overwrite", *(override.partition("=")[0] for override in given)}
+    kept = [part for part in command if part.partition("=")[0] not in replaced]
+    return shlex.join([*kept, *given])
+
+
+def _describe_score(series: Series, name: str, best_of: Callable[[Sequence[float]], float]) -> str:
+    """Return the first and last value of a metric; empty if it was not measured twice."""
+    values = series.finite
+    if len(values) < 2:
+        return ""
+    if not name.startswith("eval/"):
+        num = min(_NUM_SMOOTHED, len(values) // 2)
+        first, last = format_value(fmean(values[:num])), format_value(fmean(values[-num:]))
+        spans = f"means of {num} steps" if num > 1 else "first and last step"
+        return f"{first} -> {last} ({spans})"
+    best, step = series.best(best_of)
+    ends = f"{format_value(values[0])} -> {format_value(values[-1])}"
+    return f"{ends}, best {format_value(best)} after step {step}"

@@ -14,14 +14,14 @@ from hybridrl.checkpoint.fingerprint import (
     own_fingerprints,
     recipe_of,
 )
-from hybridrl.checkpoint.store import CheckpointStore, RunFingerprint, RunState
+from hybridrl.checkpoint.store import CheckpointStore, RunFingerprint
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.config.yaml_text import read_yaml
 from hybridrl.data.rows import SamplerState
 from hybridrl.data.sampler import describe_change
 from hybridrl.errors import DataError, RunFolderError
-from hybridrl.run.line_files import lost_lines
+from hybridrl.run.run_folder import lost_lines
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +96,8 @@ def check_resumable(
 ) -> None:
     """Compare the newest checkpoint, if there is one, with the run that would resume from it.
 
-    Differences are logged if they were accepted, or change no more than the last bit.
-
-    Args:
-        rows: the state of its sampler, with the fingerprint of its rows.
+    Differences are logged if they were accepted, or change no more than the last bit. ``rows`` is
+    the state of the run's sampler, with the fingerprint of its rows.
 
     Raises:
         CheckpointError: recipe, tokenizer, model, the user's functions or the teacher have changed,
@@ -110,11 +108,8 @@ def check_resumable(
     checkpoint = checkpoint_store(config).newest()
     if checkpoint is None:
         return
-    saved, where, accept = (
-        checkpoint.manifest.origin,
-        checkpoint.folder,
-        config.checkpoint.accept_changes,
-    )
+    saved, where = checkpoint.manifest.origin, checkpoint.folder
+    accept = config.checkpoint.accept_changes
     changes = check_recipe(saved.recipe, origin.recipe, where=where, accept=accept)
     changes += check_fingerprints(saved, origin, where=where, accept=accept)
     former = checkpoint.manifest.run.sampler.fingerprint
@@ -126,15 +121,9 @@ def check_resumable(
                 "back, set trainer.run_dir to a new folder, or set checkpoint.accept_changes=true "
                 "to continue at the same position of the new rows"
             )
-    changes += _check_lines(checkpoint.manifest.run, Path(config.trainer.run_dir), accept=accept)
-    for change in changes:
-        log.warning("resuming with a change that was accepted: %s", change)
-    for change in differences(saved.environment, origin.environment):
-        log.warning("resuming, but not bitwise identical: %s", change)
-
-
-def _check_lines(run: RunState, folder: Path, *, accept: bool) -> list[str]:
+    run, folder = checkpoint.manifest.run, Path(config.trainer.run_dir)
     lost = lost_lines(folder, run.log_sizes)
+    changes += lost
     if lost and not accept:
         raise RunFolderError(
             f"run folder {folder} has lost lines that were written before the checkpoint of step "
@@ -142,4 +131,7 @@ def _check_lines(run: RunState, folder: Path, *, accept: bool) -> list[str]:
             "checkpoint.accept_changes=true to continue with the complete lines that are left, or "
             "set trainer.run_dir to a new folder"
         )
-    return lost
+    for change in changes:
+        log.warning("resuming with a change that was accepted: %s", change)
+    for change in differences(saved.environment, origin.environment):
+        log.warning("resuming, but not bitwise identical: %s", change)

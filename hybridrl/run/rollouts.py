@@ -90,16 +90,11 @@ class Replay(Recording):
 
     def begin(self, source: PromptSource, step: int) -> None:
         """Bring the source to the position of the recorded step."""
-        first_index = self._steps[step].first_index
-        source.restore(replace(source.state(), num_drawn=first_index))
+        source.restore(replace(source.state(), num_drawn=self._steps[step].first_index))
 
 
 def open_recording(config: ExperimentConfig, model_folder: Path) -> Recording:
-    """Prepare ``rollout.dump`` and ``rollout.replay``.
-
-    Raises:
-        ReplayError: the recorded run lacks steps that this one needs, or is another run.
-    """
+    """Prepare ``rollout.dump`` and ``rollout.replay``."""
     rollout = config.rollout
     if rollout.replay is not None:
         files = RolloutFiles(Path(rollout.replay).absolute() / FOLDER)

@@ -55,8 +55,7 @@ def load_train_rows(
 ) -> TrainRows[TokenizedRow]:
     """Read or make the rows to learn from, and tokenize their prompts.
 
-    Args:
-        on_progress: called with the number of rows so far.
+    ``on_progress`` is called with the number of rows so far.
     """
     tables = _load_tables(config, tokenizer, on_progress)
     rows = tables[0] if len(tables) == 1 else RowTable.joined(tables)

@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
@@ -30,7 +29,7 @@ from dataclasses import asdict, dataclass
 from io import SEEK_END, FileIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, BinaryIO, Literal, Self
 
 from filelock import FileLock, Timeout
 
@@ -41,8 +40,8 @@ from hybridrl.config.tracking import TrackingConfig
 from hybridrl.errors import RunFolderError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
-from hybridrl.run.line_files import METRICS, lost_lines, whole_lines
-from hybridrl.run.trackers import MAX_FAILED, TolerantTracker
+from hybridrl.report.run import parse_metrics, read_lines
+from hybridrl.run.trackers import MAX_FAILED, TRACKERS, TolerantTracker, import_tracker
 
 if TYPE_CHECKING:  # it imports torch, which the parent of a driver must not
     from hybridrl.agents.turn_records import CallRecord
@@ -120,7 +119,6 @@ class RunLogger:
 
         Args:
             folder: new, empty, or with ``overwrite`` a former run folder, which is deleted.
-            overwrite: ``trainer.overwrite``.
             resumes: the folder's run continues; call `rewind` before the first step.
             settings: the same configuration as a mapping, for trackers that show it.
 
@@ -135,9 +133,8 @@ class RunLogger:
         self._trackers: list[TolerantTracker] = []
         self._function = load_part(config, METRICS_FUNCTION)
         # Before the folder: a run that could not begin must not leave one that blocks the next try.
-        modules = [
-            importlib.import_module(f"hybridrl.run.trackers.{name}") for name in config.trackers
-        ]
+        for name in config.trackers:
+            import_tracker(name)
         with ExitStack() as opened, _naming(folder):
             opened.enter_context(_lock(folder))
             if not resumes:
@@ -146,8 +143,8 @@ class RunLogger:
             # Unbuffered: a line reaches the system before the next step begins.
             self._metrics = opened.enter_context((folder / METRICS).open("a+b", buffering=0))
             self._samples = opened.enter_context((folder / SAMPLES).open("a+b", buffering=0))
-            for name, module in zip(config.trackers, modules, strict=True):
-                target = module.open_tracker(folder, project=config.project, settings=settings)
+            for name in config.trackers:
+                target = TRACKERS[name](folder, project=config.project, settings=settings)
                 tracker = TolerantTracker(name, target)
                 opened.callback(tracker.attempt, lambda target: target.close())
                 self._trackers.append(tracker)
@@ -180,10 +177,8 @@ class RunLogger:
 
         A file that is shorter than at the checkpoint keeps its complete lines; the log names it.
 
-        Args:
-            step: of the checkpoint; 0 is before the first.
-            sizes: the result of `sizes` at the checkpoint; a file without an entry is emptied.
-            elapsed_s: seconds of the run at the checkpoint.
+        Step 0 is before the first. ``sizes`` is the result of `sizes` at the checkpoint; a file
+        without an entry is emptied.
         """
         self._began = time.monotonic() - elapsed_s
         with _naming(self.folder):
@@ -193,11 +188,6 @@ class RunLogger:
                 file.truncate(whole_lines(file, sizes.get(name, 0)))
         for tracker in self._trackers:
             tracker.attempt(lambda target: target.rewind(step))
-
-    @property
-    def log_file(self) -> Path:
-        """File for ``log.configure(file=...)``."""
-        return self.folder / LOG
 
     def log_step(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Write one step's metrics everywhere.
@@ -258,7 +248,7 @@ class RunLogger:
 
     def log_error(self, error: BaseException) -> None:
         """Write the end of the run to the log alone; a disk that refuses is not a second error."""
-        with suppress(OSError), self.log_file.open("a", encoding="utf-8") as file:
+        with suppress(OSError), (self.folder / LOG).open("a", encoding="utf-8") as file:
             text = "".join(traceback.format_exception(error))
             file.write(f"the run ended with an error\n{text}")
 
@@ -331,3 +321,58 @@ def _empty_folder(folder: Path, *, overwrite: bool) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+METRICS = "metrics.jsonl"
+"""Name in the run folder."""
+
+_CHUNK = 1 << 16
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, float]]:
+    """Return the complete lines of ``metrics.jsonl``, without values that are not finite.
+
+    A run that was killed may leave half a line, without its newline.
+    """
+    with suppress(OSError):
+        lines = (line for line in read_lines(run_folder / METRICS) if line.endswith(b"\n"))
+        rows = [row for line in lines if (row := parse_metrics(line)) is not None]
+        return [{name: value for name, value in row.items() if value is not None} for row in rows]
+    return []
+
+
+def last_step(run_folder: Path) -> int:
+    """Return the last step in ``metrics.jsonl``; 0 if there is none."""
+    rows = read_metrics(run_folder)
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def whole_lines(file: BinaryIO, size: int) -> int:
+    """Return the bytes of all complete lines among the first ``size`` bytes of a file."""
+    end = min(size, file.seek(0, SEEK_END))
+    while end > 0:
+        begin = max(0, end - _CHUNK)
+        file.seek(begin)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0
+
+
+def lost_lines(folder: Path, sizes: Mapping[str, int]) -> list[str]:
+    """Name the files of ``folder`` that lack lines which a checkpoint counts on.
+
+    ``sizes`` are the bytes of each file at the checkpoint: after complete lines.
+    """
+    lost = []
+    for name, size in sizes.items():
+        try:
+            with (folder / name).open("rb") as file:
+                num_bytes = file.seek(0, SEEK_END)
+                is_there = whole_lines(file, size) == size
+        except FileNotFoundError:
+            num_bytes, is_there = 0, size == 0
+        if not is_there:
+            lost.append(f"{name} has {num_bytes} bytes, and no line ends after {size}")
+    return lost

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -19,21 +19,14 @@ _MAX_TOKENS = 512
 _DECIMALS = 3
 
 
+@dataclass(frozen=True, slots=True)
 class SampleTaker:
     """Takes the first response to each of the first prompts of a rollout."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        num_samples: int,
-        split: Literal["train", "eval"],
-    ) -> None:
-        """Take ``num_samples`` each time; ``split`` is the split of the sampled prompts."""
-        self._tokenizer = tokenizer
-        self._num_samples = num_samples
-        self._split: Literal["train", "eval"] = split
-        self._texts: dict[int, str] = {}
+    tokenizer: PreTrainedTokenizerBase
+    num_samples: int
+    split: Literal["train", "eval"]
+    _texts: dict[int, str] = field(default_factory=dict)
 
     def take_report(self, report: EvalReport) -> list[SampleRow]:
         """Return one sample per prompt of an evaluation set."""
@@ -48,10 +41,10 @@ class SampleTaker:
             rollouts: P * G rows, responses to the same prompt adjacent.
         """
         num_responses = len(rollouts) // len(task.rows)
-        rows = [prompt * num_responses for prompt in range(min(self._num_samples, len(task.rows)))]
+        rows = [prompt * num_responses for prompt in range(min(self.num_samples, len(task.rows)))]
         if not rows:
             return []
-        texts = decode_responses(rollouts[rows], self._tokenizer)
+        texts = decode_responses(rollouts[rows], self.tokenizer)
         return [
             SampleRow(
                 prompt=prompt.prompt_text,
@@ -59,7 +52,7 @@ class SampleTaker:
                 answer=prompt.row.answer,
                 reward=float(scores.rewards_B[row]),
                 is_truncated=bool(rollouts.is_truncated_B[row]),
-                split=self._split,
+                split=self.split,
                 tokens=tokens,
                 logprobs=logprobs,
                 turns=self._turns_of(rollouts, row),
@@ -92,7 +85,7 @@ class SampleTaker:
                 turn.role,
                 turn.messages[0].content  # a reason, which no token has
                 if turn.role == FAILURE
-                else self._tokenizer.decode(tokens_T[at.start : at.stop].tolist()),
+                else self.tokenizer.decode(tokens_T[at.start : at.stop].tolist()),
                 turn.num_tokens,
                 turn.calls,
                 rewards.get(at.start) if turn.role == ASSISTANT else None,
@@ -104,7 +97,7 @@ class SampleTaker:
     def _text_of(self, token_id: int) -> str:
         """Decode one token; an incomplete character shows as its replacement sign."""
         if token_id not in self._texts:
-            self._texts[token_id] = self._tokenizer.decode([token_id])
+            self._texts[token_id] = self.tokenizer.decode([token_id])
         return self._texts[token_id]
 
 

@@ -53,11 +53,7 @@ _CODE = (
 
 
 def find_model(config: ExperimentConfig, record: RunFolder) -> Path:
-    """Return the folder of the initial model; make the starter if ``model.path`` is null.
-
-    Raises:
-        ConfigError: the configuration names no model.
-    """
+    """Return the folder of the initial model; make the starter if ``model.path`` is null."""
     if config.model.path is not None:
         return Path(config.model.path)
     return ensure_starter(config, cache=env.cache_dir(), record=record)
@@ -66,13 +62,7 @@ def find_model(config: ExperimentConfig, record: RunFolder) -> Path:
 def ensure_starter(config: ExperimentConfig, *, cache: Path, record: RunFolder) -> Path:
     """Return the folder of the made model; make it if the cache does not hold it.
 
-    Args:
-        cache: folder of made models, see ``env.cache_dir``.
-
-    Raises:
-        ConfigError: the configuration names no model.
-        TrainingError: the warm-up diverged.
-        RunStopped: a signal ended the run during the warm-up; the cache does not hold the model.
+    A signal during the warm-up ends the run, and the cache does not hold the model.
     """
     starter = config.model.starter
     if starter is None:
@@ -105,16 +95,12 @@ def ensure_starter(config: ExperimentConfig, *, cache: Path, record: RunFolder) 
 
 
 def starter_name(config: ExperimentConfig) -> str:
-    """Name the folder of the model that a warm-up makes, by everything its weights depend on.
-
-    Args:
-        config: of the warm-up. Its device and threads count: they round differently.
-    """
+    """Name the folder of the model that a warm-up makes, by everything its weights depend on."""
     data, cluster = config.data, config.cluster
     parts = [
         *(config.seed, asdict(config.model), asdict(config.actor), asdict(config.sft)),
         *(data.task, data.num_task_rows, data.min_digits, data.max_digits),
-        *(cluster.device, cluster.num_threads_per_rank),
+        *(cluster.device, cluster.num_threads_per_rank),  # they round differently
         *(_digest(_CODE), torch.__version__, transformers.__version__),
     ]
     return "starter-" + hashlib.sha256(to_json_text(parts).encode()).hexdigest()[:16]
@@ -223,16 +209,10 @@ def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, targe
     The learning rate stays constant. Annealed to 0, a model this small ends in a valley so narrow
     that the first policy-gradient steps throw it out (exact match .43 -> .11 in 20 steps at lr
     5e-5, with TRL alike). From the noisy floor of a constant rate it learns at once.
-
-    Args:
-        folder: of the untrained model.
-        target: the folder to write, atomically.
     """
     record.phase(f"{_LABEL}: start workers")
-    with (
-        start_workers(config, folder) as workers,
-        open_sft(config, folder, _WarmupRecorder(record, config.num_steps)) as training,
-    ):
+    with start_workers(config, folder) as workers:
+        training = open_sft(config, folder, _WarmupRecorder(record, config.num_steps))
         loop = training.loop_of(workers)
         try:
             loop.run()

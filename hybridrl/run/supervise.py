@@ -1,11 +1,9 @@
 """Restarts the lost processes of a run: its workers, and its driver.
 
-The run takes place in a child process, so that its parent survives a driver that Ray ends.
-
-A driver ends with its own Ray: status 1, no exception (see `ray_end`). So the process that the user
-started forks before Ray and torch have begun, passes signals on and waits. It ends as the driver
-does. If the driver died, it ends the remaining processes of Ray, reports the death, and starts
-another driver, which resumes from the newest checkpoint.
+A driver ends with its own Ray: status 1, no exception. So the process that the user started forks
+before Ray and torch have begun, passes signals on and waits. It ends as the driver does. If the
+driver died, it ends the remaining processes of Ray, reports the death, and starts another driver,
+which resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -15,22 +13,23 @@ import ctypes
 import logging
 import math
 import os
+import select
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriverDiedError, HybridRLError, error_notes, is_restartable
 from hybridrl.log import configure
 from hybridrl.processes import guard
-from hybridrl.run.line_files import last_step
 from hybridrl.run.postmortem import write_postmortem
-from hybridrl.run.ray_end import RAY_PROCESSES
 from hybridrl.run.resume import newest_step
-from hybridrl.run.run_folder import LOG
+from hybridrl.run.run_folder import LOG, last_step
 from hybridrl.trainer.interrupt import ECHO_S, SIGNALS, exit_status
 
 log = logging.getLogger(__name__)
@@ -39,14 +38,22 @@ _WATCHED = {*SIGNALS, signal.SIGCHLD}
 _NUM_REQUESTS = 3
 _WORD = b"."
 
+# Reads until the driver closes the pipe; if it did so by dying, the last byte is missing.
+_WATCH = """
+import sys
+if not sys.stdin.buffer.read():
+    sys.stderr.write(sys.argv[2] + "\\n")
+    with open(sys.argv[1], "a", encoding="utf-8") as log:
+        log.write(sys.argv[2] + "\\n")
+"""
+_WATCHER_ENDS_S = 10.0
+
 
 def supervise(config: ExperimentConfig) -> bool:
     """Fork. Returns in the child, which must run ``config``; the parent ends as its children do.
 
-    With ``cluster.ray_address`` nothing is forked: a foreign Ray cannot be started again here.
-
-    Returns:
-        Whether the run has begun earlier, in a child that died, and continues.
+    With ``cluster.ray_address`` nothing is forked: a foreign Ray cannot be started again here. It
+    returns whether the run has begun earlier, in a child that died, and continues.
 
     Raises:
         DriverDiedError: in the parent; children died ``checkpoint.max_restarts`` times in a row.
@@ -169,9 +176,7 @@ def with_restarts(
     """Run ``attempt`` until it returns, again each time that it loses its workers.
 
     Args:
-        attempt: starts workers, resumes from the newest checkpoint, and ends the workers.
-        explain: notes the run's position on an error that the run survives, and keeps the known
-            facts.
+        explain: notes the run's position on an error that the run survives.
         newest_step: returns the step of the newest checkpoint; 0 if there is none.
         max_in_a_row: restarts without a new checkpoint between (``checkpoint.max_restarts``).
 
@@ -196,3 +201,58 @@ def with_restarts(
                 *(type(error).__name__, "\n".join([str(error), *error_notes(error)])),
                 *(step, num_in_a_row, max_in_a_row),
             )
+
+
+RAY_PROCESSES = ("gcs_server", "raylet")
+"""Processes that a Ray on one machine needs."""
+
+
+@contextmanager
+def ended_with_ray() -> Iterator[None]:
+    """End this process, with status 1 and no exception, if a process of its Ray ends in the block.
+
+    Ray does the same from C++, 0 to 60 s after the raylet beside the driver is gone (Ray 2.60).
+    Until then calls fail, and workers would be started again in a cluster that is ending.
+    Leave the block before ``ray.shutdown()``.
+    """
+    names = {pid: guard.process_name(pid) for pid in guard.descendants()}
+    watched = {os.pidfd_open(pid): name for pid, name in names.items() if name in RAY_PROCESSES}
+    stop = os.eventfd(0)
+    thread = Thread(target=_watch, args=(watched, stop), name="ray processes", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.eventfd_write(stop, 1)
+        thread.join()
+        for descriptor in (*watched, stop):
+            os.close(descriptor)
+
+
+def _watch(watched: Mapping[int, str], stop: int) -> None:
+    poll = select.poll()
+    for descriptor in (*watched, stop):
+        poll.register(descriptor, select.POLLIN)
+    ended = {descriptor for descriptor, _ in poll.poll()}
+    if stop not in ended:
+        names = " and ".join(sorted(watched[descriptor] for descriptor in ended))
+        log.error("Ray's %s ended: it was killed, or ran out of memory; the driver ends", names)
+        os._exit(1)
+
+
+@contextmanager
+def driver_watchdog(words: str, *, log_file: Path) -> Iterator[None]:
+    """Write ``words`` to stderr and ``log_file`` if this process dies within the block.
+
+    Ray ends the process of a driver from C++ when the raylet beside it, or the head, is gone: at
+    once or after 60 s, depending on the driver's call at that moment (Ray 2.60), with exit status 1
+    and without a message. A process of a few megabytes waits for that, and writes one. An exception
+    is not a death: the code that catches it has the words.
+    """
+    command = [sys.executable, "-S", "-E", "-c", _WATCH, str(log_file.absolute()), words]
+    # A session of its own: Ctrl-C in the terminal is for the driver.
+    watch = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        watch.communicate(b"ended", timeout=_WATCHER_ENDS_S)

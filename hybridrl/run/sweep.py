@@ -21,7 +21,8 @@ from typing import Literal
 
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.json_text import to_json_text
-from hybridrl.run.line_files import SCORES, read_metrics
+from hybridrl.report.run import SCORES, History
+from hybridrl.run.run_folder import read_metrics
 from hybridrl.trainer.interrupt import SIGNALS, exit_status
 
 _STOPPED = {exit_status(number): number for number in SIGNALS}
@@ -42,7 +43,7 @@ class SweepJob:
     folder: Path
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SweepResult:
     """How one run ended. Mirrors an entry of sweep.json."""
 
@@ -53,13 +54,13 @@ class SweepResult:
     exit_status: int
     """As subprocess counts: a negative one is the signal that ended it."""
     seconds: float
-    score: str = ""
+    score: str
     """Name of the metric; empty if no step was taken."""
-    last: float | None = None
-    best: float | None = None
-    best_step: int | None = None
-    num_steps: int = 0
-    error: str = ""
+    last: float | None
+    best: float | None
+    best_step: int | None
+    num_steps: int
+    error: str
 
 
 def build_jobs(overrides_of_jobs: Sequence[Sequence[str]], *, folder: Path) -> list[SweepJob]:
@@ -80,15 +81,11 @@ def build_jobs(overrides_of_jobs: Sequence[Sequence[str]], *, folder: Path) -> l
 def run_sweep(
     jobs: Sequence[SweepJob], *, folder: Path, command: Callable[[SweepJob], Sequence[str]]
 ) -> int:
-    """Run every job, even after a failure, and write sweep.md and sweep.json.
+    """Run every job, even after a failure; after each write sweep.md and sweep.json.
 
-    Both are written after each job, so that a sweep that is killed leaves the known results.
     Ctrl-C, SIGTERM and SIGHUP reach the running job, which ends after its step; no other job
-    starts.
-
-    Returns:
-        The exit status: 0 if all are done, 1 if one failed, 128 + the number of the signal that
-        stopped it.
+    starts. Returns the exit status: 0 if all are done, 1 if one failed, 128 + the number of the
+    signal that stopped it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     results: list[SweepResult] = []
@@ -134,30 +131,25 @@ def _run_job(job: SweepJob, command: Sequence[str]) -> SweepResult:
             except KeyboardInterrupt:
                 was_stopped = True
                 child.send_signal(signal.SIGINT)
-    result = SweepResult(
+    history = History(read_metrics(job.folder))
+    scores = (name for name, _ in SCORES if history.get(name).finite)
+    score = next(scores, "")
+    series = history.get(score)
+    best, best_step = series.best(dict(SCORES)[score]) if score else (None, None)
+    return SweepResult(
         number=job.number,
         swept=job.swept,
         folder=str(job.folder),
         status="stopped" if was_stopped else "failed" if status else "done",
         exit_status=status,
         seconds=round(time.monotonic() - began_s, 1),
+        score=score,
+        last=series.finite[-1] if score else None,
+        best=best,
+        best_step=best_step,
+        num_steps=history.steps[-1] if score else 0,
         error=_find_error(job.folder, status) if status else "",
     )
-    _add_score(result, job.folder)
-    return result
-
-
-def _add_score(result: SweepResult, folder: Path) -> None:
-    rows = read_metrics(folder)
-    for name, best_of in SCORES:
-        values = {int(row["step"]): row[name] for row in rows if name in row}
-        if values:
-            result.score = name
-            *_, result.last = values.values()
-            result.best = best_of(list(values.values()))
-            result.best_step = next(s for s, value in values.items() if value == result.best)
-            result.num_steps = int(rows[-1]["step"])
-            return
 
 
 def _find_error(folder: Path, status: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -32,16 +33,16 @@ def train(config: ExperimentConfig, *, record: RunFolder) -> None:
 
     All errors in data, model files, tokenizer, reward function and the checkpoint to resume from
     appear before a worker starts. Lost workers are started again.
-
-    Raises:
-        CheckpointError: there is a checkpoint, and it is of another run.
-        RunStopped: a signal ended the run before its last step.
     """
     folder = find_model(config, record)
     record.phase("load data")
     require_usable_model(folder)
     opens = OPEN_OFFLINE.get(config.mode)
-    opened = open_rl(config, folder, record) if opens is None else opens(config, folder, record)
+    opened: AbstractContextManager[Training] = (
+        open_rl(config, folder, record)
+        if opens is None
+        else nullcontext(opens(config, folder, record))
+    )
     with opened as training:
         origin = run_fingerprint(config, folder)
         check_resumable(config, origin, rows=training.stream.state())
@@ -101,16 +102,8 @@ def _run_resumable(
 ) -> bool:
     """Run ``loop`` from the newest complete checkpoint, or from the beginning, and save.
 
-    Args:
-        loop: the complete loop; it enters at the step after the checkpoint.
-        training: of the loop; its state is restored to the checkpoint.
-        savers: worker groups by role.
-        record: of the run; restored to the checkpoint.
-
-    Returns:
-        Whether a step was done: a finished run has no steps left.
+    Returns whether a step was done: a finished run has no steps left.
     """
-
     stream, kl = training.stream, training.kl
 
     def capture(step: int) -> RunState:

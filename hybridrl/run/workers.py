@@ -55,11 +55,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 @contextmanager
 def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Workers]:
-    """Start the processes of a run, and end them; raises as ``start_group``.
-
-    Args:
-        model_folder: Hugging Face folder that policy and critic start from.
-    """
+    """Start the processes of a run, and end them; raises as ``start_group``."""
     model_folder = model_folder.absolute()  # ranks have a working folder of their own
     config = replace(
         config,
@@ -129,9 +125,7 @@ def start_group(
 
     ``cluster.num_nodes`` are that many machines: no two of them are the same Ray node.
 
-    Args:
-        worker: class and arguments, or several fused ones.
-        variables: further environment of the processes; see `rank_variables`.
+    ``worker`` is a class with its arguments, or several fused ones.
 
     Raises:
         ResourceError: the cluster lacks the resources; names the requested and the existing ones.

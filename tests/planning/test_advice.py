@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.planning.advice import find_misfits
-from hybridrl.planning.fit import find_fits
-from hybridrl.planning.page import memory_lines, plan_page
+from hybridrl.planning.fit import find_fits, find_misfits, memory_lines, plan_page
 from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase
 from tests.config.values import config_of
 from tests.planning.models import QWEN3_8B

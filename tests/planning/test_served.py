@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.planning.advice import find_misfits
-from hybridrl.planning.fit import Fit, find_fits
+from hybridrl.planning.fit import Fit, find_fits, find_misfits
 from hybridrl.planning.plan import MemoryItem, MemoryPlan, Phase
-from hybridrl.planning.served import plan_servers
+from hybridrl.planning.rollout import plan_servers
 from tests.config.values import config_of
 from tests.planning.models import QWEN3_8B
 

@@ -9,7 +9,6 @@ import pytest
 
 from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.rollout import RolloutMemory
-from hybridrl.planning.served import engine_memory
 from tests.config.values import config_of
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
 
@@ -25,7 +24,7 @@ TP2 = ("cluster.num_ranks_per_node=2", "rollout.tensor_parallel_size=2")
 
 def memory_of(*overrides: str) -> RolloutMemory:
     config = config_of(*overrides)
-    return engine_memory(config, architecture_of(config.model))
+    return RolloutMemory(config, architecture_of(config.model))
 
 
 @pytest.fixture

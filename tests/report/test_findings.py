@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.load import load_config
-from hybridrl.report.findings import diagnose
-from hybridrl.report.history import History
-from hybridrl.report.learning_rules import RULES
-from hybridrl.report.run import Run
-from hybridrl.report.settings import Settings, read_defaults
+from hybridrl.report.findings import RULES, diagnose
+from hybridrl.report.run import History, Run, Settings, read_defaults
 from tests.composing import composed
 
 Curve = Callable[[int], float]
@@ -50,7 +47,7 @@ def run_with(**curves: Curve | list[float]) -> Run:
 
 
 def titles(run: Run) -> list[str]:
-    return [finding.title for finding in diagnose(run, RULES)]
+    return [finding.title for finding in diagnose(run)]
 
 
 def rising(at: int) -> float:
@@ -176,7 +173,7 @@ def test_findings_of_a_recorded_run(
 ) -> None:
     settings = Settings(DEFAULTS.flat | {"actor.optimizer.lr": lr})
     run = run_of(History(recorded(name)), settings=settings)
-    findings = diagnose(run, RULES)
+    findings = diagnose(run)
     assert [finding.title for finding in findings] == expected
     assert [override for f in findings for override in f.overrides(run)[:1]] == [
         override for override in (first_override,) if override
@@ -192,7 +189,7 @@ def test_a_wreck_without_evaluations_is_seen_by_its_reward() -> None:
 
 
 def test_a_reward_that_is_not_finite_is_not_blamed_on_the_learning_rate() -> None:
-    (finding,) = diagnose(run_with(**BAD["Rewards were not finite"]), RULES)
+    (finding,) = diagnose(run_with(**BAD["Rewards were not finite"]))
     assert finding.remedies == ("reward.on_error=stop",)
     assert "step 31" in finding.text
 
@@ -202,7 +199,7 @@ def test_a_full_engine_needs_slots_and_an_idle_one_shorter_responses() -> None:
     idle = busy | {"rollout__slot_occupancy": lambda at: 0.3}
     overrides = []
     for run in (run_with(**busy), run_with(**idle)):
-        (finding,) = diagnose(run, RULES)
+        (finding,) = diagnose(run)
         overrides += finding.overrides(run)
     assert overrides == ["rollout.num_slots=256", "rollout.max_response_tokens=18"]
 
@@ -210,9 +207,7 @@ def test_a_full_engine_needs_slots_and_an_idle_one_shorter_responses() -> None:
 def test_every_remedy_can_be_typed_and_changes_something() -> None:
     now = load_config(composed())
     runs = [run_with(**curves) for curves in BAD.values()]
-    remedies = {
-        o for run in runs for finding in diagnose(run, RULES) for o in finding.overrides(run)
-    }
+    remedies = {o for run in runs for finding in diagnose(run) for o in finding.overrides(run)}
     assert len(remedies) > 10
     unchanged = {"actor.compute_dtype=float32", "algorithm.num_epochs=1", "reward.on_error=stop"}
     # the default experiment is there already
@@ -225,7 +220,7 @@ def test_every_remedy_can_be_typed_and_changes_something() -> None:
 def test_errors_come_before_warnings_and_warnings_before_notes() -> None:
     lines = ["the run ended with an error", "Traceback", "RewardError: no"]
     curves = BAD["The gradient is far above its limit"] | BAD["Many responses are cut off"]
-    findings = diagnose(run_of(history(**curves), *lines), RULES)
+    findings = diagnose(run_of(history(**curves), *lines))
     assert [finding.severity for finding in findings] == ["error", "warning", "note"]
     assert findings[0].quote == "Traceback\nRewardError: no"
 
@@ -243,6 +238,6 @@ def test_the_end_of_a_run_is_named_by_its_error_not_its_notes(
     trace = ["Traceback (most recent call last):", '  File "a.py", line 1, in f', "    f()"]
     notes = ["in step 2 of 3, reward, 3.1 s after that began", "post-mortem: runs/x"]
     lines = ["the run ended with an error", *trace, "KeyError: 1", "", *trace, error, *notes]
-    (finding,) = diagnose(run_of(History([]), *lines), RULES)
+    (finding,) = diagnose(run_of(History([]), *lines))
     assert (finding.title, finding.severity) == expected
     assert finding.text == error

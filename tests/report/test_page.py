@@ -12,12 +12,10 @@ import pytest
 
 from hybridrl.errors import RunFolderError
 from hybridrl.report.charts import build_charts
-from hybridrl.report.facts import try_machine
-from hybridrl.report.learning_rules import _ADD_KL
-from hybridrl.report.page import try_report, write_report
-from hybridrl.report.run import read_run
-from hybridrl.report.samples import read_samples
-from hybridrl.run.line_files import last_step
+from hybridrl.report.findings import _ADD_KL
+from hybridrl.report.page import try_machine, try_report, write_report
+from hybridrl.report.run import read_run, read_samples
+from hybridrl.run.run_folder import last_step
 from tests.report.folders import chart, page_of, sample, write_folder
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from hybridrl.main import compose
-from hybridrl.report.settings import Settings, read_defaults
+from hybridrl.report.run import Settings, read_defaults
 
 
 def test_the_defaults_are_those_that_hydra_composes() -> None:

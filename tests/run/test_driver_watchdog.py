@@ -8,7 +8,7 @@ import pytest
 
 _PROGRAM = """
 import os, pathlib, sys
-from hybridrl.run.launch import driver_watchdog
+from hybridrl.run.supervise import driver_watchdog
 with driver_watchdog("gone without a word", log_file=pathlib.Path(sys.argv[1])):
     {act}
 """

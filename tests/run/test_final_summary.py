@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.run.final_summary import describe_end, resume_command
+from hybridrl.run.record import describe_end, resume_command
 from tests.config.values import config_of
 
 COMMAND = ("python", "-m", "hybridrl.main", "seed=3", "trainer.overwrite=true")

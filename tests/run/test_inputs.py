@@ -10,8 +10,8 @@ import pytest
 
 from hybridrl.config.experiment import with_value
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.run.doctor import find_bad_rows
 from hybridrl.run.rows import load_eval_rows
-from hybridrl.run.rows_check import find_bad_rows
 from tests.config.values import config_of
 
 ROW = '{"prompt": "1=", "answer": "1"}\n'

@@ -19,7 +19,7 @@ _BEGIN = """
 import json, pathlib, subprocess, sys, time
 from hybridrl.processes import guard
 from hybridrl.run.cluster import ray_cluster
-from hybridrl.run.ray_end import ended_with_ray
+from hybridrl.run.supervise import ended_with_ray
 """
 
 _WITH_RAY = """

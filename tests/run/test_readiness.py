@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.run.readiness import missing_here
+from hybridrl.run.check import missing_here
 from tests.config.values import config_of
 from tests.tiny_models import make_tiny_model
 

@@ -25,7 +25,7 @@ from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.errors import MetricError, RunFolderError, TrainingError
 from hybridrl.metrics import Max, Mean
 from hybridrl.run.run_folder import RunLogger, SampleRow
-from hybridrl.run.trackers.tensorboard import TensorBoardTracker
+from hybridrl.run.trackers import TRACKERS, TensorBoardTracker
 
 ROOT = Path(__file__).parents[2]
 
@@ -289,7 +289,8 @@ class LostService:
 @pytest.fixture
 def lost_service(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> LostService:
     service = LostService(request.param)
-    monkeypatch.setitem(sys.modules, "hybridrl.run.trackers.wandb", service)
+    monkeypatch.setitem(sys.modules, "wandb", service)  # which need not be installed
+    monkeypatch.setitem(TRACKERS, "wandb", service.open_tracker)
     return service
 
 

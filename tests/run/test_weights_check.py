@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hybridrl.run.weights_check import find_bad_weights
+from hybridrl.run.doctor import find_bad_weights
 from tests.command_line import call_main
 from tests.tiny_models import SPARSE, make_tiny_model
 

@@ -77,7 +77,7 @@ def test_the_environment_is_read_and_written_in_env_alone() -> None:
 def test_durations_and_deadlines_are_kept_on_a_clock_that_does_not_jump() -> None:
     # A wall clock is set back and forth; it may date what is written, and nothing else.
     dated = {
-        "hybridrl.run.trackers.tensorboard",
+        "hybridrl.run.trackers",
         "hybridrl.agents.proxy_server",  # dates its answers
         "hybridrl.diagnostics.trace",  # lays rows of several machines beside each other
     }
@@ -121,7 +121,7 @@ def test_nothing_is_printed() -> None:
         for module in MODULES
         for call in module.calls_of("print")
     }
-    assert printing == {"hybridrl.planning.page: console.print"}  # into a text
+    assert printing == {"hybridrl.planning.fit: console.print"}  # into a text
 
 
 def test_no_product_code_asserts() -> None:
