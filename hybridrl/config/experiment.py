@@ -11,18 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hybridrl.config.actor import ActorConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig
 from hybridrl.config.agent import AgentConfig
-from hybridrl.config.algorithm import AlgorithmConfig
-from hybridrl.config.checkpoint import CheckpointConfig
+from hybridrl.config.algorithm import AlgorithmConfig, DpoConfig, RewardModelConfig, SftConfig
 from hybridrl.config.cluster import ClusterConfig
-from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import DataConfig
 from hybridrl.config.eval import EvalConfig
-from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
-from hybridrl.config.model import ModelConfig
-from hybridrl.config.offline import DpoConfig, RewardModelConfig, SftConfig
+from hybridrl.config.model import LoraConfig, ModelConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import HALVES, PlacedGroup, ServingConfig
@@ -36,8 +32,7 @@ from hybridrl.config.topology import (
     Topology,
     even_engines,
 )
-from hybridrl.config.tracking import TrackingConfig
-from hybridrl.config.trainer import TrainerConfig
+from hybridrl.config.trainer import CheckpointConfig, TrackingConfig, TrainerConfig
 
 OFFLINE_MODES: tuple[Literal["sft", "dpo", "reward_model"], ...] = ("sft", "dpo", "reward_model")
 """Modes that learn from the rows of a data set and sample nothing. Each has a section of its own

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridrl.config.paths import is_there
 from hybridrl.config.reward import BUILT_IN_REWARDS
-from hybridrl.config.yaml_text import read_yaml
+from hybridrl.config.spelling import read_yaml
 
 _PLACE = re.compile(r"<([A-Za-z.]+)>")
 _PLAIN = re.compile(r"[\w./~][\w./+,:@~-]*", re.ASCII)

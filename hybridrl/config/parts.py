@@ -16,7 +16,7 @@ import hybridrl
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.paths import flaw_of_file
 from hybridrl.config.signatures import Signature, SignatureError, read_signature
-from hybridrl.config.yaml_text import read_yaml
+from hybridrl.config.spelling import read_yaml
 from hybridrl.errors import suggest_name
 
 _PACKAGE = Path(hybridrl.__file__).parent

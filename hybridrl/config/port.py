@@ -18,7 +18,7 @@ import yaml
 
 from hybridrl.config.foreign_names import answer_key, foreign_keys
 from hybridrl.config.foreign_scripts import Typed
-from hybridrl.config.yaml_text import read_yaml
+from hybridrl.config.spelling import read_yaml
 
 Rule = Callable[["Command", str], str]
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from hybridrl.checkpoint.manifest import FileEntry, Manifest, RunFingerprint, RunState
 from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
-from hybridrl.config.checkpoint import CheckpointConfig
+from hybridrl.config.trainer import CheckpointConfig
 from hybridrl.errors import CheckpointError, HybridRLError, RemoteCallError
 from hybridrl.metrics import Max, Metrics, Sum
 

@@ -18,7 +18,7 @@ from hybridrl.checkpoint.manifest import RunFingerprint, RunState
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
-from hybridrl.config.yaml_text import read_yaml
+from hybridrl.config.spelling import read_yaml
 from hybridrl.data.sampler import describe_change
 from hybridrl.data.sampler_state import SamplerState
 from hybridrl.errors import DataError, RunFolderError

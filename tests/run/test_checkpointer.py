@@ -14,7 +14,7 @@ import torch
 
 from hybridrl.checkpoint.manifest import FileEntry, RunState
 from hybridrl.checkpoint.store import CheckpointStore
-from hybridrl.config.checkpoint import CheckpointConfig
+from hybridrl.config.trainer import CheckpointConfig
 from hybridrl.data.sampler_state import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
 from hybridrl.metrics import Mean, Metrics

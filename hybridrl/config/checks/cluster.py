@@ -1,16 +1,23 @@
-"""Rules about machines and the Ray cluster."""
+"""Rules about machines, the Ray cluster, and what a run writes: its folder and metrics."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
+from hybridrl.config.checks.algorithm import check_part
 from hybridrl.config.checks.messages import error
+from hybridrl.config.cluster import hook_error
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.paths import flaw_of_folder, flaw_of_new_folder, is_there
 from hybridrl.config.python_files import ANYTHING, flaw_of_function, names_at_top_level
-from hybridrl.config.setup_hook import hook_error
+from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, suggest_name
 
 
@@ -66,4 +73,71 @@ def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
         yield hook_error(path, f"it {flaw}")
 
 
+_RUN_FILES = ("config.yaml", "metrics.jsonl")  # written by run/run_folder.py
+_LOCK = ".lock"
+
+TRACKER_PACKAGES = {
+    "tensorboard": ("tensorboard", ">=2.19"),
+    "wandb": ("wandb", ">=0.26.1,<0.32"),
+    "mlflow": ("mlflow-skinny", ">=3.12,<4"),
+}
+"""By tracker: the package and the tested versions, as in setup.py. mlflow depends on mlflow-skinny
+of its own version."""
+
+
+def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The run folder is new, or may be replaced, and can be created."""
+    key, folder = "trainer.run_dir", Path(config.trainer.run_dir)
+    if flaw_of_folder(folder) or all(path.name == _LOCK for path in folder.iterdir()):
+        if flaw := flaw_of_new_folder(folder):
+            yield error(config, key, flaw, fix=f"set {key} to a folder that you may create")
+        return
+    base = folder if folder.name.strip(".") else Path("runs/run")  # not "." or ".."
+    free = next(n for n in itertools.count(2) if not is_there(f"{base}-{n}"))
+    elsewhere = f"{key}={to_override(f'{base}-{free}')}"
+    if not all(is_there(folder / name) for name in _RUN_FILES):
+        rule = f"holds files, but not {' and '.join(_RUN_FILES)}: it is not a run folder"
+        yield error(config, key, rule, elsewhere)
+    elif not config.trainer.overwrite and config.checkpoint.resume == "never":
+        rule = "holds another run, which is overwritten only on request"
+        yield error(
+            config, key, rule, elsewhere, "trainer.overwrite=true", "checkpoint.resume=auto"
+        )
+
+
+def check_tracker_packages(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The package of each tracker is installed, in a tested version."""
+    key, trackers = "tracking.trackers", config.tracking.trackers
+    flaws = {name: flaw for name in trackers if (flaw := _flaw_of_package(name))}
+    if flaws:
+        usable = f"{key}=[{','.join(name for name in trackers if name not in flaws)}]"
+        fix = f"pip install 'hybridrl[{','.join(flaws)}]', or set {usable}"
+        yield error(config, key, "; ".join(flaws.values()), usable, fix=fix)
+
+
+def _flaw_of_package(tracker: str) -> str:
+    package, versions = TRACKER_PACKAGES[tracker]
+    try:
+        installed = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        installed = ""
+    if not installed or find_spec(tracker) is None:
+        return f"not installed: {tracker}"
+    # A user chooses a pre-release on purpose.
+    if SpecifierSet(versions).contains(installed, prereleases=True):
+        return ""
+    return f"{package} {installed} is installed, and {versions} was tested"
+
+
+def check_trackers(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Each tracker is opened once, or it would write each value twice; a function can be called."""
+    key, trackers = "tracking.trackers", config.tracking.trackers
+    once = list(dict.fromkeys(trackers))
+    if len(once) < len(trackers):
+        yield error(config, key, "lists the same entry twice", f"{key}=[{','.join(once)}]")
+    for kind, spelled, given in config.tracking.parts:
+        yield from check_part(config, kind, spelled, given)
+
+
 RULES = (check_ray, check_worker_setup_hook)
+RUN_FOLDER_RULES = (check_run_folder, check_tracker_packages, check_trackers)

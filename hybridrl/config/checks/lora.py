@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.lora import ALL_LINEAR, ATTENTION_LINEAR, LINEAR_MODULES
+from hybridrl.config.model import ALL_LINEAR, ATTENTION_LINEAR, LINEAR_MODULES
 from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.errors import ConfigError, suggest_name
 from hybridrl.json_text import to_json_text

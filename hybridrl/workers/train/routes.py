@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridrl.batch import RolloutBatch, TrainBatch, routed_experts_of, row_offsets
-from hybridrl.config.actor import ActorConfig
-from hybridrl.config.critic import CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig
 from hybridrl.errors import DataError
 from hybridrl.models.architecture import Architecture
 from hybridrl.workers.train.microbatcher import Rows

@@ -21,7 +21,7 @@ from hybridrl.batch import (
     spread_over_tokens,
 )
 from hybridrl.config.actor import ActorConfig, OptimizerConfig
-from hybridrl.config.checks.fsdp2 import UNUSED as FSDP2
+from hybridrl.config.checks.megatron import UNUSED_FSDP2 as FSDP2
 from hybridrl.config.model import ModelConfig
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.workers.rollout.adapter_fit import no_adapter_loaded, require_fit
 

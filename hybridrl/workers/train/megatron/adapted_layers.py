@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear, rms_norm
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.workers.train.megatron.megatron_core import (
     COLUMN_PARALLEL,
     WITH_NORM,

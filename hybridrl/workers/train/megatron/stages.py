@@ -8,8 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from hybridrl.config.actor import ActorConfig
-from hybridrl.config.critic import CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.backend import choose_kernel

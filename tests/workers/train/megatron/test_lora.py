@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import TrainBatch
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.checks.megatron import UNUSED
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter import Adapter
 from hybridrl.workers.train import checkpoint
