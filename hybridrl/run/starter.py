@@ -22,9 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 import hybridrl
 from hybridrl import env
-from hybridrl.config.actor import ActorConfig, OptimizerConfig
+from hybridrl.config.actor import ActorConfig, FSDP2Config, OptimizerConfig
 from hybridrl.config.algorithm import SftConfig
-from hybridrl.config.checks.megatron import UNUSED_FSDP2
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
@@ -156,7 +155,7 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             gradient_checkpointing=False,
             logprob_chunk_tokens=4096,
             replay_routing=False,
-            fsdp2=UNUSED_FSDP2,
+            fsdp2=FSDP2Config(),
             optimizer=optimizer,
         ),
         lora=replace(config.lora, enabled=False),

@@ -19,38 +19,6 @@ from hybridrl.models.architecture import find_architecture
 INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'hybridrl[transformer-engine]'"
 """Without isolation: else pip would compile it for the newest torch instead of the installed."""
 
-UNUSED_FSDP2 = FSDP2Config(
-    reduce_gradients="every_microbatch",
-    num_replicas=1,
-    cpu_offload=False,
-    reshard_after_forward=True,
-    num_prefetched_blocks=0,
-    compile_blocks=False,
-    liger_kernels=False,
-)
-"""The defaults of hydra_configs."""
-
-UNUSED = MegatronConfig(
-    tensor_parallel_size=1,
-    sequence_parallel=False,
-    pipeline_parallel_size=1,
-    num_virtual_stages=1,
-    num_layers_in_first_stage=None,
-    num_layers_in_last_stage=None,
-    context_parallel_size=1,
-    expert_parallel_size=1,
-    expert_tensor_parallel_size=1,
-    layers="auto",
-    attention="auto",
-    recompute_modules=(),
-    overlap_communication="auto",
-    load_balance_coefficient=0.0,
-    transformer_args={},
-    optimizer_args={},
-    ddp_args={},
-)
-"""The section with the defaults of hydra_configs/megatron/default.yaml."""
-
 
 def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The section is changed only if a model trains on megatron-core, which is installed then.
@@ -59,7 +27,7 @@ def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
     """
     if not config.megatron_worlds:
         why = ": no model of this run trains with engine=megatron"
-        yield from unused_keys(config, "megatron", UNUSED, why, "set actor=megatron")
+        yield from unused_keys(config, "megatron", MegatronConfig(), why, "set actor=megatron")
         return
     is_elsewhere = config.mode in ("check", "plan")
     is_installed = find_spec("megatron") is not None and find_spec("megatron.core") is not None
@@ -176,7 +144,7 @@ def check_fsdp2(config: ExperimentConfig) -> Iterator[ConfigError]:
         if engine.engine != "fsdp2":
             why = f", because {section}.engine={engine.engine}"
             fsdp2 = f"{section}.fsdp2"
-            yield from unused_keys(config, fsdp2, UNUSED_FSDP2, why, f"{section}=fsdp2")
+            yield from unused_keys(config, fsdp2, FSDP2Config(), why, f"{section}=fsdp2")
         elif num_ranks % number:
             rule = f"must divide the number of ranks that train the model, {num_ranks}"
             yield error(config, key, rule, f"{key}={math.gcd(number, num_ranks)}")

@@ -16,48 +16,6 @@ from hybridrl.config.topology import Attached, Own
 from hybridrl.errors import ConfigError, instruction
 from hybridrl.models.architecture import find_architecture
 
-TYPED: Mapping[str, str] = {
-    "model_path": "model.path",
-    "tokenizer_path": "model.path",
-    "context_length": "data.max_prompt_tokens and rollout.max_response_tokens",
-    "random_seed": "seed",
-    "device": "cluster.device",
-    "dtype": "rollout.dtype",
-    "tp_size": "rollout.tensor_parallel_size",
-    "mem_fraction_static": "rollout.memory_fraction",
-    "max_running_requests": "rollout.num_slots",
-    "disable_cuda_graph": "rollout.cuda_graphs",
-    "enable_return_routed_experts": "rollout.routed_experts",
-    "enable_memory_saver": "rollout.sleep",
-    "enable_weights_cpu_backup": "rollout.backup_weights, or lora.base=backup",
-    "enable_lora": "lora.enabled",
-    "lora_paths": "lora.init_from",
-    "max_lora_rank": "lora.rank",
-    "lora_target_modules": "lora.target_modules",
-}
-"""Arguments of SGLang that follow from a hybridrl key."""
-
-TAKEN: Mapping[str, str] = {
-    "host": "the server listens on its own machine alone",
-    "port": "each server looks for a free one",
-    "served_model_name": "it identifies the server on its port",
-    "load_format": "weights are sent by the trainer, not read",
-    "skip_tokenizer_init": "requests carry token ids in both directions",
-    "max_loras_per_batch": "there is one adapter",
-    "max_loaded_loras": "there is one adapter",
-    "dp_size": "each group of rollout.tensor_parallel_size ranks has a server of its own",
-    "pp_size": "a server is tensor-parallel alone",
-    "nnodes": "it follows from the devices of the engine",
-    "node_rank": "it follows from the devices of the engine",
-    "dist_init_addr": "engines look for free ports",
-    "nccl_port": "engines look for free ports",
-    "disaggregation_mode": "worker_type of a group decides it",
-    "disaggregation_bootstrap_port": "engines look for free ports",
-    "api_key": "each server gets a random one, which its engine alone knows",
-    "admin_api_key": "each server gets a random key, which its engine alone knows",
-}
-"""Arguments of SGLang that users may not choose, and why."""
-
 READ_BY: Mapping[str, tuple[str, str | int | float | bool]] = {
     "num_threads": ("hf", 1),
     "memory_fraction": ("sglang", 0.85),
@@ -124,7 +82,7 @@ def check_sglang(config: ExperimentConfig) -> Iterator[ConfigError]:
     rollout, is_cuda = config.rollout, config.cluster.device == "cuda"
     if rollout.engine != "sglang":
         return
-    yield from refuse_own_arguments(config, "rollout.engine_args", typed=TYPED, taken=TAKEN)
+    yield from refuse_own_arguments(config, "rollout.engine_args")
     for name in ("cuda_graph_backend_prefill", "cuda_graph_backend_decode"):
         is_in_pieces = rollout.engine_args.get(name) == "breakable"
         if is_in_pieces and is_cuda and rollout.sleep and rollout.cuda_graphs:

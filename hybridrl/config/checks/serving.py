@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 
 from hybridrl import env
 from hybridrl.config.checks.messages import error, refuse_own_arguments, removal
-from hybridrl.config.checks.rollout import TAKEN, TYPED
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import HALVES, PlacedGroup, ServedModelConfig
 from hybridrl.errors import ConfigError
@@ -74,7 +73,7 @@ def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
             yield error(config, key, rule, f"{key}=regular")
         if config.rollout.engine == "sglang":
             key = f"{group.key}.engine_args"
-            yield from refuse_own_arguments(config, key, typed=TYPED, taken=TAKEN)
+            yield from refuse_own_arguments(config, key, like="rollout.engine_args")
         else:
             yield from _check_embedded(config, group)
 
