@@ -9,8 +9,9 @@ from hybridrl.config import parts
 from hybridrl.config.checks.messages import error, removal
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
+from hybridrl.config.python_files import SignatureError
 from hybridrl.config.rejection import read_rejections
-from hybridrl.config.signatures import SignatureError, check_numbers
+from hybridrl.config.signatures import check_numbers
 from hybridrl.errors import ConfigError
 
 _KEYS_OF_NUMBERS = {

@@ -16,9 +16,9 @@ from hybridrl.config.checks.messages import error
 from hybridrl.config.cluster import hook_error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.paths import flaw_of_folder, flaw_of_new_folder, is_there
-from hybridrl.config.python_files import ANYTHING, flaw_of_function, names_at_top_level
+from hybridrl.config.python_files import SignatureError, find_name, flaw_of_function
 from hybridrl.config.spelling import to_override
-from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.errors import ConfigError
 
 
 def check_ray(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -57,20 +57,13 @@ def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
         fix = "correct it, put its folder on PYTHONPATH"
         yield hook_error(path, f"there is no module {module}{reason}", fix)
     elif spec.origin is not None and spec.origin.endswith(".py"):
-        yield from _check_function(path, name, Path(spec.origin))
-
-
-def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
-    try:
-        known = names_at_top_level(file)
-    except SyntaxError as err:
-        yield hook_error(path, f"{file} is not a Python file: {err}")
-        return
-    if name not in known and ANYTHING not in known:
-        rule = f"{file} defines no {name!r} at its top level"
-        yield hook_error(path, rule, f"{suggest_name(name, list(known))} Correct it")
-    elif name in known and (flaw := flaw_of_function(known[name], keywords=())):
-        yield hook_error(path, f"it {flaw}")
+        try:
+            node = find_name(spec.origin, name)
+        except SignatureError as flaw:
+            yield hook_error(path, flaw.rule, flaw.fix)
+            return
+        if flaw_of_node := node and flaw_of_function(node, keywords=()):
+            yield hook_error(path, f"it {flaw_of_node}")
 
 
 _RUN_FILES = ("config.yaml", "metrics.jsonl")  # written by run/run_folder.py
