@@ -97,8 +97,6 @@ class ExperimentConfig:
     checkpoint: CheckpointConfig
     """Checkpoints, from which a run resumes."""
 
-    """The test that a run resumes bitwise identical."""
-
     eval: EvalConfig
     """Evaluation on held-out prompts."""
 
@@ -122,12 +120,11 @@ class ExperimentConfig:
     @property
     def offline(self) -> SftConfig | DpoConfig | RewardModelConfig | None:
         """The section of a mode that learns from the rows of a data set; None in other modes."""
-        sections: dict[str, SftConfig | DpoConfig | RewardModelConfig] = {
-            "sft": self.sft,
-            "dpo": self.dpo,
-            "reward_model": self.reward_model,
-        }
-        return sections.get(self.mode)
+        if self.mode == "sft":
+            return self.sft
+        if self.mode == "dpo":
+            return self.dpo
+        return self.reward_model if self.mode == "reward_model" else None
 
     @property
     def learns_pairs(self) -> bool:

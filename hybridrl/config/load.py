@@ -73,9 +73,7 @@ def keys_of_other_modes(mode: str, typed: Sequence[str]) -> Iterator[ConfigError
 def unknown_key(typed: str, value: str) -> ConfigError:
     """Return the error of a key that Hydra does not know, with the known keys that are near.
 
-    Args:
-        typed: dotted, as it was typed; or as a flag, ``--key-of-another-framework``.
-        value: as it was typed.
+    ``typed`` is dotted, or a flag of another framework, ``--its-key``.
     """
     key = typed.removeprefix("--").replace("-", "_") if typed.startswith("--") else typed
     known = [*known_keys(), "recipes"]
@@ -108,13 +106,10 @@ def leaves(values: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def check_lengths(values: Mapping[str, object]) -> None:
-    """Refuse references that grow exponentially.
-
-    Args:
-        values: as typed, nothing resolved.
+    """Refuse values as typed whose references spell out more than a million characters.
 
     Raises:
-        ConfigError: together they would spell out more than a million characters.
+        ConfigError: names the first such key.
     """
     typed = dict(leaves(values))
     lengths: dict[str, int] = {}
@@ -146,12 +141,7 @@ def _absolute(name: str, key: str, *, num_dots: int) -> str:
 
 
 def unresolved(key: str, value: object, reason: str) -> ConfigError:
-    """Describe the error of a value whose reference cannot be resolved.
-
-    Args:
-        value: as it was typed.
-        reason: message of OmegaConf, which names the reference.
-    """
+    """Return the error of a value whose reference OmegaConf cannot resolve, for its ``reason``."""
     fix = "correct it, or write the value itself"
     if missing := re.search(r"Interpolation key '([^']+)' not found", reason):
         fix = suggest_name(missing[1], [*known_keys()])

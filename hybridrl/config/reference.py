@@ -98,13 +98,9 @@ class SectionReference:
 
 
 def read_sections(folder: Path) -> list[SectionReference]:
-    """Describe every section, in the order of the configuration.
+    """Describe every section, with the defaults in ``folder``, hydra_configs/.
 
-    Args:
-        folder: hydra_configs/, whose files hold the defaults.
-
-    Returns:
-        The sections; the last one has no name and holds the keys that belong to none.
+    The last one has no name and holds the keys that belong to none.
     """
     sections, top_keys = [], []
     meanings = field_meanings(ExperimentConfig)
@@ -309,11 +305,6 @@ def _spell(value: object) -> str:
 
 def help_text(names: Sequence[str], folder: Path, recipes: Sequence[str]) -> str:
     """Return the help for sections or keys, or the overview if none is named.
-
-    Args:
-        names: sections and dotted keys.
-        folder: hydra_configs/.
-        recipes: names that ``recipes=`` takes.
 
     Raises:
         ConfigError: a name is neither a section nor a key.
