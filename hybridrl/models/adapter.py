@@ -87,7 +87,7 @@ class Adapter:
         return _DrawnAdapter(self._seed) if folder is None else _StoredAdapter(Path(folder))
 
     def check_fit(self, layers: Mapping[str, tuple[int, int]], *, model: str) -> None:
-        """Check the ``lora`` section against a model; config/checks/lora.py reads config.json.
+        """Check the ``lora`` section against a model; config/checks/model.py reads config.json.
 
         Args:
             layers: outputs and inputs of its linear layers by their names.

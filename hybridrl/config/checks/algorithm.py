@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from hybridrl.config import parts
+from hybridrl.config.algorithm import read_rejections
 from hybridrl.config.checks.messages import error, removal
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.python_files import SignatureError
-from hybridrl.config.rejection import read_rejections
 from hybridrl.config.signatures import check_numbers
 from hybridrl.errors import ConfigError
 

@@ -15,7 +15,6 @@ from hybridrl.config.checks import (
     cluster,
     data,
     evaluation,
-    lora,
     megatron,
     megatron_args,
     model,
@@ -78,7 +77,7 @@ _COMMON_RULES: Groups = {
     "model": model.RULES,
     "fsdp2": megatron.FSDP2_RULES,
     "megatron": (*megatron.RULES, *megatron_args.RULES),
-    "lora": lora.RULES,
+    "lora": model.LORA_RULES,
     "data": data.RULES,
     "cluster": cluster.RULES,
     "run folder": cluster.RUN_FOLDER_RULES,
@@ -88,7 +87,7 @@ _TRAINING_RULES: Groups = {
     "checkpoints": (evaluation.check_best_metric,),
 }
 _SAMPLING_RULES: Groups = {
-    "rollout": (*rollout.RULES, lora.check_lora_base),
+    "rollout": (*rollout.RULES, model.check_lora_base),
     "serving": serving.RULES,
     "agent": agent.RULES,
     "reward": reward.RULES,
