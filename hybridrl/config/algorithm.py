@@ -290,9 +290,16 @@ class Rejection:
     """A bound that a token, or its response, must meet to be kept."""
 
     level: Level
+    """What is kept or rejected: a token, or a response for a number of its tokens."""
+
     divergence: Divergence
-    low: float  # of exp(k1), above 0; 0 for k2 and k3, which have none
-    high: float  # of exp(k1), or of the divergence, > 0
+    """Of trainer and sampler, as the KL estimators of these names."""
+
+    low: float
+    """Lower bound of exp(k1), above 0; 0 for k2 and k3, which have none."""
+
+    high: float
+    """Upper bound of exp(k1), or of the divergence, above 0."""
 
 
 def read_rejections(text: str) -> tuple[Rejection, ...]:

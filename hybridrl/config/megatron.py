@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -111,8 +110,3 @@ class MegatronConfig:
             * self.expert_tensor_parallel_size
             * self.pipeline_parallel_size
         )
-
-    @property
-    def world_multiple(self) -> int:
-        """The number of ranks must be a multiple of this."""
-        return math.lcm(self.model_parallel_size, self.expert_parallel_ranks)

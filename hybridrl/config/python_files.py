@@ -51,7 +51,7 @@ class SignatureError(ValueError):
 
 
 def find_name(file: str | Path, name: str) -> ast.AST | None:
-    """Return the statement that binds ``name`` in a file; None if running the file alone tells.
+    """Return the statement that binds ``name`` in a file; None where the source does not show it.
 
     Raises:
         SignatureError: there is no such file, it is not Python, or it does not define the name.

@@ -1,4 +1,4 @@
-"""What must divide what: prompts, responses, mini-batches, ranks, and megatron-core's sizes."""
+"""Rules of sizes that divide each other: prompts, responses, mini-batches, ranks, parallel sizes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, f"{key}={legal}", fix=fix)
         return
     is_split = "cluster.num_ranks_per_node" in config.megatron_worlds
-    if is_split and num_ranks % config.megatron.world_multiple:
+    sizes = (config.megatron.model_parallel_size, config.megatron.expert_parallel_ranks)
+    if is_split and num_ranks % math.lcm(*sizes):
         return  # check_parallel_sizes reports it
     num_engines, num_minibatches = num_rollout_engines(config), config.algorithm.num_minibatches
     shares = config.num_train_groups * num_minibatches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 from importlib import metadata
@@ -17,7 +16,6 @@ from hybridrl.config.cluster import hook_error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.paths import flaw_of_folder, flaw_of_new_folder, is_there
 from hybridrl.config.python_files import SignatureError, find_name, flaw_of_function
-from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError
 
 
@@ -85,17 +83,12 @@ def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
         if flaw := flaw_of_new_folder(folder):
             yield error(config, key, flaw, fix=f"set {key} to a folder that you may create")
         return
-    base = folder if folder.name.strip(".") else Path("runs/run")  # not "." or ".."
-    free = next(n for n in itertools.count(2) if not is_there(f"{base}-{n}"))
-    elsewhere = f"{key}={to_override(f'{base}-{free}')}"
     if not all(is_there(folder / name) for name in _RUN_FILES):
         rule = f"holds files, but not {' and '.join(_RUN_FILES)}: it is not a run folder"
-        yield error(config, key, rule, elsewhere)
+        yield error(config, key, rule, fix=f"set {key} to a new folder")
     elif not config.trainer.overwrite and config.checkpoint.resume == "never":
         rule = "holds another run, which is overwritten only on request"
-        yield error(
-            config, key, rule, elsewhere, "trainer.overwrite=true", "checkpoint.resume=auto"
-        )
+        yield error(config, key, rule, "trainer.overwrite=true", "checkpoint.resume=auto")
 
 
 def check_tracker_packages(config: ExperimentConfig) -> Iterator[ConfigError]:
