@@ -1,4 +1,4 @@
-"""Rules of sizes that divide each other: prompts, responses, mini-batches, ranks, parallel sizes."""
+"""Rules of sizes that divide each other: prompts, responses, mini-batches, ranks, layers."""
 
 from __future__ import annotations
 
