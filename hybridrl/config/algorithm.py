@@ -290,7 +290,7 @@ class Rejection:
     """A bound that a token, or its response, must meet to be kept."""
 
     level: Level
-    """What is kept or rejected: a token, or a response for a number of its tokens."""
+    """A token alone, or a response for a number of all its tokens, which the bound rejects."""
 
     divergence: Divergence
     """Of trainer and sampler, as the KL estimators of these names."""
