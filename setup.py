@@ -66,7 +66,7 @@ setup(
         # Fused layers and attention for it: CUDA alone, and compiled where pip finds no wheel. Type
         # --no-build-isolation after torch is installed: else it is compiled for the newest torch.
         "transformer-engine": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
-        # The ranges of trackers stand in hybridrl.config.checks.run_folder.py, too.
+        # The ranges of trackers stand in hybridrl.config.checks.cluster.py, too.
         "wandb": ["wandb>=0.26.1,<0.32"],
         "mlflow": ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.10.1,<2"],
         "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins

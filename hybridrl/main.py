@@ -48,16 +48,18 @@ from yaml import YAMLError
 
 from hybridrl import env
 from hybridrl.config.foreign_names import answer_choice
-from hybridrl.config.help_text import help_text
-from hybridrl.config.interpolation import check_lengths, leaves, unresolved
 from hybridrl.config.load import (
+    check_lengths,
     free_keys,
     keys_of_other_modes,
     known_keys,
+    leaves,
     load_config,
     unknown_key,
+    unresolved,
 )
-from hybridrl.config.yaml_text import TOO_DEEP, flaw_of_yaml
+from hybridrl.config.reference import help_text
+from hybridrl.config.spelling import TOO_DEEP, flaw_of_yaml
 from hybridrl.errors import (
     ConfigError,
     ConfigErrors,

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.parts import PartKind
-from hybridrl.config.signatures import SignatureError
+from hybridrl.config.python_files import SignatureError
 from hybridrl.errors import ConfigError, HybridRLError, TrainingError
 from hybridrl.import_file import import_file
 

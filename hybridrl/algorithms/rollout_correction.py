@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio
 from hybridrl.algorithms.token_rows import TokenRows
+from hybridrl.config.algorithm import Rejection, read_rejections
 from hybridrl.config.limits import NotNegative, RatioCap, Veto
-from hybridrl.config.rejection import Rejection, read_rejections
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The ``actor`` section, and the section of any training engine: the critic's too."""
+"""The sections ``actor`` and ``critic``, and the keys that any training engine has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.limits import Count, CountOrZero, NotNegative, PackedTokens
+from hybridrl.config.limits import (
+    Count,
+    CountOrZero,
+    Epochs,
+    NotNegative,
+    PackedTokens,
+    Ranks,
+    Rows,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,30 +57,30 @@ class OptimizerConfig:
 class FSDP2Config:
     """How FSDP2 divides, moves and computes a model. Other engines do not read it."""
 
-    reduce_gradients: Literal["every_microbatch", "last_microbatch"]
+    reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     """When ranks exchange gradients: after every micro-batch, which stores only this rank's share;
     or once a step, which sends less and stores the full model's gradients on every rank."""
 
-    num_replicas: Count
+    num_replicas: Count = 1
     """Copies of the model's state; each is divided over an equal number of ranks (HSDP). 1 divides
     it over all ranks. Divides the number of ranks."""
 
-    cpu_offload: bool
+    cpu_offload: bool = False
     """Keep weights, gradients and moments in host memory, and take the optimizer step there; the
     device holds only the blocks that compute."""
 
-    reshard_after_forward: bool
+    reshard_after_forward: bool = True
     """Free gathered weights after the forward pass and gather them again in the backward pass.
     False keeps all weights gathered in between: faster, if they fit."""
 
-    num_prefetched_blocks: CountOrZero
+    num_prefetched_blocks: CountOrZero = 0
     """Blocks whose weights are prefetched ahead of the block that computes, in either direction. 0
     leaves it to FSDP2, which gathers each block during the computation of the one before."""
 
-    compile_blocks: bool
+    compile_blocks: bool = False
     """Compile each block with ``torch.compile``, except its attention."""
 
-    liger_kernels: bool
+    liger_kernels: bool = False
     """Compute norms, rotary embedding and MLP with Liger's fused kernels. CUDA alone."""
 
 
@@ -112,3 +120,36 @@ class ActorConfig(EngineConfig):
     replay_routing: bool
     """Route each token of the policy through the experts that the rollout engine chose for it.
     Needs ``rollout.routed_experts=true``. The reference and the critic choose their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticConfig(EngineConfig):
+    """How the critic is trained, and on which processes. Mirrors hydra_configs/critic/*.yaml.
+
+    The critic starts as the policy's model; a value head of zeros replaces the output embedding.
+    """
+
+    num_warmup_steps: Annotated[int, Field(ge=0, le=10**8, description="no run is so long")]
+    """First steps of the run, in which only the critic learns and the policy does not change."""
+
+    num_epochs: Epochs
+    """Passes over each rollout batch."""
+
+    num_minibatches: Rows
+    """Optimizer steps per pass; divides the rows of a step."""
+
+    value_clip: NotNegative
+    """A value may move this far, in reward units, from its value before the step; beyond, its loss
+    is clipped (PPO2). 0 is off."""
+
+    placement: Literal["fused", "own_pool"]
+    """``fused`` shares processes and devices with the policy; ``own_pool`` has its own beside them,
+    and computes at the same time."""
+
+    num_ranks_per_node: Ranks
+    """With ``own_pool``: worker processes per machine, in addition to the cluster's."""
+
+    @property
+    def num_updates_per_step(self) -> int:
+        """Optimizer steps per rollout batch."""
+        return self.num_epochs * self.num_minibatches

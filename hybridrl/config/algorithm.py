@@ -1,7 +1,8 @@
-"""The ``algorithm`` section: which parts an algorithm is made of, and their numbers."""
+"""The sections ``algorithm``, ``sft``, ``dpo`` and ``reward_model``: what is learned."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +16,31 @@ from hybridrl.config.limits import (
     ArgumentValue,
     Epochs,
     NotNegative,
+    PreferenceBeta,
     Rows,
     TokensOrZero,
 )
 from hybridrl.config.parts import PartKind
+from hybridrl.errors import suggest_name
+
+Level = Literal["token", "seq_sum", "seq_mean", "seq_max"]
+Divergence = Literal["k1", "k2", "k3"]
+
+_STATISTICS: dict[str, tuple[Level, Divergence]] = {
+    "token_k1": ("token", "k1"),
+    "token_k2": ("token", "k2"),
+    "token_k3": ("token", "k3"),
+    "seq_sum_k1": ("seq_sum", "k1"),
+    "seq_sum_k2": ("seq_sum", "k2"),
+    "seq_sum_k3": ("seq_sum", "k3"),
+    "seq_mean_k1": ("seq_mean", "k1"),
+    "seq_mean_k2": ("seq_mean", "k2"),
+    "seq_mean_k3": ("seq_mean", "k3"),
+    "seq_max_k2": ("seq_max", "k2"),
+    "seq_max_k3": ("seq_max", "k3"),
+}
+_REJECTION_NUMBER = r"(\d*\.?\d+(?:e[+-]?\d+)?)"
+_REJECTION = re.compile(rf"(?:{_REJECTION_NUMBER}\s*<=\s*)?(\w+)\s*<=\s*{_REJECTION_NUMBER}")
 
 _ClipRange = Annotated[
     float, Field(gt=0.0, le=1e6, examples=[0.2], description="it clips nothing any more")
@@ -200,3 +222,112 @@ class AlgorithmConfig:
             teacher_path=teacher_path,
             kl=kl,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DpoConfig:
+    """Direct preference optimisation (``mode=dpo``). Mirrors hydra_configs/dpo/*.yaml."""
+
+    loss: str
+    """The loss of a pair, as sigmoid, ipo, hinge or simpo (see docs/how-to/dpo.md), or
+    ``path/to/file.py:function``. One that reads log-ratios loads a reference."""
+
+    beta: PreferenceBeta | None
+    """Weight of a pair's log-ratios: small values let the policy leave the reference. Null: the
+    loss's own, 0.1 for most."""
+
+    loss_args: Arguments
+    """Further numbers of the loss, as label_smoothing; those not given have its own defaults."""
+
+    sft_coefficient: NotNegative
+    """Weight of the negative log-likelihood of the chosen answer, the mean over its tokens, beside
+    the loss (arXiv:2404.19733, eq. 1). 0 is none."""
+
+    @property
+    def parts(self) -> tuple[tuple[PartKind, str, Mapping[str, ArgumentValue]], ...]:
+        """The loss as a part: kind, name, and the numbers that were given."""
+        beta = {} if self.beta is None else {"beta": self.beta}
+        return ((parts.PREFERENCE_LOSS, self.loss, {**beta, **self.loss_args}),)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads log-ratios to a reference."""
+        names = ("chosen_logratios_P", "rejected_logratios_P")
+        return any(parts.PREFERENCE_LOSS.reads(self.loss, name) for name in names)
+
+    def with_absolute_files(self) -> DpoConfig:
+        """Return the same section with an absolute path of the loss's file, if it has one."""
+        return replace(self, loss=parts.absolute(self.loss))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftConfig:
+    """Supervised fine-tuning (``mode=sft``). Mirrors hydra_configs/sft/*.yaml."""
+
+    turns: Literal["last", "all"]
+    """Turns of the assistant that are learned: the answer alone, or also those in chat prompts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelConfig:
+    """Training of a reward model. Mirrors hydra_configs/reward_model/*.yaml.
+
+    ``mode=reward_model`` gives ``model.path`` a head of one number; ``actor`` says how all weights
+    are trained.
+    """
+
+    center_coefficient: NotNegative
+    """Weight of the squared sum of a pair's scores, which keeps scores near 0
+    (arXiv:2312.09244, eq. 2). 0 is off; 0.01 is usual."""
+
+    margin_key: str | None
+    """Column of numbers: by how much the score of the chosen answer must be higher (Llama 2,
+    arXiv:2307.09288, eq. 2). Null: 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A bound that a token, or its response, must meet to be kept."""
+
+    level: Level
+    """A token alone, or a response for a number of all its tokens, which the bound rejects."""
+
+    divergence: Divergence
+    """Of trainer and sampler, as the KL estimators of these names."""
+
+    low: float
+    """Lower bound of exp(k1), above 0; 0 for k2 and k3, which have none."""
+
+    high: float
+    """Upper bound of exp(k1), or of the divergence, above 0."""
+
+
+def read_rejections(text: str) -> tuple[Rejection, ...]:
+    """Read rules that are separated by commas; none from an empty text.
+
+    Bounds of k1 are those of ``exp(k1)``, the ratio of sampler over trainer; without a lower one it
+    is the inverse of the upper one. Divergences k2 and k3 have an upper bound alone.
+
+    Raises:
+        ValueError: not a rule, an unknown statistic, or bounds that no number is between.
+    """
+    return tuple(_read_rejection(rule.strip()) for rule in text.split(",") if rule.strip())
+
+
+def _read_rejection(rule: str) -> Rejection:
+    match = _REJECTION.fullmatch(rule)
+    if match is None:
+        raise ValueError(f"{rule!r} is no rule; write it as 0.5 <= token_k1 <= 2")
+    low, name, high = match.groups()
+    if name not in _STATISTICS:
+        raise ValueError(f"{name!r} is no statistic; {suggest_name(name, list(_STATISTICS))}")
+    level, divergence = _STATISTICS[name]
+    if divergence != "k1":
+        if low is not None:
+            raise ValueError(f"{rule!r}: {name} has no lower bound; write {name} <= {high}")
+        return Rejection(level, divergence, 0.0, float(high))
+    upper = float(high)
+    lower = float(low) if low is not None else 1 / upper if upper else 0.0
+    if not 0.0 < lower <= upper:
+        raise ValueError(f"{rule!r}: bounds are ratios above 0, the lower one first")
+    return Rejection(level, divergence, lower, upper)

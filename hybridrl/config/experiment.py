@@ -11,18 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hybridrl.config.actor import ActorConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig
 from hybridrl.config.agent import AgentConfig
-from hybridrl.config.algorithm import AlgorithmConfig
-from hybridrl.config.checkpoint import CheckpointConfig
+from hybridrl.config.algorithm import AlgorithmConfig, DpoConfig, RewardModelConfig, SftConfig
 from hybridrl.config.cluster import ClusterConfig
-from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import DataConfig
 from hybridrl.config.eval import EvalConfig
-from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
-from hybridrl.config.model import ModelConfig
-from hybridrl.config.offline import DpoConfig, RewardModelConfig, SftConfig
+from hybridrl.config.model import LoraConfig, ModelConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import HALVES, PlacedGroup, ServingConfig
@@ -35,8 +31,7 @@ from hybridrl.config.topology import (
     Own,
     Topology,
 )
-from hybridrl.config.tracking import TrackingConfig
-from hybridrl.config.trainer import TrainerConfig
+from hybridrl.config.trainer import CheckpointConfig, TrackingConfig, TrainerConfig
 
 OFFLINE_MODES: tuple[Literal["sft", "dpo", "reward_model"], ...] = ("sft", "dpo", "reward_model")
 """Modes that learn from the rows of a data set and sample nothing. Each has a section of its own
@@ -101,8 +96,6 @@ class ExperimentConfig:
     checkpoint: CheckpointConfig
     """Checkpoints, from which a run resumes."""
 
-    """The test that a run resumes bitwise identical."""
-
     eval: EvalConfig
     """Evaluation on held-out prompts."""
 
@@ -126,12 +119,11 @@ class ExperimentConfig:
     @property
     def offline(self) -> SftConfig | DpoConfig | RewardModelConfig | None:
         """The section of a mode that learns from the rows of a data set; None in other modes."""
-        sections: dict[str, SftConfig | DpoConfig | RewardModelConfig] = {
-            "sft": self.sft,
-            "dpo": self.dpo,
-            "reward_model": self.reward_model,
-        }
-        return sections.get(self.mode)
+        if self.mode == "sft":
+            return self.sft
+        if self.mode == "dpo":
+            return self.dpo
+        return self.reward_model if self.mode == "reward_model" else None
 
     @property
     def learns_pairs(self) -> bool:

@@ -14,34 +14,12 @@ from typing import Any
 
 from hybridrl.config.paths import is_there
 from hybridrl.config.reward import BUILT_IN_REWARDS
-from hybridrl.config.yaml_text import read_yaml
+from hybridrl.config.spelling import read_yaml
 
 _PLACE = re.compile(r"<([A-Za-z.]+)>")
 _PLAIN = re.compile(r"[\w./~][\w./+,:@~-]*", re.ASCII)
 _FOLDERS = (".", "..", "models", "model", "weights", "checkpoints", "runs")
 """First names of a path that are not owners of models on the Hugging Face Hub."""
-
-_CHOICES: Mapping[tuple[str, str], str] = {
-    ("recipes", "clip_higher_kl_cpu"): "set recipes=dapo_cpu, which adds no KL term",
-    ("recipes", "grpo_cpu"): "leave it out: GRPO on this CPU is the default",
-    **{("recipes", name): "set recipes=dapo_cpu" for name in ("dapo", "dapo_gpu")},
-    ("algorithm", "reinforce++"): "set algorithm=reinforce_plus_plus",
-    ("algorithm", "geo_mean"): "set algorithm=gmpo",
-    **{
-        ("algorithm", name): "set algorithm=optimal_token_baseline"
-        for name in ("otb", "tir_optimal_token_baseline")
-    },
-    ("algorithm", "gae"): "set algorithm=ppo",
-    ("algorithm", "dpo"): "set mode=dpo",
-    ("rollout", "vllm"): "it is not supported yet; set rollout=sglang or rollout=hf",
-    **{("actor", name): "set actor=fsdp2 or actor=megatron" for name in ("fsdp", "deepspeed")},
-    ("", "certify"): "leave it out, and type: python -m hybridrl.checkpoint.compare RUN OTHER_RUN",
-    **{
-        ("tracking", name): "set tracking.trackers=[tensorboard,wandb]"
-        for name in ("wandb", "mlflow", "swanlab")
-    },
-}
-"""By group of files and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +33,9 @@ class ForeignKeys:
     typed: Mapping[str, Mapping[str, str]]
     """By key and typed value."""
 
+    choices: Mapping[str, Mapping[str, str]]
+    """By group of files and name, the line to type here."""
+
 
 @cache
 def foreign_keys() -> ForeignKeys:
@@ -64,16 +45,15 @@ def foreign_keys() -> ForeignKeys:
         {key: line for line, keys in read["keys"].items() for key in keys},
         frozenset(read["models"]),
         {key: group["typed"] for group in read["values"] for key in group["keys"]},
+        read["choices"],
     )
 
 
 def answer_key(key: str, value: str = "", *, known: Collection[str] = ()) -> str:
     """Return the line to type instead of a key of another framework; empty if none has it.
 
-    Args:
-        key: dotted, as it was typed.
-        value: as it was typed; the answer has it where it means the same here.
-        known: dotted keys of hybridrl, for one below a section of theirs.
+    The answer has the typed value where it means the same here. ``known`` are hybridrl's own keys,
+    for one below a section of theirs.
     """
     parts = key.replace("-", "_").split(".")  # slime's are flags
     for first in range(len(parts)):
@@ -135,4 +115,4 @@ def answer_choice(group: str, name: str) -> str:
         is_built_in = name in BUILT_IN_REWARDS
         own_function = f"{_with_value('reward_fn')}, or reward=exact_match"
         return f"set reward.function={name}" if is_built_in else own_function
-    return _CHOICES.get((group, name.lower()), "")
+    return foreign_keys().choices.get(group, {}).get(name.lower(), "")

@@ -45,10 +45,7 @@ class Typed:
 
 
 def read_script(text: str, *, suffix: str) -> list[Typed]:
-    """Return the keys of a script, in their order.
-
-    Args:
-        suffix: of the file: ``.py`` and ``.yaml`` are read as such, all else as a shell script.
+    """Return the keys of a script, in their order; all but ``.py`` and ``.yaml`` is of a shell.
 
     Raises:
         SyntaxError, YAMLError: it is not Python, or not YAML.

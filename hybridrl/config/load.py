@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args, get_origin, get_type_hints
 
@@ -11,6 +12,9 @@ from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
 from hybridrl.config.foreign_names import answer_key
 from hybridrl.config.values import read_values
 from hybridrl.errors import ConfigError, ConfigErrors, close_names, suggest_name, to_type
+
+_MOST_CHARACTERS = 1_000_000
+_REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 
 
 def load_config(values: Mapping[str, object]) -> ExperimentConfig:
@@ -69,9 +73,7 @@ def keys_of_other_modes(mode: str, typed: Sequence[str]) -> Iterator[ConfigError
 def unknown_key(typed: str, value: str) -> ConfigError:
     """Return the error of a key that Hydra does not know, with the known keys that are near.
 
-    Args:
-        typed: dotted, as it was typed; or as a flag, ``--key-of-another-framework``.
-        value: as it was typed.
+    ``typed`` is dotted, or a flag of another framework, ``--its-key``.
     """
     key = typed.removeprefix("--").replace("-", "_") if typed.startswith("--") else typed
     known = [*known_keys(), "recipes"]
@@ -89,3 +91,58 @@ def unknown_key(typed: str, value: str) -> ConfigError:
     lines = " or ".join(to_type(f"{other}={value}" if value else other) for other in near)
     fix = f"did you mean {lines}?" if near else suggest_name(name, neighbours or known)
     return ConfigError(typed, value, "there is no such key", fix)
+
+
+def leaves(values: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Yield each scalar value with its key: ``data.train_files[0]`` in a list."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from leaves(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(values, list | tuple):
+        for at, value in enumerate(values):
+            yield from leaves(value, f"{key}[{at}]")
+    else:
+        yield key, values
+
+
+def check_lengths(values: Mapping[str, object]) -> None:
+    """Refuse values as typed whose references spell out more than a million characters.
+
+    Raises:
+        ConfigError: names the first such key.
+    """
+    typed = dict(leaves(values))
+    lengths: dict[str, int] = {}
+
+    def length_of(key: str) -> int:
+        """Return the length of the value or section at ``key``; 0 if there is none."""
+        if key in lengths:
+            return lengths[key]
+        lengths[key] = 0  # of a value that refers to itself; OmegaConf reports it
+        if key in typed:
+            text = str(typed[key])
+            lengths[key] = len(text)
+            for dots, name in _REFERENCE.findall(text):
+                lengths[key] += length_of(_absolute(name, key, num_dots=len(dots)))
+        else:
+            inner = [other for other in typed if other.startswith((f"{key}.", f"{key}["))]
+            lengths[key] = sum(map(length_of, inner))
+        return lengths[key]
+
+    for key, value in typed.items():
+        if "${" in str(value) and length_of(key) > _MOST_CHARACTERS:
+            rule = f"its references spell out more than {_MOST_CHARACTERS} characters"
+            raise ConfigError(key, value, rule, "write the value itself")
+
+
+def _absolute(name: str, key: str, *, num_dots: int) -> str:
+    """Return the key that a reference means in the value of ``key``."""
+    return ".".join([*key.split(".")[:-num_dots], name]) if num_dots else name
+
+
+def unresolved(key: str, value: object, reason: str) -> ConfigError:
+    """Return the error of a value whose reference OmegaConf cannot resolve, for its ``reason``."""
+    fix = "correct it, or write the value itself"
+    if missing := re.search(r"Interpolation key '([^']+)' not found", reason):
+        fix = suggest_name(missing[1], [*known_keys()])
+    return ConfigError(key, value, reason.partition(" full_key:")[0], fix)

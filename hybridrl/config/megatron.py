@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridrl.config.limits import Arguments, Layers, NotNegative, Ranks
@@ -17,76 +16,72 @@ class MegatronConfig:
     are data-parallel, and divide the optimizer's state.
     """
 
-    tensor_parallel_size: Ranks
+    tensor_parallel_size: Ranks = 1
     """Ranks that split each matrix; they exchange activations twice a layer, so keep them on one
     node."""
 
-    sequence_parallel: bool
+    sequence_parallel: bool = False
     """Let tensor-parallel ranks also split norms and residuals, by tokens."""
 
-    pipeline_parallel_size: Ranks
+    pipeline_parallel_size: Ranks = 1
     """Pipeline stages: each rank of a pipeline holds some of the layers."""
 
-    num_virtual_stages: Layers
+    num_virtual_stages: Layers = 1
     """Virtual stages of each pipeline rank: more make shorter bubbles and more messages."""
 
-    num_layers_in_first_stage: Layers | None
+    num_layers_in_first_stage: Layers | None = None
     """Layers of the first pipeline rank, which also has the embedding; null: as many as each rank
     in between. For models whose layers do not divide, as the 94 of Qwen3-235B-A22B."""
 
-    num_layers_in_last_stage: Layers | None
+    num_layers_in_last_stage: Layers | None = None
     """Layers of the last pipeline rank, which also has the output embedding; null: likewise."""
 
-    context_parallel_size: Ranks
+    context_parallel_size: Ranks = 1
     """Ranks that share the tokens of each row, and gather keys and values in attention: for rows
     too long for one rank. They also share the max_tokens_per_microbatch of a micro-batch."""
 
-    expert_parallel_size: Ranks
+    expert_parallel_size: Ranks = 1
     """Ranks that divide the experts of a layer; they have other rows or other tokens."""
 
-    expert_tensor_parallel_size: Ranks
+    expert_tensor_parallel_size: Ranks = 1
     """Ranks that split the matrices of one expert."""
 
-    layers: Literal["auto", "local", "transformer_engine"]
+    layers: Literal["auto", "local", "transformer_engine"] = "auto"
     """Kernels of a layer: TransformerEngine's, or megatron-core's own. ``auto`` is
     TransformerEngine where it is installed, on CUDA."""
 
-    attention: Literal["auto", "packed", "transformer_engine"]
+    attention: Literal["auto", "packed", "transformer_engine"] = "auto"
     """Attention kernel over packed rows: FSDP2's (``packed``, chosen by ``model.attention``), or
     TransformerEngine's, which needs its layers. ``auto`` is TransformerEngine's with its layers, on
     CUDA in bfloat16, unless ``model.attention`` asks for another kernel."""
 
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"], ...]
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"], ...] = ()
     """Modules that the backward pass recomputes if ``gradient_checkpointing`` is true; none named
     means full layers. ``core_attn`` is attention without its projections, ``mlp`` that of
     dense layers, ``moe`` that of experts with the router. ``moe_act`` is the activation in experts
     that TransformerEngine groups."""
 
-    overlap_communication: Literal["auto", True, False]
+    overlap_communication: Literal["auto", True, False] = "auto"
     """Overlap two exchanges with computation. In the last micro-batch of a step, gradients are
     summed while earlier layers compute theirs. Changed weights are gathered while the first layers
     of the next step compute, or at once for an export or scoring. ``auto``: on CUDA."""
 
-    load_balance_coefficient: NotNegative
+    load_balance_coefficient: NotNegative = 0.0
     """Weight of the load-balance loss of mixture-of-experts layers (arXiv:2006.16668), summed over
     layers; 0 only measures it. See docs/mixture-of-experts.md."""
 
-    transformer_args: Arguments
+    transformer_args: Arguments = field(default_factory=dict)
     """Further fields of megatron-core's TransformerConfig by their names, as fp8; passed on
     unchanged. Fields that have a key here are refused."""
 
-    optimizer_args: Arguments
+    optimizer_args: Arguments = field(default_factory=dict)
     """Further fields of its OptimizerConfig, as optimizer_cpu_offload; likewise."""
 
-    ddp_args: Arguments
+    ddp_args: Arguments = field(default_factory=dict)
     """Further fields of its DistributedDataParallelConfig, as bucket_size; likewise."""
 
     def layers_of_stages(self, num_layers: int) -> tuple[int, ...] | None:
-        """Return the layers per pipeline rank; None where they do not divide.
-
-        Args:
-            num_layers: of all stages together.
-        """
+        """Return how many of all layers each pipeline rank has; None where they do not divide."""
         size, num_virtual = self.pipeline_parallel_size, self.num_virtual_stages
         first, last = self.num_layers_in_first_stage, self.num_layers_in_last_stage
         ends = [end for end in (first, last) if end is not None]
@@ -115,8 +110,3 @@ class MegatronConfig:
             * self.expert_tensor_parallel_size
             * self.pipeline_parallel_size
         )
-
-    @property
-    def world_multiple(self) -> int:
-        """The number of ranks must be a multiple of this."""
-        return math.lcm(self.model_parallel_size, self.expert_parallel_ranks)

@@ -14,9 +14,9 @@ from typing import Any
 
 import hybridrl
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.paths import flaw_of_file
-from hybridrl.config.signatures import Signature, SignatureError, read_signature
-from hybridrl.config.yaml_text import read_yaml
+from hybridrl.config.python_files import SignatureError
+from hybridrl.config.signatures import Signature, read_signature
+from hybridrl.config.spelling import read_yaml
 from hybridrl.errors import suggest_name
 
 _PACKAGE = Path(hybridrl.__file__).parent
@@ -59,8 +59,6 @@ class PartKind:
             rule = f"neither a built-in {self.noun} nor path/to/file.py:function"
             names = [*self.built_in, *self.presets]
             raise SignatureError(rule, suggest_name(spelled, names))
-        if flaw := flaw_of_file(path):
-            raise SignatureError(flaw, "correct it; the form is path/to/file.py:function")
         signature = read_signature(Path(path), name)
         if unknown := [given for given in signature.inputs if given not in self.inputs]:
             rule = f"{name} asks for {unknown[0]}, and no {self.noun} gets it"

@@ -18,7 +18,7 @@ import yaml
 
 from hybridrl.config.foreign_names import answer_key, foreign_keys
 from hybridrl.config.foreign_scripts import Typed
-from hybridrl.config.yaml_text import read_yaml
+from hybridrl.config.spelling import read_yaml
 
 Rule = Callable[["Command", str], str]
 
@@ -239,41 +239,37 @@ def _share(total: float, part: str, key: str) -> str:
     return f"{key}={int(count)}"
 
 
-def _minibatches_of_prompts(command: Command, value: str) -> str:
+def _rule_minibatches_of_prompts(command: Command, value: str) -> str:
     prompts = command.number("train_batch_size", default=1024)
     return _share(prompts, value, "algorithm.num_minibatches")
 
 
-def _minibatches_of_critic(command: Command, value: str) -> str:
+def _rule_minibatches_of_critic(command: Command, value: str) -> str:
     prompts = command.number("train_batch_size", default=1024)
     return _share(prompts, value, "critic.num_minibatches")
 
 
-def _minibatches_of_responses(command: Command, value: str) -> str:
+def _rule_minibatches_of_responses(command: Command, value: str) -> str:
     prompts = command.number("rollout_batch_size", default=1024)
     return _share(prompts * command.num_samples, value, "algorithm.num_minibatches")
 
 
-def _tokens_of_rows(command: Command, value: str) -> str:
+def _rule_tokens_of_rows(command: Command, value: str) -> str:
     if command.get("use_dynamic_bsz").lower() == "true":
         return "out micro-batches are packed by tokens"
     return f"actor.max_tokens_per_microbatch={int(float(value)) * command.num_row_tokens}"
 
 
-def _tokens_of_critic_rows(command: Command, value: str) -> str:
-    return _tokens_of_rows(command, value).replace("actor.", "critic.")
+def _rule_tokens_of_critic_rows(command: Command, value: str) -> str:
+    return _rule_tokens_of_rows(command, value).replace("actor.", "critic.")
 
 
-def _tokens_of_ranks(command: Command, value: str) -> str:
+def _rule_tokens_of_ranks(command: Command, value: str) -> str:
     ranks = command.number("context_parallel_size", default=1)
     return f"actor.max_tokens_per_microbatch={int(float(value) * ranks)}"
 
 
-def _offload(command: Command, value: str) -> str:
-    return "out rollout.sleep moves training state to the host while engines sample"
-
-
-def _overlong(command: Command, value: str) -> str:
+def _rule_overlong(command: Command, value: str) -> str:
     if command.get("filter_overlong_prompts").lower() == "true":
         return "data.overlong_prompts=drop"
     cut = command.get("data.truncation", default="error")
@@ -281,11 +277,11 @@ def _overlong(command: Command, value: str) -> str:
     return f"data.overlong_prompts={known[cut]}" if cut in known else f"none no cut at the {cut}"
 
 
-def _verl_rows(command: Command, value: str) -> str:
+def _rule_verl_rows(command: Command, value: str) -> str:
     return f"data.train_files=<L> {_reward_of(command, value)}".strip()
 
 
-def _dataset(command: Command, value: str) -> str:
+def _rule_dataset(command: Command, value: str) -> str:
     return f"data.train_files=[data/{value.rpartition('/')[2]}/train.parquet]"
 
 
@@ -310,11 +306,11 @@ def _reward_of(command: Command, files: str) -> str:
     return "reward=math" if any(word in files.lower() for word in _MATHS) else ""
 
 
-def _rm_type(command: Command, value: str) -> str:
+def _rule_rm_type(command: Command, value: str) -> str:
     return "reward=math" if value in _MATHS else f"none reward.function=FILE.py:NAME for {value}"
 
 
-def _estimator(command: Command, value: str) -> str:
+def _rule_estimator(command: Command, value: str) -> str:
     names = foreign_keys().typed["adv_estimator"]
     name = names.get(value)
     return f"algorithm={name}" if name else f"none there is no estimator {value} here"
@@ -330,25 +326,25 @@ def _kl(command: Command, placement: str, coefficient: str) -> str:
     return f"algorithm.kl.placement={placement} algorithm.kl.coefficient={coefficient}"
 
 
-def _kl_in_loss(command: Command, value: str) -> str:
+def _rule_kl_in_loss(command: Command, value: str) -> str:
     if not _is_on(command.get("use_kl_loss")):
         return "out no KL penalty in the loss"
     coefficient = "0.001" if command.framework == "verl" else "0"
     return _kl(command, "loss", command.get("kl_loss_coef", default=coefficient))
 
 
-def _kl_in_reward(command: Command, value: str) -> str:
+def _rule_kl_in_reward(command: Command, value: str) -> str:
     if command.framework == "verl" and not _is_on(command.get("use_kl_in_reward")):
         return "out no KL penalty in rewards"
     return _kl(command, "reward", command.get("kl_ctrl.kl_coef", "kl_coef", default="0.001"))
 
 
-def _kl_openrlhf(command: Command, value: str) -> str:
+def _rule_kl_openrlhf(command: Command, value: str) -> str:
     placement = "loss" if _is_on(command.get("use_kl_loss")) else "reward"
     return _kl(command, placement, command.get("init_kl_coef", default="0.01"))
 
 
-def _kl_type(command: Command, value: str) -> str:
+def _rule_kl_type(command: Command, value: str) -> str:
     coefficient = command.get("kl_loss_coef", "init_kl_coef", default="1")
     if not _is_on(coefficient):
         return "out no KL penalty"
@@ -356,78 +352,74 @@ def _kl_type(command: Command, value: str) -> str:
     return f"algorithm.kl.estimator={name}"
 
 
-def _trl_beta(command: Command, value: str) -> str:
+def _rule_trl_beta(command: Command, value: str) -> str:
     return _kl(command, "loss", value)
 
 
-def _group_filter(command: Command, value: str) -> str:
+def _rule_group_filter(command: Command, value: str) -> str:
     if not _is_on(value):
         return "out groups are not filtered"
     rounds = int(command.number("max_num_gen_batches")) or 100
     return f"algorithm.group_filter=zero_variance algorithm.max_sampling_rounds={rounds}"
 
 
-def _sampling_rounds(command: Command, value: str) -> str:
-    return "out see algorithm.max_sampling_rounds"
-
-
-def _penalty(command: Command, value: str) -> str:
+def _rule_penalty(command: Command, value: str) -> str:
     is_one = float(value) == 1.0
     return "out it is 1" if is_one else "none at the limit a response pays 1"
 
 
-def _top_k(command: Command, value: str) -> str:
+def _rule_top_k(command: Command, value: str) -> str:
     return f"rollout.top_k={max(0, int(value))}"
 
 
-def _checkpointing(command: Command, value: str) -> str:
+def _rule_checkpointing(command: Command, value: str) -> str:
     return f"actor.gradient_checkpointing={str(_is_on(value or 'true')).lower()}"
 
 
-def _model(command: Command, value: str) -> str:
+def _rule_model(command: Command, value: str) -> str:
     is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", value) and not Path(value).exists()
     path = f"models/{value.rpartition('/')[2]}" if is_on_hub else value
     return f"model=hf_folder model.path={path}"
 
 
-def _warmup(command: Command, value: str) -> str:
+def _rule_warmup(command: Command, value: str) -> str:
     return f"actor.optimizer.num_warmup_steps={max(0, int(float(value)))}"
 
 
-def _aggregation(command: Command, value: str) -> str:
+def _rule_aggregation(command: Command, value: str) -> str:
     return f"algorithm.loss_aggregation={foreign_keys().typed['loss_agg_mode'].get(value, value)}"
 
 
-def _trl_loss(command: Command, value: str) -> str:
+def _rule_trl_loss(command: Command, value: str) -> str:
     meant = foreign_keys().typed["loss_type"].get(value, "")
     if meant.startswith("set "):
         return meant.removeprefix("set ")
     return f"algorithm.loss_aggregation={meant}" if meant else f"none no loss is called {value}"
 
 
-def _scale(command: Command, value: str) -> str:
+def _rule_scale(command: Command, value: str) -> str:
     name = foreign_keys().typed["scale_rewards"].get(value.lower(), value)
     return f"algorithm.advantage_args.scale={name}"
 
 
-def _trackers(command: Command, value: str) -> str:
+def _rule_trackers(command: Command, value: str) -> str:
     known = [name for name in list_of(value) if name in ("tensorboard", "wandb", "mlflow")]
     return f"tracking.trackers=[{','.join(dict.fromkeys(['tensorboard', *known]))}]"
 
 
-def _nodes(command: Command, value: str) -> str:
+def _rule_nodes(command: Command, value: str) -> str:
     one = "out one machine is the default"
     return one if value == "1" else f"cluster.num_nodes={value} cluster.ray_address=auto"
 
 
-def _epochs(command: Command, value: str) -> str:
+def _rule_epochs(command: Command, value: str) -> str:
     steps = command.number("total_training_steps", "num_rollout", "max_steps", default=0)
     if steps > 0:
         return f"trainer.num_epochs={value}"
     return f"trainer.num_steps={_MOST} trainer.num_epochs={value}"
 
 
-def _trl_steps(command: Command, value: str) -> str:
+def _rule_trl_steps(command: Command, value: str) -> str:
     return f"trainer.num_steps={value}" if int(value) > 0 else "out epochs say when to end"
 
 
@@ -435,28 +427,24 @@ def _every(key: str) -> Rule:
     return lambda _, value: f"{key}={max(0, int(float(value)))}"
 
 
-def _first_evaluation(command: Command, value: str) -> str:
+def _rule_first_evaluation(command: Command, value: str) -> str:
     if _is_on(value):
         return "out an evaluation comes before step 1"
     return "none with eval.every_num_steps above 0 an evaluation comes before step 1"
 
 
-def _slime_eval(command: Command, value: str) -> str:
+def _rule_slime_eval(command: Command, value: str) -> str:
     pairs = re.findall(r"([A-Za-z][\w-]*)\s+(\S+)", value)
     sets = " ".join(f"eval.sets.{name}.files=[{file}]" for name, file in pairs)
     return sets or "none it should be NAME FILE"
 
 
-def _oversample(command: Command, value: str) -> str:
-    return "none further prompts are drawn as the group filter needs them"
-
-
-def _eps_clip(command: Command, value: str) -> str:
+def _rule_eps_clip(command: Command, value: str) -> str:
     has_high = command.get("eps_clip_high", "epsilon_high")
     return f"algorithm.clip_low={value}" + (f" algorithm.clip_high={value}" * (not has_high))
 
 
-def _trl_batches(command: Command, value: str) -> str:
+def _rule_trl_batches(command: Command, value: str) -> str:
     per_device = command.number("per_device_train_batch_size", default=8)
     world = command.number("num_processes", default=1)
     accumulated = command.number("gradient_accumulation_steps", default=1)
@@ -471,53 +459,20 @@ def _trl_batches(command: Command, value: str) -> str:
     )
 
 
-def _remote_reward(command: Command, value: str) -> str:
+def _rule_remote_reward(command: Command, value: str) -> str:
     if value.endswith(".py"):
         return f"none reward.function={value}:NAME, a function of responses and answers"
     return f"reward.function=http reward.args.url={value}"
 
 
+_rule_gamma = _gae("gamma")
+_rule_lam = _gae("lam")
+_rule_every_checkpoint = _every("checkpoint.every_num_steps")
+_rule_every_evaluation = _every("eval.every_num_steps")
+
 RULES: Mapping[str, Rule] = {
-    "minibatches_of_prompts": _minibatches_of_prompts,
-    "minibatches_of_critic": _minibatches_of_critic,
-    "minibatches_of_responses": _minibatches_of_responses,
-    "tokens_of_rows": _tokens_of_rows,
-    "tokens_of_critic_rows": _tokens_of_critic_rows,
-    "tokens_of_ranks": _tokens_of_ranks,
-    "offload": _offload,
-    "overlong": _overlong,
-    "verl_rows": _verl_rows,
-    "dataset": _dataset,
-    "gamma": _gae("gamma"),
-    "lam": _gae("lam"),
-    "rm_type": _rm_type,
-    "estimator": _estimator,
-    "kl_in_loss": _kl_in_loss,
-    "kl_in_reward": _kl_in_reward,
-    "kl_openrlhf": _kl_openrlhf,
-    "kl_type": _kl_type,
-    "trl_beta": _trl_beta,
-    "group_filter": _group_filter,
-    "sampling_rounds": _sampling_rounds,
-    "penalty": _penalty,
-    "top_k": _top_k,
-    "checkpointing": _checkpointing,
-    "model": _model,
-    "warmup": _warmup,
-    "aggregation": _aggregation,
-    "trl_loss": _trl_loss,
-    "scale": _scale,
-    "trackers": _trackers,
-    "nodes": _nodes,
-    "epochs": _epochs,
-    "trl_steps": _trl_steps,
-    "first_evaluation": _first_evaluation,
-    "slime_eval": _slime_eval,
-    "oversample": _oversample,
-    "eps_clip": _eps_clip,
-    "trl_batches": _trl_batches,
-    "remote_reward": _remote_reward,
-    "every_checkpoint": _every("checkpoint.every_num_steps"),
-    "every_evaluation": _every("eval.every_num_steps"),
+    name.removeprefix("_rule_"): rule
+    for name, rule in globals().items()
+    if name.startswith("_rule_")
 }
 """By the name in ``port.yaml``."""

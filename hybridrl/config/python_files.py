@@ -12,6 +12,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.paths import flaw_of_file
+from hybridrl.errors import suggest_name
+
 Names = Mapping[str, ast.AST]
 """The statement that binds each name last: a function, a class, an import, an assignment."""
 
@@ -38,9 +41,32 @@ def names_at_top_level(file: Path) -> Names:
     return dict(binding for node in body for binding in _bindings(node))
 
 
-def functions_of(names: Names) -> list[str]:
-    """Return the names of the functions that the file defines itself."""
-    return [name for name, node in names.items() if isinstance(node, ast.FunctionDef)]
+class SignatureError(ValueError):
+    """A function cannot be read, or has a form that nobody can call by name."""
+
+    def __init__(self, rule: str, fix: str) -> None:
+        super().__init__(f"{rule}. Fix: {fix}")
+        self.rule = rule
+        self.fix = fix
+
+
+def find_name(file: str | Path, name: str) -> ast.AST | None:
+    """Return the statement that binds ``name`` in a file; None where the source does not show it.
+
+    Raises:
+        SignatureError: there is no such file, it is not Python, or it does not define the name.
+    """
+    if flaw := flaw_of_file(file):
+        raise SignatureError(flaw, "correct it; the form is path/to/file.py:function")
+    try:
+        names = names_at_top_level(Path(file))
+    except SyntaxError as err:
+        raise SignatureError(f"{file} is not a Python file: {err}", "correct it") from err
+    if name in names or ANYTHING in names:
+        return names.get(name)
+    defined = [name for name, node in names.items() if isinstance(node, Function | ast.ClassDef)]
+    fix = suggest_name(name, defined) if defined else f"define it in {file}"
+    raise SignatureError(f"{file} defines no {name!r} at its top level", fix)
 
 
 def flaw_of_function(node: ast.AST, *, keywords: Collection[str]) -> str:

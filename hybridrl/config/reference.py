@@ -1,4 +1,4 @@
-"""Every configuration key in words: type, interval, defaults, meaning and rules.
+"""Every configuration key in words: type, interval, defaults, meaning, rules; and ``--help``.
 
 Read from the code itself, so that ``--help`` and the site always agree with it: types and
 docstrings of the sections' fields, the files of hydra_configs, and the errors of config/checks.
@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -18,15 +19,35 @@ from pathlib import Path
 from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.foreign_names import answer_key
 from hybridrl.config.limits import spell_interval
 from hybridrl.config.load import known_keys
-from hybridrl.config.yaml_text import read_yaml
+from hybridrl.config.spelling import read_yaml
+from hybridrl.errors import ConfigError, suggest_name
 
 _CHECKS = Path(__file__).parent / "checks"
 _DOTTED = re.compile(r"(?:[a-z_]+|\*)(?:\.[a-z_0-9]+)+")
 _BY_DEVICE = "bfloat16 on cuda, float32 on cpu"
 _MOST_FILES = 4
 _RULE = 2  # place of the rule in the arguments of error()
+_WIDTH = 100
+_MOST_CHOICES = 4
+_HEADER = """\
+python -m hybridrl.main [recipes=NAME] [SECTION=CHOICE ...] [SECTION.KEY=VALUE ...]
+
+Trains a language model with reinforcement learning.
+
+--help SECTION    every key of a section: type, default and meaning, as in: --help rollout
+--help KEY        one key and its rules, as in: --help rollout.temperature
+--cfg job         print all values that the command would run with
+--multirun        a sweep: KEY=A,B runs both, one after the other
+"""
+_FOOTER = """\
+After a run:
+  python -m hybridrl.report RUN_FOLDER    one page with curves, samples and findings
+  python -m hybridrl.export RUN_FOLDER    a Hugging Face folder of the newest checkpoint
+"""
+
 _TYPE_NAMES = {int: "int", float: "float", bool: "bool", str: "text"}
 
 
@@ -77,13 +98,9 @@ class SectionReference:
 
 
 def read_sections(folder: Path) -> list[SectionReference]:
-    """Describe every section, in the order of the configuration.
+    """Describe every section, with the defaults in ``folder``, hydra_configs/.
 
-    Args:
-        folder: hydra_configs/, whose files hold the defaults.
-
-    Returns:
-        The sections; the last one has no name and holds the keys that belong to none.
+    The last one has no name and holds the keys that belong to none.
     """
     sections, top_keys = [], []
     meanings = field_meanings(ExperimentConfig)
@@ -284,3 +301,79 @@ def _spell(value: object) -> str:
         return f"[{', '.join(_spell(entry) for entry in value)}]"
     text = "(to be set)" if value == "???" else str(value)
     return _BY_DEVICE if text.startswith("${dtype_on:") else text
+
+
+def help_text(names: Sequence[str], folder: Path, recipes: Sequence[str]) -> str:
+    """Return the help for sections or keys, or the overview if none is named.
+
+    Raises:
+        ConfigError: a name is neither a section nor a key.
+    """
+    sections = read_sections(folder)
+    if not names:
+        return "\n".join(_overview(sections, recipes)) + "\n"
+    return "\n".join("\n".join(_lines_about(name, sections)) for name in names) + "\n"
+
+
+def _overview(sections: Sequence[SectionReference], recipes: Sequence[str]) -> Iterator[str]:
+    *named, top = sections
+    yield _HEADER
+    for key in top.keys:
+        yield from _key_lines(key)
+    yield "\nSections, and the choices of each, the default first:"
+    for section in named:
+        choices = f"{section.name}={_shortened(section.choices)}"
+        yield f"  {choices:<52} {_first_sentence(section.meaning)}"
+    yield ""
+    yield from _wrap(f"recipes: {', '.join(recipes)}", "", "         ")
+    yield f"\n{_FOOTER}"
+
+
+def _shortened(choices: Sequence[str]) -> str:
+    """List choices, or the first of many."""
+    if len(choices) <= _MOST_CHOICES:
+        return " | ".join(choices)
+    return f"{choices[0]} | {choices[1]} | ... {len(choices)} in all"
+
+
+def _lines_about(name: str, sections: Sequence[SectionReference]) -> Iterator[str]:
+    keys = {key.name: key for section in sections for key in section.keys}
+    section = next((section for section in sections if section.name == name), None)
+    if section is not None:
+        choices = f"{section.meaning} Choose with {name}={' | '.join(section.choices)}"
+        yield from _wrap(f"{name}: {choices}", "", "")
+        yield ""
+        for key in section.keys:
+            yield from _key_lines(key)
+    elif name in keys:
+        yield from _key_lines(keys[name])
+        for rule in keys[name].rules:
+            yield from _wrap(f"Rule: {rule}", "    ", "          ")
+    else:
+        names = [*(section.name for section in sections), *keys]
+        rule = "there is no such section or key"
+        raise ConfigError("--help", name, rule, answer_key(name) or suggest_name(name, names))
+
+
+def _key_lines(key: KeyReference) -> Iterator[str]:
+    if key.type_text == "section":
+        yield f"{key.name}.*"
+    else:
+        interval = f" {key.interval}" if key.interval else ""
+        yield from _wrap(f"{key.name} = {key.default_text}   [{key.type_text}{interval}]", "", "  ")
+    yield from _wrap(key.meaning.replace("``", ""), "    ", "    ")
+
+
+def _wrap(text: str, first: str, following: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=following,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _first_sentence(text: str) -> str:
+    return text.replace("``", "").split(". ")[0].rstrip(".")

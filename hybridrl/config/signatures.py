@@ -16,15 +16,9 @@ from typing import Annotated, Literal, get_origin
 from pydantic import Field
 
 from hybridrl.config import limits
-from hybridrl.config.python_files import (
-    ANYTHING,
-    Function,
-    functions_of,
-    header_of,
-    names_at_top_level,
-)
+from hybridrl.config.python_files import Function, SignatureError, find_name, header_of
 from hybridrl.config.values import errors_of_value
-from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.errors import ConfigError
 
 REQUIRED = inspect.Parameter.empty
 """The default of a number that has none."""
@@ -35,20 +29,6 @@ _TYPES = {
     **{"Annotated": Annotated, "Literal": Literal, "Field": Field, "__builtins__": {}},
 }
 """Names that the annotation of a number may use."""
-
-
-class SignatureError(ValueError):
-    """A function cannot be read, or has a form that nobody can call by name.
-
-    Args:
-        rule: the rule that it breaks.
-        fix: the text to type instead.
-    """
-
-    def __init__(self, rule: str, fix: str) -> None:
-        super().__init__(f"{rule}. Fix: {fix}")
-        self.rule = rule
-        self.fix = fix
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +55,10 @@ def read_signature(file: Path, name: str) -> Signature:
     Raises:
         SignatureError: not a Python file, no such function, or not a function to call by name.
     """
-    try:
-        names = names_at_top_level(file)
-    except SyntaxError as err:
-        raise SignatureError(f"not a Python file: {err}", f"correct {file}") from err
-    node = names.get(name)
+    node = find_name(file, name)
     if not isinstance(node, ast.FunctionDef):
-        if node is not None or ANYTHING in names:
-            rule = f"{name} is not written as a function in {file}"
-            raise SignatureError(rule, f"write it as def {name}(...): in that file")
-        functions = functions_of(names)
-        fix = suggest_name(name, functions) if functions else f"define it in {file}"
-        raise SignatureError(f"{file} defines no function {name!r} at its top level", fix)
+        rule = f"{name} is not written as a function in {file}"
+        raise SignatureError(rule, f"write it as def {name}(...): in that file")
     if node.args.vararg or node.args.kwarg or node.args.posonlyargs:
         rule = f"{name} has *args, **kwargs or positional-only parameters: nothing says its inputs"
         raise SignatureError(rule, "name each input; numbers come after a single *")
@@ -118,10 +90,7 @@ def check_numbers(
 ) -> list[ConfigError]:
     """Return the violations of numbers that a user gives to a function.
 
-    Args:
-        given: numbers by name.
-        key_of: returns the dotted key of a number.
-        removing: returns the override that takes a number back.
+    ``key_of`` returns the dotted key of a number, ``removing`` the override that takes it back.
     """
     errors: list[ConfigError] = []
     for name, value in given.items():

@@ -1,15 +1,15 @@
-"""The ``trainer`` section."""
+"""The sections ``trainer``, ``checkpoint`` and ``tracking``: what the driver does and keeps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.limits import Count, CountOrZero, Rows
-
-_PASSES = "no run counts so far"
+from hybridrl.config import parts
+from hybridrl.config.limits import ArgumentValue, Count, CountOrZero, Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +19,10 @@ class TrainerConfig:
     num_steps: Count
     """Steps: one rollout batch and its updates each; one update each where nothing is sampled."""
 
-    num_epochs: Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0], description=_PASSES)] | None
+    num_epochs: (
+        Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0], description="no run counts so far")]
+        | None
+    )
     """End after this many passes over the rows, if that is before ``num_steps``. Null: the steps
     alone count."""
 
@@ -43,3 +46,65 @@ class TrainerConfig:
 
     export_hf: bool
     """Write the final weights to ``<run_dir>/hf`` as a Hugging Face folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Checkpoints of a run. Mirrors hydra_configs/checkpoint/*.yaml key by key."""
+
+    every_num_steps: CountOrZero
+    """Save every this many steps, after the last step, and when interrupted. 0: never."""
+
+    keep_last: Count
+    """Newest checkpoints to keep."""
+
+    keep_best: CountOrZero
+    """Further checkpoints to keep: the best by ``checkpoint.best_metric``."""
+
+    best_metric: str | None
+    """Metric of a step, by which its checkpoint is judged: ``eval/math/pass_at_8``. Null: the
+    highest ``eval/reward/mean``; of preference pairs ``eval/accuracy``; for supervised fine-tuning
+    the lowest ``eval/loss_nats``."""
+
+    best_is: Literal["highest", "lowest"]
+    """Which values of ``checkpoint.best_metric`` are good."""
+
+    resume: Literal["auto", "never"]
+    """``auto`` resumes from the newest complete checkpoint in ``trainer.run_dir``; ``never``
+    refuses a folder that holds a run."""
+
+    accept_changes: bool
+    """Resume although recipe, data or tokenizer have changed, or lines of ``metrics.jsonl`` or
+    ``samples.jsonl`` are lost; each change is logged."""
+
+    max_restarts: CountOrZero
+    """Consecutive restarts of lost workers without a new checkpoint in between."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackingConfig:
+    """Where metrics go besides ``metrics.jsonl``. Mirrors hydra_configs/tracking/*.yaml."""
+
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...]
+    """Trackers to write to; all but tensorboard are extras."""
+
+    project: str
+    """Project (wandb) or experiment (mlflow) name."""
+
+    function: str | None
+    """``path/to/file.py:function``, called with ``step`` and ``metrics`` before the trackers. If it
+    returns True, they do not get the step; ``metrics.jsonl`` has all. Null: none."""
+
+    num_samples_per_step: CountOrZero
+    """Responses written to samples.jsonl each step, with rewards and text."""
+
+    trace: bool
+    """Keep ``trace.json``, the activities of driver and ranks over time, for Perfetto."""
+
+    live: Literal["auto", "table", "lines", "off"]
+    """``auto`` shows a live table in a terminal, else plain lines."""
+
+    @property
+    def parts(self) -> tuple[tuple[parts.PartKind, str, Mapping[str, ArgumentValue]], ...]:
+        """The function of metrics, if there is one: its kind, name and numbers."""
+        return () if self.function is None else ((parts.METRICS_FUNCTION, self.function, {}),)

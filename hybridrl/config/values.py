@@ -79,12 +79,7 @@ class _Unreadable(str):
 
 
 def read_values(kind: Hint, values: object, prefix: str = "") -> tuple[Nested, list[ConfigError]]:
-    """Read keys, types and intervals.
-
-    Args:
-        kind: a section, or any type that pydantic knows.
-        values: of the section, as Hydra composed them.
-        prefix: dotted key of the section.
+    """Read keys, types and intervals of a section at ``prefix``, as Hydra composed it.
 
     Returns:
         The section, with what was meant in place of what was refused, so that the rules are

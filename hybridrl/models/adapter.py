@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import (
     ADAPTER_NAME,
@@ -76,7 +76,7 @@ class Adapter:
         return _DrawnAdapter(self._seed) if folder is None else _StoredAdapter(Path(folder))
 
     def check_fit(self, layers: Mapping[str, tuple[int, int]], *, model: str) -> None:
-        """Check the ``lora`` section against a model; config/checks/lora.py reads config.json.
+        """Check the ``lora`` section against a model; config/checks/model.py reads config.json.
 
         ``layers`` has outputs and inputs of its linear layers by their names.
         """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.models.architecture import MLP_MODULES, Architecture
 
 _ROWS_PER_RANK = 8

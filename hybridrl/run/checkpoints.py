@@ -18,7 +18,7 @@ from hybridrl.checkpoint.store import (
     RunFingerprint,
     RunState,
 )
-from hybridrl.config.checkpoint import CheckpointConfig
+from hybridrl.config.trainer import CheckpointConfig
 from hybridrl.errors import CheckpointError, HybridRLError, RemoteCallError
 from hybridrl.metrics import Max, Metrics, Sum
 from hybridrl.report.run import EVALUATIONS

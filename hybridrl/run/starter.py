@@ -22,11 +22,10 @@ from transformers.utils import logging as transformers_logging
 
 import hybridrl
 from hybridrl import env
-from hybridrl.config.actor import ActorConfig, OptimizerConfig
-from hybridrl.config.checks import fsdp2 as fsdp2_checks
+from hybridrl.config.actor import ActorConfig, FSDP2Config, OptimizerConfig
+from hybridrl.config.algorithm import SftConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import ModelConfig, StarterConfig
-from hybridrl.config.offline import SftConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.json_text import to_json_text
@@ -142,7 +141,7 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             gradient_checkpointing=False,
             logprob_chunk_tokens=4096,
             replay_routing=False,
-            fsdp2=fsdp2_checks.UNUSED,
+            fsdp2=FSDP2Config(),
             optimizer=optimizer,
         ),
         lora=replace(config.lora, enabled=False),

@@ -11,9 +11,8 @@ from pathlib import Path
 import ray
 
 from hybridrl import env
-from hybridrl.config.cluster import ClusterConfig
+from hybridrl.config.cluster import ClusterConfig, SetupHook
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.setup_hook import SetupHook
 from hybridrl.diagnostics import trace
 from hybridrl.planning.frozen_base import BasePlan, base_plan, has_choice
 from hybridrl.rehearsal.plan import plan_by_execution

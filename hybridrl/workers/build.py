@@ -17,10 +17,9 @@ import torch
 from hybridrl.agents.rollout import AgentRollout
 from hybridrl.algorithms.load import load_part, require_part
 from hybridrl.config import parts
-from hybridrl.config.actor import ActorConfig
-from hybridrl.config.critic import CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.config.serving import HALVES
 from hybridrl.config.topology import Absent, Attached, Colocated, Fused, LedEngine, Own
 from hybridrl.data.conversations import pad_token_of

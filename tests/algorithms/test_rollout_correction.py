@@ -11,7 +11,7 @@ from hybridrl.algorithms.rollout_correction import (
     importance,
 )
 from hybridrl.algorithms.token_rows import TokenRows
-from hybridrl.config.rejection import read_rejections
+from hybridrl.config.algorithm import read_rejections
 from tests.algorithms.packed import make_packed
 from tests.algorithms.shared_rows import shared_rows
 from tests.ranks import run_ranks

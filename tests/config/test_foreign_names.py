@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config import foreign_names
 from hybridrl.config.foreign_names import answer_choice, answer_key, foreign_keys
 from hybridrl.config.load import free_keys, known_keys, load_config, read_config, unknown_key
 from hybridrl.env import ROOT
@@ -21,7 +20,7 @@ _SPELLED = [
 ]
 ANSWERS = [
     *(answer_key(key) for key in foreign_keys().lines),
-    *foreign_names._CHOICES.values(),
+    *(line for group in foreign_keys().choices.values() for line in group.values()),
     *_SPELLED,
 ]
 OWN = {"recipes", *known_keys()}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.checks.run_folder import TRACKER_PACKAGES
+from hybridrl.config.checks.cluster import TRACKER_PACKAGES
 from hybridrl.errors import ConfigErrors
 from tests.config.values import config_of
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 
-from hybridrl.config.lora import ATTENTION_LINEAR
+from hybridrl.config.model import ATTENTION_LINEAR
 from tests.megatron.stand_ins import install
 from tests.tiny_models import SPARSE, TRAINED, Family
 

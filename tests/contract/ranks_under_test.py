@@ -15,10 +15,9 @@ from torch import Tensor
 from hybridrl.algorithms import aggregate
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import jagged_from, row_lengths
-from hybridrl.config.actor import ActorConfig
-from hybridrl.config.critic import CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.metrics import Metrics, merge
 from hybridrl.workers.build import (
     build_critic_engine,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.lora import LINEAR_MODULES
+from hybridrl.config.model import LINEAR_MODULES
 from hybridrl.errors import ModelError, RunFolderError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.policy_engine import PolicyEngine

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from hybridrl.config.lora import ATTENTION_LINEAR
+from hybridrl.config.model import ATTENTION_LINEAR
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter, ShardReader
 from hybridrl.workers.train.protocol import LearningEngine

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybridrl.batch import jagged_from, row_lengths
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.metrics import Metrics
 from tests.contract.layouts import on_layouts
 from tests.contract.ranks_under_test import (

@@ -16,8 +16,8 @@ from typing import cast
 import pytest
 from omegaconf import OmegaConf
 
-from hybridrl.config.help_text import help_text
 from hybridrl.config.load import load_config
+from hybridrl.config.reference import help_text
 from hybridrl.errors import ConfigErrors
 from tests.composing import composed
 from tests.config.test_checks import NO_TENSORS

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.config.checks.megatron import UNUSED
+from hybridrl.config.megatron import MegatronConfig
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.policy_engine import PolicyEngine
@@ -32,7 +32,7 @@ from tests.workers.train.engines import (
     whole_tensors,
 )
 
-ALONE = replace(UNUSED, layers="local")
+ALONE = replace(MegatronConfig(), layers="local")
 
 
 def _build(folder: Path, sizes: dict[str, int]) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybridrl.checkpoint.store import CheckpointStore, FileEntry, RunState
-from hybridrl.config.checkpoint import CheckpointConfig
+from hybridrl.config.trainer import CheckpointConfig
 from hybridrl.data.rows import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
 from hybridrl.metrics import Mean, Metrics

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.cluster import ClusterConfig
-from hybridrl.config.setup_hook import SetupHook
+from hybridrl.config.cluster import ClusterConfig, SetupHook
 from hybridrl.errors import ConfigError, RemoteCallError
 from hybridrl.run.workers import start_group
 from hybridrl.single_controller import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hybridrl.checkpoint.store import CheckpointStore, FileEntry, RunFingerprint, RunState
-from hybridrl.config.checkpoint import CheckpointConfig
+from hybridrl.config.trainer import CheckpointConfig
 from hybridrl.data.rows import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError
 from hybridrl.run.checkpoints import Checkpointer

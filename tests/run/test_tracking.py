@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from hybridrl import log
-from hybridrl.config.tracking import TrackingConfig
+from hybridrl.config.trainer import TrackingConfig
 from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.errors import MetricError, RunFolderError, TrainingError
 from hybridrl.metrics import Max, Mean

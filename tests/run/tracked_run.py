@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.tracking import TrackingConfig
+from hybridrl.config.trainer import TrackingConfig
 from hybridrl.metrics import Mean
 from hybridrl.run.run_folder import RunLogger
 

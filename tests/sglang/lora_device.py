@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.errors import PhaseError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine

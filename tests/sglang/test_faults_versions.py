@@ -15,7 +15,7 @@ import torch
 from sglang.srt.utils import MultiprocessingSerializer
 from torch import Tensor
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.errors import DeadlineError, EngineError, ModelError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang import server, server_calls

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.config.topology import Fused
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.buckets import stage_by_reference

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import PromptBatch, RolloutBatch
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import check_declared
 from hybridrl.sampler import Sample, SamplingParams

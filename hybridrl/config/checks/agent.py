@@ -19,8 +19,7 @@ from hybridrl.config.agent import (
 )
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.paths import flaw_of_file
-from hybridrl.config.python_files import ANYTHING, names_at_top_level
+from hybridrl.config.python_files import Function, SignatureError, find_name
 from hybridrl.config.reward import AGENT
 from hybridrl.errors import ConfigError, suggest_name
 
@@ -139,17 +138,12 @@ def _flaw_of_name(
     file, _, name = spelled.rpartition(":")
     if not file:
         return "" if name in built_in else f"is not built in; {suggest_name(name, built_in)}"
-    if flaw := flaw_of_file(file):
-        return flaw
     try:
-        names = names_at_top_level(Path(file))
-    except SyntaxError as err:
-        return f"{file} is not a Python file: {err}"
-    if name not in names and ANYTHING not in names:
-        return f"{file} has no {name!r}; {suggest_name(name, list(names))}"
-    if isinstance(names.get(name), ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        noun = "class" if ast.ClassDef in kinds else "function"
-        return "" if isinstance(names[name], kinds) else f"{name} in {file} is not a {noun}"
+        node = find_name(file, name)
+    except SignatureError as flaw:
+        return f"{flaw.rule}; {flaw.fix}"
+    if isinstance(node, Function | ast.ClassDef) and not isinstance(node, kinds):
+        return f"{name} in {file} is not a {'class' if ast.ClassDef in kinds else 'function'}"
     return ""
 
 

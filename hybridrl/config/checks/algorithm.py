@@ -1,4 +1,4 @@
-"""Rules about the algorithm: its parts, groups, log-probs, the KL penalty, warm-ups."""
+"""Rules about what is learned: the parts of an algorithm, and modes that sample nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from hybridrl.config import parts
+from hybridrl.config.algorithm import read_rejections
 from hybridrl.config.checks.messages import error, removal
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.rejection import read_rejections
-from hybridrl.config.signatures import SignatureError, check_numbers
+from hybridrl.config.python_files import SignatureError
+from hybridrl.config.signatures import check_numbers
 from hybridrl.errors import ConfigError
 
 _KEYS_OF_NUMBERS = {
@@ -210,6 +211,46 @@ def check_warmups(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, f"{key}={num_steps // 10}", longer)
 
 
+def check_rows_of_a_step(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Rows divide evenly over the data-parallel ranks, and hold no routes of experts."""
+    size, num_ranks = config.trainer.num_prompts_per_step, config.num_train_groups
+    if size % num_ranks:
+        key, legal = "trainer.num_prompts_per_step", -(-size // num_ranks) * num_ranks
+        rule = f"must be a multiple of {num_ranks} data-parallel ranks"
+        yield error(config, key, rule, f"{key}={legal}")
+    if config.actor.replay_routing:
+        key = "actor.replay_routing"
+        rule = f"mode={config.mode} learns from a file, which holds no routes of experts"
+        yield error(config, key, rule, f"{key}=false")
+
+
+def check_preference_pairs(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Rows of files need a column of rejected answers to be preference pairs."""
+    data, key = config.data, "data.rejected_key"
+    columns = [source.rejected_key or data.rejected_key for source in data.sources.values()]
+    if data.task is not None or all(columns or [data.rejected_key]):
+        return
+    rule = f"mode={config.mode} learns from pairs of a chosen and a rejected answer"
+    fix = (
+        "set data=preferences for columns prompt, chosen and rejected; or data.rejected_key="
+        "COLUMN, beside data.answer_key for the chosen answer"
+    )
+    yield error(config, key, rule, f"data.answer_key=chosen {key}=rejected", fix=fix)
+
+
+def check_preference_loss(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The loss is built in, or a function in a file, and has the numbers that are given to it."""
+    for kind, spelled, given in config.dpo.parts:
+        yield from check_part(config, kind, spelled, given)
+
+
+def check_reward_model_has_no_adapter(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Adapters are for language models: a value head has none."""
+    if config.lora.enabled:
+        rule = "mode=reward_model trains all weights, as the critic does"
+        yield error(config, "lora.enabled", rule, "lora=none")
+
+
 RULES = (
     check_parts,
     check_groups,
@@ -219,3 +260,14 @@ RULES = (
     check_what_the_advantage_reads,
     check_overlong_penalty,
 )
+
+OFFLINE_RULES = {
+    "sft": (check_rows_of_a_step,),
+    "dpo": (check_rows_of_a_step, check_preference_pairs, check_preference_loss),
+    "reward_model": (
+        check_rows_of_a_step,
+        check_preference_pairs,
+        check_reward_model_has_no_adapter,
+    ),
+}
+"""By mode; see ``config.offline``."""

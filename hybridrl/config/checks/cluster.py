@@ -1,17 +1,22 @@
-"""Rules about machines and the Ray cluster."""
+"""Rules about machines, the Ray cluster, and what a run writes: its folder and metrics."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
+from hybridrl.config.checks.algorithm import check_part
 from hybridrl.config.checks.messages import error
+from hybridrl.config.cluster import hook_error
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.python_files import ANYTHING, flaw_of_function, names_at_top_level
-from hybridrl.config.setup_hook import hook_error
-from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.config.paths import flaw_of_folder, flaw_of_new_folder, is_there
+from hybridrl.config.python_files import SignatureError, find_name, flaw_of_function
+from hybridrl.errors import ConfigError
 
 
 def check_ray(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -50,20 +55,75 @@ def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
         fix = "correct it, put its folder on PYTHONPATH"
         yield hook_error(path, f"there is no module {module}{reason}", fix)
     elif spec.origin is not None and spec.origin.endswith(".py"):
-        yield from _check_function(path, name, Path(spec.origin))
+        try:
+            node = find_name(spec.origin, name)
+        except SignatureError as flaw:
+            yield hook_error(path, flaw.rule, flaw.fix)
+            return
+        if flaw_of_node := node and flaw_of_function(node, keywords=()):
+            yield hook_error(path, f"it {flaw_of_node}")
 
 
-def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
-    try:
-        known = names_at_top_level(file)
-    except SyntaxError as err:
-        yield hook_error(path, f"{file} is not a Python file: {err}")
+_RUN_FILES = ("config.yaml", "metrics.jsonl")  # written by run/run_folder.py
+_LOCK = ".lock"
+
+TRACKER_PACKAGES = {
+    "tensorboard": ("tensorboard", ">=2.19"),
+    "wandb": ("wandb", ">=0.26.1,<0.32"),
+    "mlflow": ("mlflow-skinny", ">=3.12,<4"),
+}
+"""By tracker: the package and the tested versions, as in setup.py. mlflow depends on mlflow-skinny
+of its own version."""
+
+
+def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The run folder is new, or may be replaced, and can be created."""
+    key, folder = "trainer.run_dir", Path(config.trainer.run_dir)
+    if flaw_of_folder(folder) or all(path.name == _LOCK for path in folder.iterdir()):
+        if flaw := flaw_of_new_folder(folder):
+            yield error(config, key, flaw, fix=f"set {key} to a folder that you may create")
         return
-    if name not in known and ANYTHING not in known:
-        rule = f"{file} defines no {name!r} at its top level"
-        yield hook_error(path, rule, f"{suggest_name(name, list(known))} Correct it")
-    elif name in known and (flaw := flaw_of_function(known[name], keywords=())):
-        yield hook_error(path, f"it {flaw}")
+    if not all(is_there(folder / name) for name in _RUN_FILES):
+        rule = f"holds files, but not {' and '.join(_RUN_FILES)}: it is not a run folder"
+        yield error(config, key, rule, fix=f"set {key} to a new folder")
+    elif not config.trainer.overwrite and config.checkpoint.resume == "never":
+        rule = "holds another run, which is overwritten only on request"
+        yield error(config, key, rule, "trainer.overwrite=true", "checkpoint.resume=auto")
+
+
+def check_tracker_packages(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The package of each tracker is installed, in a tested version."""
+    key, trackers = "tracking.trackers", config.tracking.trackers
+    flaws = {name: flaw for name in trackers if (flaw := _flaw_of_package(name))}
+    if flaws:
+        usable = f"{key}=[{','.join(name for name in trackers if name not in flaws)}]"
+        fix = f"pip install 'hybridrl[{','.join(flaws)}]', or set {usable}"
+        yield error(config, key, "; ".join(flaws.values()), usable, fix=fix)
+
+
+def _flaw_of_package(tracker: str) -> str:
+    package, versions = TRACKER_PACKAGES[tracker]
+    try:
+        installed = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        installed = ""
+    if not installed or find_spec(tracker) is None:
+        return f"not installed: {tracker}"
+    # A user chooses a pre-release on purpose.
+    if SpecifierSet(versions).contains(installed, prereleases=True):
+        return ""
+    return f"{package} {installed} is installed, and {versions} was tested"
+
+
+def check_trackers(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Each tracker is opened once, or it would write each value twice; a function can be called."""
+    key, trackers = "tracking.trackers", config.tracking.trackers
+    once = list(dict.fromkeys(trackers))
+    if len(once) < len(trackers):
+        yield error(config, key, "lists the same entry twice", f"{key}=[{','.join(once)}]")
+    for kind, spelled, given in config.tracking.parts:
+        yield from check_part(config, kind, spelled, given)
 
 
 RULES = (check_ray, check_worker_setup_hook)
+RUN_FOLDER_RULES = (check_run_folder, check_tracker_packages, check_trackers)

@@ -11,13 +11,8 @@ from hybridrl.config.checks.messages import error
 from hybridrl.config.data import MOST_SOURCES
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.paths import flaw_of_file, flaw_of_folder, is_there, split_function
-from hybridrl.config.python_files import (
-    ANYTHING,
-    flaw_of_function,
-    functions_of,
-    names_at_top_level,
-)
-from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.config.python_files import SignatureError, find_name, flaw_of_function
+from hybridrl.errors import ConfigError
 
 _ROWLESS = ("eval", "plan")
 """Modes that read no rows to train on."""
@@ -170,20 +165,13 @@ def _flaw_of_saved_dataset(key: str, folder: Path) -> tuple[str, str]:
 
 def _flaw_of_function(file: Path, name: str) -> tuple[str, str]:
     """A function of a file yields rows: it exists there, and takes no argument."""
-    if flaw := flaw_of_file(file):
-        return flaw, "correct it; the form is path/to/file.py:function"
     try:
-        names = names_at_top_level(file)
-    except SyntaxError as err:
-        return f"not a Python file: {err}", f"correct {file}"
-    if name in names:
-        flaw = flaw_of_function(names[name], keywords=())
-        return (f"it {flaw}" if flaw else "", f"write def {name}(): ..., which yields dictionaries")
-    if ANYTHING in names:
-        return "", ""
-    functions = functions_of(names)
-    fix = suggest_name(name, functions) if functions else f"define it in {file}"
-    return f"{file} defines no function {name!r} at its top level", fix
+        node = find_name(file, name)
+    except SignatureError as flaw:
+        return flaw.rule, flaw.fix
+    flaw_of_node = node and flaw_of_function(node, keywords=())
+    fix = f"write def {name}(): ..., which yields dictionaries"
+    return (f"it {flaw_of_node}", fix) if flaw_of_node else ("", "")
 
 
 def check_files_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:

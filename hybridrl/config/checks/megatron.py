@@ -1,42 +1,23 @@
-"""Rules about models that train on megatron-core; silent without such a model."""
+"""Rules about training engines: FSDP2, and megatron-core, silent without such a model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from hybridrl.config.actor import EngineConfig
+from hybridrl.config.actor import EngineConfig, FSDP2Config
+from hybridrl.config.checks.batch_sizes import check_parallel_sizes
 from hybridrl.config.checks.megatron_args import keys_of_transformer_engine
 from hybridrl.config.checks.messages import error, unused_keys
-from hybridrl.config.checks.parallel_sizes import check_parallel_sizes
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.megatron import MegatronConfig
+from hybridrl.config.model import LIGER_MODEL_TYPES
 from hybridrl.errors import ConfigError
 from hybridrl.models.architecture import find_architecture
 
 INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'hybridrl[transformer-engine]'"
 """Without isolation: else pip would compile it for the newest torch instead of the installed."""
-
-UNUSED = MegatronConfig(
-    tensor_parallel_size=1,
-    sequence_parallel=False,
-    pipeline_parallel_size=1,
-    num_virtual_stages=1,
-    num_layers_in_first_stage=None,
-    num_layers_in_last_stage=None,
-    context_parallel_size=1,
-    expert_parallel_size=1,
-    expert_tensor_parallel_size=1,
-    layers="auto",
-    attention="auto",
-    recompute_modules=(),
-    overlap_communication="auto",
-    load_balance_coefficient=0.0,
-    transformer_args={},
-    optimizer_args={},
-    ddp_args={},
-)
-"""The section with the defaults of hydra_configs/megatron/default.yaml."""
 
 
 def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -46,7 +27,7 @@ def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
     """
     if not config.megatron_worlds:
         why = ": no model of this run trains with engine=megatron"
-        yield from unused_keys(config, "megatron", UNUSED, why, "set actor=megatron")
+        yield from unused_keys(config, "megatron", MegatronConfig(), why, "set actor=megatron")
         return
     is_elsewhere = config.mode in ("check", "plan")
     is_installed = find_spec("megatron") is not None and find_spec("megatron.core") is not None
@@ -156,6 +137,49 @@ def check_load_balance(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, "the model has no experts to route tokens to", f"{key}=0.0")
 
 
+def check_fsdp2(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Keys are changed only where a model trains on FSDP2, whose copies have equal ranks."""
+    for section, engine, num_ranks in _engines(config):
+        key, number = f"{section}.fsdp2.num_replicas", engine.fsdp2.num_replicas
+        if engine.engine != "fsdp2":
+            why = f", because {section}.engine={engine.engine}"
+            fsdp2 = f"{section}.fsdp2"
+            yield from unused_keys(config, fsdp2, FSDP2Config(), why, f"{section}=fsdp2")
+        elif num_ranks % number:
+            rule = f"must divide the number of ranks that train the model, {num_ranks}"
+            yield error(config, key, rule, f"{key}={math.gcd(number, num_ranks)}")
+
+
+def check_fsdp2_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Liger's kernels need CUDA and an extra package; a compiler does not know those of experts."""
+    model = find_architecture(config.model)
+    for section, engine, _ in _engines(config):
+        key, compiled = f"{section}.fsdp2.liger_kernels", f"{section}.fsdp2.compile_blocks"
+        off = f"{key}=false"
+        if engine.fsdp2.liger_kernels and config.cluster.device != "cuda":
+            rule = f"runs on CUDA alone, and cluster.device={config.cluster.device}"
+            yield error(config, key, rule, off)
+        elif engine.fsdp2.liger_kernels and model and model.model_type not in LIGER_MODEL_TYPES:
+            rule = f"is shown for {', '.join(LIGER_MODEL_TYPES)}, and this is {model.model_type}"
+            yield error(config, key, rule, off)
+        elif engine.fsdp2.liger_kernels and find_spec("liger_kernel") is None:
+            fix = f"pip install liger-kernel, or set {off}"
+            yield error(config, key, "liger-kernel is not installed", off, fix=fix)
+        if engine.fsdp2.liger_kernels and engine.fsdp2.compile_blocks:
+            yield error(config, key, f"{compiled}=true fuses the same operations", off)
+        # Seen with torch 2.13.
+        if engine.fsdp2.compile_blocks and model is not None and model.experts is not None:
+            rule = f"the products of {model.model_type}'s experts do not compile"
+            yield error(config, compiled, rule, f"{compiled}=false")
+
+
+def _engines(config: ExperimentConfig) -> Iterator[tuple[str, EngineConfig, int]]:
+    """Yield section, engine and ranks of each model that learns."""
+    yield "actor", config.actor, config.cluster.num_ranks
+    if config.has_critic:
+        yield "critic", config.critic, config.num_critic_ranks
+
+
 RULES = (
     check_megatron_is_used,
     check_parallel_sizes,
@@ -164,3 +188,5 @@ RULES = (
     check_master_weights,
     check_load_balance,
 )
+
+FSDP2_RULES = (check_fsdp2, check_fsdp2_kernels)

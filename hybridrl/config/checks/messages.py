@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.spelling import resetting
+from hybridrl.config.spelling import read_yaml, resetting
 from hybridrl.errors import ConfigError, instruction
 
 _BEFORE_OVERRIDE = re.compile(r" (?=~|\+{0,2}[a-z][\w.]*=)")
-
-Reasons = Mapping[str, str]
-"""By the name of an argument: the key that sets it, or the reason for its refusal."""
 
 
 def error(
@@ -43,45 +43,53 @@ def value_at(config: ExperimentConfig, key: str) -> object:
     return value
 
 
-def by_argument(names: Mapping[str, str]) -> Reasons:
-    """Return the reason of each argument.
+@dataclass(frozen=True, slots=True)
+class OwnArguments:
+    """Arguments of another program that follow from keys: else two keys could disagree."""
 
-    Args:
-        names: of arguments, separated by spaces, by their common reason.
-    """
-    return {name: reason for reason, of_reason in names.items() for name in of_reason.split()}
+    typed: Mapping[str, str]
+    """By name of the argument: the key that sets it."""
+
+    taken: Mapping[str, str]
+    """The reason why users may not choose it."""
+
+    of_model: frozenset[str]
+    """Those that follow from the model's config.json."""
+
+
+@cache
+def own_arguments(section: str) -> OwnArguments:
+    """Read those of ``arguments.yaml`` for a key that holds arguments of another program."""
+    text = Path(__file__).parents[1].joinpath("arguments.yaml").read_text(encoding="utf-8")
+    table: Any = read_yaml(text)[section]
+    typed, taken = (
+        {name: reason for reason, names in table[kind].items() for name in names}
+        for kind in ("typed", "taken")
+    )
+    return OwnArguments(typed, taken, frozenset(table.get("model", ())))
 
 
 def refuse_own_arguments(
-    config: ExperimentConfig, section: str, *, typed: Reasons, taken: Reasons
+    config: ExperimentConfig, section: str, *, like: str = ""
 ) -> Iterator[ConfigError]:
-    """Refuse arguments of another package that follow from keys: else two keys could disagree.
-
-    Args:
-        section: dotted key that holds arguments by their names in the other package.
-        typed: names of arguments that a key sets.
-        taken: names of arguments that users may not choose.
-    """
-    given = value_at(config, section)
-    for name in given if isinstance(given, Mapping) else ():
+    """Refuse what a user passes through at ``section``, or at another ``like`` it."""
+    own = own_arguments(like or section)
+    for name in cast("Mapping[str, object]", value_at(config, section)):
         key = f"{section}.{name}"
-        if name in typed:
-            fix = f"set {typed[name]}, and ~{key}"
-            yield error(config, key, f"{typed[name]} sets it", f"~{key}", fix=fix)
-        elif name in taken:
+        if name in own.typed:
+            fix = f"set {own.typed[name]}, and ~{key}"
+            yield error(config, key, f"{own.typed[name]} sets it", f"~{key}", fix=fix)
+        elif name in own.taken:
             fix = f"leave it out, or add ~{key}"
-            yield error(config, key, f"cannot be chosen: {taken[name]}", f"~{key}", fix=fix)
+            yield error(config, key, f"cannot be chosen: {own.taken[name]}", f"~{key}", fix=fix)
 
 
 def unused_keys(
     config: ExperimentConfig, section: str, usual: object, why: str, other: str
 ) -> Iterator[ConfigError]:
-    """Refuse changes of a section that no model of the run reads.
+    """Refuse what differs from ``usual`` in a section that no model of the run reads.
 
-    Args:
-        usual: the section with the defaults of hydra_configs.
-        why: completes "would be ignored".
-        other: what to type for the section to be read.
+    ``why`` completes "would be ignored"; ``other`` is what to type for the section to be read.
     """
     for field in fields(usual):  # type: ignore[arg-type]
         key, default = f"{section}.{field.name}", getattr(usual, field.name)

@@ -13,12 +13,10 @@ from pathlib import Path
 import hybridrl
 from hybridrl.config.checks.messages import error, removal
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.paths import flaw_of_file
 from hybridrl.config.python_files import (
-    ANYTHING,
-    Names,
+    SignatureError,
+    find_name,
     flaw_of_kind,
-    names_at_top_level,
     required_parameters,
 )
 from hybridrl.config.reward import (
@@ -30,8 +28,7 @@ from hybridrl.config.reward import (
     own_columns,
 )
 from hybridrl.config.signatures import Number, Signature, check_numbers, signature_of
-from hybridrl.config.spelling import to_override
-from hybridrl.errors import ConfigError, close_names, first_of, suggest_name
+from hybridrl.errors import ConfigError, suggest_name
 
 _PACKAGE = Path(hybridrl.__file__).parent / "rewards"
 _OF_VERL = {"solution_str": "response", "ground_truth": "answer", "data_source": "source"}
@@ -83,11 +80,7 @@ def _check_function(config: ExperimentConfig, root: str, part: RewardPart) -> It
     key, spelled = f"{root}.function", part.function
     path, colon, name = spelled.rpartition(":")
     if colon:
-        if flaw := flaw_of_file(path):
-            fix = "correct it; the form is path/to/file.py:function"
-            yield error(config, key, flaw, fix=fix)
-        else:
-            yield from _check_in_file(config, root, part, Path(path), name)
+        yield from _check_in_file(config, root, part, Path(path), name)
     elif spelled not in BUILT_IN_REWARDS:
         rule = "neither a built-in reward nor path/to/file.py:function"
         remedies = [f"{key}={built_in}" for built_in in tuple(BUILT_IN_REWARDS)[:2]]
@@ -112,22 +105,19 @@ def _check_in_file(
         yield error(config, key, f"{file} must end in .py", fix="rename the file")
         return
     try:
-        names = names_at_top_level(file)
-    except SyntaxError as err:
-        yield error(config, key, f"not a Python file: {err}", fix=f"correct {file}")
+        node = find_name(file, name)
+    except SignatureError as flaw:
+        yield error(config, key, flaw.rule, fix=flaw.fix)
         return
-    if name not in names:
-        if ANYTHING not in names:
-            yield _missing_function(config, key, file, name, names)
+    if node is None:
         return
-    node = names[name]
-    flaw, line = _flaw_of(node), _line_that_calls(node)
+    problem, line = _flaw_of(node), _line_that_calls(node)
     if part.function not in BUILT_IN_REWARDS and line:
         fix = f"add the line `{line}` to {file}, then set {key}={file}:scored"
         yield error(config, key, "it is a function of another framework", fix=fix)
-    elif part.function not in BUILT_IN_REWARDS and flaw:
+    elif part.function not in BUILT_IN_REWARDS and problem:
         fix = f"write def {name}({', '.join(BATCH_COLUMNS[:2])}): ..., or with other columns"
-        yield error(config, key, f"it {flaw}", fix=fix)
+        yield error(config, key, f"it {problem}", fix=fix)
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
         yield from check_numbers(
             _without_columns(signature_of(node)),
@@ -136,22 +126,6 @@ def _check_in_file(
             key_of=lambda name: f"{root}.args.{name}",
             removing=lambda name: f"~{root}.args.{name}",
         )
-
-
-def _missing_function(
-    config: ExperimentConfig, key: str, file: Path, name: str, names: Names
-) -> ConfigError:
-    functions = [
-        name
-        for name, node in names.items()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _flaw_of(node)
-    ]
-    rule = f"{file} defines no function {name!r} at its top level"
-    if functions:
-        rule += f"; its functions are {first_of(functions, at_most=8)}"
-    near = close_names(name, functions) or functions[:2]
-    remedies = [f"{key}={to_override(f'{file}:{function}')}" for function in near]
-    return error(config, key, rule, *(remedies or [f"{key}=exact_match"]))
 
 
 def _flaw_of(node: ast.AST) -> str:

@@ -1,4 +1,4 @@
-"""Rules about rollout engines, the SGLang server that they may start, and recorded rollouts."""
+"""Rules about rollout engines, open responses (docs/asynchronous.md) and recorded rollouts."""
 
 from __future__ import annotations
 
@@ -7,54 +7,14 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from hybridrl.config.agent import PROXY
 from hybridrl.config.checks.messages import error, refuse_own_arguments, removal
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.paths import flaw_of_folder
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
+from hybridrl.config.topology import Attached, Own
 from hybridrl.errors import ConfigError, instruction
 from hybridrl.models.architecture import find_architecture
-
-TYPED: Mapping[str, str] = {
-    "model_path": "model.path",
-    "tokenizer_path": "model.path",
-    "context_length": "data.max_prompt_tokens and rollout.max_response_tokens",
-    "random_seed": "seed",
-    "device": "cluster.device",
-    "dtype": "rollout.dtype",
-    "tp_size": "rollout.tensor_parallel_size",
-    "mem_fraction_static": "rollout.memory_fraction",
-    "max_running_requests": "rollout.num_slots",
-    "disable_cuda_graph": "rollout.cuda_graphs",
-    "enable_return_routed_experts": "rollout.routed_experts",
-    "enable_memory_saver": "rollout.sleep",
-    "enable_weights_cpu_backup": "rollout.backup_weights, or lora.base=backup",
-    "enable_lora": "lora.enabled",
-    "lora_paths": "lora.init_from",
-    "max_lora_rank": "lora.rank",
-    "lora_target_modules": "lora.target_modules",
-}
-"""Arguments of SGLang that follow from a hybridrl key."""
-
-TAKEN: Mapping[str, str] = {
-    "host": "the server listens on its own machine alone",
-    "port": "each server looks for a free one",
-    "served_model_name": "it identifies the server on its port",
-    "load_format": "weights are sent by the trainer, not read",
-    "skip_tokenizer_init": "requests carry token ids in both directions",
-    "max_loras_per_batch": "there is one adapter",
-    "max_loaded_loras": "there is one adapter",
-    "dp_size": "each group of rollout.tensor_parallel_size ranks has a server of its own",
-    "pp_size": "a server is tensor-parallel alone",
-    "nnodes": "it follows from the devices of the engine",
-    "node_rank": "it follows from the devices of the engine",
-    "dist_init_addr": "engines look for free ports",
-    "nccl_port": "engines look for free ports",
-    "disaggregation_mode": "worker_type of a group decides it",
-    "disaggregation_bootstrap_port": "engines look for free ports",
-    "api_key": "each server gets a random one, which its engine alone knows",
-    "admin_api_key": "each server gets a random key, which its engine alone knows",
-}
-"""Arguments of SGLang that users may not choose, and why."""
 
 READ_BY: Mapping[str, tuple[str, str | int | float | bool]] = {
     "num_threads": ("hf", 1),
@@ -71,6 +31,13 @@ _READ_BY_SERVERS = ("start_timeout_s", "request_timeout_s")
 
 _FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
 """Backends of SGLang in Triton or plain torch, for any number type."""
+
+_STALENESS = "trainer.max_staleness"
+_OVERSAMPLE = "rollout.oversample"
+_WEIGHED = "algorithm.rollout_correction=importance"
+_CLIPPED = "algorithm.old_logprobs=sampler"
+_MASK = "off_policy_mask"
+_MASKED = f"algorithm.token_mask={_MASK}"
 
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
@@ -115,7 +82,7 @@ def check_sglang(config: ExperimentConfig) -> Iterator[ConfigError]:
     rollout, is_cuda = config.rollout, config.cluster.device == "cuda"
     if rollout.engine != "sglang":
         return
-    yield from refuse_own_arguments(config, "rollout.engine_args", typed=TYPED, taken=TAKEN)
+    yield from refuse_own_arguments(config, "rollout.engine_args")
     for name in ("cuda_graph_backend_prefill", "cuda_graph_backend_decode"):
         is_in_pieces = rollout.engine_args.get(name) == "breakable"
         if is_in_pieces and is_cuda and rollout.sleep and rollout.cuda_graphs:
@@ -228,6 +195,88 @@ def check_replayed_run(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, f"{key}=false")
 
 
+def check_sampling_ahead(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Only engines on devices of their own sample while the trainer learns."""
+    off = f"{_STALENESS}=0"
+    if not config.trainer.max_staleness:
+        return
+    if config.rollout.replay is not None:
+        yield error(config, _STALENESS, "rollout.replay samples nothing", off)
+    elif not isinstance(config.topology, Own | Attached):
+        rule = "the ranks of the policy have the rollout engines, which sleep while the ranks learn"
+        yield error(config, _STALENESS, rule, off, f"serving=own rollout.sleep=false {_WEIGHED}")
+    if config.rollout.dump:
+        rule = "rollout.dump has all prompts of a call in one file, and here a call answers others"
+        yield error(config, _STALENESS, rule, off)
+    if config.agent.loop == PROXY:
+        rule = f"agent.loop={PROXY} has one server for its programs, which ends with their step"
+        yield error(config, _STALENESS, rule, off)
+
+
+def check_oversampling(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Open responses stay with the engines of the ranks, which ask for single responses."""
+    rollout, off = config.rollout, f"{_OVERSAMPLE}=1"
+    if not config.oversamples:
+        return
+    if not config.agent.is_single_turn:
+        rule = (
+            f"agent.loop={config.agent.loop}: conversations are not interrupted; with "
+            "rollout.oversample every response is a single turn"
+        )
+        yield error(config, _OVERSAMPLE, rule, off)
+    if config.has_servers:
+        rule = (
+            "serving.models has rollout engines on devices of their own: they need not stop for "
+            "the longest response; set trainer.max_staleness instead"
+        )
+        yield error(config, _OVERSAMPLE, rule, off)
+    if rollout.routed_experts:
+        rule = "rollout.routed_experts=true: the experts of interrupted tokens are not kept"
+        yield error(config, _OVERSAMPLE, rule, off)
+    if rollout.dump or rollout.replay is not None:
+        rule = (
+            "rollout.dump and rollout.replay have all prompts of a call in one file, and here a "
+            "call answers some of them"
+        )
+        yield error(config, _OVERSAMPLE, rule, off)
+
+
+def check_stale_tokens(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Tokens of earlier weights are corrected for, or it is said that they are not."""
+    algorithm = config.algorithm
+    if algorithm.rollout_correction is not None or algorithm.old_logprobs == "sampler":
+        return
+    if algorithm.token_mask == _MASK:
+        return
+    causes = [f"{_OVERSAMPLE}={config.rollout.oversample:g}"] if config.oversamples else []
+    causes += [f"{_STALENESS}={config.trainer.max_staleness}"] if config.samples_ahead else []
+    for cause in causes:
+        rule = f"{cause} learns from tokens of earlier weights, and nothing corrects for it"
+        fix = (
+            f"set {_CLIPPED}, {_MASKED} or {_WEIGHED}; to leave them uncorrected, "
+            f"{_WEIGHED} algorithm.rollout_correction_args.level=none"
+        )
+        key = "algorithm.rollout_correction"
+        yield error(config, key, rule, _CLIPPED, _MASKED, _WEIGHED, fix=fix)
+
+
+def check_updates_meet_open_responses(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """In a synchronous run no response is open when weights are loaded.
+
+    Only a single response begins again as a unit: earlier turns of a conversation stay.
+    """
+    key, on_update = "serving.on_update", config.serving.on_update
+    if on_update != "interrupt" and not config.samples_ahead:
+        rule = f"would be ignored: {_STALENESS}=0 leaves no response open while weights are loaded"
+        yield error(config, key, rule, f"{key}=interrupt")
+    elif on_update == "abort" and not config.agent.is_single_turn:
+        rule = (
+            f"agent.loop={config.agent.loop} holds conversations, whose earlier turns and calls of "
+            "tools cannot begin again"
+        )
+        yield error(config, key, rule, f"{key}=interrupt", f"{key}=finish")
+
+
 RULES = (
     check_embedded_engine,
     check_sglang_is_installed,
@@ -236,4 +285,11 @@ RULES = (
     check_routing_replay,
     check_recording,
     check_replayed_run,
+)
+
+ASYNCHRONOUS_RULES = (
+    check_sampling_ahead,
+    check_oversampling,
+    check_stale_tokens,
+    check_updates_meet_open_responses,
 )

@@ -11,22 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from hybridrl.config.checks import (
     agent,
     algorithm,
-    asynchronous,
     batch_sizes,
     cluster,
     data,
     evaluation,
-    external_models,
-    fsdp2,
-    lora,
     megatron,
     megatron_args,
     model,
-    offline,
     other_models,
     reward,
     rollout,
-    run_folder,
     serving,
 )
 from hybridrl.config.experiment import ExperimentConfig
@@ -68,8 +62,8 @@ def rules_of(mode: str) -> Groups:
             **_SAMPLING_RULES,
             "checkpoint": (evaluation.check_eval_checkpoint,),
         }
-    if mode in offline.RULES:
-        return {**_COMMON_RULES, **_TRAINING_RULES, mode: offline.RULES[mode]}
+    if mode in algorithm.OFFLINE_RULES:
+        return {**_COMMON_RULES, **_TRAINING_RULES, mode: algorithm.OFFLINE_RULES[mode]}
     groups = {**_COMMON_RULES, **_TRAINING_RULES, **_SAMPLING_RULES, **_REINFORCING_RULES}
     if mode != "plan":
         return groups
@@ -81,20 +75,20 @@ def rules_of(mode: str) -> Groups:
 
 _COMMON_RULES: Groups = {
     "model": model.RULES,
-    "fsdp2": fsdp2.RULES,
+    "fsdp2": megatron.FSDP2_RULES,
     "megatron": (*megatron.RULES, *megatron_args.RULES),
-    "lora": lora.RULES,
+    "lora": model.LORA_RULES,
     "data": data.RULES,
     "cluster": cluster.RULES,
-    "run folder": run_folder.RULES,
+    "run folder": cluster.RUN_FOLDER_RULES,
 }
 _TRAINING_RULES: Groups = {
     "schedule": (algorithm.check_warmups,),
     "checkpoints": (evaluation.check_best_metric,),
 }
 _SAMPLING_RULES: Groups = {
-    "rollout": (*rollout.RULES, lora.check_lora_base),
-    "serving": (*serving.RULES, *external_models.RULES),
+    "rollout": (*rollout.RULES, model.check_lora_base),
+    "serving": serving.RULES,
     "agent": agent.RULES,
     "reward": reward.RULES,
     "other models": other_models.RULES,
@@ -102,7 +96,7 @@ _SAMPLING_RULES: Groups = {
 }
 _REINFORCING_RULES: Groups = {
     "algorithm": (*algorithm.RULES, other_models.check_teacher),
-    "asynchronous": asynchronous.RULES,
+    "asynchronous": rollout.ASYNCHRONOUS_RULES,
     "batch sizes": batch_sizes.RULES,
 }
 _OF_A_RUN: frozenset[Rule] = frozenset(
@@ -110,11 +104,11 @@ _OF_A_RUN: frozenset[Rule] = frozenset(
         data.check_data_files,
         *reward.RULES,
         agent.check_agent_is_there,
-        run_folder.check_run_folder,
-        run_folder.check_tracker_packages,
+        cluster.check_run_folder,
+        cluster.check_tracker_packages,
         rollout.check_sglang_is_installed,
         rollout.check_replayed_run,
-        external_models.check_keys_are_set,
+        serving.check_keys_are_set,
     }
 )
 """Rules about files and packages that a run needs, and its plan does not."""

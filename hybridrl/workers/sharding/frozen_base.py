@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.planning.frozen_base import BasePlan, RankFacts, choose_base
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.memory import empty_cache, free_bytes

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import activity, trace
 from hybridrl.errors import PhaseError

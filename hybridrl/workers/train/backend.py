@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridrl.batch import RolloutBatch, TrainBatch, routed_experts_of, row_offsets
-from hybridrl.config.actor import ActorConfig
-from hybridrl.config.critic import CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig
 from hybridrl.errors import DataError
 from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import Architecture

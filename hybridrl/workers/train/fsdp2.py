@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from hybridrl.config.actor import ActorConfig
-from hybridrl.config.critic import CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import ModelError

@@ -20,8 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from hybridrl.config.actor import ActorConfig, EngineConfig
-from hybridrl.config.critic import CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig, EngineConfig
 from hybridrl.models.experts import ExpertMatrix, StoredNames
 from hybridrl.models.load import (
     DTYPES,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.workers.rollout.sglang.arguments import (
     ServingSpec,
     build_arguments,

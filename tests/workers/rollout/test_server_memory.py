@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes, held_bytes
 from tests.config.values import config_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.topology import Fused, LedEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.config.lora import ATTENTION_LINEAR, LoraConfig
+from hybridrl.config.model import ATTENTION_LINEAR, LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.buckets import stage_by_reference

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import CriticBatch, jagged_from, row_lengths
-from hybridrl.config.actor import EngineConfig
-from hybridrl.config.critic import CriticConfig
+from hybridrl.config.actor import CriticConfig, EngineConfig
 from tests.workers.train.engines import ACTOR, make_rows
 
 CRITIC = CriticConfig(

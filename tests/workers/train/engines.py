@@ -20,8 +20,7 @@ from hybridrl.batch import (
     row_lengths,
     spread_over_tokens,
 )
-from hybridrl.config.actor import ActorConfig, OptimizerConfig
-from hybridrl.config.checks.fsdp2 import UNUSED as FSDP2
+from hybridrl.config.actor import ActorConfig, FSDP2Config, OptimizerConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
@@ -53,7 +52,7 @@ ACTOR = ActorConfig(
     gradient_checkpointing=False,
     logprob_chunk_tokens=16,
     replay_routing=False,
-    fsdp2=FSDP2,
+    fsdp2=FSDP2Config(),
     optimizer=OPTIMIZER,
 )
 MODEL = ModelConfig(path=None, starter=None, dtype="float32", attention="auto")

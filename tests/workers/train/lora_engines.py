@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.actor import ActorConfig
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.models.adapter import Adapter
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine

@@ -19,7 +19,7 @@ from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TokenLossInputs
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
-from tests.workers.train.engines import ACTOR, FSDP2, LOSS, build_fsdp2, fsdp2_of, make_rows
+from tests.workers.train.engines import ACTOR, LOSS, build_fsdp2, fsdp2_of, make_rows
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _build(folder: Path, **options: Any) -> PolicyEngine:
-    return build_fsdp2(folder, config=replace(ACTOR, fsdp2=replace(FSDP2, **options)))
+    return build_fsdp2(folder, config=replace(ACTOR, fsdp2=replace(ACTOR.fsdp2, **options)))
 
 
 def _neighbours(rank: int, folder: Path, num_ahead: int) -> list[tuple[list[int], list[int]]]:

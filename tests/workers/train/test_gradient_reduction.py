@@ -18,7 +18,6 @@ from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
-    FSDP2,
     LOSS,
     assert_same_weights,
     build_fsdp2,
@@ -68,7 +67,7 @@ def _bytes_of_whole_gradients(engine: PolicyEngine) -> int:
 def _learn(
     rank: int, folder: Path, reduce_gradients: Any, num_rows: int
 ) -> tuple[dict[str, Tensor], _LossThatLooksAround]:
-    options = replace(FSDP2, reduce_gradients=reduce_gradients)
+    options = replace(ACTOR.fsdp2, reduce_gradients=reduce_gradients)
     config = replace(ACTOR, fsdp2=options, max_tokens_per_microbatch=20)
     engine = build_fsdp2(folder, config=config)
     loss = _LossThatLooksAround(engine)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.lora import ATTENTION_LINEAR, LINEAR_MODULES
+from hybridrl.config.model import ATTENTION_LINEAR, LINEAR_MODULES
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import read_architecture
 from hybridrl.workers.train.policy_engine import BaseModelReference

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.errors import EngineError, ModelError
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.models.architecture import read_architecture

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import WeightRoute
 from hybridrl.network import Door, host_and_port

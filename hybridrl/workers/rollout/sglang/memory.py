@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.models.architecture import read_architecture

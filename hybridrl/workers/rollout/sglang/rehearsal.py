@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hybridrl.config.checks.rollout import TYPED
+from hybridrl.config.checks.messages import own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import StarterConfig
 from hybridrl.errors import ConfigError, ConfigErrors
@@ -105,8 +105,8 @@ def violation_of(
     if not names:
         return ConfigError("rollout.engine", "sglang", rule, "see what it says")
     first, *others = names
-    if first in TYPED:
-        key = TYPED[first].split()[0].rstrip(",")
+    if typed := own_arguments("rollout.engine_args").typed.get(first):
+        key = typed.split()[0].rstrip(",")
         return ConfigError(key, arguments[first], rule, f"change {key}")
     keys = [given_by.get(name, f"rollout.engine_args.{name}") for name in (first, *others)]
     removal = " ".join(f"~{key}" for key in keys)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from hybridrl.config.actor import ActorConfig
-from hybridrl.config.critic import CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig
 from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge

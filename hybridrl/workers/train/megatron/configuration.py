@@ -15,8 +15,8 @@ from hybridrl.config.actor import EngineConfig
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.checks.megatron_args import keys_of_transformer_engine
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ConfigError, close_names
 from hybridrl.models.architecture import MLP_MODULES, Architecture
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext

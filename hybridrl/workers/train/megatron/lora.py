@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear, rms_norm
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import Architecture
 from hybridrl.workers.train.megatron.architecture import adapter_tensors, hf_tensors

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hybridrl.config.actor import ActorConfig
-from hybridrl.config.critic import CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.models.logprobs import VocabShard, token_logprobs

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import TrainBatch
-from hybridrl.config.checks.megatron import UNUSED
+from hybridrl.config.megatron import MegatronConfig
 from hybridrl.metrics import Metrics
 from tests.contract.layouts import Layout
 from tests.contract.plain import PlainPolicy
@@ -169,7 +169,7 @@ def test_steps_are_those_of_the_plain_model(
         assert reported["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
     with torch.no_grad():
         logprobs, _ = plain.score(make_rows(4, seed=9), temperature=0.9)
-    stages = replace(UNUSED, **layout.megatron).layers_of_stages(layout.num_layers)  # type: ignore[arg-type]
+    stages = replace(MegatronConfig(), **layout.megatron).layers_of_stages(layout.num_layers)  # type: ignore[arg-type]
     if stages is not None and len(stages) == layout.num_ranks:
         assert [num_layers for *_, num_layers in answers] == [*stages]
     for _, weights, scored, _ in answers:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from hybridrl.config.checks.megatron import UNUSED
+from hybridrl.config.megatron import MegatronConfig
 from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.megatron.stand_ins import install
@@ -31,7 +31,7 @@ def _train(
     install()
     from hybridrl.workers.train.megatron.backend import MegatronBackend
 
-    megatron = replace(UNUSED, **sizes)  # type: ignore[arg-type]
+    megatron = replace(MegatronConfig(), **sizes)  # type: ignore[arg-type]
     backend = MegatronBackend(
         folder,
         config=replace(ACTOR, engine="megatron"),

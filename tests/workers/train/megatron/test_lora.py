@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import TrainBatch
 from hybridrl.config.actor import ActorConfig
-from hybridrl.config.checks.megatron import UNUSED
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.megatron import MegatronConfig
+from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter import Adapter
 from hybridrl.workers.train import checkpoint
@@ -68,7 +68,7 @@ def build(
 
 
 def context_of(sizes: Sizes) -> MegatronContext:
-    megatron = replace(UNUSED, **sizes)  # type: ignore[arg-type]
+    megatron = replace(MegatronConfig(), **sizes)  # type: ignore[arg-type]
     return MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
 
 
