@@ -16,7 +16,7 @@ import ray
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.serving.engine_process import EngineProcess, FollowerProcess, ProcessHandle
-from hybridrl.serving.external import ApiKeys
+from hybridrl.serving.frozen import ApiKeys
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.placement import Place, ReservedNode, find_places, find_reserved_nodes
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, plan_own_engines

@@ -23,12 +23,10 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.architecture import read_architecture
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
-from hybridrl.serving.background import BackgroundSampling
+from hybridrl.serving.background import BackgroundSampling, OpenGroups, SampleBuffer
 from hybridrl.serving.engine_handle import Launch
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.external import ApiKeys, ExternalModel
-from hybridrl.serving.frozen import FrozenModel
-from hybridrl.serving.open_groups import OpenGroups, SampleBuffer
+from hybridrl.serving.frozen import ApiKeys, ExternalModel, FrozenModel
 from hybridrl.serving.plan import plan_own_engines
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests

@@ -23,8 +23,7 @@ from hybridrl.errors import HybridRLError, PhaseError, RequestError, ServerDiedE
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams
-from hybridrl.serving.background import BackgroundSampling
-from hybridrl.serving.open_groups import OpenGroups, SampleBuffer
+from hybridrl.serving.background import BackgroundSampling, OpenGroups, SampleBuffer
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests

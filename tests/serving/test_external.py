@@ -19,7 +19,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriftError, ExternalEngineError
 from hybridrl.sampler import RequestParams
 from hybridrl.serving import external
-from hybridrl.serving.external import ApiKeys, ExternalModel
+from hybridrl.serving.frozen import ApiKeys, ExternalModel
 from hybridrl.workers.rollout.sglang import comparison
 from hybridrl.workers.rollout.sglang.comparison import differences, expect_server
 from hybridrl.workers.sharding.manager_client import Answer

@@ -12,7 +12,7 @@ import torch
 
 from hybridrl.errors import ExternalEngineError
 from hybridrl.sampler import RequestParams
-from hybridrl.serving.external import ApiKeys, ExternalModel
+from hybridrl.serving.frozen import ApiKeys, ExternalModel
 from hybridrl.workers.rollout.sglang.arguments import build_arguments, environment
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.process import free_port

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import DeadlineError, EngineError, ModelError
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang import server, server_calls
+from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.process import free_port
@@ -214,7 +214,7 @@ def test_a_port_that_another_process_took_is_left_to_it(
         taken = other.getsockname()[1]
         ports = iter([taken, taken, free_port()])
         monkeypatch.setattr(server, "free_port", lambda: next(ports))
-        monkeypatch.setattr(server_calls, "PROBE_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(server, "PROBE_TIMEOUT_S", 0.3)
         with start("0.5.21") as engine:
             assert engine._server.info["port"] != taken
         assert next(ports, None) is None

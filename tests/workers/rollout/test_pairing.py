@@ -13,11 +13,10 @@ from hybridrl.errors import EngineError
 from hybridrl.sampler import Sample, Sampler
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
 from hybridrl.workers.rollout.sglang.client import ControlClient
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answer, Answering, Body, answering
 from tests.workers.rollout.engines import tokens_of

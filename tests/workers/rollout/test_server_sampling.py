@@ -23,9 +23,13 @@ from hybridrl.random_streams import response_keys
 from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel, read_sample
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler
+from hybridrl.workers.rollout.sglang.sampling import (
+    ExpertShape,
+    HttpSampler,
+    ServedModel,
+    read_sample,
+)
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answering, Body, answering
 from tests.workers.rollout.engines import tokens_of

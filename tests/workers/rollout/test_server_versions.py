@@ -14,7 +14,7 @@ import pytest
 from hybridrl.env import ROOT
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.sglang import versions
-from hybridrl.workers.rollout.sglang.versions import TESTED_VERSIONS, require_known_version
+from hybridrl.workers.rollout.sglang.server import TESTED_VERSIONS, require_known_version
 
 SOURCES = ROOT / "hybridrl" / "workers" / "rollout" / "sglang"
 

@@ -33,7 +33,7 @@ from hybridrl.workers.rollout.sglang.comparison import (
     differences,
     expect_policy_server,
 )
-from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
+from hybridrl.workers.rollout.sglang.server import ControlCalls
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,10 @@ from hybridrl.models.model_folder import read_settings
 from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams
 from hybridrl.workers.rollout.request_gate import ProgramCall
-from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, ServingSpec
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler
-from hybridrl.workers.rollout.sglang.versions import require_known_version
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
+from hybridrl.workers.rollout.sglang.server import require_known_version
 
 Json = Mapping[str, object]
 

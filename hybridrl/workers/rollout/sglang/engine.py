@@ -17,14 +17,12 @@ from hybridrl.sampler import Program, Sampler, T
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
 from hybridrl.workers.rollout.sglang.memory import held_bytes
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler
-from hybridrl.workers.rollout.sglang.server import StartedServer
-from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
+from hybridrl.workers.rollout.sglang.sampling import ExpertShape, HttpSampler, ServedModel
+from hybridrl.workers.rollout.sglang.server import ControlCalls, StartedServer
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
 
 _LEAVE_S = 2.0

@@ -1,13 +1,17 @@
-"""One SGLang server as a child of this process: started, compared with its arguments, ended."""
+"""One SGLang server: its release, its control calls, and one that is a child of this process."""
 
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import sys
 import time
 import uuid
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.workers.rollout.sglang.arguments import (
@@ -17,12 +21,233 @@ from hybridrl.workers.rollout.sglang.arguments import (
     build_arguments,
     environment,
 )
-from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ControlClient
+from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
-from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
-from hybridrl.workers.rollout.sglang.versions import require_as_asked, require_known_version
+from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
 log = logging.getLogger(__name__)
+
+Body = dict[str, Any]
+
+_FLUSH_WAIT_S = 1.0
+
+_PAUSE_MODE = "abort"
+"""That ends all requests: with other modes of ``/pause_generation`` some stay, and the server
+asserts that there are none when its memory is released."""
+
+
+class ControlCalls:
+    """A server that answers, and its control calls."""
+
+    client: ControlClient
+
+    info: Body
+    """Its arguments when it answered first, and more; see ``server_info``."""
+
+    start_s: float
+    """Seconds until it answered."""
+
+    num_ranks: int
+    """Processes that share its model."""
+
+    _timeout_s: float
+    """Of one call (``rollout.stage_timeout_s``)."""
+
+    _start_timeout_s: float
+    """Of a load of all weights from files, as in a start (``rollout.start_timeout_s``)."""
+
+    def has_died(self) -> bool:
+        """Whether it is gone, as far as is known."""
+        raise NotImplementedError
+
+    def require_alive(self, what: str) -> None:
+        """Raise if it is gone.
+
+        Raises:
+            ServerDiedError: names ``what`` was asked, and why nobody answers.
+        """
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Use it no more. Idempotent."""
+        raise NotImplementedError
+
+    # -- names of its weights --------------------------------------------------------------------
+
+    def version_name(self, version: int) -> str:
+        """Return the server's name of the weights of a policy version."""
+        return str(version)
+
+    def begin_update(self) -> None:
+        """Weights are about to be sent. Idempotent until ``finish_update``."""
+
+    def finish_update(self, version: int) -> None:
+        """Stamp all later responses with a version: all weights were loaded."""
+        self.post(
+            "/update_weight_version",
+            new_version=self.version_name(version),
+            abort_all_requests=False,
+        )
+
+    # -- control calls ---------------------------------------------------------------------------
+
+    def server_info(self) -> Body:
+        """Return arguments in effect, version and internal state."""
+        info: Body = self.client.call("/server_info", timeout_s=PROBE_TIMEOUT_S, method="GET")
+        return info
+
+    def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ControlClient.call
+        """Do one control call within ``rollout.stage_timeout_s``, and the time left of its stage.
+
+        Raises:
+            EngineError: it was refused, or the server is gone.
+            DeadlineError: it was not answered.
+        """
+        return self.client.call(path, body, timeout_s=left_s(self._timeout_s))
+
+    def require_success(self, path: str, **body: object) -> Body:
+        """Do one control call as ``post``, whose answer contains its own success."""
+        return self.client.run(self.client.succeed(path, body, timeout_s=left_s(self._timeout_s)))
+
+    def load_folder(self, folder: Path, *, load_format: str) -> None:
+        """Load all weights of a folder, within ``rollout.start_timeout_s``.
+
+        Fails as ``require_success`` does.
+        """
+        body = {"model_path": str(folder), "load_format": load_format, "flush_cache": False}
+        timeout_s = left_s(self._start_timeout_s)
+        self.client.run(self.client.succeed("/update_weights_from_disk", body, timeout_s=timeout_s))
+
+    def hold(self, *, timeout_s: float) -> None:
+        """Admit no request, and verify that none runs and no cache of old weights is left.
+
+        Requests that still run are cut off, whatever their sender, also those kept by the pause of
+        another client.
+
+        Raises:
+            DeadlineError: it is still busy at the deadline; how many run and wait.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._empty(deadline)
+            except (RefusedError, DeadlineError) as error:
+                log.info("SGLang is still busy: %s", error)
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"SGLang is still busy {timeout_s:g} s after its requests were aborted "
+                        f"({self.load()}), so its memory cannot be released: {error}"
+                    ) from error
+                self.post("/continue_generation")  # paused requests cannot end
+            else:
+                return
+
+    def _empty(self, deadline: float) -> None:
+        """Abort all, stop admission, and let the server itself verify that it is idle.
+
+        In this order because ``/pause_generation`` looks only once a second whether all requests
+        have ended (0.5.21 to 0.5.23); on an idle server it returns at once.
+        """
+
+        def until_deadline_s() -> float:
+            return max(LEAST_WAIT_S, deadline - time.monotonic())
+
+        self.client.call("/abort_request", {"abort_all": True}, timeout_s=until_deadline_s())
+        wait_s = min(_FLUSH_WAIT_S, until_deadline_s())
+        path = f"/flush_cache?timeout={wait_s:.2f}"
+        self.client.call(path, timeout_s=wait_s + until_deadline_s())
+        self.client.call("/pause_generation", {"mode": _PAUSE_MODE}, timeout_s=until_deadline_s())
+        # Again: a request may have arrived before the admission stopped.
+        self.client.call("/flush_cache", timeout_s=until_deadline_s())
+
+    def load(self) -> str:
+        """Describe how many requests run and wait, for a message: figures may be seconds old."""
+        try:
+            loads = self.client.run(self.client.loads())
+        except (EngineError, DeadlineError) as error:
+            return f"it does not say how many requests run: {error}"
+        return ", ".join(
+            f"{load.get('num_running_reqs')} requests running and "
+            f"{load.get('num_waiting_reqs')} waiting"
+            for load in loads
+        )
+
+    def progress(self) -> object:
+        """Return its loads with their times, which a paused or hung server does not change."""
+        return self.client.run(self.client.loads())
+
+
+TESTED_VERSIONS = ("0.5.21", "0.5.23")
+"""The first is the oldest accepted."""
+
+_KEPT = (
+    *("model_path", "dtype", "tp_size", "context_length", "enable_memory_saver"),
+    *("enable_weights_cpu_backup", "enable_return_routed_experts", "enable_lora", "max_lora_rank"),
+)
+"""Arguments that the trainer relies on; SGLang may adapt others to the machine."""
+
+Json = Mapping[str, object]
+
+
+def require_known_version(server_info: Json) -> str:
+    """Return the version of a server. Warns, once a process, of one that was not tested.
+
+    Args:
+        server_info: answer of ``/server_info``.
+
+    Raises:
+        EngineError: it has no version, or one older than the oldest tested.
+    """
+    version = server_info.get("version")
+    if not isinstance(version, str) or not re.match(r"\d+\.\d+\.\d+", version):
+        raise EngineError(
+            f"the rollout server reports version {version!r} in /server_info, which is none of "
+            "SGLang: is another program on its port?"
+        )
+    if _numbers(version) < _numbers(TESTED_VERSIONS[0]):
+        raise EngineError(
+            f"SGLang {version} is too old; {TESTED_VERSIONS[0]} is the oldest that is driven: "
+            f"pip install 'sglang=={TESTED_VERSIONS[0]}'"
+        )
+    _warn_if_untested(version)
+    return version
+
+
+def require_as_asked(arguments: Json, info: Json) -> None:
+    """Refuse a server that runs with other arguments than it was given.
+
+    Args:
+        info: the server's answer to ``/server_info``.
+
+    Raises:
+        EngineError: each differing argument, with the requested and the effective value.
+    """
+    differing = [
+        f"{name}={info[name]!r} instead of {arguments[name]!r}"
+        for name in _KEPT
+        if name in arguments and name in info and info[name] != arguments[name]
+    ]
+    if differing:
+        raise EngineError(
+            f"SGLang does not run as it was started: {', '.join(differing)}; it changes what the "
+            "model or the device cannot do: see its log, and ask for what it can"
+        )
+
+
+@cache
+def _warn_if_untested(version: str) -> None:
+    is_release = re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?(\+.*)?", version) is not None
+    if not is_release or _numbers(version) not in map(_numbers, TESTED_VERSIONS):
+        log.warning(
+            "SGLang %s is not tested with this version of hybridrl; tested are %s",
+            version,
+            ", ".join(TESTED_VERSIONS),
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
 
 _POLL_S = 0.2
 _CHILD = "hybridrl.workers.rollout.sglang.child"

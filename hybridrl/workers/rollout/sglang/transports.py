@@ -21,7 +21,7 @@ from hybridrl.workers.rollout.buckets import (
     allocator_of,
     lay_out,
 )
-from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
+from hybridrl.workers.rollout.sglang.server import ControlCalls
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 
 Encode = Callable[[Tensor, Sequence[TensorSpan]], str]

@@ -35,7 +35,7 @@ from hybridrl.workers.rollout.sglang.memory import (
     base_shapes,
     require_whole_vocabulary,
 )
-from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
+from hybridrl.workers.rollout.sglang.server import ControlCalls
 from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
 
 try:
