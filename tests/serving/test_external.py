@@ -18,7 +18,7 @@ import torch
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriftError, ExternalEngineError
 from hybridrl.sampler import RequestParams
-from hybridrl.serving import external
+from hybridrl.serving import frozen
 from hybridrl.serving.frozen import ApiKeys, ExternalModel
 from hybridrl.workers.rollout.sglang import comparison
 from hybridrl.workers.rollout.sglang.comparison import differences, expect_server
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external, "_WAIT_S", 0.02)
+    monkeypatch.setattr(frozen, "_WAIT_S", 0.02)
     monkeypatch.setattr(comparison, "CALL_S", 1.0)
 
 
