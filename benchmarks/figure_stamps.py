@@ -155,7 +155,7 @@ FIGURES = (
         arguments=("--picture", "docs/images/killed_engine.svg"),
         measured=(
             *("benchmarks/sides/answering_engines.py", "benchmarks/sides/timed_engine.py"),
-            *(f"hybridrl/serving/{name}.py" for name in ("engine_pool", "request_queue")),
+            "hybridrl/serving/engine_pool.py",
             *(f"hybridrl/serving/{name}.py" for name in ("recovery", "server")),
             *("hybridrl/workers/sharding/lifecycle.py", "hybridrl/workers/rollout/embedded/*.py"),
         ),

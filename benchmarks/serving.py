@@ -150,11 +150,7 @@ async def ask(
 def killed(config: ExperimentConfig, model_folder: Path, *, picture: Path | None) -> None:
     """Kill an engine while both sample, and print how long its replacement took."""
     with served(config, model_folder) as (server, engines):
-        recovery = Recovery(
-            server,
-            start_timeout_s=config.rollout.start_timeout_s,
-            health_timeout_s=config.serving.health_timeout_s,
-        )
+        recovery = Recovery(server, health_timeout_s=config.serving.health_timeout_s)
         pool = pool_of(server, config, server.serving_engines())
         with recovery.filling(pool):
             died_s = asyncio.run(kill_one(pool, engines))

@@ -348,7 +348,7 @@ class BackgroundSampling:
             if self._pool.prefixes is not None:
                 self._pool.prefixes = KnownPrefixes()  # new weights empty the caches
             for index, engine in engines.items():
-                self._pool.readmit(index, engine, version=version)
+                self._pool.join(index, engine, version=version)
             yield
 
     async def _stop(self) -> None:

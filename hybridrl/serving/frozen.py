@@ -1,4 +1,8 @@
-"""Served models that keep their weights, as a judge: on engines here, or on servers elsewhere."""
+"""Served models that keep their weights, as a judge: on engines here, or on servers elsewhere.
+
+Routes of servers elsewhere: ``/server_info``, ``/model_info``, ``/generate``, ``/v1/loads``,
+``/weights_checker`` for checksums, and ``/abort_request`` of the run's own requests.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +39,8 @@ from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, plan_own_eng
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.request_gate import ProgramCall
-from hybridrl.workers.rollout.sglang.client import ControlClient, assume_alive
-from hybridrl.workers.rollout.sglang.comparison import (
+from hybridrl.workers.rollout.sglang.client import ControlClient
+from hybridrl.workers.rollout.sglang.elsewhere import (
     BROKEN,
     Expectations,
     Questions,
@@ -62,42 +66,21 @@ class FrozenModel:
     def __init__(
         self, config: ExperimentConfig, plan: ModelPlan, launch: Launch, *, key: str
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            key: that engines of ranks require.
-        """
+        """Start nothing yet; engines of ranks require ``key``."""
         self._name = plan.model
         self._config = config
         self._max_context_tokens = max_context_tokens(config, plan.model)
         self._folder = Path(str(config.serving.models[plan.model].path))
         self._vocab_size = read_architecture(self._folder).vocab_size
         self._server = RolloutServer(plan, launch, config=config.rollout)
-        self._recovery = Recovery(
-            self._server,
-            start_timeout_s=config.rollout.start_timeout_s,
-            health_timeout_s=config.serving.health_timeout_s,
-            key=key,
+        self.recovery = Recovery(
+            self._server, health_timeout_s=config.serving.health_timeout_s, key=key
         )
-        self._lent: Sequence[str] = ()
 
     def start(self) -> None:
-        """Start all engines, with the weights of the folder.
-
-        Raises:
-            StageError: an engine did not start.
-        """
+        """Start all engines, with the weights of the folder."""
         self._server.start()
         update_with_tries(partial(self._server.update, self._folder, version=VERSION))
-
-    def lend(self, urls: Sequence[str]) -> None:
-        """Take these engines of ranks, in their order, in place of those that were lent before."""
-        self._lent = urls
-        self._recovery.forget_lost()
-
-    def lost(self) -> tuple[int, ...]:
-        """Return the engines of ranks that did not work since they were lent, by their order."""
-        return self._recovery.lost()
 
     def ask(
         self, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
@@ -116,16 +99,11 @@ class FrozenModel:
             vocab_size=self._vocab_size,
             version=VERSION,
         )
-        with self._recovery.filling(pool, self._lent), self._recovery.monitor.watching():
-            return asyncio.run(self._answer_all(pool, contexts, params, timeout_s=timeout_s))
+        with self.recovery.filling(pool), self.recovery.monitor.watching():
+            return asyncio.run(self._answer_all(pool, contexts, params, timeout_s))
 
     async def _answer_all(
-        self,
-        pool: EnginePool,
-        contexts: Sequence[Tensor],
-        params: RequestParams,
-        *,
-        timeout_s: float,
+        self, pool: EnginePool, contexts: Sequence[Tensor], params: RequestParams, timeout_s: float
     ) -> list[Answer]:
         async def answer(context: Tensor) -> Answer:
             try:
@@ -150,6 +128,7 @@ class FrozenModel:
 
     def shutdown(self) -> None:
         """End all engines."""
+        self.recovery.lend(())
         self._server.shutdown()
 
 
@@ -173,7 +152,7 @@ class ApiKeys:
     """Of the router, of its servers, and of the engines of the ranks; made for the run."""
 
     by_model: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Of servers that run elsewhere, by the name of their model."""
+    """Of servers that run elsewhere, by the name of their model; empty if they require none."""
 
     @classmethod
     def read(cls, config: ExperimentConfig, *, own: str) -> ApiKeys:
@@ -181,10 +160,6 @@ class ApiKeys:
         external = config.serving.external
         by_model = {name: env.get(model.key_variable or "") for name, model in external.items()}
         return cls(own, by_model)
-
-    def of(self, model: str) -> str:
-        """Return the key of a model's servers elsewhere; empty if they require none."""
-        return self.by_model.get(model, "")
 
 
 class ExternalModel(FrozenModel):
@@ -206,7 +181,7 @@ class ExternalModel(FrozenModel):
             engine.url,
             expected=self._expected,
             config=self._config.rollout,
-            key=self._keys.of(self._name),
+            key=self._keys.by_model[self._name],
             weight_versions=self._weight_versions,
         )
         return handle
@@ -271,7 +246,6 @@ class ExternalHandle(EngineHandle):
         """Connect when first used.
 
         Args:
-            url: as ``http://HOST:PORT``.
             key: that the server requires; empty: it requires none.
             weight_versions: of servers that were compared before, by URL; this one's is added.
         """
@@ -279,12 +253,8 @@ class ExternalHandle(EngineHandle):
         self._expected = expected
         self._config = config
         self._weight_versions = weight_versions
-        self._client = ControlClient(
-            self._url, name=f"SGLang at {self._url}", require_alive=assume_alive, key=key
-        )
-        self._questions = Questions(
-            self._client, expected, has_key=bool(key), timeout_s=config.stage_timeout_s
-        )
+        self._client = ControlClient(self._url, name=f"SGLang at {self._url}", key=key)
+        self._questions = Questions(self._client, expected, config.stage_timeout_s)
         self._sampler: HttpSampler | None = None
         self._has_ended = False
 
@@ -296,11 +266,7 @@ class ExternalHandle(EngineHandle):
         return self._client.start(self._compare())
 
     def checksums(self) -> Future[dict[str, str]]:
-        """Have the server compute checksums of its weights; changes nothing.
-
-        Returns:
-            By rank and the server's own name of a tensor.
-        """
+        """Have the server compute checksums of its weights, by rank and its names of tensors."""
         return self._client.start(self._checksums())
 
     def sample_group(
@@ -370,22 +336,26 @@ class ExternalHandle(EngineHandle):
         except (EngineError, DeadlineError) as error:
             return [self._questions.advice(error)]
         lines = differences(self._expected, server_info, model_info)
-        if isinstance(model_info, dict):
-            version = str(model_info.get("weight_version"))
-            known = self._weight_versions.setdefault(self._url, version)
-            if version != known:
-                lines.append(
-                    f"weight_version={version}, was {known}: somebody else updates this server"
-                )
-        if lines:
-            return lines
-        return await self._questions.unlike_in_use(model_info)
+        version = str(model_info.get("weight_version"))
+        known = self._weight_versions.setdefault(self._url, version)
+        if version != known:
+            lines.append(
+                f"weight_version={version}, was {known}: somebody else updates this server"
+            )
+        return lines or await self._questions.unlike_in_use(version)
 
     async def _sample(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, keys: Sequence[int]
     ) -> list[Sample]:
         if self._sampler is None:
-            self._sampler = self._make_sampler()
+            model = ServedModel(
+                max_context_tokens=self._expected.max_context_tokens,
+                vocab_size=self._expected.vocab_size,
+                version=VERSION,
+                weight_version=self._weight_versions[self._url],
+            )
+            timeout_s = self._config.request_timeout_s
+            self._sampler = HttpSampler(self._client, model, ProgramCall(), timeout_s=timeout_s)
             await self._sampler.__aenter__()
         try:
             return await self._sampler.sample_group(token_ids, params, keys=keys)
@@ -395,17 +365,3 @@ class ExternalHandle(EngineHandle):
             if self._has_ended:
                 raise EngineError(f"{self._url}: the connections to it were closed") from error
             raise
-
-    def _make_sampler(self) -> HttpSampler:
-        model = ServedModel(
-            max_context_tokens=self._expected.max_context_tokens,
-            vocab_size=self._expected.vocab_size,
-            version=VERSION,
-            weight_version=self._weight_versions[self._url],
-        )
-        return HttpSampler(
-            self._client,
-            model,
-            ProgramCall(),
-            timeout_s=self._config.request_timeout_s,
-        )

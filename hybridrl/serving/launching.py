@@ -84,7 +84,7 @@ class ActorLaunch:
         config, model = attached_config(self.config), self.plan.model
         elsewhere = Elsewhere(
             url=engine.url,
-            key=self.keys.of(model),
+            key=self.keys.by_model[model],
             section=f"serving.models.{model}",
             weights=config.serving.weights,
         )

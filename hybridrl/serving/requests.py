@@ -29,8 +29,8 @@ from hybridrl.config.serving import FaultConfig, FaultKind
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.engine_pool import AskGroup, EnginePool, ask_process
+from hybridrl.serving.engine_handle import AskGroup, EngineHandle, ask_process
+from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.router import PolicyRouter, connect
 from hybridrl.workers.rollout.sglang.client import Endpoint
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler

@@ -30,8 +30,7 @@ from hybridrl.errors import (
 )
 from hybridrl.metrics import Mean, Metrics, Sum, merge
 from hybridrl.sampler import RequestParams, Sample, T
-from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.engine_pool import AskGroup
+from hybridrl.serving.engine_handle import AskGroup, EngineHandle
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.router_process import RouterProcess
 from hybridrl.workers.rollout.request_gate import ProgramCall

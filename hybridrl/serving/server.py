@@ -30,10 +30,6 @@ from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 _START = "start"
 
 
-def _unobserved(stage: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A broadcast: the manager stops the engines, and the rank that gathers sends to them."""
@@ -63,13 +59,9 @@ class RolloutServer:
         launch: Launch,
         *,
         config: RolloutConfig,
-        observe: Callable[[str], AbstractContextManager[None]] = _unobserved,
+        observe: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            observe: called with a stage's name; wraps the stage to time and trace it.
-        """
+        """Start nothing yet; ``observe`` is called with a stage's name, and wraps it."""
         self.model = plan.model
         self.version = -1
         """Policy version of the engines that serve; -1 before the first update."""
@@ -99,7 +91,7 @@ class RolloutServer:
     # -- life ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all engines: encoders before the groups that need their addresses. Idempotent.
+        """Start all engines. Idempotent.
 
         Raises:
             StageError: engines did not start; started ones stay, and a second call starts others.
@@ -107,16 +99,8 @@ class RolloutServer:
         if self._life is not None:
             return
         with self._lock:
-            for is_encoder in (True, False):
-                failures = self._start(
-                    [
-                        index
-                        for index, (group, _) in enumerate(self._places)
-                        if (group.worker_type == "encoder") is is_encoder
-                    ]
-                )
-                if failures:
-                    raise StageError(_START, failures, of="engine")
+            if failures := self._start(range(self.num_engines)):
+                raise StageError(_START, failures, of="engine")
             life = LifeCycle(
                 self,
                 host=None,
@@ -171,12 +155,7 @@ class RolloutServer:
             return {i: self._handle(i) for i, state in states if state is State.READY}
 
     def pool(self, *, max_context_tokens: int, vocab_size: int, version: int) -> EnginePool:
-        """Return the sampler over the engines that answer now, for one program.
-
-        Args:
-            max_context_tokens: limit of context + response.
-            version: of the weights that must sample.
-        """
+        """Return the sampler over the engines that answer now, for one program."""
         return EnginePool(
             self.serving_engines(),
             num_slots=self._config.num_slots,
@@ -202,7 +181,8 @@ class RolloutServer:
             life = self._require_started()
             if life.states[index] is not State.READY or self._handles[index] is not handle:
                 return False
-            self._break(life, [index], reason)
+            life.mark_broken([index])
+            self._losses.note_lost([index], reason)
             if index in self._coming:
                 return False
             self._coming[index] = None
@@ -231,17 +211,15 @@ class RolloutServer:
         with self._lock:
             return [index for index in self._coming if self._answers(index)]
 
-    def replace(self, index: int, *, timeout_s: float) -> str:
+    def replace(self, index: int) -> str:
         """Start a process in place of a lost engine, and give it the weights of the others.
 
         These serve on and are asked nothing. An update may bring up the process meanwhile.
 
-        Args:
-            timeout_s: seconds that the process may take to start.
-
         Returns:
             Why it does not serve: try again, or ``give_up``. Empty if it serves.
         """
+        timeout_s = self._config.start_timeout_s
         with self._lock:
             if self.version < 0:
                 return "no engine has weights that a new one could get"
@@ -297,12 +275,11 @@ class RolloutServer:
             StageError: a broadcast broke off by no fault of an engine; all keep their states.
         """
         present = [i for i, state in enumerate(self.states) if state is not State.BROKEN]
-        has_joined = isinstance(self._weights, Transfer)
-        if isinstance(self._weights, Transfer) and (
-            failures := self._receive(self._weights, present)
-        ):
+        transfer = self._weights if isinstance(self._weights, Transfer) else None
+        if transfer is not None and (failures := self._receive(transfer, present)):
             return failures
-        return self.run(SYNC.name, self._loading(has_joined=has_joined), members=present)
+        action = self._loading(has_joined=transfer is not None)
+        return self.run(SYNC.name, action, members=present)
 
     def _receive(self, transfer: Transfer, present: Collection[int]) -> Failures:
         """Let the rank that gathers the weights send them to these engines."""
@@ -366,11 +343,8 @@ class RolloutServer:
             if life.states[index] is not State.BROKEN and (handle is None or not handle.is_alive())
         ]
         if dead:
-            self._break(life, dead, "its process is gone")
-
-    def _break(self, life: LifeCycle, members: Collection[int], reason: str) -> None:
-        life.mark_broken(members)
-        self._losses.note_lost(members, reason)
+            life.mark_broken(dead)
+            self._losses.note_lost(dead, "its process is gone")
 
     def _require_started(self) -> LifeCycle:
         if self._life is None:

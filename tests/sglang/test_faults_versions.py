@@ -127,10 +127,10 @@ def test_an_adapter_is_handed_over_from_the_host(
 
 def test_each_server_gets_a_key_of_its_own(start: Start) -> None:
     with start("0.5.21") as engine:
-        first = server_of(engine).key
+        first = server_of(engine).client.key
         engine.restart()
         assert len(first) >= 32
-        assert server_of(engine).key not in ("", first)
+        assert server_of(engine).client.key not in ("", first)
 
 
 def test_all_answers_of_a_stage_together_get_its_time(
@@ -159,7 +159,7 @@ def test_two_servers_that_draw_the_same_port_end_on_two(
     monkeypatch.setattr(server, "free_port", lambda: next(ports))
     with start("0.5.21") as first, start("0.5.21") as second:
         assert next(ports, None) is None
-        infos = [engine._server.server_info() for engine in (first, second)]
+        infos = [engine._server.info for engine in (first, second)]
         assert infos[0]["port"] == drawn != infos[1]["port"]
         assert [info["served_model_name"] for info in infos] == [
             server_of(engine).name for engine in (first, second)

@@ -66,7 +66,7 @@ def pairs(
 
         def run() -> list[Sample]:
             with RequestGate().admit() as call:
-                pair = PairedEndpoint(client, prefills=addresses)
+                pair = PairedEndpoint(client, addresses)
                 sampler = HttpSampler(pair, MODEL, call, timeout_s=30.0)
 
                 async def connected(_: Sampler) -> list[Sample]:

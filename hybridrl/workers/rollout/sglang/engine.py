@@ -18,11 +18,11 @@ from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
-from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
+from hybridrl.workers.rollout.sglang.elsewhere import AttachedServer
 from hybridrl.workers.rollout.sglang.memory import held_bytes
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
-from hybridrl.workers.rollout.sglang.sampling import ExpertShape, HttpSampler, ServedModel
-from hybridrl.workers.rollout.sglang.server import ControlCalls, StartedServer
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
+from hybridrl.workers.rollout.sglang.server import StartedServer
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
 
 _LEAVE_S = 2.0
@@ -43,35 +43,31 @@ class SGLangEngine(ServedWeights):
         variables: Mapping[str, str],
         device: torch.device | None = None,
     ) -> None:
-        """Start the server.
+        """Start the server; fails as ``StartedServer``, ``AttachedServer`` and ``ServedWeights``.
 
         Args:
             variables: environment of the server, for example its visible devices.
             device: of this process; None is the first of its kind.
-
-        Raises:
-            EngineError: it did not start. Other errors are those of ``StartedServer`` and of
-                    ``ServedWeights``.
         """
         super().__init__(spec, device=device or torch.device(spec.device))
         self._variables = dict(variables)
         self._model = read_architecture(spec.model_folder)
-        self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
+        self._expert_shape = _expert_shape(self._model) if spec.rollout.routed_experts else None
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
         self._boot()
 
     def _boot(self) -> None:
-        self._server = self._find_server()
+        elsewhere = self._spec.place.elsewhere
+        self._server = (
+            StartedServer(self._spec, variables=self._variables)
+            if elsewhere is None
+            else AttachedServer(self._spec, elsewhere)
+        )
         self._gate = RequestGate()
         self._released = set()
         self._forget_weights()
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
-
-    def _find_server(self) -> ControlCalls:
-        if self._spec.place.elsewhere is not None:
-            return AttachedServer(self._spec, self._spec.place.elsewhere)
-        return StartedServer(self._spec, variables=self._variables)
 
     @property
     def url(self) -> str:
@@ -86,9 +82,9 @@ class SGLangEngine(ServedWeights):
         A response is also cut (and truncated) where it and its context fill the context.
 
         Raises:
-            EngineError: the server is gone; the program was aborted by ``drain``; or responses
-                were cut off again and again.
-            DeadlineError: a server made no progress within ``rollout.request_timeout_s``.
+            EngineError: the server is gone, the program was aborted by ``drain``, or responses were
+                cut off again and again.
+            DeadlineError: no progress within ``rollout.request_timeout_s``.
         """
         with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)
@@ -99,10 +95,10 @@ class SGLangEngine(ServedWeights):
                 version=self.version,
                 weight_version=self._server.version_name(self.version),
                 adapter=None if self._spec.lora is None else ADAPTER,
-                experts=self._experts,
+                expert_shape=self._expert_shape,
             )
             client, prefills = self._server.client, self._spec.place.prefills
-            endpoint = PairedEndpoint(client, prefills=prefills) if prefills else client
+            endpoint = PairedEndpoint(client, prefills) if prefills else client
             timeout_s = self._spec.rollout.request_timeout_s
             sampler = HttpSampler(endpoint, model, call, timeout_s=timeout_s)
 
@@ -143,9 +139,7 @@ class SGLangEngine(ServedWeights):
     def drain(self, *, timeout_s: float) -> int:
         """Wait until no request runs, abort the others at the deadline, and empty the server.
 
-        Raises:
-            EngineError: the server is gone.
-            DeadlineError: it stays busy; how many requests run and wait.
+        Fails as ``ControlCalls.hold``.
         """
         self._server.require_alive("drain")
         aborted = self._gate.drain(timeout_s, grace_s=ABORT_GRACE_S)
@@ -184,33 +178,25 @@ class SGLangEngine(ServedWeights):
         return held_bytes(self._server.info, part)
 
     def restart(self) -> None:
-        """Kill the server and start another; its weights are random again.
-
-        Raises:
-            EngineError: it did not start.
-        """
+        """Kill the server and start another; its weights are random again."""
         self.shutdown()
         self._boot()
 
     def shutdown(self) -> None:
         """Kill the server with all its processes; one that runs elsewhere lives on. Idempotent."""
         self._gate.pause()
-        if self._spec.place.elsewhere is not None:
-            self._leave_requests()
+        if self._spec.place.elsewhere is not None:  # end the own requests, and no others
+            self._gate.interrupt()
+            with suppress(DeadlineError):  # its connections close, which ends them, too
+                self._gate.drain(_LEAVE_S, grace_s=_LEAVE_S)
         self._server.end()
         self.transport.forget()
 
-    def _leave_requests(self) -> None:
-        """End the own requests, and no others."""
-        self._gate.interrupt()
-        with suppress(DeadlineError):  # its connections close, which ends them, too
-            self._gate.drain(_LEAVE_S, grace_s=_LEAVE_S)
 
-
-def _expert_shape(model: Architecture) -> ExpertShape:
+def _expert_shape(model: Architecture) -> tuple[int, int]:
     if model.experts is None:
         raise ModelError(
             f"rollout.routed_experts=true, and model_type={model.model_type!r} has no experts; "
             "set rollout.routed_experts=false"
         )
-    return ExpertShape(model.num_layers, model.experts.num_per_token)
+    return model.num_layers, model.experts.num_per_token

@@ -1,4 +1,9 @@
-"""One SGLang server: its release, its control calls, and one that is a child of this process."""
+"""One SGLang server: its release, its control calls, and one that is a child of this process.
+
+The life cycle decides when a call is legal. This file has the form of each call, its time limit,
+and the text of a refusal. The tested releases answer alike in all that hybridrl asks
+(docs/versions.md).
+"""
 
 from __future__ import annotations
 
@@ -21,13 +26,27 @@ from hybridrl.workers.rollout.sglang.arguments import (
     build_arguments,
     environment,
 )
-from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ControlClient, RefusedError
+from hybridrl.workers.rollout.sglang.client import (
+    PROBE_TIMEOUT_S,
+    ControlClient,
+    RefusedError,
+)
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
 log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
+Json = Mapping[str, object]
+
+TESTED_VERSIONS = ("0.5.21", "0.5.23")
+"""The first is the oldest accepted."""
+
+_KEPT = (
+    *("model_path", "dtype", "tp_size", "context_length", "enable_memory_saver"),
+    *("enable_weights_cpu_backup", "enable_return_routed_experts", "enable_lora", "max_lora_rank"),
+)
+"""Arguments that the trainer relies on; SGLang may adapt others to the machine."""
 
 _FLUSH_WAIT_S = 1.0
 
@@ -35,14 +54,73 @@ _PAUSE_MODE = "abort"
 """That ends all requests: with other modes of ``/pause_generation`` some stay, and the server
 asserts that there are none when its memory is released."""
 
+_POLL_S = 0.2
+_CHILD = "hybridrl.workers.rollout.sglang.child"
+_NUM_STARTS = 3
+_IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
+
+
+def require_known_version(server_info: Json) -> str:
+    """Return the version in an answer of ``/server_info``; warn, once a process, if untested.
+
+    Raises:
+        EngineError: it has no version, or one older than the oldest tested.
+    """
+    version = server_info.get("version")
+    if not isinstance(version, str) or not re.match(r"\d+\.\d+\.\d+", version):
+        raise EngineError(
+            f"the rollout server reports version {version!r} in /server_info, which is none of "
+            "SGLang: is another program on its port?"
+        )
+    if _numbers(version) < _numbers(TESTED_VERSIONS[0]):
+        raise EngineError(
+            f"SGLang {version} is too old; {TESTED_VERSIONS[0]} is the oldest that is driven: "
+            f"pip install 'sglang=={TESTED_VERSIONS[0]}'"
+        )
+    _warn_if_untested(version)
+    return version
+
+
+@cache
+def _warn_if_untested(version: str) -> None:
+    is_release = re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?(\+.*)?", version) is not None
+    if not is_release or _numbers(version) not in map(_numbers, TESTED_VERSIONS):
+        log.warning(
+            "SGLang %s is not tested with this version of hybridrl; tested are %s",
+            version,
+            ", ".join(TESTED_VERSIONS),
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def require_as_asked(arguments: Json, info: Json) -> None:
+    """Refuse a server whose ``/server_info`` has other arguments than it was given.
+
+    Raises:
+        EngineError: each differing argument, with the requested and the effective value.
+    """
+    differing = [
+        f"{name}={info[name]!r} instead of {arguments[name]!r}"
+        for name in _KEPT
+        if name in arguments and name in info and info[name] != arguments[name]
+    ]
+    if differing:
+        raise EngineError(
+            f"SGLang does not run as it was started: {', '.join(differing)}; it changes what the "
+            "model or the device cannot do: see its log, and ask for what it can"
+        )
+
 
 class ControlCalls:
-    """A server that answers, and its control calls."""
+    """A server that answers, started here or elsewhere, and the calls that an engine makes."""
 
     client: ControlClient
 
     info: Body
-    """Its arguments when it answered first, and more; see ``server_info``."""
+    """Its first answer to ``/server_info``: arguments in effect, version and internal state."""
 
     start_s: float
     """Seconds until it answered."""
@@ -50,22 +128,17 @@ class ControlCalls:
     num_ranks: int
     """Processes that share its model."""
 
-    _timeout_s: float
-    """Of one call (``rollout.stage_timeout_s``)."""
-
-    _start_timeout_s: float
-    """Of a load of all weights from files, as in a start (``rollout.start_timeout_s``)."""
+    def __init__(self, spec: ServingSpec) -> None:
+        self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
+        self._timeout_s = spec.rollout.stage_timeout_s
+        self._start_timeout_s = spec.rollout.start_timeout_s
 
     def has_died(self) -> bool:
         """Whether it is gone, as far as is known."""
         raise NotImplementedError
 
     def require_alive(self, what: str) -> None:
-        """Raise if it is gone.
-
-        Raises:
-            ServerDiedError: names ``what`` was asked, and why nobody answers.
-        """
+        """Raise a ServerDiedError if it is gone: what was asked, and why nobody answers."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -83,25 +156,18 @@ class ControlCalls:
 
     def finish_update(self, version: int) -> None:
         """Stamp all later responses with a version: all weights were loaded."""
-        self.post(
-            "/update_weight_version",
-            new_version=self.version_name(version),
-            abort_all_requests=False,
-        )
+        self.stamp(self.version_name(version))
+
+    def stamp(self, name: str) -> None:
+        """Name the weights of all later responses."""
+        self.post("/update_weight_version", new_version=name, abort_all_requests=False)
 
     # -- control calls ---------------------------------------------------------------------------
-
-    def server_info(self) -> Body:
-        """Return arguments in effect, version and internal state."""
-        info: Body = self.client.call("/server_info", timeout_s=PROBE_TIMEOUT_S, method="GET")
-        return info
 
     def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ControlClient.call
         """Do one control call within ``rollout.stage_timeout_s``, and the time left of its stage.
 
-        Raises:
-            EngineError: it was refused, or the server is gone.
-            DeadlineError: it was not answered.
+        Raises: as ``ControlClient.call``.
         """
         return self.client.call(path, body, timeout_s=left_s(self._timeout_s))
 
@@ -110,10 +176,7 @@ class ControlCalls:
         return self.client.run(self.client.succeed(path, body, timeout_s=left_s(self._timeout_s)))
 
     def load_folder(self, folder: Path, *, load_format: str) -> None:
-        """Load all weights of a folder, within ``rollout.start_timeout_s``.
-
-        Fails as ``require_success`` does.
-        """
+        """Load all weights of a folder, as in a start: within ``rollout.start_timeout_s``."""
         body = {"model_path": str(folder), "load_format": load_format, "flush_cache": False}
         timeout_s = left_s(self._start_timeout_s)
         self.client.run(self.client.succeed("/update_weights_from_disk", body, timeout_s=timeout_s))
@@ -136,7 +199,7 @@ class ControlCalls:
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"SGLang is still busy {timeout_s:g} s after its requests were aborted "
-                        f"({self.load()}), so its memory cannot be released: {error}"
+                        f"({self._describe_load()}), so its memory cannot be released: {error}"
                     ) from error
                 self.post("/continue_generation")  # paused requests cannot end
             else:
@@ -160,8 +223,12 @@ class ControlCalls:
         # Again: a request may have arrived before the admission stopped.
         self.client.call("/flush_cache", timeout_s=until_deadline_s())
 
-    def load(self) -> str:
-        """Describe how many requests run and wait, for a message: figures may be seconds old."""
+    def progress(self) -> object:
+        """Return its loads with their times, which a paused or hung server does not change."""
+        return self.client.run(self.client.loads())
+
+    def _describe_load(self) -> str:
+        """Describe how many requests run and wait: figures may be seconds old."""
         try:
             loads = self.client.run(self.client.loads())
         except (EngineError, DeadlineError) as error:
@@ -172,110 +239,23 @@ class ControlCalls:
             for load in loads
         )
 
-    def progress(self) -> object:
-        """Return its loads with their times, which a paused or hung server does not change."""
-        return self.client.run(self.client.loads())
-
-
-TESTED_VERSIONS = ("0.5.21", "0.5.23")
-"""The first is the oldest accepted."""
-
-_KEPT = (
-    *("model_path", "dtype", "tp_size", "context_length", "enable_memory_saver"),
-    *("enable_weights_cpu_backup", "enable_return_routed_experts", "enable_lora", "max_lora_rank"),
-)
-"""Arguments that the trainer relies on; SGLang may adapt others to the machine."""
-
-Json = Mapping[str, object]
-
-
-def require_known_version(server_info: Json) -> str:
-    """Return the version of a server. Warns, once a process, of one that was not tested.
-
-    Args:
-        server_info: answer of ``/server_info``.
-
-    Raises:
-        EngineError: it has no version, or one older than the oldest tested.
-    """
-    version = server_info.get("version")
-    if not isinstance(version, str) or not re.match(r"\d+\.\d+\.\d+", version):
-        raise EngineError(
-            f"the rollout server reports version {version!r} in /server_info, which is none of "
-            "SGLang: is another program on its port?"
-        )
-    if _numbers(version) < _numbers(TESTED_VERSIONS[0]):
-        raise EngineError(
-            f"SGLang {version} is too old; {TESTED_VERSIONS[0]} is the oldest that is driven: "
-            f"pip install 'sglang=={TESTED_VERSIONS[0]}'"
-        )
-    _warn_if_untested(version)
-    return version
-
-
-def require_as_asked(arguments: Json, info: Json) -> None:
-    """Refuse a server that runs with other arguments than it was given.
-
-    Args:
-        info: the server's answer to ``/server_info``.
-
-    Raises:
-        EngineError: each differing argument, with the requested and the effective value.
-    """
-    differing = [
-        f"{name}={info[name]!r} instead of {arguments[name]!r}"
-        for name in _KEPT
-        if name in arguments and name in info and info[name] != arguments[name]
-    ]
-    if differing:
-        raise EngineError(
-            f"SGLang does not run as it was started: {', '.join(differing)}; it changes what the "
-            "model or the device cannot do: see its log, and ask for what it can"
-        )
-
-
-@cache
-def _warn_if_untested(version: str) -> None:
-    is_release = re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?(\+.*)?", version) is not None
-    if not is_release or _numbers(version) not in map(_numbers, TESTED_VERSIONS):
-        log.warning(
-            "SGLang %s is not tested with this version of hybridrl; tested are %s",
-            version,
-            ", ".join(TESTED_VERSIONS),
-        )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-
-
-_POLL_S = 0.2
-_CHILD = "hybridrl.workers.rollout.sglang.child"
-_NUM_STARTS = 3
-_IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
-
 
 class StartedServer(ControlCalls):
     """A running server, which ends with this process."""
 
     def __init__(self, spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
-        """Start it and wait until it answers.
-
-        Args:
-            variables: environment besides that of every server, for example its visible devices.
+        """Start it with these variables besides those of every server, and wait for its answer.
 
         Raises:
             EngineError: it did not start, with the last lines of its log; or it is too old, or runs
                 with other arguments.
             DeadlineError: it did not answer within ``rollout.start_timeout_s``.
         """
-        self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
-        self._timeout_s = spec.rollout.stage_timeout_s
-        self._start_timeout_s = spec.rollout.start_timeout_s
+        super().__init__(spec)
         self.num_ranks = spec.rollout.tensor_parallel_size
         for attempt in range(1, _NUM_STARTS + 1):
             try:
-                self._start(spec, dict(variables))
+                self._start(spec, variables)
             except EngineError as error:
                 if attempt == _NUM_STARTS or not any(text in str(error) for text in _IN_USE):
                     raise
@@ -288,20 +268,18 @@ class StartedServer(ControlCalls):
         address = spec.place.address or KeyedAddress(
             host=door.host, port=free_port(), key=door.key or secrets.token_urlsafe()
         )
-        self.key = address.key
-        arguments = build_arguments(spec, name=self.name, port=address.port, key=self.key)
+        arguments = build_arguments(spec, name=self.name, port=address.port, key=address.key)
         self.process = start_child(arguments, variables={**environment(spec), **variables})
         self.client = ControlClient(
             address.url,
             name="SGLang",
             require_alive=self.process.require_alive,
-            key=self.key,
+            key=address.key,
         )
         try:
             self.start_s = self.process.wait_until_ready(
-                self._answers, timeout_s=spec.rollout.start_timeout_s
+                self._answers, timeout_s=self._start_timeout_s
             )
-            self.info = self.server_info()
             version = require_known_version(self.info)
             require_as_asked(arguments, self.info)
             log.info("SGLang answers: version=%s took_s=%.1f", version, self.start_s)
@@ -314,12 +292,13 @@ class StartedServer(ControlCalls):
         if any(text in self.process.tail() for text in _IN_USE):  # it lives but does not listen
             raise EngineError(f"the port of SGLang is taken: {_IN_USE[0]}")
         try:
-            info = self.server_info()
             self.client.call("/health", timeout_s=PROBE_TIMEOUT_S, method="GET")
+            info: Body = self.client.call("/server_info", timeout_s=PROBE_TIMEOUT_S, method="GET")
         except (EngineError, DeadlineError):  # the caller's wait detects that it is gone
             return False
         if info.get("served_model_name") != self.name:
             raise EngineError(f"another server answers on the port of SGLang: {_IN_USE[0]}")
+        self.info = info
         return True
 
     def has_died(self) -> bool:
@@ -345,16 +324,14 @@ def start_child(arguments: Arguments, *, variables: Mapping[str, str]) -> ChildP
 def follow(spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
     """Run SGLang on a further node of an engine: it computes, and the first node's server answers.
 
-    Only an error ends it.
-
     SGLang opens a port of HTTP here, too, which answers health checks alone.
 
     Args:
-        spec: of the engine, with the arguments of this node in ``rollout.engine_args``.
+        spec: with the arguments of this node in ``rollout.engine_args``.
         variables: environment besides that of every server, for example visible devices.
 
     Raises:
-        ServerDiedError: the processes are gone; with the end of their log.
+        ServerDiedError: the processes are gone, with the end of their log; nothing else ends it.
     """
     arguments = build_arguments(
         spec, name="hybridrl-follower", port=free_port(), key=secrets.token_urlsafe()

@@ -66,8 +66,7 @@ class ServedWeights:
 
         Raises:
             EngineError: this process cannot share memory with a server.
-            ModelError: the folder has no weights, a broken file, or another vocabulary than its
-                config.json.
+            ModelError: the folder lacks weights, or has another vocabulary than its config.json.
         """
         self._spec = spec
         require_whole_vocabulary(spec.model_folder)
@@ -143,9 +142,7 @@ class ServedWeights:
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         """Load a complete adapter; every request names it from here on.
 
-        Raises:
-            EngineError: the engine was built without adapters, the adapter does not fit its layers,
-                or the server cannot load it.
+        An EngineError if the engine was built without adapters, or it does not fit its layers.
         """
         self._require_loadable("load_adapter")
         lora = self._spec.lora
@@ -228,11 +225,7 @@ class ServedWeights:
 def build_transport(
     rollout: RolloutConfig, *, device: torch.device, is_sender: bool, from_disk: bool
 ) -> Transport:
-    """Make the transport of one rank of an engine.
-
-    Args:
-        is_sender: whether this rank owns the engine; the others only stage.
-        from_disk: whether weights travel through files.
+    """Make the transport of one rank of an engine; those that do not own it (send) only stage.
 
     Raises:
         EngineError: this process cannot share its memory.
