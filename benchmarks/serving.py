@@ -35,7 +35,7 @@ from hybridrl.run.starter import write_random_model
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.launching import ActorLaunch, ReservedDevices
+from hybridrl.serving.launching import ActorLaunch
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, lay_out, plan_servers
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
@@ -294,7 +294,7 @@ def served(
         config=config,
         plan=plan,
         policy_folder=model_folder,
-        devices=ReservedDevices(placements=resources.lease()),
+        placements=resources.lease(),
     )
 
     def launch(group: GroupPlan, engine: EnginePlan) -> TimedEngine:

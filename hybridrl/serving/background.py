@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -54,11 +54,7 @@ class OpenGroups:
     """Samples admitted prompts to the end, whatever weights come meanwhile. For one event loop."""
 
     def __init__(self, sampler: Sampler, make_program: MakeProgram, buffer: SampleBuffer) -> None:
-        """Begin with none.
-
-        Args:
-            buffer: which says when a batch is there.
-        """
+        """Begin with none; ``buffer`` says when a batch is there."""
         self._sampler = sampler
         self._make_program = make_program
         self._buffer = buffer
@@ -71,14 +67,9 @@ class OpenGroups:
     async def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, step: int
     ) -> Answered:
-        """Admit prompts, and wait for a batch.
+        """Admit prompts, and wait for a batch; raises the error of a program in the background.
 
-        Args:
-            step: of the weights; see ``SampleBuffer.admit``.
-
-        Raises:
-            HybridRLError: of a program that sampled in the background.
-            PhaseError: see ``SampleBuffer``.
+        ``step`` is that of the weights; see ``SampleBuffer.admit``.
         """
         if prompts is not None:
             self._admit(prompts, sampling, step=step)
@@ -105,10 +96,7 @@ class OpenGroups:
         size = sampling.num_responses_per_prompt
         collecting = _Collecting(size, self._complete, sampling.reporter)
         program = self._make_program(prompts, replace(sampling, reporter=collecting))
-        self._start(program(self._sampler))
-
-    def _start(self, program: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.ensure_future(program)
+        task = asyncio.ensure_future(program(self._sampler))
         self._programs.add(task)
         task.add_done_callback(self._note_end)
 
@@ -164,12 +152,7 @@ class SampleBuffer:
     """
 
     def __init__(self, *, num_prompts: int, max_staleness: int) -> None:
-        """Begin empty.
-
-        Args:
-            num_prompts: P, groups of a batch.
-            max_staleness: K, in steps.
-        """
+        """Begin empty."""
         self._num_prompts = num_prompts
         self._max_staleness = max_staleness
         self._groups: dict[int, _Group] = {}
@@ -206,22 +189,14 @@ class SampleBuffer:
             self._groups[index] = _Group(step + self._max_staleness)
 
     def complete(self, index: int, samples: Sequence[Sample]) -> None:
-        """Note the responses to a prompt.
-
-        Raises:
-            PhaseError: its group is not open, or complete already.
-        """
+        """Note the responses to a prompt; a PhaseError if its group is not open, or complete."""
         group = self._groups.get(index)
         if group is None or group.samples is not None:
             raise PhaseError(f"the group of prompt {index} is not open, and has responses")
         group.samples = tuple(samples)
 
     def take(self, *, step: int) -> dict[int, tuple[Sample, ...]] | None:
-        """Return the P oldest complete groups by prompt, oldest first; None: not yet.
-
-        Args:
-            step: that learns from them; see ``admit``.
-        """
+        """Return the P oldest complete groups by prompt, for this step; None: not yet."""
         oldest = [index for index, group in self._groups.items() if group.samples is not None]
         chosen = dict.fromkeys(oldest[: self._num_prompts])
         if len(chosen) < self._num_prompts:
@@ -268,8 +243,6 @@ class BackgroundSampling:
         Args:
             pool: without engines; the server's join it after each update.
             requests: opens the way to engines; a phase is the time between two updates.
-            on_update: whether open responses end before weights are loaded, or are interrupted,
-                and whether they then keep their tokens.
         """
         pool.drops_interrupted = on_update == "abort"
         self._server = server
@@ -285,12 +258,9 @@ class BackgroundSampling:
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """Let no request be open in the block, after which the engines have the new weights.
+        """Let no request be open in the block, which loads the weights of ``version``.
 
         After an error nothing is sampled until the next update succeeds.
-
-        Args:
-            version: of the weights that are loaded in the block.
         """
         begin = time.perf_counter()
         self._phase.close()

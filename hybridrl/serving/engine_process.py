@@ -66,7 +66,6 @@ class EngineProcess:
 
         Args:
             config: of the run, as ``engine_config`` returns it for the group.
-            model_folder: whose configuration and tokenizer the engine reads.
             place: devices and addresses of the engine; None if it has this process's device alone.
             key: that the engine's server requires of other processes; empty: none asks it.
             process: name of this process in the run folder.
@@ -82,11 +81,7 @@ class EngineProcess:
         install_reducers()
 
     async def build(self) -> None:
-        """Build the engine on the device of this process.
-
-        Raises:
-            ResourceError: cuda is asked for and there is none.
-        """
+        """Build the engine on the device of this process; a ResourceError without one."""
         await asyncio.to_thread(self._build)
 
     def _build(self) -> None:
@@ -103,12 +98,7 @@ class EngineProcess:
             host = LOOPBACK if is_alone else ray.util.get_node_ip_address()
             place = place or LaunchPlace(gpus=(device_name(device),))
             place = replace(place, door=Door(host, self._key))
-        self._engine = build_rollout_engine(
-            self._config,
-            self._model_folder,
-            device,
-            place=place,
-        )
+        self._engine = build_rollout_engine(self._config, self._model_folder, device, place=place)
         self._managed = ManagedEngine(self._engine, config=self._config.rollout, device=device)
         self._requests = RequestProgram(self._engine)
 
@@ -170,10 +160,9 @@ class ProcessHandle(EngineHandle):
         nodes: Sequence[ReservedNode] = (),
         is_attached: bool = False,
     ) -> None:
-        """Take over actors that start.
+        """Take over actors that start, on these nodes; empty: Ray puts them anywhere.
 
         Args:
-            nodes: of the engine's processes; empty: Ray puts them anywhere.
             is_attached: whether others run the server, which serves on when the engine ends.
         """
         self._actor = actor
@@ -257,8 +246,7 @@ def answer_of(
 ) -> Future[Any]:
     """Return the result of a call, or the error as it was raised in the actor.
 
-    Args:
-        is_lost: asked when the result is there; if True, the future never ends.
+    If ``is_lost`` when the result is there, the future never ends.
     """
     answer: Future[Any] = Future()
 
@@ -289,12 +277,7 @@ class FollowerProcess:
     """The actor on a further node of an engine: a parent for SGLang's processes there."""
 
     def __init__(self, config: ExperimentConfig, model_folder: Path, place: LaunchPlace) -> None:
-        """Start nothing yet.
-
-        Args:
-            config: of the run, as ``engine_config`` returns it for this node.
-            model_folder: whose configuration the engine reads.
-        """
+        """Start nothing yet; ``config`` is as ``engine_config`` returns it for this node."""
         self._spec = server_spec(config, model_folder)
         self._variables = show_devices(place.gpus)
 

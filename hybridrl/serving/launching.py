@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -37,25 +38,8 @@ _OTHER_CALLS = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReservedDevices:
-    """Devices that the driver reserved for the servers, and the way to start processes there."""
-
-    placements: Sequence[Mapping[str, Any]]
-    """Options of Ray for a process on each device of the servers."""
-
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment of the processes."""
-
-    places: Mapping[int, Place] = field(default_factory=dict)
-    """Of ``find_places``."""
-
-    nodes: Mapping[int, ReservedNode] = field(default_factory=dict)
-    """Of ``find_reserved_nodes``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ActorLaunch:
-    """A ``Launch`` for the engines of one model."""
+    """A ``Launch`` for the engines of one model, on devices that the driver reserved."""
 
     config: ExperimentConfig
 
@@ -64,7 +48,17 @@ class ActorLaunch:
     policy_folder: Path
     """Whose configuration and tokenizer the engines of the policy read."""
 
-    devices: ReservedDevices
+    placements: Sequence[Mapping[str, Any]]
+    """Options of Ray for a process on each device of the servers."""
+
+    anywhere: Mapping[str, Any] = field(default_factory=lambda: {"num_cpus": 0})
+    """Options of Ray for a process without a device."""
+
+    places: Mapping[int, Place] = field(default_factory=dict)
+    """Of ``find_places``."""
+
+    nodes: Mapping[int, ReservedNode] = field(default_factory=dict)
+    """Of ``find_reserved_nodes``."""
 
     keys: ApiKeys = field(default_factory=ApiKeys)
 
@@ -77,7 +71,7 @@ class ActorLaunch:
         if engine.url:
             return ProcessHandle(self._attach(engine), is_attached=True)
         actors = [self._start(group, engine, rank) for rank in range(len(engine.nodes))]
-        nodes = [self.devices.nodes.get(part.start) for part in engine.nodes]
+        nodes = [self.nodes.get(part.start) for part in engine.nodes]
         return ProcessHandle(*actors, nodes=tuple(filter(None, nodes)))
 
     def _attach(self, engine: EnginePlan) -> Any:  # noqa: ANN401 - Ray's
@@ -89,13 +83,13 @@ class ActorLaunch:
             weights=config.serving.weights,
         )
         place = LaunchPlace(gpus=("",), elsewhere=elsewhere)
-        options = self._options({"num_cpus": 0}, config)
-        return options.remote(config, self.policy_folder, place, process=self._process(engine))
+        actor = self._actor(self.anywhere, config)
+        return actor.remote(config, self.policy_folder, place, process=self._process(engine))
 
     def _start(self, group: GroupPlan, engine: EnginePlan, rank: int) -> Any:  # noqa: ANN401 - Ray's
         serving, model = self.config.serving, self.plan.model
         served, is_policy = serving.models[model], model == serving.policy
-        address = self.devices.places.get(engine.first_device)
+        address = self.places.get(engine.first_device)
         args = group_arguments(
             served.groups[group.name],
             bootstrap_port=None if address is None else address.bootstrap_port,
@@ -107,36 +101,27 @@ class ActorLaunch:
             number=engine.first_device,
         )
         folder = self.policy_folder if is_policy else Path(str(served.path))
-        placement = self.devices.placements[engine.nodes[rank].start]
+        placement = self.placements[engine.nodes[rank].start]
         place = None if address is None else self._place(group, address, rank)
         if rank:
-            actor_class = ray.remote(FollowerProcess)
-            options = {**placement, "runtime_env": self._environment}
-            return actor_class.options(**options).remote(config, folder, place)
+            follower = ray.remote(FollowerProcess).options(**placement)
+            return follower.remote(config, folder, place)
         # Callers on other nodes: the manager, the rank that sends.
         is_reached = self.config.asks_servers or serving.weights == "broadcast"
         key = self.keys.own if is_policy and is_reached else ""
-        options = self._options(placement, config)
-        return options.remote(config, folder, place, key, self._process(engine))
+        actor = self._actor(placement, config)
+        return actor.remote(config, folder, place, key, self._process(engine))
 
-    def _options(self, placement: Mapping[str, Any], config: ExperimentConfig) -> Any:  # noqa: ANN401 - Ray's
-        return ray.remote(EngineProcess).options(
-            **placement,
-            runtime_env=self._environment,
-            max_concurrency=config.rollout.num_slots + _OTHER_CALLS,
-        )
-
-    @property
-    def _environment(self) -> dict[str, dict[str, str]]:
-        variables = self.devices.variables
-        return {"env_vars": dict(variables)} if variables else {}
+    def _actor(self, placement: Mapping[str, Any], config: ExperimentConfig) -> Any:  # noqa: ANN401 - Ray's
+        num_calls = config.rollout.num_slots + _OTHER_CALLS
+        return ray.remote(EngineProcess).options(**placement, max_concurrency=num_calls)
 
     def _process(self, engine: EnginePlan) -> str:
         return f"{self.plan.model}-engine-{self.plan.engines.index(engine)}"
 
     def _place(self, group: GroupPlan, place: Place, rank: int) -> LaunchPlace:
         prefills = [
-            self.devices.places[one.first_device].address
+            self.places[one.first_device].address
             for other in self.plan.groups
             for one in other.engines
             if (group.worker_type, other.worker_type) == ("decode", "prefill")
@@ -152,11 +137,10 @@ class ActorLaunch:
 def start_servers(
     config: ExperimentConfig, model_folder: Path, *, variables: Mapping[str, str]
 ) -> Iterator[ManagerClient]:
-    """Start the servers of a run, and end them.
+    """Start the servers of a run, and end them. All paths are absolute.
 
     Args:
-        config: of the run, with absolute paths.
-        model_folder: Hugging Face folder of the policy, absolute.
+        model_folder: Hugging Face folder of the policy.
         variables: environment of the processes, besides that of the driver which concerns engines.
 
     Raises:
@@ -165,11 +149,14 @@ def start_servers(
     """
     cluster, rollout = config.cluster, config.rollout
     variables = {**driver_variables(config, env.everything()), **variables}
+    environment = {"runtime_env": {"env_vars": variables} if variables else {}}
     folder = Path(mkdtemp(prefix="hybridrl-served-weights-"))
     key = secrets.token_urlsafe()
     try:
-        with _own_devices(config) as placements:
-            manager = _start_manager(config, model_folder, placements, variables, key)
+        with _own_devices(config) as reserved:
+            placements = [{**options, **environment} for options in reserved]
+            anywhere = {"num_cpus": 0, **environment}
+            manager = _start_manager(config, model_folder, placements, anywhere, key)
             limit_s = cluster.start_timeout_s + rollout.start_timeout_s
             num_frozen = len(config.serving.frozen)
             limit_s += num_frozen * (2 * rollout.start_timeout_s + rollout.stage_timeout_s)
@@ -226,26 +213,23 @@ def _start_manager(
     config: ExperimentConfig,
     model_folder: Path,
     placements: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, str],
+    anywhere: Mapping[str, Any],
     key: str,
 ) -> Any:  # noqa: ANN401 - Ray's
     plans = plan_own_engines(config)
-    devices = ReservedDevices(
-        placements=placements,
-        variables=variables,
-        places=find_places(config, plans, placements, variables=variables),
-        nodes=find_reserved_nodes(placements, wait_s=config.cluster.start_timeout_s),
-    )
     keys = ApiKeys.read(config, own=key)
-    launches = {
-        plan.model: ActorLaunch(
-            config=config, plan=plan, policy_folder=model_folder, devices=devices, keys=keys
-        )
-        for plan in plans
-    }
-    environment = {"env_vars": dict(variables)} if variables else {}
-    actor_class = ray.remote(RolloutManager)
+    launch_of = partial(
+        ActorLaunch,
+        config=config,
+        policy_folder=model_folder,
+        placements=placements,
+        anywhere=anywhere,
+        places=find_places(config, plans, placements),
+        nodes=find_reserved_nodes(placements, wait_s=config.cluster.start_timeout_s),
+        keys=keys,
+    )
+    launches = {plan.model: launch_of(plan=plan) for plan in plans}
     # The end of a run must not wait behind a batch.
     num_calls = 2 if config.samples_ahead else 1
-    options = {"num_cpus": 0, "runtime_env": environment, "max_concurrency": num_calls}
-    return actor_class.options(**options).remote(config, model_folder, launches, keys)
+    actor = ray.remote(RolloutManager).options(**anywhere, max_concurrency=num_calls)
+    return actor.remote(config, model_folder, launches, keys)

@@ -95,62 +95,45 @@ def find_places(
     config: ExperimentConfig,
     plans: Sequence[ModelPlan],
     placements: Sequence[Mapping[str, Any]],
-    *,
-    variables: Mapping[str, str],
 ) -> dict[int, Place]:
     """Ask the devices of all servers for their GPUs and free ports.
 
     Args:
         placements: options of Ray for a process on each device of the servers.
-        variables: environment of the processes.
 
     Returns:
         Places by the first device of the engine; empty if each engine is a process that has a
         device of its own and talks to nobody.
-
-    Raises:
-        ResourceError: a device does not answer, or its node lacks free ports.
     """
     groups = [group for plan in plans for group in plan.groups]
-    if not any(map(_needs_places, groups)):
+    if not any(
+        group.worker_type in HALVES or any(e.num_devices > 1 for e in group.engines)
+        for group in groups
+    ):
         return {}
-    environment = {"env_vars": dict(variables)} if variables else {}
-    devices = look_at(
-        [{**options, "runtime_env": environment} for options in placements],
-        timeout_s=config.cluster.start_timeout_s,
-    )
-    return place_engines(groups, devices)
-
-
-def _needs_places(group: GroupPlan) -> bool:
-    return group.worker_type in HALVES or any(e.num_devices > 1 for e in group.engines)
+    return place_engines(groups, look_at(placements, timeout_s=config.cluster.start_timeout_s))
 
 
 def place_engines(groups: Sequence[GroupPlan], devices: Sequence[Device]) -> dict[int, Place]:
-    """Give each engine its devices, addresses and ports, in order; no port twice.
+    """Give each engine its share of all devices, addresses and ports, in order; no port twice.
 
-    Args:
-        devices: of all servers, in order.
-
-    Returns:
-        Places by the first device of the engine.
-
-    Raises:
-        ResourceError: a node lacks free ports.
+    Returns places by the first device of the engine.
     """
-    ports = {device.host: _Ports(device) for device in devices}
+    free_ports = {device.host: list(device.free_ports) for device in devices}
     key = secrets.token_urlsafe()
+
+    def take(host: str, count: int = 1) -> int:
+        return _take_ports(free_ports[host], count, host=host)
 
     def place(group: GroupPlan, engine: EnginePlan) -> Place:
         hosts = tuple(devices[part.start].host for part in engine.nodes)
-        first = ports[hosts[0]]
         return Place(
             gpus_of_nodes=tuple(tuple(devices[d].gpu for d in part) for part in engine.nodes),
-            hosts=(LOOPBACK,) * len(hosts) if len(ports) == 1 else hosts,
-            port=first.take(),
-            nccl_ports=tuple(ports[host].take() for host in hosts),
-            dist_init_port=first.take(_NUM_DIST_INIT),
-            bootstrap_port=first.take() if group.worker_type == "prefill" else None,
+            hosts=(LOOPBACK,) * len(hosts) if len(free_ports) == 1 else hosts,
+            port=take(hosts[0]),
+            nccl_ports=tuple(map(take, hosts)),
+            dist_init_port=take(hosts[0], _NUM_DIST_INIT),
+            bootstrap_port=take(hosts[0]) if group.worker_type == "prefill" else None,
             key=key,
         )
 
@@ -162,34 +145,21 @@ def place_engines(groups: Sequence[GroupPlan], devices: Sequence[Device]) -> dic
     }
 
 
-class _Ports:
-    """The free ports of one node, dealt out upwards, each once."""
-
-    def __init__(self, device: Device) -> None:
-        self._host, self._free = device.host, list(device.free_ports)
-
-    def take(self, count: int = 1) -> int:
-        """Take consecutive ports; return the lowest."""
-        for begin, end in enumerate(range(count - 1, len(self._free))):
-            lowest = self._free[begin]
-            if self._free[end] - lowest == count - 1:
-                del self._free[: end + 1]
-                return lowest
-        raise ResourceError(
-            f"node {self._host} has no {count} free ports in a row among the {_NUM_PORTS} of "
-            f"{_PORTS.start} to {_PORTS.stop} that were tried; end what listens there"
-        )
+def _take_ports(free: list[int], count: int, *, host: str) -> int:
+    """Take consecutive ports of a node, and all below them; return the lowest."""
+    for begin, end in enumerate(range(count - 1, len(free))):
+        lowest = free[begin]
+        if free[end] - lowest == count - 1:
+            del free[: end + 1]
+            return lowest
+    raise ResourceError(
+        f"node {host} has no {count} free ports in a row among the {_NUM_PORTS} of "
+        f"{_PORTS.start} to {_PORTS.stop} that were tried; end what listens there"
+    )
 
 
 def look_at(placements: Sequence[Mapping[str, Any]], *, timeout_s: float) -> tuple[Device, ...]:
-    """Ask a process on each device for its node, its GPU and free ports.
-
-    Args:
-        placements: options of Ray for a process on each device.
-
-    Raises:
-        ResourceError: no answer in time.
-    """
+    """Ask a process on each device, by these options of Ray, for its node, GPU and free ports."""
     task = ray.remote(_look)
     first = random.randrange(_PORTS.start, _PORTS.stop - _NUM_PORTS)
     answers = [
@@ -227,11 +197,7 @@ class ReservedNode:
     """Seconds to wait for another node that joins the cluster."""
 
     def missing(self) -> Future[None]:
-        """Return a future that fails if there is no node for the process; else it never ends.
-
-        Raises:
-            ResourceError: by the future: names the lost node, and what to do.
-        """
+        """Return a future that fails if there is no node for the process; else it never ends."""
         answer: Future[None] = Future()
         watch = threading.Thread(target=self._watch, args=[answer], name="node", daemon=True)
         watch.start()
@@ -262,20 +228,13 @@ def find_reserved_nodes(
 
     Those without a reservation have none. Ask while the nodes are there: afterwards nobody knows
     their addresses.
-
-    Args:
-        placements: options of each process.
-        wait_s: see ``ReservedNode``.
     """
-    strategies = {
-        index: options["scheduling_strategy"]
-        for index, options in enumerate(placements)
-        if "scheduling_strategy" in options
-    }
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = {}
-    for index, strategy in strategies.items():
-        of_bundles = placement_group_table(strategy.placement_group)["bundles_to_node_id"]
-        host = hosts[of_bundles[strategy.placement_group_bundle_index]]
-        nodes[index] = ReservedNode(strategy.placement_group, host, wait_s)
+    for index, options in enumerate(placements):
+        strategy = options.get("scheduling_strategy")
+        if strategy is not None:
+            of_bundles = placement_group_table(strategy.placement_group)["bundles_to_node_id"]
+            host = hosts[of_bundles[strategy.placement_group_bundle_index]]
+            nodes[index] = ReservedNode(strategy.placement_group, host, wait_s)
     return nodes
