@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
+from ray.util import placement_group_table
 from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
@@ -25,7 +28,6 @@ from hybridrl.network import LOOPBACK, Door
 from hybridrl.processes.guard import descendants
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.placement import ReservedNode
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_rollout_engine
 from hybridrl.workers.rollout.protocol import RolloutEngine
@@ -148,6 +150,63 @@ class EngineProcess:
 def _parent_of(pid: int) -> int:
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     return int(stat.rpartition(")")[2].split()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedNode:
+    """Reserved resources of one process. If their node is lost, Ray looks for another one."""
+
+    reservation: Any
+    """Ray's placement group; the resources of all its bundles lie on one node."""
+
+    host: str
+    """Address of the node that it was on when the run started."""
+
+    wait_s: float
+    """Seconds to wait for another node that joins the cluster."""
+
+    def missing(self) -> Future[None]:
+        """Return a future that fails if there is no node for the process; else it never ends."""
+        answer: Future[None] = Future()
+        watch = threading.Thread(target=self._watch, args=[answer], name="node", daemon=True)
+        watch.start()
+        return answer
+
+    def _watch(self, answer: Future[None]) -> None:
+        try:
+            has_node = bool(self.reservation.wait(math.ceil(self.wait_s)))  # Ray drops the fraction
+        except Exception as error:  # Ray has no class for a reservation that it dropped
+            answer.set_exception(error)
+            return
+        if not has_node:
+            answer.set_exception(
+                ResourceError(
+                    f"its node {self.host} is lost, and no other one has free resources for it: "
+                    f"none joined within cluster.start_timeout_s={self.wait_s:g} s. Start Ray "
+                    "there again, or on another one, and resume the run; or resume it with fewer "
+                    "devices: serving.num_devices_per_node, cluster.num_nodes, and num_devices of "
+                    "the groups"
+                )
+            )
+
+
+def find_reserved_nodes(
+    placements: Sequence[Mapping[str, Any]], *, wait_s: float
+) -> dict[int, ReservedNode]:
+    """Return the nodes of processes that Ray starts with these options, by their index.
+
+    Those without a reservation have none. Ask while the nodes are there: afterwards nobody knows
+    their addresses.
+    """
+    hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    nodes = {}
+    for index, options in enumerate(placements):
+        strategy = options.get("scheduling_strategy")
+        if strategy is not None:
+            of_bundles = placement_group_table(strategy.placement_group)["bundles_to_node_id"]
+            host = hosts[of_bundles[strategy.placement_group_bundle_index]]
+            nodes[index] = ReservedNode(strategy.placement_group, host, wait_s)
+    return nodes
 
 
 class ProcessHandle(EngineHandle):

@@ -1,7 +1,11 @@
-"""Starts the rollout manager and the processes of engines on reserved devices, and ends them."""
+"""Starts the rollout manager and the processes of engines on reserved devices, and ends them.
+
+Processes on the devices say first which GPUs, addresses and free ports engines get.
+"""
 
 from __future__ import annotations
 
+import random
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +17,22 @@ from tempfile import mkdtemp
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.serving.engine_process import EngineProcess, FollowerProcess, ProcessHandle
+from hybridrl.config.serving import HALVES
+from hybridrl.errors import ResourceError
+from hybridrl.network import LOOPBACK, host_and_port
+from hybridrl.serving.engine_process import (
+    EngineProcess,
+    FollowerProcess,
+    ProcessHandle,
+    ReservedNode,
+    find_reserved_nodes,
+)
 from hybridrl.serving.frozen import ApiKeys
 from hybridrl.serving.manager import RolloutManager
-from hybridrl.serving.placement import Place, ReservedNode, find_places, find_reserved_nodes
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, plan_own_engines
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import (
@@ -29,8 +42,169 @@ from hybridrl.workers.engine_settings import (
     frozen_config,
     group_arguments,
 )
-from hybridrl.workers.rollout.sglang.arguments import Elsewhere, LaunchPlace
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, KeyedAddress, LaunchPlace
+from hybridrl.workers.rollout.sglang.process import is_port_free
 from hybridrl.workers.sharding.manager_client import ManagerClient
+
+_PORTS = range(20_000, 31_000)
+_NUM_PORTS = 1_000
+"""Probed on each node. An engine takes less than 40."""
+
+_NUM_DIST_INIT = 31
+"""Consecutive ports that SGLang counts up from the port of ``dist_init_addr``: 30, and one for each
+data-parallel rank of an engine, of which there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of the servers."""
+
+    host: str
+    """Address of its node in the cluster."""
+
+    gpu: str
+    """Name that other processes of its node use; empty on a CPU."""
+
+    free_ports: tuple[int, ...]
+    """Ports of its node without a listener, in rising order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Devices, addresses and ports of one engine. An engine that replaces it gets the same."""
+
+    gpus_of_nodes: tuple[tuple[str, ...], ...]
+    """GPUs on each of its nodes, by ``Device.gpu``."""
+
+    hosts: tuple[str, ...]
+    """Address of each of its nodes."""
+
+    port: int
+    """Of HTTP, on the first node."""
+
+    nccl_ports: tuple[int, ...]
+    """One on each node."""
+
+    dist_init_port: int
+    """First of the consecutive ports of the rendezvous, on the first node."""
+
+    bootstrap_port: int | None
+    """Where decode engines fetch the entries of a prefill engine, on the first node; None for other
+    types."""
+
+    key: str
+    """Of the servers of this run that others reach."""
+
+    @property
+    def address(self) -> KeyedAddress:
+        """Where other engines reach it."""
+        return KeyedAddress(
+            host=self.hosts[0], port=self.port, key=self.key, bootstrap_port=self.bootstrap_port
+        )
+
+    def node_arguments(self, node_rank: int) -> dict[str, str | int]:
+        """Return SGLang's arguments for one of several nodes; none for an engine on one node."""
+        if len(self.hosts) == 1:
+            return {}
+        return {
+            "nnodes": len(self.hosts),
+            "node_rank": node_rank,
+            "dist_init_addr": host_and_port(self.hosts[0], self.dist_init_port),
+            "nccl_port": self.nccl_ports[node_rank],
+        }
+
+
+def find_places(
+    config: ExperimentConfig,
+    plans: Sequence[ModelPlan],
+    placements: Sequence[Mapping[str, Any]],
+) -> dict[int, Place]:
+    """Ask the devices of all servers for their GPUs and free ports.
+
+    Args:
+        placements: options of Ray for a process on each device of the servers.
+
+    Returns:
+        Places by the first device of the engine; empty if each engine is a process that has a
+        device of its own and talks to nobody.
+    """
+    groups = [group for plan in plans for group in plan.groups]
+    if not any(
+        group.worker_type in HALVES or any(e.num_devices > 1 for e in group.engines)
+        for group in groups
+    ):
+        return {}
+    return place_engines(groups, look_at(placements, timeout_s=config.cluster.start_timeout_s))
+
+
+def place_engines(groups: Sequence[GroupPlan], devices: Sequence[Device]) -> dict[int, Place]:
+    """Give each engine its share of all devices, addresses and ports, in order; no port twice.
+
+    Returns places by the first device of the engine.
+    """
+    free_ports = {device.host: list(device.free_ports) for device in devices}
+    key = secrets.token_urlsafe()
+
+    def take(host: str, count: int = 1) -> int:
+        return _take_ports(free_ports[host], count, host=host)
+
+    def place(group: GroupPlan, engine: EnginePlan) -> Place:
+        hosts = tuple(devices[part.start].host for part in engine.nodes)
+        return Place(
+            gpus_of_nodes=tuple(tuple(devices[d].gpu for d in part) for part in engine.nodes),
+            hosts=(LOOPBACK,) * len(hosts) if len(free_ports) == 1 else hosts,
+            port=take(hosts[0]),
+            nccl_ports=tuple(map(take, hosts)),
+            dist_init_port=take(hosts[0], _NUM_DIST_INIT),
+            bootstrap_port=take(hosts[0]) if group.worker_type == "prefill" else None,
+            key=key,
+        )
+
+    return {
+        engine.first_device: place(group, engine)
+        for group in groups
+        for engine in group.engines
+        if not engine.url
+    }
+
+
+def _take_ports(free: list[int], count: int, *, host: str) -> int:
+    """Take consecutive ports of a node, and all below them; return the lowest."""
+    for begin, end in enumerate(range(count - 1, len(free))):
+        lowest = free[begin]
+        if free[end] - lowest == count - 1:
+            del free[: end + 1]
+            return lowest
+    raise ResourceError(
+        f"node {host} has no {count} free ports in a row among the {_NUM_PORTS} of "
+        f"{_PORTS.start} to {_PORTS.stop} that were tried; end what listens there"
+    )
+
+
+def look_at(placements: Sequence[Mapping[str, Any]], *, timeout_s: float) -> tuple[Device, ...]:
+    """Ask a process on each device, by these options of Ray, for its node, GPU and free ports."""
+    task = ray.remote(_look)
+    first = random.randrange(_PORTS.start, _PORTS.stop - _NUM_PORTS)
+    answers = [
+        task.options(**options).remote(range(first, first + _NUM_PORTS)) for options in placements
+    ]
+    try:
+        return tuple(ray.get(answers, timeout=timeout_s))
+    except GetTimeoutError as error:
+        raise ResourceError(
+            f"no process started on the {len(placements)} devices of the servers within "
+            f"cluster.start_timeout_s={timeout_s:g} s"
+        ) from error
+
+
+def _look(ports: range) -> Device:
+    gpus = ray.get_gpu_ids()  # by the names of CUDA_VISIBLE_DEVICES
+    return Device(
+        host=ray.util.get_node_ip_address(),
+        gpu=str(gpus[0]) if gpus else "",
+        free_ports=tuple(port for port in ports if is_port_free(port)),
+    )
+
 
 _OTHER_CALLS = 100
 """Calls to an engine beside its requests: stages, probes, and requests that were given up. Ray runs

@@ -12,7 +12,7 @@ from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.errors import ResourceError
 from hybridrl.main import compose
 from hybridrl.network import host_and_port
-from hybridrl.serving.placement import Device, find_places, place_engines
+from hybridrl.serving.launching import Device, find_places, place_engines
 from hybridrl.serving.plan import (
     EnginePlan,
     ModelPlan,
