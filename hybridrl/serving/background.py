@@ -168,13 +168,9 @@ class SampleBuffer:
         return sum(group.samples is not None for group in self._groups.values())
 
     def admit(self, indices: Sequence[int], *, step: int) -> None:
-        """Open groups, which are sampled from now on.
+        """Open groups, which are sampled from now on; a PhaseError if too many are, or one twice.
 
-        Args:
-            step: of the weights: steps that were learned from before. It never falls.
-
-        Raises:
-            PhaseError: more would be open than can be learned from in time; or one is open already.
+        ``step`` is that of the weights: steps that were learned from before. It never falls.
         """
         most = (self._max_staleness + 1) * self._num_prompts
         if len(self._groups) + len(indices) > most:
@@ -222,9 +218,8 @@ _NONE_CUT: Mapping[OnUpdate, Metrics] = {
 class BackgroundSampling:
     """One pool of engines, and programs that sample with it over many versions of the weights.
 
-    Between updates it does what a synchronous phase does: lost engines are replaced, hung ones are
-    found, requests go through the router if there is one. ``updating`` closes that, brings all open
-    requests to an end or to a token, and opens it again with the new weights. Programs notice
+    The time between two updates is as a synchronous phase. ``updating`` closes that, brings all
+    open requests to an end or to a token, and opens it again with the new weights. Programs notice
     nothing: their requests wait meanwhile.
     """
 
@@ -238,12 +233,7 @@ class BackgroundSampling:
         recovery: Recovery,
         on_update: OnUpdate,
     ) -> None:
-        """Sample nothing yet.
-
-        Args:
-            pool: without engines; the server's join it after each update.
-            requests: opens the way to engines; a phase is the time between two updates.
-        """
+        """Sample nothing yet; the server's engines join the pool after each update."""
         pool.drops_interrupted = on_update == "abort"
         self._server = server
         self._pool = pool

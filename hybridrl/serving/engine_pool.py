@@ -183,11 +183,7 @@ class EnginePool(Sampler):
         vocab_size: int,
         version: int,
     ) -> None:
-        """Prepare for engines that serve, by index, with weights of ``version``.
-
-        ``num_slots`` sequences decode at the same time on each; context + response have at most
-        ``max_context_tokens``.
-        """
+        """Begin with engines that serve weights of ``version``, by index."""
         self.ask: AskGroup = ask_process
         self.prefixes: KnownPrefixes | None = None
         """Contexts in the caches of engines, to which later turns return; None: there are none."""
@@ -229,9 +225,7 @@ class EnginePool(Sampler):
         """Send requests to this engine, whose weights are the newest. Thread-safe, idempotent.
 
         A new process takes the place of the old one; one that is here keeps its open requests.
-
-        Args:
-            version: of new weights, which engines that join later have, too.
+        Engines that join after a new ``version`` have that, too.
         """
         if version is not None:
             self._idle_since_s = self._idle_since_s or time.perf_counter()

@@ -68,7 +68,7 @@ class EngineProcess:
 
         Args:
             config: of the run, as ``engine_config`` returns it for the group.
-            place: devices and addresses of the engine; None if it has this process's device alone.
+            place: None if the engine has this process's device alone.
             key: that the engine's server requires of other processes; empty: none asks it.
             process: name of this process in the run folder.
         """
@@ -219,10 +219,9 @@ class ProcessHandle(EngineHandle):
         nodes: Sequence[ReservedNode] = (),
         is_attached: bool = False,
     ) -> None:
-        """Take over actors that start, on these nodes; empty: Ray puts them anywhere.
+        """Take over actors that start, on these nodes; without nodes Ray puts them anywhere.
 
-        Args:
-            is_attached: whether others run the server, which serves on when the engine ends.
+        An attached engine's server is run by others, and serves on when the engine ends.
         """
         self._actor = actor
         self._followers = followers

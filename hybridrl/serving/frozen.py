@@ -187,12 +187,9 @@ class ExternalModel(FrozenModel):
         return handle
 
     def start(self) -> None:
-        """Compare all servers with what is needed, all at once.
+        """Compare all servers at once; an ExternalEngineError names all differences of all.
 
-        With ``rollout.verify_weights=always`` their weights with each other, too.
-
-        Raises:
-            ExternalEngineError: names all differences of all servers.
+        With ``rollout.verify_weights=always`` their weights are compared with each other, too.
         """
         try:
             super().start()
@@ -245,9 +242,7 @@ class ExternalHandle(EngineHandle):
     ) -> None:
         """Connect when first used.
 
-        Args:
-            key: that the server requires; empty: it requires none.
-            weight_versions: of servers that were compared before, by URL; this one's is added.
+        ``weight_versions`` has servers that were compared before, by URL; this one's is added.
         """
         self._url = url.rstrip("/")
         self._expected = expected
@@ -259,10 +254,7 @@ class ExternalHandle(EngineHandle):
         self._has_ended = False
 
     def build(self) -> Future[None]:
-        """Compare the server with what is needed.
-
-        The future holds an ExternalEngineError with all differences, a line each.
-        """
+        """Compare the server; the future may hold an ExternalEngineError, a line a difference."""
         return self._client.start(self._compare())
 
     def checksums(self) -> Future[dict[str, str]]:

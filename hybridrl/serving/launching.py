@@ -121,12 +121,8 @@ def find_places(
 ) -> dict[int, Place]:
     """Ask the devices of all servers for their GPUs and free ports.
 
-    Args:
-        placements: options of Ray for a process on each device of the servers.
-
-    Returns:
-        Places by the first device of the engine; empty if each engine is a process that has a
-        device of its own and talks to nobody.
+    Returns places by the first device of the engine; none if each engine is a process that has a
+    device of its own and talks to nobody.
     """
     groups = [group for plan in plans for group in plan.groups]
     if not any(
@@ -313,13 +309,8 @@ def start_servers(
 ) -> Iterator[ManagerClient]:
     """Start the servers of a run, and end them. All paths are absolute.
 
-    Args:
-        model_folder: Hugging Face folder of the policy.
-        variables: environment of the processes, besides that of the driver which concerns engines.
-
-    Raises:
-        ResourceError: the cluster lacks the resources.
-        StageError: an engine did not start.
+    ``variables`` are the environment of the processes, besides that of the driver which concerns
+    engines. A ResourceError if the cluster lacks devices, a StageError if an engine did not start.
     """
     cluster, rollout = config.cluster, config.rollout
     variables = {**driver_variables(config, env.everything()), **variables}

@@ -81,12 +81,7 @@ class RolloutManager:
         }
 
     def start(self) -> None:
-        """Start all engines of all models, and the router.
-
-        Raises:
-            StageError: names the engines that did not start, and why.
-            EngineError: the router did not start.
-        """
+        """Start all engines of all models, and the router."""
         if self._router is not None:
             self._router.start()
         self._policy.start()

@@ -28,11 +28,7 @@ class Recovery:
     """
 
     def __init__(self, server: RolloutServer, *, health_timeout_s: float, key: str = "") -> None:
-        """Watch nothing yet; an engine must get on within ``health_timeout_s`` seconds.
-
-        Args:
-            key: that engines of ranks require.
-        """
+        """Watch nothing yet; ``key`` is that which engines of ranks require."""
         self._server = server
         self._key = key
         self._pool: EnginePool | None = None
@@ -78,10 +74,9 @@ class Recovery:
             self._pool = None
 
     def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
-        """Replace an engine that failed; others get its open requests. Any thread; returns at once.
+        """Replace an engine that failed; return at once whether a replacement comes. Thread-safe.
 
-        Returns:
-            Whether a replacement comes.
+        Others get its open requests.
         """
         pool = self._pool
         if pool is not None:

@@ -113,9 +113,7 @@ class PolicyRouter(Endpoint):
     ) -> AsyncIterator[AskGroup]:
         """Open the way to engines that admit requests; those that the program asks later are added.
 
-        Raises:
-            RouterError: the router ends again and again.
-            EngineError: it does not start again.
+        A RouterError if the router ends again and again.
         """
         self._servers = {}
         self._lost = asyncio.get_running_loop().create_future()

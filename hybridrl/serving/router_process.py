@@ -38,11 +38,7 @@ class RouterProcess:
     def __init__(
         self, *, key: str, timeout_s: float, arguments: Mapping[str, object] | None = None
     ) -> None:
-        """Start it and wait until it answers, ``timeout_s`` seconds.
-
-        Args:
-            key: that clients must send, and servers get from it.
-            arguments: of the router that differ, by their Python names.
+        """Start it, with ``arguments`` that differ, and wait until it answers.
 
         Raises:
             EngineError: sglang-router is not installed, or it ended; with the end of its log.
@@ -69,11 +65,8 @@ class RouterProcess:
     def show(self, urls: Collection[str]) -> None:
         """Send requests to exactly these servers, which answer, and wait until it does so.
 
-        Idempotent; running requests are not cut off.
-
-        Raises:
-            EngineError: the router is gone, or refuses an address.
-            DeadlineError: it does not take a server, or does not let it go.
+        Idempotent; running requests are not cut off. A DeadlineError if it does not take a server,
+        or does not let it go.
         """
         known = {worker["url"]: worker["id"] for worker in self._list()}
         gone = [f"/workers/{known[url]}" for url in known.keys() - set(urls)]

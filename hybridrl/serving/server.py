@@ -91,11 +91,7 @@ class RolloutServer:
     # -- life ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all engines. Idempotent.
-
-        Raises:
-            StageError: engines did not start; started ones stay, and a second call starts others.
-        """
+        """Start all engines. Idempotent: after a StageError a second call starts those missing."""
         if self._life is not None:
             return
         with self._lock:
@@ -214,10 +210,8 @@ class RolloutServer:
     def replace(self, index: int) -> str:
         """Start a process in place of a lost engine, and give it the weights of the others.
 
-        These serve on and are asked nothing. An update may bring up the process meanwhile.
-
-        Returns:
-            Why it does not serve: try again, or ``give_up``. Empty if it serves.
+        These serve on and are asked nothing. An update may bring up the process meanwhile. Returns
+        why it does not serve (try again, or ``give_up``); empty if it does.
         """
         timeout_s = self._config.start_timeout_s
         with self._lock:
@@ -271,8 +265,7 @@ class RolloutServer:
     def sync(self) -> Failures:
         """Load the weights of this update into every engine.
 
-        Raises:
-            StageError: a broadcast broke off by no fault of an engine; all keep their states.
+        A StageError if a broadcast broke off by no fault of an engine: all keep their states.
         """
         present = [i for i, state in enumerate(self.states) if state is not State.BROKEN]
         transfer = self._weights if isinstance(self._weights, Transfer) else None

@@ -200,13 +200,9 @@ async def while_it_works(
 ) -> AsyncIterator[None]:
     """Let the block wait for an engine: behind others, or for a long response, as long as it takes.
 
-    Args:
-        progress: returns how far the engine is; asked four times in ``timeout_s``. An error is no
-            progress.
-        timeout_s: seconds in which it must be further (``rollout.request_timeout_s``).
-
-    Raises:
-        DeadlineError: it was not.
+    ``progress`` returns how far the engine is; it is asked four times in ``timeout_s``
+    (``rollout.request_timeout_s``), and must be further by then: else a DeadlineError. An error is
+    no progress.
     """
     loop = asyncio.get_running_loop()
 

@@ -144,13 +144,10 @@ def expect_server(config: ExperimentConfig, model: str) -> Expectations:
 
 
 def differences(expected: Expectations, server_info: Json, model_info: Json) -> list[str]:
-    """Compare a server's ``/server_info`` and ``/model_info`` with what is needed.
+    """Return a line for each difference: field, value, what it must be, what to type.
 
-    The second is newer where both have a field. A field that this release of SGLang does not have
-    is not compared.
-
-    Returns:
-        A line for each difference: field, value, what it must be, what to type.
+    ``/model_info`` is newer where ``/server_info`` has a field, too. A field that this release of
+    SGLang does not have is not compared.
     """
     try:
         require_known_version(server_info)
@@ -233,12 +230,7 @@ class Questions:
     """Seconds until it must have computed a token (``rollout.stage_timeout_s``)."""
 
     async def facts(self) -> tuple[Json, Json]:
-        """Return its answers to ``/server_info`` and ``/model_info``.
-
-        Raises:
-            EngineError: it does not answer, refuses, or is no SGLang; see ``advice``.
-            DeadlineError: it is too slow.
-        """
+        """Return its answers to ``/server_info`` and ``/model_info``; errors are for ``advice``."""
         get = partial(self.client.request, timeout_s=_CALL_S, method="GET")
         server_info, model_info = await asyncio.gather(get("/server_info"), get("/model_info"))
         if not isinstance(server_info, Mapping) or not isinstance(model_info, Mapping):
@@ -409,11 +401,7 @@ class AttachedServer(ControlCalls):
         return f"{self.name}-{version}"
 
     def begin_update(self) -> None:
-        """Mark the server, so that another run that updates it meanwhile is noticed. Idempotent.
-
-        Raises:
-            DriftError: it does not have the weights that this process sent last.
-        """
+        """Mark the server, so that another run that updates it meanwhile is noticed. Idempotent."""
         mark = f"{self.name}-update"
         if self._weight_version != mark:
             self.stamp(mark)

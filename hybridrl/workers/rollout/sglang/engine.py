@@ -43,11 +43,9 @@ class SGLangEngine(ServedWeights):
         variables: Mapping[str, str],
         device: torch.device | None = None,
     ) -> None:
-        """Start the server; fails as ``StartedServer``, ``AttachedServer`` and ``ServedWeights``.
+        """Start the server, with ``variables`` as its visible devices, or attach to it.
 
-        Args:
-            variables: environment of the server, for example its visible devices.
-            device: of this process; None is the first of its kind.
+        ``device`` is that of this process; None is the first of its kind.
         """
         super().__init__(spec, device=device or torch.device(spec.device))
         self._variables = dict(variables)

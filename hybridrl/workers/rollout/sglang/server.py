@@ -63,8 +63,7 @@ _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 def require_known_version(server_info: Json) -> str:
     """Return the version in an answer of ``/server_info``; warn, once a process, if untested.
 
-    Raises:
-        EngineError: it has no version, or one older than the oldest tested.
+    An EngineError if it has none, or one older than the oldest tested.
     """
     version = server_info.get("version")
     if not isinstance(version, str) or not re.match(r"\d+\.\d+\.\d+", version):
@@ -97,11 +96,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def require_as_asked(arguments: Json, info: Json) -> None:
-    """Refuse a server whose ``/server_info`` has other arguments than it was given.
-
-    Raises:
-        EngineError: each differing argument, with the requested and the effective value.
-    """
+    """Raise an EngineError if ``/server_info`` has other arguments than the server was given."""
     differing = [
         f"{name}={info[name]!r} instead of {arguments[name]!r}"
         for name in _KEPT
@@ -165,10 +160,7 @@ class ControlCalls:
     # -- control calls ---------------------------------------------------------------------------
 
     def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ControlClient.call
-        """Do one control call within ``rollout.stage_timeout_s``, and the time left of its stage.
-
-        Raises: as ``ControlClient.call``.
-        """
+        """Do one control call within ``rollout.stage_timeout_s`` and the time left of its stage."""
         return self.client.call(path, body, timeout_s=left_s(self._timeout_s))
 
     def require_success(self, path: str, **body: object) -> Body:
@@ -324,14 +316,8 @@ def start_child(arguments: Arguments, *, variables: Mapping[str, str]) -> ChildP
 def follow(spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
     """Run SGLang on a further node of an engine: it computes, and the first node's server answers.
 
-    SGLang opens a port of HTTP here, too, which answers health checks alone.
-
-    Args:
-        spec: with the arguments of this node in ``rollout.engine_args``.
-        variables: environment besides that of every server, for example visible devices.
-
-    Raises:
-        ServerDiedError: the processes are gone, with the end of their log; nothing else ends it.
+    SGLang opens a port of HTTP here, too, which answers health checks alone. Only a ServerDiedError
+    ends it. The arguments of this node are in ``rollout.engine_args``.
     """
     arguments = build_arguments(
         spec, name="hybridrl-follower", port=free_port(), key=secrets.token_urlsafe()

@@ -64,10 +64,8 @@ class SharedTransport(Transport):
     ) -> None:
         """Allocate nothing yet, on the device that this rank shares with the server's.
 
-        Weights travel in ``dtype``, that of the server.
-
-        Raises:
-            EngineError: this process allocates memory that cannot be shared.
+        Weights travel in ``dtype``, that of the server. An EngineError if this process allocates
+        memory that cannot be shared.
         """
         # A server answers from its first rank, whose copies are done: torch waits for them before
         # it closes the opened memory (torch/csrc/StorageSharing.cpp). Other ranks may still copy,
