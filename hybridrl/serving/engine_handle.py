@@ -23,8 +23,6 @@ from hybridrl.workers.rollout.sample_messages import (
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
 from hybridrl.workers.sharding.lifecycle import Action
 
-_LEAST_SERVER_FAULT = 500
-
 
 class EngineHandle(ABC):
     """An engine that answers requests. Calls return at once.
@@ -88,7 +86,7 @@ class RankHandle(EngineHandle):
         except RefusedError as error:
             if error.status == DRIFTED:
                 raise DriftError(error.text) from error
-            if error.status < _LEAST_SERVER_FAULT:
+            if not error.is_servers_fault:
                 raise RequestError(error.text) from error
             raise
         return read_answer(answer)

@@ -46,7 +46,6 @@ from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 log = logging.getLogger(__name__)
 
 _GENERATE = "/generate"
-_SERVERS_FAULT = 500
 _SEES_DEATH_S = 3.0
 """Seconds until a process whose connections broke is known to be gone."""
 
@@ -206,23 +205,13 @@ class PolicyRouter(Endpoint):
 
     # -- requests --------------------------------------------------------------------------------
 
-    async def request(
-        self,
-        path: str,
-        body: Body | None = None,
-        *,
-        timeout_s: float | None,
-        method: str = "POST",
-        session: aiohttp.ClientSession | None = None,
-    ) -> Any:  # noqa: ANN401 - JSON
+    async def request(self, path: str, body: Body | None = None, **given: Any) -> Any:  # noqa: ANN401
         """Send requests for tokens to the router, one a response, and others to all servers."""
         if path != _GENERATE or body is None:
-            calls = [
-                server.request(path, body, timeout_s=timeout_s, method=method, session=session)
-                for server in self._living()
-            ]
+            calls = [server.request(path, body, **given) for server in self._living()]
             # One that is gone keeps none of the others from its request.
             return await asyncio.gather(*calls, return_exceptions=True)
+        session = given.get("session")
         tasks = [
             asyncio.ensure_future(self._generate(each, session)) for each in _single_bodies(body)
         ]
@@ -256,7 +245,7 @@ class PolicyRouter(Endpoint):
             except (ServerDiedError, ConnectionLostError, RefusedError) as error:
                 now_s = time.monotonic()
                 give_up_s = give_up_s or now_s + _SEES_DEATH_S
-                is_refused = isinstance(error, RefusedError) and error.status < _SERVERS_FAULT
+                is_refused = isinstance(error, RefusedError) and not error.is_servers_fault
                 if is_refused or now_s > give_up_s:
                     self._num_unanswered += 1
                     raise
@@ -278,9 +267,7 @@ class PolicyRouter(Endpoint):
                 return answer.result()
         finally:
             answer.cancel()
-        raise _LostBehindRouterError(
-            _GENERATE, _SERVERS_FAULT, "a server behind the router is lost"
-        )
+        raise _LostBehindRouterError
 
     def take_metrics(self) -> Metrics:
         """Describe the time since the last call under declared names. Call it in each phase."""
@@ -303,6 +290,9 @@ class PolicyRouter(Endpoint):
 
 class _LostBehindRouterError(RefusedError):
     """A server left while it may have had the request."""
+
+    def __init__(self) -> None:
+        super().__init__(_GENERATE, 500, "a server behind the router is lost")
 
 
 def connect(

@@ -75,10 +75,16 @@ class RolloutServer:
         self._coming: dict[int, EngineHandle | None] = {}
         """Lost engines that somebody replaces, and their new processes; None: not started yet."""
         self._config = config
-        self._observe = observe
         self._weights: WeightSource | Transfer | None = None
         self._wanted_version = -1
-        self._life: LifeCycle | None = None
+        self._life = LifeCycle(
+            self,
+            host=None,
+            depth=SleepLevel.RELEASE_ALL,
+            observe=observe,
+            stays=True,
+            may_miss=[index for index, (_, engine) in enumerate(self._places) if engine.url],
+        )
         self._lock = threading.RLock()
         """Held while engines change their states."""
         self._losses = Losses(plan.model)
@@ -86,31 +92,20 @@ class RolloutServer:
     @property
     def states(self) -> tuple[State, ...]:
         """State of each engine."""
-        return self._require_started().states
+        return self._life.states
 
     # -- life ------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start all engines. Idempotent: after a StageError a second call starts those missing."""
-        if self._life is not None:
-            return
         with self._lock:
-            if failures := self._start(range(self.num_engines)):
+            new = [index for index, state in enumerate(self.states) if state is State.BOOT]
+            if failures := self._start(new):
                 raise StageError(_START, failures, of="engine")
-            life = LifeCycle(
-                self,
-                host=None,
-                depth=SleepLevel.RELEASE_ALL,
-                observe=self._observe,
-                stays=True,
-                may_miss=[index for index, (_, plan) in enumerate(self._places) if plan.url],
-            )
-            life.start()
-            self._life = life
+            self._life.start()
 
     def needs_update(self, version: int) -> bool:
         """Return whether the engines have other weights; lost ones get those of the others."""
-        self._require_started()
         return self.version != version
 
     def update(self, source: WeightSource | Transfer, *, version: int) -> None:
@@ -125,18 +120,17 @@ class RolloutServer:
                 next update, for engines that replace others; or the broadcast of a rank.
 
         Raises:
-            PhaseError: the server was not started, or a stage is open.
+            PhaseError: a stage is open.
             StageError: a stage failed; names the engine. The next update begins with the recovery.
         """
         with self._lock:
-            life = self._require_started()
-            self._note_dead(life)
-            if self.version == version and set(life.states) == {State.READY}:
+            self._note_dead()
+            if self.version == version and set(self.states) == {State.READY}:
                 return
             self.version = -1
             self._weights, self._wanted_version = source, version
-            life.sleep()  # after an update that broke off
-            life.wake()
+            self._life.sleep()  # after an update that broke off
+            self._life.wake()
             self.version = version
             self._losses.note_ready(self.ready_engines())
 
@@ -174,10 +168,9 @@ class RolloutServer:
         False: it is noted or replaced already.
         """
         with self._lock:
-            life = self._require_started()
-            if life.states[index] is not State.READY or self._handles[index] is not handle:
+            if self.states[index] is not State.READY or self._handles[index] is not handle:
                 return False
-            life.mark_broken([index])
+            self._life.mark_broken([index])
             self._losses.note_lost([index], reason)
             if index in self._coming:
                 return False
@@ -190,13 +183,12 @@ class RolloutServer:
         None before the first update: no engine has weights that a new one could get.
         """
         with self._lock:
-            life = self._require_started()
-            self._note_dead(life)
+            self._note_dead()
             if self.version < 0:
                 return []
             lost = [
                 index
-                for index, state in enumerate(life.states)
+                for index, state in enumerate(self.states)
                 if state is State.BROKEN and index not in self._coming
             ]
             self._coming |= dict.fromkeys(lost)
@@ -225,13 +217,12 @@ class RolloutServer:
             handle = self._coming[index] = self._handles[index]
         wait([start], timeout=timeout_s)
         with self._lock:
-            life = self._require_started()
-            if life.states[index] is State.BROKEN and self._handles[index] is handle:
+            if self.states[index] is State.BROKEN and self._handles[index] is handle:
                 if not start.done():
                     return f"it did not start within {timeout_s:g} s"
                 if self.version >= 0:
-                    life.recover([index], load=self._loading())
-            if life.states[index] is State.READY:
+                    self._life.recover([index], load=self._loading())
+            if self.states[index] is State.READY:
                 self._coming.pop(index, None)
                 self._losses.note_ready([index])
                 return ""
@@ -329,20 +320,15 @@ class RolloutServer:
     def _answers(self, index: int) -> bool:
         return self._places[index][0].answers
 
-    def _note_dead(self, life: LifeCycle) -> None:
+    def _note_dead(self) -> None:
         dead = [
             index
             for index, handle in enumerate(self._handles)
-            if life.states[index] is not State.BROKEN and (handle is None or not handle.is_alive())
+            if self.states[index] is not State.BROKEN and (handle is None or not handle.is_alive())
         ]
         if dead:
-            life.mark_broken(dead)
+            self._life.mark_broken(dead)
             self._losses.note_lost(dead, "its process is gone")
-
-    def _require_started(self) -> LifeCycle:
-        if self._life is None:
-            raise PhaseError(f"server {self.model} was not started; call start")
-        return self._life
 
 
 def _errors_of(futures: Mapping[int, Future[Any]], *, limit_s: float) -> dict[int, BaseException]:

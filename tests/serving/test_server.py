@@ -24,7 +24,6 @@ from hypothesis.stateful import (
 from safetensors.torch import save_file
 
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig, WorkerType
-from hybridrl.errors import PhaseError
 from hybridrl.metrics import Sum
 from hybridrl.serving.plan import (
     EnginePlan,
@@ -386,12 +385,6 @@ def test_an_engine_that_does_not_answer_in_time_is_named() -> None:
     rig.silent = set()
     rig.server.start()
     assert [handle.index for handle in rig.launched] == [0, 1, 0]
-
-
-def test_a_server_that_was_not_started_does_nothing() -> None:
-    rig = Rig(plan_of(("regular", 1)))
-    with pytest.raises(PhaseError, match="server policy was not started; call start"):
-        rig.update(0)
 
 
 # -- whatever happens ---------------------------------------------------------------------------

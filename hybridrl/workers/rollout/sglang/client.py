@@ -33,6 +33,7 @@ _NO_HTTP = (aiohttp.ClientError, UnicodeDecodeError)
 
 
 _OK = 200
+_LEAST_SERVER_FAULT = 500
 
 
 class RefusedError(EngineError):
@@ -43,6 +44,11 @@ class RefusedError(EngineError):
         super().__init__(f"{path} {how}: {text}")
         self.status = status
         self.text = text
+
+    @property
+    def is_servers_fault(self) -> bool:
+        """Whether another server, or this one later, may accept the request."""
+        return self.status >= _LEAST_SERVER_FAULT
 
 
 class ConnectionLostError(EngineError):

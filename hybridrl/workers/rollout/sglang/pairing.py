@@ -41,20 +41,11 @@ class PairedEndpoint(Endpoint):
             for each in prefills
         ]
 
-    async def request(
-        self,
-        path: str,
-        body: Body | None = None,
-        *,
-        timeout_s: float | None,
-        method: str = "POST",
-        session: aiohttp.ClientSession | None = None,
-    ) -> Any:  # noqa: ANN401
+    async def request(self, path: str, body: Body | None = None, **given: Any) -> Any:  # noqa: ANN401
         """Send requests for tokens, and their aborts, to both halves, others to the decode server.
 
         If a half is gone or refuses, the other one forgets the request.
         """
-        given: dict[str, Any] = {"timeout_s": timeout_s, "method": method, "session": session}
         if path == _ABORTS:  # whichever half has it now
             aborts = [prefill.request(path, body, **given) for _, prefill in self._prefills]
             await asyncio.gather(*aborts, return_exceptions=True)
@@ -76,7 +67,7 @@ class PairedEndpoint(Endpoint):
             for task, half in zip((decoded, filled), halves, strict=True):
                 if not task.done():
                     task.cancel()
-                    await _abort(half, body["rid"], session)
+                    await _abort(half, body["rid"], given.get("session"))
             await asyncio.gather(decoded, filled, return_exceptions=True)
 
     async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:

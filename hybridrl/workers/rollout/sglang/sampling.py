@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 Body = dict[str, Any]
 
 _NUM_ATTEMPTS = 3
-_BUSY = 500  # the lowest status that is the server's fault, not the request's
 _ABORT_TIMEOUT_S = 5.0
 _ABORT_EVERY_S = 0.05
 """Between tries to abort what is open: a request that was still on its way was not hit, and the
@@ -247,7 +246,7 @@ class HttpSampler(Sampler):
         except ConnectionLostError as error:
             return str(error)
         except RefusedError as error:
-            if error.status < _BUSY:
+            if not error.is_servers_fault:
                 raise
             return str(error)
         reasons = [
