@@ -167,7 +167,7 @@ FIGURES = (
         measured=(
             *("benchmarks/sides/asynchronous_runs.py", "benchmarks/sides/measured_costs.py"),
             *("benchmarks/sides/simulated_*.py", "hybridrl/trainer/batches.py"),
-            *(f"hybridrl/serving/{name}.py" for name in ("background", "open_groups")),
+            "hybridrl/serving/background.py",
         ),
         one_thread=True,
     ),

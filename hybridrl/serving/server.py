@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,15 +53,7 @@ class RolloutServer:
     while the others serve: ``lose`` or ``claim_lost``, then ``replace``. Thread-safe.
     """
 
-    def __init__(
-        self,
-        plan: ModelPlan,
-        launch: Launch,
-        *,
-        config: RolloutConfig,
-        observe: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
-    ) -> None:
-        """Start nothing yet; ``observe`` is called with a stage's name, and wraps it."""
+    def __init__(self, plan: ModelPlan, launch: Launch, *, config: RolloutConfig) -> None:
         self.model = plan.model
         self.version = -1
         """Policy version of the engines that serve; -1 before the first update."""
@@ -81,7 +73,7 @@ class RolloutServer:
             self,
             host=None,
             depth=SleepLevel.RELEASE_ALL,
-            observe=observe,
+            observe=lambda _: nullcontext(),
             stays=True,
             may_miss=[index for index, (_, engine) in enumerate(self._places) if engine.url],
         )

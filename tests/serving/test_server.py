@@ -83,8 +83,8 @@ class Rig:
             plan,
             self._launch,
             config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=stage_timeout_s),
-            observe=self._observe,
         )
+        self.server._life._observe = self._observe
 
     def _launch(self, group: GroupPlan, engine: EnginePlan) -> RecordingHandle:
         index = self.plan.engines.index(engine)

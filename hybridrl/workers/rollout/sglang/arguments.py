@@ -161,7 +161,7 @@ def server_spec(
 def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arguments:
     """Return the arguments of one server by their Python names.
 
-    ``name`` tells the server on its port from others; ``key`` is a secret of the callers, because
+    By ``name`` the server is recognised on its port; ``key`` is a secret of the callers, because
     other users of this machine can reach the port.
     """
     rollout = spec.rollout
