@@ -35,7 +35,7 @@ from hybridrl.run.starter import write_random_model
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.launching import ActorLaunch, ReservedDevices
+from hybridrl.serving.launching import ActorLaunch
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, lay_out, plan_servers
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
@@ -150,11 +150,7 @@ async def ask(
 def killed(config: ExperimentConfig, model_folder: Path, *, picture: Path | None) -> None:
     """Kill an engine while both sample, and print how long its replacement took."""
     with served(config, model_folder) as (server, engines):
-        recovery = Recovery(
-            server,
-            start_timeout_s=config.rollout.start_timeout_s,
-            health_timeout_s=config.serving.health_timeout_s,
-        )
+        recovery = Recovery(server, health_timeout_s=config.serving.health_timeout_s)
         pool = pool_of(server, config, server.serving_engines())
         with recovery.filling(pool):
             died_s = asyncio.run(kill_one(pool, engines))
@@ -298,7 +294,7 @@ def served(
         config=config,
         plan=plan,
         policy_folder=model_folder,
-        devices=ReservedDevices(placements=resources.lease()),
+        placements=resources.lease(),
     )
 
     def launch(group: GroupPlan, engine: EnginePlan) -> TimedEngine:

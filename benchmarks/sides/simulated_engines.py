@@ -2,7 +2,7 @@
 
 All open responses of an engine advance together, by one token in each decode step. Groups wait in
 the order of their requests, and go to the engine with the fewest responses, as in
-``hybridrl/serving/request_queue.py``. Prompts cost nothing.
+``hybridrl/serving/engine_pool.py``. Prompts cost nothing.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from benchmarks.sides.simulated_engines import (
     SimulatedEngines,
     SimulatedGroup,
 )
-from hybridrl.serving.open_groups import SampleBuffer
+from hybridrl.serving.background import SampleBuffer
 
 DrawLengths = Callable[[random.Random], Sequence[int]]
 """Draws the tokens of the responses to one prompt."""

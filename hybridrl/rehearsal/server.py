@@ -33,8 +33,7 @@ from hybridrl.workers.rollout.buckets import TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec, build_arguments
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
-from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
-from hybridrl.workers.rollout.sglang.versions import TESTED_VERSIONS, require_as_asked
+from hybridrl.workers.rollout.sglang.server import TESTED_VERSIONS, ControlCalls, require_as_asked
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 
 Body = dict[str, Any]

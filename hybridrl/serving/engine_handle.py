@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,10 +20,8 @@ from hybridrl.workers.rollout.sample_messages import (
     read_answer,
     request_body,
 )
-from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError, assume_alive
+from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
 from hybridrl.workers.sharding.lifecycle import Action
-
-_LEAST_SERVER_FAULT = 500
 
 
 class EngineHandle(ABC):
@@ -71,15 +70,7 @@ class RankHandle(EngineHandle):
     """An engine over HTTP. Its rank moves it along the life cycle, and nobody else."""
 
     def __init__(self, url: str, *, key: str) -> None:
-        """Connect when first used.
-
-        Args:
-            url: of the listener of its rank.
-            key: of all engines that the ranks lend.
-        """
-        self._client = ControlClient(
-            url, name=f"the engine of a rank at {url}", require_alive=assume_alive, key=key
-        )
+        self._client = ControlClient(url, name=f"the engine of a rank at {url}", key=key)
         self.is_lost = False
         """Whether it failed: its rank restarts it after the phase."""
 
@@ -95,7 +86,7 @@ class RankHandle(EngineHandle):
         except RefusedError as error:
             if error.status == DRIFTED:
                 raise DriftError(error.text) from error
-            if error.status < _LEAST_SERVER_FAULT:
+            if not error.is_servers_fault:
                 raise RequestError(error.text) from error
             raise
         return read_answer(answer)
@@ -122,3 +113,19 @@ def answered(value: T) -> Future[T]:
 
 Launch = Callable[[GroupPlan, EnginePlan], EngineHandle]
 """Starts the process of an engine, without waiting."""
+
+AskGroup = Callable[
+    [EngineHandle, Sequence[int] | Tensor, RequestParams, Sequence[int]],
+    Coroutine[Any, Any, list[Sample]],
+]
+"""Sends a request to one engine: context, parameters, and a key for each response."""
+
+
+async def ask_process(
+    engine: EngineHandle,
+    token_ids: Sequence[int] | Tensor,
+    params: RequestParams,
+    keys: Sequence[int],
+) -> list[Sample]:
+    """Send a request to the process of an engine."""
+    return await asyncio.wrap_future(engine.sample_group(token_ids, params, keys=keys))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -23,10 +27,9 @@ from hybridrl.errors import (
 )
 from hybridrl.metrics import Max, Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, Sampler, interrupted_sample
-from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.request_queue import Member, RequestQueue
+from hybridrl.serving.engine_handle import AskGroup, EngineHandle, ask_process
 from hybridrl.workers.rollout.continuations import sample_to_the_end
-from hybridrl.workers.rollout.prefixes import KnownPrefixes, prefix_sums
+from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
 
 log = logging.getLogger(__name__)
 
@@ -35,30 +38,114 @@ P = ParamSpec("P")
 _NUM_TRIES = 4
 """Engines that may be lost with one request; then it counts as the cause."""
 
-
-AskGroup = Callable[
-    [EngineHandle, Sequence[int] | Tensor, RequestParams, Sequence[int]],
-    Coroutine[Any, Any, list[Sample]],
-]
-"""Sends a request to one engine: context, parameters, and a key for each response."""
+_ENTRIES_PER_ENGINE = 8
+"""Entries of the heap, at most, before those of earlier counts are dropped."""
 
 
-async def ask_process(
-    engine: EngineHandle,
-    token_ids: Sequence[int] | Tensor,
-    params: RequestParams,
-    keys: Sequence[int],
-) -> list[Sample]:
-    """Send a request to the process of an engine."""
-    return await asyncio.wrap_future(engine.sample_group(token_ids, params, keys=keys))
+@dataclass(eq=False, slots=True)
+class Member:
+    """An engine of the pool."""
+
+    index: int
+    handle: EngineHandle
+    version: int
+    """Of its weights."""
+
+    num_open: int = 0
+    """Responses that it was asked for and did not give yet."""
+    losses: set[asyncio.Future[str]] = field(default_factory=set)
+    """One of each open request, which gets the reason if the engine is lost meanwhile."""
+
+    num_pauses: int = 0
+    """Times that it was suspended."""
+    is_suspended: bool = False
 
 
-def _ignore(_: EngineHandle) -> None:
-    pass
+class RequestQueue:
+    """Hands engines with room to requests, the oldest first; for one event loop.
 
+    A change costs the same with any number of engines (but for a logarithm) and of requests that
+    wait: it wakes those alone that get an engine.
+    """
 
-def _never_replaced(index: int, handle: EngineHandle, reason: str) -> bool:
-    return False
+    def __init__(self, *, num_slots: int) -> None:
+        """Begin without engines; ``num_slots`` responses decode at the same time on each."""
+        self._num_slots = num_slots
+        self._members: set[Member] = set()
+        self._by_load: list[tuple[int, int, Member]] = []
+        """Heap of open responses, number of the entry, and engine; entries of earlier counts are
+        skipped."""
+        self._number = count()
+        self._waiting: deque[tuple[int, asyncio.Future[Member], Member | None]] = deque()
+        """Requests without an engine, oldest first: responses, what they wait for, and the engine
+        that has the context in its cache."""
+
+    def add(self, member: Member) -> None:
+        """Hand out this engine, too."""
+        self._members.add(member)
+        self._note(member)
+        self._hand_out()
+
+    def remove(self, member: Member) -> None:
+        """Hand it out no more; requests that have it give it back all the same. Idempotent."""
+        self._members.discard(member)
+
+    async def take(self, num_responses: int, *, holder: Member | None = None) -> Member:
+        """Wait for an engine with room, and return the one with the fewest open responses.
+
+        Or ``holder``, which has the context in its cache, if it has room and at most ``STAY`` open
+        responses more.
+        """
+        future: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_responses, future, holder))
+        self._hand_out()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not future.cancelled() and future.exception() is None:  # it came just before
+                self.give_back(future.result(), num_responses)
+            raise
+
+    def give_back(self, member: Member, num_responses: int) -> None:
+        """Note that responses of an engine are open no more."""
+        member.num_open -= num_responses
+        self._note(member)
+        self._hand_out()
+
+    def refuse(self, error: Exception) -> None:
+        """Let all requests that wait fail: no engine will come."""
+        while self._waiting:
+            _, future, _ = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(error)
+
+    def _hand_out(self) -> None:
+        while self._waiting and (freest := self._freest()) is not None:
+            num_responses, future, holder = self._waiting.popleft()
+            if not future.done():  # else its request was cancelled
+                member = holder if holder and self._may_stay(holder, freest) else freest
+                member.num_open += num_responses
+                self._note(member)
+                future.set_result(member)
+
+    def _may_stay(self, holder: Member, freest: Member) -> bool:
+        has_room = holder in self._members and holder.num_open < self._num_slots
+        return has_room and holder.num_open - freest.num_open <= STAY
+
+    def _freest(self) -> Member | None:
+        """Return the engine with the fewest open responses; None if none has room."""
+        while self._by_load:
+            load, _, member = self._by_load[0]
+            if member in self._members and load == member.num_open:
+                return member if load < self._num_slots else None
+            heappop(self._by_load)
+        return None
+
+    def _note(self, member: Member) -> None:
+        heappush(self._by_load, (member.num_open, next(self._number), member))
+        if len(self._by_load) > _ENTRIES_PER_ENGINE * (len(self._members) + 1):
+            self._by_load = [(each.num_open, next(self._number), each) for each in self._members]
+            heapify(self._by_load)
 
 
 def _in_loop(
@@ -79,12 +166,12 @@ def _in_loop(
 
 
 class EnginePool(Sampler):
-    """Samples with several engines of one model. Used for one program.
+    """Samples with several engines of one model, for one program.
 
     An engine gets a request while fewer than ``num_slots`` responses are open on it. A request that
     an engine did not answer is sent to another one, as a new one: nothing of a lost answer counts.
     To load weights while the program runs: ``suspend`` an engine, ``interrupt`` its process or let
-    its requests end, load, and ``readmit``.
+    its requests end, load, and let it ``join`` again.
     """
 
     def __init__(
@@ -96,29 +183,21 @@ class EnginePool(Sampler):
         vocab_size: int,
         version: int,
     ) -> None:
-        """Prepare.
-
-        Args:
-            engines: that serve, by index.
-            num_slots: sequences that decode at the same time on an engine.
-            max_context_tokens: limit of context + response.
-            version: of the policy that must sample, until ``readmit`` names another one.
-        """
+        """Begin with engines that serve weights of ``version``, by index."""
         self.ask: AskGroup = ask_process
         self.prefixes: KnownPrefixes | None = None
         """Contexts in the caches of engines, to which later turns return; None: there are none."""
         self.drops_interrupted = False
         """Whether interrupted responses lose their tokens, and begin again."""
         self.max_context_tokens = max_context_tokens
-        self.on_left: Callable[[EngineHandle], None] = _ignore
+        self.on_left: Callable[[EngineHandle], None] = lambda _: None
         """Called with an engine that is lost, in the program's loop, before ``on_lost``."""
-        self.on_lost: Callable[[int, EngineHandle, str], bool] = _never_replaced
+        self.on_lost: Callable[[int, EngineHandle, str], bool] = lambda *_: False
         """Called with an engine that did not answer, and the reason; returns at once whether a
         replacement comes: then ``join`` or ``give_up`` follows."""
         self._members = {index: Member(index, handle, version) for index, handle in engines.items()}
         self._lost: dict[int, str] = {}
         self._coming: set[int] = set()
-        self._suspended: set[int] = set()
         self._queue = RequestQueue(num_slots=num_slots)
         for member in self._members.values():
             self._queue.add(member)
@@ -142,55 +221,37 @@ class EnginePool(Sampler):
         self._coming.add(index)
 
     @_in_loop
-    def join(self, index: int, handle: EngineHandle) -> None:
-        """Send requests to this engine, too, whose weights are the newest. Thread-safe.
+    def join(self, index: int, handle: EngineHandle, *, version: int | None = None) -> None:
+        """Send requests to this engine, whose weights are the newest. Thread-safe, idempotent.
 
-        Idempotent: one that is here keeps its open requests.
+        A new process takes the place of the old one; one that is here keeps its open requests.
+        Engines that join after a new ``version`` have that, too.
         """
-        self._join(index, handle)
-
-    def _join(self, index: int, handle: EngineHandle) -> None:
+        if version is not None:
+            self._idle_since_s = self._idle_since_s or time.perf_counter()
+            self._version = version
         self._coming.discard(index)
-        known = self._members.get(index)
-        if known is not None and known.handle is handle and index not in self._suspended:
-            return  # it has open requests, which are counted
-        self._suspended.discard(index)
-        if known is not None:
-            self._queue.remove(known)
-        member = self._members[index] = Member(index, handle, self._version)
+        member = self._members.get(index)
+        if member is None or member.handle is not handle:
+            if member is not None:
+                self._queue.remove(member)
+            member = self._members[index] = Member(index, handle, self._version)
+        elif not member.is_suspended:
+            return
+        member.version, member.is_suspended = self._version, False
         self._queue.add(member)
 
     @_in_loop
     def suspend(self, index: int) -> None:
-        """Send no request to this engine until ``readmit``: it gets weights, and is not lost.
+        """Send no request to this engine until it joins: it gets weights, and is not lost.
 
         Requests that it has keep their answers. Thread-safe; an unknown engine is left alone.
         """
-        if index in self._members:
-            self._members[index].num_pauses += 1
-            self._queue.remove(self._members[index])
-            self._suspended.add(index)
-
-    @_in_loop
-    def readmit(self, index: int, handle: EngineHandle, *, version: int) -> None:
-        """Send requests to this engine again, which has weights of this version. Thread-safe.
-
-        Engines that ``join`` later have this version, too.
-
-        Args:
-            index: of an engine that was suspended; or lost since.
-            handle: of its process, which may have been replaced.
-        """
-        if self._idle_since_s is None:
-            self._idle_since_s = time.perf_counter()
-        self._version = version
         member = self._members.get(index)
-        if member is None or member.handle is not handle:
-            self._join(index, handle)
-        elif index in self._suspended:
-            member.version = version
-            self._suspended.remove(index)
-            self._queue.add(member)
+        if member is not None:
+            member.num_pauses += 1
+            member.is_suspended = True
+            self._queue.remove(member)
 
     @_in_loop
     def drop(self, index: int, handle: EngineHandle, reason: str) -> None:
@@ -217,8 +278,7 @@ class EnginePool(Sampler):
         """Expect no engine of this index any more, nor its return if suspended. Thread-safe."""
         self._coming.discard(index)
         self._lost[index] = reason
-        if index in self._suspended:
-            self._suspended.remove(index)
+        if index in self._members and self._members[index].is_suspended:
             del self._members[index]
         self._refuse_if_none_is_left()
 
@@ -249,8 +309,8 @@ class EnginePool(Sampler):
             try:
                 samples = await self._ask(member, token_ids, params, keys)
                 self._require_possible(samples, num_asked=len(keys))
-                if member.num_pauses == num_pauses:
-                    _require_uninterrupted(samples)
+                if member.num_pauses == num_pauses and any(s.is_interrupted for s in samples):
+                    raise EngineError("it interrupted a response, and was not suspended before")
             except (RequestError, DriftError):  # another engine would refuse it, too
                 raise
             except (EngineError, PhaseError, DeadlineError) as error:
@@ -261,7 +321,7 @@ class EnginePool(Sampler):
                 self._num_repeated += len(keys)
                 self._lose(member, reason)
             else:
-                self._require_version(member.index, samples, version=version)
+                _require_version(member.index, samples, version=version)
                 self._count_interrupted(samples)
                 if self.drops_interrupted:
                     samples = [
@@ -279,30 +339,24 @@ class EnginePool(Sampler):
         )
 
     def take_metrics(self) -> Metrics:
-        """Describe the requests and idle seconds since the last call, and count from 0 again."""
-        self._count_asked(0)
-        metrics = self.metrics() | {"time/engines_idle_s": Max(self._idle_s)}
+        """Describe the requests since the last call under declared names, and count from 0 again.
+
+        Idle seconds, too, if the engines got weights while the program ran.
+        """
+        metrics: Metrics = {"rollout/repeated_requests": Sum(self._num_repeated)}
+        if self._num_interrupted:
+            kind = "aborted" if self.drops_interrupted else "interrupted"
+            metrics[f"rollout/{kind}_responses"] = Sum(self._num_interrupted)
+            metrics[f"rollout/{kind}_tokens"] = Sum(self._num_interrupted_tokens)
+        if self._idle_since_s is not None:
+            self._count_asked(0)
+            metrics["time/engines_idle_s"] = Max(self._idle_s)
         self._idle_s = 0.0
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
         return metrics
 
-    def metrics(self) -> Metrics:
-        """Describe the program's requests under declared names."""
-        metrics: Metrics = {"rollout/repeated_requests": Sum(self._num_repeated)}
-        if self._num_interrupted and self.drops_interrupted:
-            metrics["rollout/aborted_responses"] = Sum(self._num_interrupted)
-            metrics["rollout/aborted_tokens"] = Sum(self._num_interrupted_tokens)
-        elif self._num_interrupted:
-            metrics["rollout/interrupted_responses"] = Sum(self._num_interrupted)
-            metrics["rollout/interrupted_tokens"] = Sum(self._num_interrupted_tokens)
-        return metrics
-
     async def _ask(
-        self,
-        member: Member,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        keys: Sequence[int],
+        self, member: Member, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
     ) -> list[Sample]:
         """Ask one engine until it answers or is dropped; others watch it, so there is no limit."""
         answer = asyncio.ensure_future(self.ask(member.handle, token_ids, params, keys))
@@ -326,11 +380,8 @@ class EnginePool(Sampler):
             self._idle_since_s = now_s
         self._num_asked += change
 
-    async def _take(self, token_ids: Sequence[int] | Tensor, num_responses: int) -> Member:
-        """Wait for an engine with room, and return the one with the fewest open responses.
-
-        Or the one that has the context in its cache; see ``RequestQueue.take``.
-        """
+    async def _take(self, token_ids: Tensor, num_responses: int) -> Member:
+        """Wait for an engine with room; see ``RequestQueue.take``."""
         self.loop = asyncio.get_running_loop()
         if not self._members and not self._coming:
             raise self._none_serves()
@@ -342,32 +393,30 @@ class EnginePool(Sampler):
         self._remember(member, token_ids)
         return member
 
-    def _remember(self, member: Member, *turns: Sequence[int] | Tensor) -> None:
+    def _remember(self, member: Member, *turns: Tensor) -> None:
         """Note who has a context, and the one response to it, which a later turn may continue."""
         if self.prefixes is not None and len(turns) <= 2:
-            tokens = torch.cat([torch.as_tensor(turn) for turn in turns])
-            self.prefixes.add(prefix_sums(tokens), member.index)
-
-    def _none_serves(self) -> ServerDiedError:
-        reasons = "; ".join(f"engine {i}: {reason}" for i, reason in self._lost.items())
-        return ServerDiedError(f"no rollout engine serves; {reasons or 'none did before'}")
-
-    def _refuse_if_none_is_left(self) -> None:
-        if not self._members and not self._coming:
-            self._queue.refuse(self._none_serves())
+            self.prefixes.add(prefix_sums(torch.cat(turns)), member.index)
 
     def _lose(self, member: Member, reason: str) -> None:
         if self._members.get(member.index) is not member:
             return
         log.warning("a rollout engine is lost: engine=%d reason=%s", member.index, reason)
         del self._members[member.index]
-        self._suspended.discard(member.index)
         self._queue.remove(member)
         self._lost[member.index] = reason
         self.on_left(member.handle)
         if self.on_lost(member.index, member.handle, reason):
             self._coming.add(member.index)
         self._refuse_if_none_is_left()
+
+    def _refuse_if_none_is_left(self) -> None:
+        if not self._members and not self._coming:
+            self._queue.refuse(self._none_serves())
+
+    def _none_serves(self) -> ServerDiedError:
+        reasons = "; ".join(f"engine {i}: {reason}" for i, reason in self._lost.items())
+        return ServerDiedError(f"no rollout engine serves; {reasons or 'none did before'}")
 
     # -- answers ---------------------------------------------------------------------------------
 
@@ -384,21 +433,16 @@ class EnginePool(Sampler):
             if bool(((tokens < 0) | (tokens >= self._vocab_size)).any()):
                 raise EngineError(f"it gave a token beyond the vocabulary of {self._vocab_size}")
 
-    def _require_version(self, index: int, samples: Sequence[Sample], *, version: int) -> None:
-        versions = {sample.weight_version for sample in samples} - {version}
-        if versions:
-            raise DriftError(
-                f"engine {index} sampled with weights of version {sorted(versions)}, and the "
-                f"policy is at version {version}; nothing of this phase is used"
-            )
-
     def _count_interrupted(self, samples: Sequence[Sample]) -> None:
         lengths = [len(sample.token_ids) for sample in samples if sample.is_interrupted]
         self._num_interrupted += sum(length > 0 for length in lengths)
         self._num_interrupted_tokens += sum(lengths)
 
 
-def _require_uninterrupted(samples: Sequence[Sample]) -> None:
-    """Raise EngineError if responses were interrupted: nobody has asked for it."""
-    if any(sample.is_interrupted for sample in samples):
-        raise EngineError("it interrupted a response, and was not suspended before")
+def _require_version(index: int, samples: Sequence[Sample], *, version: int) -> None:
+    versions = {sample.weight_version for sample in samples} - {version}
+    if versions:
+        raise DriftError(
+            f"engine {index} sampled with weights of version {sorted(versions)}, and the "
+            f"policy is at version {version}; nothing of this phase is used"
+        )

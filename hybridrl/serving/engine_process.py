@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
+from ray.util import placement_group_table
 from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
@@ -25,7 +28,6 @@ from hybridrl.network import LOOPBACK, Door
 from hybridrl.processes.guard import descendants
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.placement import ReservedNode
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_rollout_engine
 from hybridrl.workers.rollout.protocol import RolloutEngine
@@ -66,8 +68,7 @@ class EngineProcess:
 
         Args:
             config: of the run, as ``engine_config`` returns it for the group.
-            model_folder: whose configuration and tokenizer the engine reads.
-            place: devices and addresses of the engine; None if it has this process's device alone.
+            place: None if the engine has this process's device alone.
             key: that the engine's server requires of other processes; empty: none asks it.
             process: name of this process in the run folder.
         """
@@ -82,11 +83,7 @@ class EngineProcess:
         install_reducers()
 
     async def build(self) -> None:
-        """Build the engine on the device of this process.
-
-        Raises:
-            ResourceError: cuda is asked for and there is none.
-        """
+        """Build the engine on the device of this process; a ResourceError without one."""
         await asyncio.to_thread(self._build)
 
     def _build(self) -> None:
@@ -103,12 +100,7 @@ class EngineProcess:
             host = LOOPBACK if is_alone else ray.util.get_node_ip_address()
             place = place or LaunchPlace(gpus=(device_name(device),))
             place = replace(place, door=Door(host, self._key))
-        self._engine = build_rollout_engine(
-            self._config,
-            self._model_folder,
-            device,
-            place=place,
-        )
+        self._engine = build_rollout_engine(self._config, self._model_folder, device, place=place)
         self._managed = ManagedEngine(self._engine, config=self._config.rollout, device=device)
         self._requests = RequestProgram(self._engine)
 
@@ -160,6 +152,63 @@ def _parent_of(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
+@dataclass(frozen=True, slots=True)
+class ReservedNode:
+    """Reserved resources of one process. If their node is lost, Ray looks for another one."""
+
+    reservation: Any
+    """Ray's placement group; the resources of all its bundles lie on one node."""
+
+    host: str
+    """Address of the node that it was on when the run started."""
+
+    wait_s: float
+    """Seconds to wait for another node that joins the cluster."""
+
+    def missing(self) -> Future[None]:
+        """Return a future that fails if there is no node for the process; else it never ends."""
+        answer: Future[None] = Future()
+        watch = threading.Thread(target=self._watch, args=[answer], name="node", daemon=True)
+        watch.start()
+        return answer
+
+    def _watch(self, answer: Future[None]) -> None:
+        try:
+            has_node = bool(self.reservation.wait(math.ceil(self.wait_s)))  # Ray drops the fraction
+        except Exception as error:  # Ray has no class for a reservation that it dropped
+            answer.set_exception(error)
+            return
+        if not has_node:
+            answer.set_exception(
+                ResourceError(
+                    f"its node {self.host} is lost, and no other one has free resources for it: "
+                    f"none joined within cluster.start_timeout_s={self.wait_s:g} s. Start Ray "
+                    "there again, or on another one, and resume the run; or resume it with fewer "
+                    "devices: serving.num_devices_per_node, cluster.num_nodes, and num_devices of "
+                    "the groups"
+                )
+            )
+
+
+def find_reserved_nodes(
+    placements: Sequence[Mapping[str, Any]], *, wait_s: float
+) -> dict[int, ReservedNode]:
+    """Return the nodes of processes that Ray starts with these options, by their index.
+
+    Those without a reservation have none. Ask while the nodes are there: afterwards nobody knows
+    their addresses.
+    """
+    hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    nodes = {}
+    for index, options in enumerate(placements):
+        strategy = options.get("scheduling_strategy")
+        if strategy is not None:
+            of_bundles = placement_group_table(strategy.placement_group)["bundles_to_node_id"]
+            host = hosts[of_bundles[strategy.placement_group_bundle_index]]
+            nodes[index] = ReservedNode(strategy.placement_group, host, wait_s)
+    return nodes
+
+
 class ProcessHandle(EngineHandle):
     """An engine in processes of Ray: one on each of its nodes. It is lost as soon as one is."""
 
@@ -170,11 +219,9 @@ class ProcessHandle(EngineHandle):
         nodes: Sequence[ReservedNode] = (),
         is_attached: bool = False,
     ) -> None:
-        """Take over actors that start.
+        """Take over actors that start, on these nodes; without nodes Ray puts them anywhere.
 
-        Args:
-            nodes: of the engine's processes; empty: Ray puts them anywhere.
-            is_attached: whether others run the server, which serves on when the engine ends.
+        An attached engine's server is run by others, and serves on when the engine ends.
         """
         self._actor = actor
         self._followers = followers
@@ -257,8 +304,7 @@ def answer_of(
 ) -> Future[Any]:
     """Return the result of a call, or the error as it was raised in the actor.
 
-    Args:
-        is_lost: asked when the result is there; if True, the future never ends.
+    If ``is_lost`` when the result is there, the future never ends.
     """
     answer: Future[Any] = Future()
 
@@ -289,12 +335,7 @@ class FollowerProcess:
     """The actor on a further node of an engine: a parent for SGLang's processes there."""
 
     def __init__(self, config: ExperimentConfig, model_folder: Path, place: LaunchPlace) -> None:
-        """Start nothing yet.
-
-        Args:
-            config: of the run, as ``engine_config`` returns it for this node.
-            model_folder: whose configuration the engine reads.
-        """
+        """Start nothing yet; ``config`` is as ``engine_config`` returns it for this node."""
         self._spec = server_spec(config, model_folder)
         self._variables = show_devices(place.gpus)
 

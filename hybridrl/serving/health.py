@@ -84,11 +84,7 @@ class HealthMonitor(Generic[W]):
             self.stop()
 
     def look(self, now_s: float) -> None:
-        """Look at all engines, once.
-
-        Args:
-            now_s: seconds by a monotonic clock.
-        """
+        """Look at all engines once, at ``now_s`` by a monotonic clock."""
         for index, engine in self._engines().items():
             watch = self._watches.setdefault(engine, _Watch(changed_s=now_s))
             reason = self._judge(engine, watch, now_s)
@@ -149,20 +145,17 @@ class Losses:
 
     def note_ready(self, members: Collection[int]) -> None:
         """Count the lost ones among engines that serve: they were replaced."""
-        for index in members:
-            if index in self._lost:
-                self._note_replaced(index, *self._lost.pop(index))
-
-    def _note_replaced(self, index: int, begin_ns: int, reason: str) -> None:
-        took_s = (time.perf_counter_ns() - begin_ns) / 1e9
-        log.warning("%s model=%s engine=%d took_s=%.1f", REPLACED, self._model, index, took_s)
-        trace.add("engine lost", begin_ns, track=index, engine=index, reason=reason)
-        trace.process.write()
-        replaced: Metrics = {
-            "rollout/replaced_engines": Sum(1),
-            "time/replace_engine_s": Max(took_s),
-        }
-        self._metrics = merge([self._metrics, replaced])
+        for index in self._lost.keys() & set(members):
+            begin_ns, reason = self._lost.pop(index)
+            took_s = (time.perf_counter_ns() - begin_ns) / 1e9
+            log.warning("%s model=%s engine=%d took_s=%.1f", REPLACED, self._model, index, took_s)
+            trace.add("engine lost", begin_ns, track=index, engine=index, reason=reason)
+            trace.process.write()
+            replaced: Metrics = {
+                "rollout/replaced_engines": Sum(1),
+                "time/replace_engine_s": Max(took_s),
+            }
+            self._metrics = merge([self._metrics, replaced])
 
     def take_metrics(self) -> Metrics:
         """Return the metrics since the last call, and reset them."""

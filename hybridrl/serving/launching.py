@@ -1,24 +1,38 @@
-"""Starts the rollout manager and the processes of engines on reserved devices, and ends them."""
+"""Starts the rollout manager and the processes of engines on reserved devices, and ends them.
+
+Processes on the devices say first which GPUs, addresses and free ports engines get.
+"""
 
 from __future__ import annotations
 
+import random
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.serving.engine_process import EngineProcess, FollowerProcess, ProcessHandle
-from hybridrl.serving.external import ApiKeys
+from hybridrl.config.serving import HALVES
+from hybridrl.errors import ResourceError
+from hybridrl.network import LOOPBACK, host_and_port
+from hybridrl.serving.engine_process import (
+    EngineProcess,
+    FollowerProcess,
+    ProcessHandle,
+    ReservedNode,
+    find_reserved_nodes,
+)
+from hybridrl.serving.frozen import ApiKeys
 from hybridrl.serving.manager import RolloutManager
-from hybridrl.serving.placement import Place, ReservedNode, find_places, find_reserved_nodes
 from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, plan_own_engines
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import (
@@ -28,8 +42,165 @@ from hybridrl.workers.engine_settings import (
     frozen_config,
     group_arguments,
 )
-from hybridrl.workers.rollout.sglang.arguments import Elsewhere, LaunchPlace
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, KeyedAddress, LaunchPlace
+from hybridrl.workers.rollout.sglang.process import is_port_free
 from hybridrl.workers.sharding.manager_client import ManagerClient
+
+_PORTS = range(20_000, 31_000)
+_NUM_PORTS = 1_000
+"""Probed on each node. An engine takes less than 40."""
+
+_NUM_DIST_INIT = 31
+"""Consecutive ports that SGLang counts up from the port of ``dist_init_addr``: 30, and one for each
+data-parallel rank of an engine, of which there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of the servers."""
+
+    host: str
+    """Address of its node in the cluster."""
+
+    gpu: str
+    """Name that other processes of its node use; empty on a CPU."""
+
+    free_ports: tuple[int, ...]
+    """Ports of its node without a listener, in rising order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Devices, addresses and ports of one engine. An engine that replaces it gets the same."""
+
+    gpus_of_nodes: tuple[tuple[str, ...], ...]
+    """GPUs on each of its nodes, by ``Device.gpu``."""
+
+    hosts: tuple[str, ...]
+    """Address of each of its nodes."""
+
+    port: int
+    """Of HTTP, on the first node."""
+
+    nccl_ports: tuple[int, ...]
+    """One on each node."""
+
+    dist_init_port: int
+    """First of the consecutive ports of the rendezvous, on the first node."""
+
+    bootstrap_port: int | None
+    """Where decode engines fetch the entries of a prefill engine, on the first node; None for other
+    types."""
+
+    key: str
+    """Of the servers of this run that others reach."""
+
+    @property
+    def address(self) -> KeyedAddress:
+        """Where other engines reach it."""
+        return KeyedAddress(
+            host=self.hosts[0], port=self.port, key=self.key, bootstrap_port=self.bootstrap_port
+        )
+
+    def node_arguments(self, node_rank: int) -> dict[str, str | int]:
+        """Return SGLang's arguments for one of several nodes; none for an engine on one node."""
+        if len(self.hosts) == 1:
+            return {}
+        return {
+            "nnodes": len(self.hosts),
+            "node_rank": node_rank,
+            "dist_init_addr": host_and_port(self.hosts[0], self.dist_init_port),
+            "nccl_port": self.nccl_ports[node_rank],
+        }
+
+
+def find_places(
+    config: ExperimentConfig,
+    plans: Sequence[ModelPlan],
+    placements: Sequence[Mapping[str, Any]],
+) -> dict[int, Place]:
+    """Ask the devices of all servers for their GPUs and free ports.
+
+    Returns places by the first device of the engine; none if each engine is a process that has a
+    device of its own and talks to nobody.
+    """
+    groups = [group for plan in plans for group in plan.groups]
+    if not any(
+        group.worker_type in HALVES or any(e.num_devices > 1 for e in group.engines)
+        for group in groups
+    ):
+        return {}
+    return place_engines(groups, look_at(placements, timeout_s=config.cluster.start_timeout_s))
+
+
+def place_engines(groups: Sequence[GroupPlan], devices: Sequence[Device]) -> dict[int, Place]:
+    """Give each engine its share of all devices, addresses and ports, in order; no port twice.
+
+    Returns places by the first device of the engine.
+    """
+    free_ports = {device.host: list(device.free_ports) for device in devices}
+    key = secrets.token_urlsafe()
+
+    def take(host: str, count: int = 1) -> int:
+        return _take_ports(free_ports[host], count, host=host)
+
+    def place(group: GroupPlan, engine: EnginePlan) -> Place:
+        hosts = tuple(devices[part.start].host for part in engine.nodes)
+        return Place(
+            gpus_of_nodes=tuple(tuple(devices[d].gpu for d in part) for part in engine.nodes),
+            hosts=(LOOPBACK,) * len(hosts) if len(free_ports) == 1 else hosts,
+            port=take(hosts[0]),
+            nccl_ports=tuple(map(take, hosts)),
+            dist_init_port=take(hosts[0], _NUM_DIST_INIT),
+            bootstrap_port=take(hosts[0]) if group.worker_type == "prefill" else None,
+            key=key,
+        )
+
+    return {
+        engine.first_device: place(group, engine)
+        for group in groups
+        for engine in group.engines
+        if not engine.url
+    }
+
+
+def _take_ports(free: list[int], count: int, *, host: str) -> int:
+    """Take consecutive ports of a node, and all below them; return the lowest."""
+    for begin, end in enumerate(range(count - 1, len(free))):
+        lowest = free[begin]
+        if free[end] - lowest == count - 1:
+            del free[: end + 1]
+            return lowest
+    raise ResourceError(
+        f"node {host} has no {count} free ports in a row among the {_NUM_PORTS} of "
+        f"{_PORTS.start} to {_PORTS.stop} that were tried; end what listens there"
+    )
+
+
+def look_at(placements: Sequence[Mapping[str, Any]], *, timeout_s: float) -> tuple[Device, ...]:
+    """Ask a process on each device, by these options of Ray, for its node, GPU and free ports."""
+    task = ray.remote(_look)
+    first = random.randrange(_PORTS.start, _PORTS.stop - _NUM_PORTS)
+    answers = [
+        task.options(**options).remote(range(first, first + _NUM_PORTS)) for options in placements
+    ]
+    try:
+        return tuple(ray.get(answers, timeout=timeout_s))
+    except GetTimeoutError as error:
+        raise ResourceError(
+            f"no process started on the {len(placements)} devices of the servers within "
+            f"cluster.start_timeout_s={timeout_s:g} s"
+        ) from error
+
+
+def _look(ports: range) -> Device:
+    gpus = ray.get_gpu_ids()  # by the names of CUDA_VISIBLE_DEVICES
+    return Device(
+        host=ray.util.get_node_ip_address(),
+        gpu=str(gpus[0]) if gpus else "",
+        free_ports=tuple(port for port in ports if is_port_free(port)),
+    )
+
 
 _OTHER_CALLS = 100
 """Calls to an engine beside its requests: stages, probes, and requests that were given up. Ray runs
@@ -37,25 +208,8 @@ _OTHER_CALLS = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReservedDevices:
-    """Devices that the driver reserved for the servers, and the way to start processes there."""
-
-    placements: Sequence[Mapping[str, Any]]
-    """Options of Ray for a process on each device of the servers."""
-
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment of the processes."""
-
-    places: Mapping[int, Place] = field(default_factory=dict)
-    """Of ``find_places``."""
-
-    nodes: Mapping[int, ReservedNode] = field(default_factory=dict)
-    """Of ``find_reserved_nodes``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ActorLaunch:
-    """A ``Launch`` for the engines of one model."""
+    """A ``Launch`` for the engines of one model, on devices that the driver reserved."""
 
     config: ExperimentConfig
 
@@ -64,7 +218,17 @@ class ActorLaunch:
     policy_folder: Path
     """Whose configuration and tokenizer the engines of the policy read."""
 
-    devices: ReservedDevices
+    placements: Sequence[Mapping[str, Any]]
+    """Options of Ray for a process on each device of the servers."""
+
+    anywhere: Mapping[str, Any] = field(default_factory=lambda: {"num_cpus": 0})
+    """Options of Ray for a process without a device."""
+
+    places: Mapping[int, Place] = field(default_factory=dict)
+    """Of ``find_places``."""
+
+    nodes: Mapping[int, ReservedNode] = field(default_factory=dict)
+    """Of ``find_reserved_nodes``."""
 
     keys: ApiKeys = field(default_factory=ApiKeys)
 
@@ -77,25 +241,25 @@ class ActorLaunch:
         if engine.url:
             return ProcessHandle(self._attach(engine), is_attached=True)
         actors = [self._start(group, engine, rank) for rank in range(len(engine.nodes))]
-        nodes = [self.devices.nodes.get(part.start) for part in engine.nodes]
+        nodes = [self.nodes.get(part.start) for part in engine.nodes]
         return ProcessHandle(*actors, nodes=tuple(filter(None, nodes)))
 
     def _attach(self, engine: EnginePlan) -> Any:  # noqa: ANN401 - Ray's
         config, model = attached_config(self.config), self.plan.model
         elsewhere = Elsewhere(
             url=engine.url,
-            key=self.keys.of(model),
+            key=self.keys.by_model[model],
             section=f"serving.models.{model}",
             weights=config.serving.weights,
         )
         place = LaunchPlace(gpus=("",), elsewhere=elsewhere)
-        options = self._options({"num_cpus": 0}, config)
-        return options.remote(config, self.policy_folder, place, process=self._process(engine))
+        actor = self._actor(self.anywhere, config)
+        return actor.remote(config, self.policy_folder, place, process=self._process(engine))
 
     def _start(self, group: GroupPlan, engine: EnginePlan, rank: int) -> Any:  # noqa: ANN401 - Ray's
         serving, model = self.config.serving, self.plan.model
         served, is_policy = serving.models[model], model == serving.policy
-        address = self.devices.places.get(engine.first_device)
+        address = self.places.get(engine.first_device)
         args = group_arguments(
             served.groups[group.name],
             bootstrap_port=None if address is None else address.bootstrap_port,
@@ -107,36 +271,27 @@ class ActorLaunch:
             number=engine.first_device,
         )
         folder = self.policy_folder if is_policy else Path(str(served.path))
-        placement = self.devices.placements[engine.nodes[rank].start]
+        placement = self.placements[engine.nodes[rank].start]
         place = None if address is None else self._place(group, address, rank)
         if rank:
-            actor_class = ray.remote(FollowerProcess)
-            options = {**placement, "runtime_env": self._environment}
-            return actor_class.options(**options).remote(config, folder, place)
+            follower = ray.remote(FollowerProcess).options(**placement)
+            return follower.remote(config, folder, place)
         # Callers on other nodes: the manager, the rank that sends.
         is_reached = self.config.asks_servers or serving.weights == "broadcast"
         key = self.keys.own if is_policy and is_reached else ""
-        options = self._options(placement, config)
-        return options.remote(config, folder, place, key, self._process(engine))
+        actor = self._actor(placement, config)
+        return actor.remote(config, folder, place, key, self._process(engine))
 
-    def _options(self, placement: Mapping[str, Any], config: ExperimentConfig) -> Any:  # noqa: ANN401 - Ray's
-        return ray.remote(EngineProcess).options(
-            **placement,
-            runtime_env=self._environment,
-            max_concurrency=config.rollout.num_slots + _OTHER_CALLS,
-        )
-
-    @property
-    def _environment(self) -> dict[str, dict[str, str]]:
-        variables = self.devices.variables
-        return {"env_vars": dict(variables)} if variables else {}
+    def _actor(self, placement: Mapping[str, Any], config: ExperimentConfig) -> Any:  # noqa: ANN401 - Ray's
+        num_calls = config.rollout.num_slots + _OTHER_CALLS
+        return ray.remote(EngineProcess).options(**placement, max_concurrency=num_calls)
 
     def _process(self, engine: EnginePlan) -> str:
         return f"{self.plan.model}-engine-{self.plan.engines.index(engine)}"
 
     def _place(self, group: GroupPlan, place: Place, rank: int) -> LaunchPlace:
         prefills = [
-            self.devices.places[one.first_device].address
+            self.places[one.first_device].address
             for other in self.plan.groups
             for one in other.engines
             if (group.worker_type, other.worker_type) == ("decode", "prefill")
@@ -152,24 +307,21 @@ class ActorLaunch:
 def start_servers(
     config: ExperimentConfig, model_folder: Path, *, variables: Mapping[str, str]
 ) -> Iterator[ManagerClient]:
-    """Start the servers of a run, and end them.
+    """Start the servers of a run, and end them. All paths are absolute.
 
-    Args:
-        config: of the run, with absolute paths.
-        model_folder: Hugging Face folder of the policy, absolute.
-        variables: environment of the processes, besides that of the driver which concerns engines.
-
-    Raises:
-        ResourceError: the cluster lacks the resources.
-        StageError: an engine did not start.
+    ``variables`` are the environment of the processes, besides that of the driver which concerns
+    engines. A ResourceError if the cluster lacks devices, a StageError if an engine did not start.
     """
     cluster, rollout = config.cluster, config.rollout
     variables = {**driver_variables(config, env.everything()), **variables}
+    environment = {"runtime_env": {"env_vars": variables} if variables else {}}
     folder = Path(mkdtemp(prefix="hybridrl-served-weights-"))
     key = secrets.token_urlsafe()
     try:
-        with _own_devices(config) as placements:
-            manager = _start_manager(config, model_folder, placements, variables, key)
+        with _own_devices(config) as reserved:
+            placements = [{**options, **environment} for options in reserved]
+            anywhere = {"num_cpus": 0, **environment}
+            manager = _start_manager(config, model_folder, placements, anywhere, key)
             limit_s = cluster.start_timeout_s + rollout.start_timeout_s
             num_frozen = len(config.serving.frozen)
             limit_s += num_frozen * (2 * rollout.start_timeout_s + rollout.stage_timeout_s)
@@ -226,26 +378,23 @@ def _start_manager(
     config: ExperimentConfig,
     model_folder: Path,
     placements: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, str],
+    anywhere: Mapping[str, Any],
     key: str,
 ) -> Any:  # noqa: ANN401 - Ray's
     plans = plan_own_engines(config)
-    devices = ReservedDevices(
-        placements=placements,
-        variables=variables,
-        places=find_places(config, plans, placements, variables=variables),
-        nodes=find_reserved_nodes(placements, wait_s=config.cluster.start_timeout_s),
-    )
     keys = ApiKeys.read(config, own=key)
-    launches = {
-        plan.model: ActorLaunch(
-            config=config, plan=plan, policy_folder=model_folder, devices=devices, keys=keys
-        )
-        for plan in plans
-    }
-    environment = {"env_vars": dict(variables)} if variables else {}
-    actor_class = ray.remote(RolloutManager)
+    launch_of = partial(
+        ActorLaunch,
+        config=config,
+        policy_folder=model_folder,
+        placements=placements,
+        anywhere=anywhere,
+        places=find_places(config, plans, placements),
+        nodes=find_reserved_nodes(placements, wait_s=config.cluster.start_timeout_s),
+        keys=keys,
+    )
+    launches = {plan.model: launch_of(plan=plan) for plan in plans}
     # The end of a run must not wait behind a batch.
     num_calls = 2 if config.samples_ahead else 1
-    options = {"num_cpus": 0, "runtime_env": environment, "max_concurrency": num_calls}
-    return actor_class.options(**options).remote(config, model_folder, launches, keys)
+    actor = ray.remote(RolloutManager).options(**anywhere, max_concurrency=num_calls)
+    return actor.remote(config, model_folder, launches, keys)

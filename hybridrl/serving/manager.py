@@ -22,13 +22,11 @@ from hybridrl.diagnostics import trace
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.architecture import read_architecture
-from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams, T
-from hybridrl.serving.background import BackgroundSampling
+from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams
+from hybridrl.serving.background import BackgroundSampling, OpenGroups, SampleBuffer
 from hybridrl.serving.engine_handle import Launch
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.external import ApiKeys, ExternalModel
-from hybridrl.serving.frozen import FrozenModel
-from hybridrl.serving.open_groups import OpenGroups, SampleBuffer
+from hybridrl.serving.frozen import ApiKeys, ExternalModel, FrozenModel
 from hybridrl.serving.plan import plan_own_engines
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
@@ -54,11 +52,7 @@ class RolloutManager:
         launches: Mapping[str, Launch],
         keys: ApiKeys,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            launches: start the processes of engines, by model.
-        """
+        """Start nothing yet; ``launches`` start the processes of engines, by model."""
         install_reducers()
         run_folder = Path(config.trainer.run_dir)
         log.configure_server(run_folder, log.MANAGER)
@@ -76,10 +70,7 @@ class RolloutManager:
         self._updating: Future[None] = Future()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="update")
         self._recovery = Recovery(
-            self._policy,
-            start_timeout_s=config.rollout.start_timeout_s,
-            health_timeout_s=config.serving.health_timeout_s,
-            key=keys.own,
+            self._policy, health_timeout_s=config.serving.health_timeout_s, key=keys.own
         )
         self._ahead: BackgroundSampling | None = None
         self._frozen = {
@@ -89,34 +80,24 @@ class RolloutManager:
             for name in config.serving.frozen
         }
 
-    def _sample_ahead(self) -> BackgroundSampling:
-        config = self._config
-        buffer = SampleBuffer(
-            num_prompts=config.trainer.num_prompts_per_step,
-            max_staleness=config.trainer.max_staleness,
-        )
-        pool = self._pool(-1)
-        return BackgroundSampling(
-            self._policy,
-            pool,
-            OpenGroups(pool, self._make_program, buffer),
-            requests=self._requests,
-            recovery=self._recovery,
-            on_update=config.serving.on_update,
-        )
-
     def start(self) -> None:
-        """Start all engines of all models, and the router.
-
-        Raises:
-            StageError: names the engines that did not start, and why.
-            EngineError: the router did not start.
-        """
+        """Start all engines of all models, and the router."""
         if self._router is not None:
             self._router.start()
         self._policy.start()
         if self._config.samples_ahead:
-            self._ahead = self._sample_ahead()
+            trainer, pool = self._config.trainer, self._pool(-1)
+            buffer = SampleBuffer(
+                num_prompts=trainer.num_prompts_per_step, max_staleness=trainer.max_staleness
+            )
+            self._ahead = BackgroundSampling(
+                self._policy,
+                pool,
+                OpenGroups(pool, self._make_program, buffer),
+                requests=self._requests,
+                recovery=self._recovery,
+                on_update=self._config.serving.on_update,
+            )
         for model in self._frozen.values():
             model.start()
 
@@ -125,11 +106,7 @@ class RolloutManager:
         return self._policy.needs_update(version)
 
     def begin_update(self, version: int) -> Mapping[int, Receiver]:
-        """Stop all engines of the policy for a broadcast; ``end_update`` lets them serve.
-
-        Returns:
-            The engines that join, by index.
-        """
+        """Stop all engines of the policy for a broadcast, and return those that join, by index."""
         self._transfer.end(Sent(reason="another update begins"))
         self._transfer = transfer = Transfer()
         self._updating = self._thread.submit(self.update, transfer, version)
@@ -160,19 +137,25 @@ class RolloutManager:
         lent: Lent = NOBODY,
     ) -> tuple[list[Sample], Metrics]:
         """Sample with all engines; see ``ManagerClient.sample``."""
-        self._recovery.forget_lost()
+        self._recovery.lend(lent.get(self._policy.model, ()))
         for name, frozen in self._frozen.items():
-            frozen.lend(lent.get(name, ()))
+            frozen.recovery.lend(lent.get(name, ()))
         program = self._make_program(prompts, sampling)
         if self._ahead is not None:
             return self._ahead.run(program), {}
         pool = self._pool(version)
-        of_ranks = lent.get(self._policy.model, ())
+        engines = self._policy.serving_engines().values()
+
+        # No method: Ray would run all methods of the actor in its own event loop.
+        async def run() -> list[Sample]:
+            async with self._requests.open(pool, engines, version=version) as pool.ask:
+                return await program(pool)
+
         begin = time.perf_counter()
-        with self._recovery.filling(pool, of_ranks), self._recovery.monitor.watching():
-            samples = self._run(program, pool, version=version)
+        with self._recovery.filling(pool), self._recovery.monitor.watching():
+            samples = asyncio.run(run())
         seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
-        return samples, merge([pool.metrics(), self._take_metrics()]) | seconds
+        return samples, merge([pool.take_metrics(), self._take_metrics()]) | seconds
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, version: int
@@ -200,17 +183,6 @@ class RolloutManager:
             pool.prefixes = KnownPrefixes()
         return pool
 
-    def _run(self, program: Program[T], pool: EnginePool, *, version: int) -> T:
-        """Run a program on the engines of a pool, through the router if there is one."""
-        engines = self._policy.serving_engines().values()
-
-        # No method: Ray would run all methods of the actor in its own event loop.
-        async def run() -> T:
-            async with self._requests.open(pool, engines, version=version) as pool.ask:
-                return await program(pool)
-
-        return asyncio.run(run())
-
     def _take_metrics(self) -> Metrics:
         of_agent = {} if self._agent is None else self._agent.take_metrics()
         of_requests = self._requests.take_metrics()
@@ -218,7 +190,7 @@ class RolloutManager:
 
     def lost_engines(self) -> Mapping[str, Collection[int]]:
         """Return, by model, the lost ones of those that were lent last, by their order."""
-        of_frozen = {name: model.lost() for name, model in self._frozen.items()}
+        of_frozen = {name: model.recovery.lost() for name, model in self._frozen.items()}
         return {self._policy.model: self._recovery.lost(), **of_frozen}
 
     def ask(
@@ -234,6 +206,7 @@ class RolloutManager:
             self._ahead.end()
         for model in self._frozen.values():
             model.shutdown()
+        self._recovery.lend(())
         self._policy.shutdown()
         if self._router is not None:
             self._router.end()

@@ -75,11 +75,7 @@ class ModelPlan:
 
     @property
     def num_nodes_per_engine(self) -> int:
-        """Nodes that each engine lies on.
-
-        Raises:
-            ResourceError: groups differ in it.
-        """
+        """Nodes that each engine lies on; a ResourceError if groups differ in it."""
         of_groups = {g.name: g.num_nodes_per_engine for g in self.groups if g.engines}
         if len(set(of_groups.values())) != 1:
             sizes = ", ".join(f"{name}: {count}" for name, count in of_groups.items())
@@ -93,13 +89,10 @@ class ModelPlan:
 def lay_out(
     groups: Sequence[PlacedGroup], *, num_devices_per_node: int, num_shared_per_node: int
 ) -> tuple[ModelPlan, ...]:
-    """Lay groups over devices and nodes.
+    """Lay groups, those of one model adjacent, over devices and nodes.
 
-    Args:
-        groups: in order, those of one model adjacent; checked by ``config/checks/serving.py``.
-        num_devices_per_node: devices of servers on each node.
-        num_shared_per_node: devices of each node that the trainer uses, too, and takes back in
-            turns; the first ones. 0 if servers have devices of their own.
+    The trainer, too, uses the first ``num_shared_per_node`` devices of the servers on each node,
+    and takes them back in turns.
     """
 
     def lay_out_group(group: PlacedGroup) -> GroupPlan:

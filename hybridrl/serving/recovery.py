@@ -23,44 +23,39 @@ class Recovery:
     """Watches the engines of one model while a program samples: its server's, and lent ones.
 
     Lost ones of the server are replaced, each in a thread of its own; a replacement that is not
-    ready when a phase ends joins the next one. Lost ones that ranks lend are left out: their ranks
-    restart them after the phase.
+    ready when a phase ends joins the next one. Lost ones that ranks lend are left out until they
+    are lent again: their ranks restart them after the phase.
     """
 
-    def __init__(
-        self,
-        server: RolloutServer,
-        *,
-        start_timeout_s: float,
-        health_timeout_s: float,
-        key: str = "",
-    ) -> None:
-        """Watch nothing yet.
-
-        Args:
-            start_timeout_s: seconds that a process may take to start.
-            health_timeout_s: seconds within which an engine must get on.
-            key: that engines of ranks require.
-        """
+    def __init__(self, server: RolloutServer, *, health_timeout_s: float, key: str = "") -> None:
+        """Watch nothing yet; ``key`` is that which engines of ranks require."""
         self._server = server
-        self._start_timeout_s = start_timeout_s
         self._key = key
         self._pool: EnginePool | None = None
         self._lent: dict[int, RankHandle] = {}
         """By index in the pool, after the server's own ones."""
         self._reported: set[EngineHandle | None] = set()
         """Lost engines that a thread sees to: until it has noted one, each look reports it."""
-        self._lost: set[int] = set()
         self._losses = Losses("ranks")
         self.monitor = HealthMonitor(self._watched, self.report, timeout_s=health_timeout_s)
 
-    @contextmanager
-    def filling(self, pool: EnginePool, lent: Sequence[str] = ()) -> Iterator[None]:
-        """Let replacements join ``pool`` in the block, and replace the engines that it loses.
+    def lend(self, urls: Sequence[str]) -> None:
+        """Take these engines of ranks, in their order, in place of those that were lent before."""
+        for handle in self._lent.values():
+            handle.end()
+        self._lent = {
+            index: RankHandle(url, key=self._key)
+            for index, url in enumerate(urls, start=self._server.num_engines)
+        }
 
-        Args:
-            lent: addresses of engines that ranks lend, which sample in the block, too.
-        """
+    def lost(self) -> tuple[int, ...]:
+        """Return the engines that did not work since they were lent, by their order."""
+        first = self._server.num_engines
+        return tuple(index - first for index, handle in self._lent.items() if handle.is_lost)
+
+    @contextmanager
+    def filling(self, pool: EnginePool) -> Iterator[None]:
+        """Let lent and new engines join ``pool`` in the block, and replace those that it loses."""
         pool.on_lost = self.report
         self._pool = pool
         for index in self._server.claim_lost():
@@ -69,32 +64,25 @@ class Recovery:
             pool.expect(index)
         for index, engine in self._server.serving_engines().items():
             pool.join(index, engine)  # it came up after the pool was made
-        self._lent = {
-            index: RankHandle(url, key=self._key)
-            for index, url in enumerate(lent, start=self._server.num_engines)
-        }
-        for index, handle in self._lent.items():
+        lent = self._living_lent()
+        for index, handle in lent.items():
             pool.join(index, handle)
-        self._losses.note_ready(self._lent)
+        self._losses.note_ready(lent)
         try:
             yield
         finally:
-            self._pool, handles, self._lent = None, self._lent, {}
-            for handle in handles.values():
-                handle.end()
+            self._pool = None
 
     def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
-        """Replace an engine that failed; others get its open requests. Any thread; returns at once.
+        """Replace an engine that failed; return at once whether a replacement comes. Thread-safe.
 
-        Returns:
-            Whether a replacement comes.
+        Others get its open requests.
         """
         pool = self._pool
         if pool is not None:
             pool.drop(index, handle, reason)
         if isinstance(handle, RankHandle):
             handle.is_lost = True
-            self._lost.add(index - self._server.num_engines)
             self._losses.note_lost([index], reason)
             return False
         if self._server.version < 0:
@@ -104,21 +92,15 @@ class Recovery:
             self._in_thread(index, handle, reason)
         return True
 
-    def lost(self) -> tuple[int, ...]:
-        """Return the lent engines that did not work since the last call of ``forget_lost``."""
-        return tuple(sorted(self._lost))
-
-    def forget_lost(self) -> None:
-        """Others are lent, or the same ones again, that their ranks have seen to."""
-        self._lost.clear()
-
     def take_metrics(self) -> Metrics:
         """Return lost engines, and those that are back, since the last call; reset them."""
         return merge([self._server.take_metrics(), self._losses.take_metrics()])
 
     def _watched(self) -> Mapping[int, EngineHandle]:
-        lent = {index: each for index, each in self._lent.items() if each.is_alive()}
-        return {**self._server.ready_engines(), **lent}
+        return {**self._server.ready_engines(), **self._living_lent()}
+
+    def _living_lent(self) -> Mapping[int, RankHandle]:
+        return {index: handle for index, handle in self._lent.items() if not handle.is_lost}
 
     # -- in the thread of an engine --------------------------------------------------------------
 
@@ -147,7 +129,7 @@ class Recovery:
     def _replace(self, index: int) -> str:
         """Return why an engine is not back after several tries; empty if it serves."""
         for _ in range(_NUM_TRIES):
-            reason = self._server.replace(index, timeout_s=self._start_timeout_s)
+            reason = self._server.replace(index)
             if not reason:
                 return ""
             log.warning("a replacement of a rollout engine failed: engine=%d: %s", index, reason)

@@ -6,15 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,8 +21,8 @@ from hybridrl.config.serving import FaultConfig, FaultKind
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.engine_pool import AskGroup, EnginePool, ask_process
+from hybridrl.serving.engine_handle import AskGroup, EngineHandle, ask_process
+from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.router import PolicyRouter, connect
 from hybridrl.workers.rollout.sglang.client import Endpoint
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler
@@ -38,25 +30,26 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 
 log = logging.getLogger(__name__)
 
-OpenServer = Callable[[str], Awaitable[HttpSampler]]
-"""Connects the sampler of the server at an address."""
-
 
 class PolicyRequests:
-    """Opens the way between two updates: straight to the engines, or through the router."""
+    """Opens the way between two updates: straight to the engines, or through the router.
+
+    Straight, a server is asked by HTTP, and other engines by their handles. All requests to a
+    server leave this process, so those with the same context share its prefill.
+    """
 
     def __init__(self, config: ExperimentConfig, *, vocab_size: int, key: str) -> None:
-        """Start nothing yet.
-
-        Args:
-            key: of the engines' servers, and of the router; made for this run.
-        """
+        """Start nothing yet; ``key`` is that of the engines' servers, and of the router."""
         self.router = (
             PolicyRouter(config, vocab_size=vocab_size, key=key) if config.has_router else None
         )
         self._faults = FaultPlan(config.serving.faults, seed=config.seed)
         self._config, self._vocab_size, self._key = config, vocab_size, key
-        self._straight: StraightRequests | None = None
+        self._version = -1
+        self._opened = AsyncExitStack()
+        self._ways: dict[EngineHandle, asyncio.Task[HttpSampler | None]] = {}
+        self._samplers: list[HttpSampler] = []
+        self._is_interrupted = False
         self._metrics: Metrics = {}
 
     @asynccontextmanager
@@ -69,19 +62,38 @@ class PolicyRequests:
             async with self.router.open(engines, version=version) as ask:
                 yield self._faults.spoil(ask)
             return
-        if not self._config.asks_servers:
-            yield self._faults.spoil(ask_process)
-            return
-        async with AsyncExitStack() as opened:
+        self._version = version
+        self._ways, self._samplers, self._is_interrupted = {}, [], False
+        async with AsyncExitStack() as self._opened:
+            straight = self._ask if self._config.asks_servers else ask_process
+            yield self._faults.spoil(straight)
+        self._metrics = merge([self._metrics, *(each.metrics() for each in self._samplers)])
 
-            async def open_server(url: str) -> HttpSampler:
-                server = Endpoint(url, name=f"SGLang at {url}", key=self._key)
-                sampler = connect(self._config, server, self._vocab_size, version=version)
-                return await opened.enter_async_context(sampler)
+    async def _ask(
+        self,
+        engine: EngineHandle,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        keys: Sequence[int],
+    ) -> list[Sample]:
+        if engine not in self._ways:
+            self._ways[engine] = asyncio.ensure_future(self._connect(engine))
+        sampler = await asyncio.shield(self._ways[engine])  # others wait for it, too
+        if sampler is None:
+            return await ask_process(engine, token_ids, params, keys)
+        return await sampler.sample_group(token_ids, params, keys=keys)
 
-            self._straight = straight = StraightRequests(open_server)
-            yield self._faults.spoil(straight.ask)
-        self._metrics = merge([self._metrics, *(each.metrics() for each in straight.samplers)])
+    async def _connect(self, engine: EngineHandle) -> HttpSampler | None:
+        url = await asyncio.wrap_future(engine.address())
+        if url is None:
+            return None
+        server = Endpoint(url, name=f"SGLang at {url}", key=self._key)
+        sampler = connect(self._config, server, self._vocab_size, version=self._version)
+        await self._opened.enter_async_context(sampler)
+        self._samplers.append(sampler)
+        if self._is_interrupted:  # meanwhile: no request was sent
+            sampler.interrupt()
+        return sampler
 
     async def interrupt(self, engines: Collection[EngineHandle]) -> None:
         """Let open requests return with the tokens that they have.
@@ -91,8 +103,9 @@ class PolicyRequests:
         if self.router is not None:
             self.router.interrupt()
             return
-        if self._straight is not None:
-            self._straight.interrupt()
+        self._is_interrupted = True
+        for sampler in self._samplers:
+            sampler.interrupt()
         calls = [asyncio.wrap_future(engine.act(ManagedEngine.interrupt)) for engine in engines]
         await asyncio.gather(*calls, return_exceptions=True)
 
@@ -100,51 +113,6 @@ class PolicyRequests:
         """Describe the programs since the last call under declared names."""
         metrics, self._metrics = self._metrics, {}
         return metrics if self.router is None else merge([metrics, self.router.take_metrics()])
-
-
-class StraightRequests:
-    """Requests of one program to engines: to a server by HTTP, to others by their handles.
-
-    All requests to a server leave this process, so those with the same context share its prefill.
-    """
-
-    def __init__(self, open_server: OpenServer) -> None:
-        """Open none yet."""
-        self.samplers: list[HttpSampler] = []
-        self._open_server = open_server
-        self._ways: dict[EngineHandle, asyncio.Task[HttpSampler | None]] = {}
-        self._is_interrupted = False
-
-    async def ask(
-        self,
-        engine: EngineHandle,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        keys: Sequence[int],
-    ) -> list[Sample]:
-        """Send a request to an engine; an ``AskGroup``."""
-        if engine not in self._ways:
-            self._ways[engine] = asyncio.ensure_future(self._open(engine))
-        sampler = await asyncio.shield(self._ways[engine])  # others wait for it, too
-        if sampler is None:
-            return await ask_process(engine, token_ids, params, keys)
-        return await sampler.sample_group(token_ids, params, keys=keys)
-
-    async def _open(self, engine: EngineHandle) -> HttpSampler | None:
-        url = await asyncio.wrap_future(engine.address())
-        if url is None:
-            return None
-        sampler = await self._open_server(url)
-        self.samplers.append(sampler)
-        if self._is_interrupted:  # meanwhile: no request was sent
-            sampler.interrupt()
-        return sampler
-
-    def interrupt(self) -> None:
-        """Let open requests to servers return with the tokens that they have."""
-        self._is_interrupted = True
-        for sampler in self.samplers:
-            sampler.interrupt()
 
 
 _OF_PROCESSES: Collection[FaultKind] = ("kill", "stop", "cut")

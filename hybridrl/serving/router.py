@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,46 +31,40 @@ from hybridrl.errors import (
 )
 from hybridrl.metrics import Mean, Metrics, Sum, merge
 from hybridrl.sampler import RequestParams, Sample, T
-from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.engine_pool import AskGroup
+from hybridrl.serving.engine_handle import AskGroup, EngineHandle
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.router_process import RouterProcess
 from hybridrl.workers.rollout.request_gate import ProgramCall
-from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.client import (
     Body,
     ConnectionLostError,
     Endpoint,
     RefusedError,
 )
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 
 log = logging.getLogger(__name__)
 
 _GENERATE = "/generate"
-_SERVERS_FAULT = 500
 _SEES_DEATH_S = 3.0
 """Seconds until a process whose connections broke is known to be gone."""
 
 _POLL_S = 0.05
 
 
-class PolicyRouter:
-    """The router of the policy's servers. Servers come and go, and the router itself may die.
+class PolicyRouter(Endpoint):
+    """The router of the policy's servers, and these as one that answers a program.
 
-    A router that died is started again, gets its servers back, and the open requests are repeated.
+    Servers come and go, and the router itself may die: it is started again, gets its servers back,
+    and the open requests are repeated.
     """
 
     most_restarts = 3
     """Within one rollout phase."""
 
     def __init__(self, config: ExperimentConfig, *, vocab_size: int, key: str) -> None:
-        """Start nothing yet.
-
-        Args:
-            key: of the router and all its servers; made for this run.
-        """
-        self.key = key
+        """Start nothing yet; ``key`` is that of the router and all its servers."""
+        super().__init__("the router", name="the router", key=key)
         self._config = config
         self._vocab_size = vocab_size
         self._process: RouterProcess | None = None
@@ -115,46 +110,39 @@ class PolicyRouter:
     async def open(
         self, engines: Collection[EngineHandle], *, version: int
     ) -> AsyncIterator[AskGroup]:
-        """Open the way to engines for one program; engines that it asks later are added.
+        """Open the way to engines that admit requests; those that the program asks later are added.
 
-        Args:
-            engines: that admit requests.
-            version: of the weights that must sample.
-
-        Raises:
-            RouterError: the router ends again and again.
-            EngineError: it does not start again.
+        A RouterError if the router ends again and again.
         """
         self._servers = {}
         self._lost = asyncio.get_running_loop().create_future()
         await asyncio.gather(*map(self._know, engines), return_exceptions=True)  # or it is gone
         await asyncio.to_thread(self._show)
-        sampler = connect(self._config, BehindRouter(self), self._vocab_size, version=version)
+        sampler = connect(self._config, self, self._vocab_size, version=version)
         with self._monitor.watching():
             async with sampler:
                 self._sampler = sampler
-                yield self._ask
+                yield partial(self._ask, sampler)
         self._sampler = None
         self._metrics = merge([self._metrics, sampler.metrics()])
 
     async def _ask(
         self,
+        sampler: HttpSampler,
         engine: EngineHandle,
         token_ids: Sequence[int] | Tensor,
         params: RequestParams,
         keys: Sequence[int],
     ) -> list[Sample]:
-        """Send a request to the router; an ``AskGroup``. ``engine`` is the one that it counts on.
+        """Send a request to the router, which is counted on ``engine``.
 
         Its failure is no reason to lose that engine: another one may have had the request.
         """
-        if self._sampler is None:
-            raise PhaseError("no program is open: requests go through the router in a phase")
         if engine not in self._servers:
             await self._know(engine)
             await asyncio.to_thread(self._show)
         try:
-            return await self._sampler.sample_group(token_ids, params, keys=keys)
+            return await sampler.sample_group(token_ids, params, keys=keys)
         except (RequestError, DriftError):
             raise
         except (EngineError, DeadlineError) as error:
@@ -173,7 +161,7 @@ class PolicyRouter:
 
     # -- its servers -----------------------------------------------------------------------------
 
-    def living(self) -> list[Endpoint]:
+    def _living(self) -> list[Endpoint]:
         """Return the servers of this phase whose processes are there."""
         return [endpoint for engine, endpoint in self._servers.items() if engine.is_alive()]
 
@@ -196,7 +184,7 @@ class PolicyRouter:
         with self._changing:
             reason = "it ended between two calls"
             while True:
-                urls = [endpoint.base_url for endpoint in self.living()]
+                urls = [endpoint.base_url for endpoint in self._living()]
                 try:
                     if self.process.is_alive():
                         if urls != self._shown:
@@ -205,32 +193,45 @@ class PolicyRouter:
                         return
                 except (DeadlineError, ServerDiedError, ConnectionLostError) as error:  # or hangs
                     reason = str(error)
-                self._restart(reason)
+                self.process.end()
+                if self._num_restarts == self.most_restarts:
+                    raise RouterError(
+                        f"sglang-router ended {1 + self.most_restarts} times in one rollout phase, "
+                        f"the last time: {reason}; set serving.router=none, which needs none"
+                    )
+                log.warning("the router is started again: reason=%s", reason)
+                self._num_restarts += 1
+                self.start()
 
-    def _restart(self, reason: str) -> None:
-        self.process.end()
-        if self._num_restarts == self.most_restarts:
-            raise RouterError(
-                f"sglang-router ended {1 + self.most_restarts} times in one rollout phase, the "
-                f"last time: {reason}; set serving.router=none, which needs none"
-            )
-        log.warning("the router is started again: reason=%s", reason)
-        self._num_restarts += 1
-        self.start()
+    # -- requests --------------------------------------------------------------------------------
 
-    # -- one request -----------------------------------------------------------------------------
+    async def request(self, path: str, body: Body | None = None, **given: Any) -> Any:  # noqa: ANN401
+        """Send requests for tokens to the router, one a response, and others to all servers."""
+        if path != _GENERATE or body is None:
+            calls = [server.request(path, body, **given) for server in self._living()]
+            # One that is gone keeps none of the others from its request.
+            return await asyncio.gather(*calls, return_exceptions=True)
+        session = given.get("session")
+        tasks = [
+            asyncio.ensure_future(self._generate(each, session)) for each in _single_bodies(body)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
-    async def generate(self, body: Body, *, session: Any) -> Any:  # noqa: ANN401 - aiohttp's; JSON
+    async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:
+        """Return the loads of all servers; each has a monitor besides."""
+        loads = [server.loads(session) for server in self._living()]
+        return list(chain.from_iterable(await asyncio.gather(*loads)))
+
+    async def _generate(self, body: Body, session: aiohttp.ClientSession | None) -> Any:  # noqa: ANN401 - JSON
         """Send one request to the server that the router chooses.
 
-        A server that is gone leaves the router, and the request goes to another one. The caller
-        limits the wait: see ``while_it_works``.
-
-        Raises:
-            RefusedError: a server refused it; or servers that live failed it for some seconds.
-            ServerDiedError: the router ended, and another one did for some seconds.
-            ConnectionLostError: no answer for some seconds, and the router lives.
-            RouterError: the router ended again and again.
+        A server that is gone leaves the router, and the request goes to another one; after some
+        seconds of failures, by servers or routers that live, it fails. The caller limits the wait:
+        see ``while_it_works``.
         """
         begin, give_up_s = time.monotonic(), None
         while True:
@@ -238,13 +239,13 @@ class PolicyRouter:
             try:
                 asking = process.client.request(_GENERATE, body, timeout_s=None, session=session)
                 answer = await self._unless_lost(asking)
-            except LostBehindRouterError:
+            except _LostBehindRouterError:
                 await asyncio.to_thread(self._show)
                 raise  # it may still compute: the next try needs another name
             except (ServerDiedError, ConnectionLostError, RefusedError) as error:
                 now_s = time.monotonic()
                 give_up_s = give_up_s or now_s + _SEES_DEATH_S
-                is_refused = isinstance(error, RefusedError) and error.status < _SERVERS_FAULT
+                is_refused = isinstance(error, RefusedError) and not error.is_servers_fault
                 if is_refused or now_s > give_up_s:
                     self._num_unanswered += 1
                     raise
@@ -266,7 +267,7 @@ class PolicyRouter:
                 return answer.result()
         finally:
             answer.cancel()
-        raise LostBehindRouterError(_GENERATE, _SERVERS_FAULT, "a server behind the router is lost")
+        raise _LostBehindRouterError
 
     def take_metrics(self) -> Metrics:
         """Describe the time since the last call under declared names. Call it in each phase."""
@@ -287,48 +288,11 @@ class PolicyRouter:
             self._process.end()
 
 
-class LostBehindRouterError(RefusedError):
+class _LostBehindRouterError(RefusedError):
     """A server left while it may have had the request."""
 
-
-class BehindRouter(Endpoint):
-    """The servers behind the router, as one that answers a program."""
-
-    def __init__(self, router: PolicyRouter) -> None:
-        super().__init__("the router", name="the router", key=router.key)
-        self._router = router
-
-    async def request(
-        self,
-        path: str,
-        body: Body | None = None,
-        *,
-        timeout_s: float | None,
-        method: str = "POST",
-        session: aiohttp.ClientSession | None = None,
-    ) -> Any:  # noqa: ANN401 - JSON
-        """Send requests for tokens to the router, one a response, and others to all servers."""
-        if path != _GENERATE or body is None:
-            calls = [
-                server.request(path, body, timeout_s=timeout_s, method=method, session=session)
-                for server in self._router.living()
-            ]
-            # One that is gone keeps none of the others from its request.
-            return await asyncio.gather(*calls, return_exceptions=True)
-        tasks = [
-            asyncio.ensure_future(self._router.generate(each, session=session))
-            for each in single_bodies(body)
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:
-        """Return the loads of all servers; each has a monitor besides."""
-        loads = [server.loads(session) for server in self._router.living()]
-        return list(chain.from_iterable(await asyncio.gather(*loads)))
+    def __init__(self) -> None:
+        super().__init__(_GENERATE, 500, "a server behind the router is lost")
 
 
 def connect(
@@ -342,7 +306,7 @@ def connect(
     return HttpSampler(server, model, ProgramCall(), timeout_s=timeout_s)
 
 
-def single_bodies(body: Body) -> list[Body]:
+def _single_bodies(body: Body) -> list[Body]:
     """Take a request for several responses apart: the router passes one set of parameters."""
     if "rid" not in body:
         return [body]

@@ -38,12 +38,7 @@ class RouterProcess:
     def __init__(
         self, *, key: str, timeout_s: float, arguments: Mapping[str, object] | None = None
     ) -> None:
-        """Start it and wait until it answers.
-
-        Args:
-            key: that clients must send, and servers get from it.
-            timeout_s: seconds until it must answer.
-            arguments: of the router that differ, by their Python names.
+        """Start it, with ``arguments`` that differ, and wait until it answers.
 
         Raises:
             EngineError: sglang-router is not installed, or it ended; with the end of its log.
@@ -62,22 +57,16 @@ class RouterProcess:
             self.url, name="the router", require_alive=self.process.require_alive, key=key
         )
         try:
-            self.start_s = self.process.wait_until_ready(self._answers, timeout_s=timeout_s)
+            self.process.wait_until_ready(self._answers, timeout_s=timeout_s)
         except BaseException:
             self.end()
             raise
 
     def show(self, urls: Collection[str]) -> None:
-        """Send requests to exactly these servers, and wait until it does so. Idempotent.
+        """Send requests to exactly these servers, which answer, and wait until it does so.
 
-        Running requests are not cut off.
-
-        Args:
-            urls: of servers that answer.
-
-        Raises:
-            EngineError: the router is gone, or refuses an address.
-            DeadlineError: it does not take a server, or does not let it go.
+        Idempotent; running requests are not cut off. A DeadlineError if it does not take a server,
+        or does not let it go.
         """
         known = {worker["url"]: worker["id"] for worker in self._list()}
         gone = [f"/workers/{known[url]}" for url in known.keys() - set(urls)]
@@ -101,11 +90,7 @@ class RouterProcess:
             time.sleep(_POLL_S)
 
     def workers(self) -> dict[str, bool]:
-        """Return the addresses of its servers, and whether it takes each for healthy.
-
-        Raises:
-            EngineError: the router is gone.
-        """
+        """Return the addresses of its servers, and whether it takes each for healthy."""
         return {worker["url"]: bool(worker["is_healthy"]) for worker in self._list()}
 
     def is_alive(self) -> bool:

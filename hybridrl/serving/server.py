@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,10 +28,6 @@ from hybridrl.workers.sharding.weight_files import Sent, WeightSource, load_weig
 from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 
 _START = "start"
-
-
-def _unobserved(stage: str) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +53,7 @@ class RolloutServer:
     while the others serve: ``lose`` or ``claim_lost``, then ``replace``. Thread-safe.
     """
 
-    def __init__(
-        self,
-        plan: ModelPlan,
-        launch: Launch,
-        *,
-        config: RolloutConfig,
-        observe: Callable[[str], AbstractContextManager[None]] = _unobserved,
-    ) -> None:
-        """Start nothing yet.
-
-        Args:
-            observe: called with a stage's name; wraps the stage to time and trace it.
-        """
+    def __init__(self, plan: ModelPlan, launch: Launch, *, config: RolloutConfig) -> None:
         self.model = plan.model
         self.version = -1
         """Policy version of the engines that serve; -1 before the first update."""
@@ -83,10 +67,16 @@ class RolloutServer:
         self._coming: dict[int, EngineHandle | None] = {}
         """Lost engines that somebody replaces, and their new processes; None: not started yet."""
         self._config = config
-        self._observe = observe
         self._weights: WeightSource | Transfer | None = None
         self._wanted_version = -1
-        self._life: LifeCycle | None = None
+        self._life = LifeCycle(
+            self,
+            host=None,
+            depth=SleepLevel.RELEASE_ALL,
+            observe=lambda _: nullcontext(),
+            stays=True,
+            may_miss=[index for index, (_, engine) in enumerate(self._places) if engine.url],
+        )
         self._lock = threading.RLock()
         """Held while engines change their states."""
         self._losses = Losses(plan.model)
@@ -94,43 +84,20 @@ class RolloutServer:
     @property
     def states(self) -> tuple[State, ...]:
         """State of each engine."""
-        return self._require_started().states
+        return self._life.states
 
     # -- life ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all engines: encoders before the groups that need their addresses. Idempotent.
-
-        Raises:
-            StageError: engines did not start; started ones stay, and a second call starts others.
-        """
-        if self._life is not None:
-            return
+        """Start all engines. Idempotent: after a StageError a second call starts those missing."""
         with self._lock:
-            for is_encoder in (True, False):
-                failures = self._start(
-                    [
-                        index
-                        for index, (group, _) in enumerate(self._places)
-                        if (group.worker_type == "encoder") is is_encoder
-                    ]
-                )
-                if failures:
-                    raise StageError(_START, failures, of="engine")
-            life = LifeCycle(
-                self,
-                host=None,
-                depth=SleepLevel.RELEASE_ALL,
-                observe=self._observe,
-                stays=True,
-                may_miss=[index for index, (_, plan) in enumerate(self._places) if plan.url],
-            )
-            life.start()
-            self._life = life
+            new = [index for index, state in enumerate(self.states) if state is State.BOOT]
+            if failures := self._start(new):
+                raise StageError(_START, failures, of="engine")
+            self._life.start()
 
     def needs_update(self, version: int) -> bool:
         """Return whether the engines have other weights; lost ones get those of the others."""
-        self._require_started()
         return self.version != version
 
     def update(self, source: WeightSource | Transfer, *, version: int) -> None:
@@ -145,18 +112,17 @@ class RolloutServer:
                 next update, for engines that replace others; or the broadcast of a rank.
 
         Raises:
-            PhaseError: the server was not started, or a stage is open.
+            PhaseError: a stage is open.
             StageError: a stage failed; names the engine. The next update begins with the recovery.
         """
         with self._lock:
-            life = self._require_started()
-            self._note_dead(life)
-            if self.version == version and set(life.states) == {State.READY}:
+            self._note_dead()
+            if self.version == version and set(self.states) == {State.READY}:
                 return
             self.version = -1
             self._weights, self._wanted_version = source, version
-            life.sleep()  # after an update that broke off
-            life.wake()
+            self._life.sleep()  # after an update that broke off
+            self._life.wake()
             self.version = version
             self._losses.note_ready(self.ready_engines())
 
@@ -171,12 +137,7 @@ class RolloutServer:
             return {i: self._handle(i) for i, state in states if state is State.READY}
 
     def pool(self, *, max_context_tokens: int, vocab_size: int, version: int) -> EnginePool:
-        """Return the sampler over the engines that answer now, for one program.
-
-        Args:
-            max_context_tokens: limit of context + response.
-            version: of the weights that must sample.
-        """
+        """Return the sampler over the engines that answer now, for one program."""
         return EnginePool(
             self.serving_engines(),
             num_slots=self._config.num_slots,
@@ -199,10 +160,10 @@ class RolloutServer:
         False: it is noted or replaced already.
         """
         with self._lock:
-            life = self._require_started()
-            if life.states[index] is not State.READY or self._handles[index] is not handle:
+            if self.states[index] is not State.READY or self._handles[index] is not handle:
                 return False
-            self._break(life, [index], reason)
+            self._life.mark_broken([index])
+            self._losses.note_lost([index], reason)
             if index in self._coming:
                 return False
             self._coming[index] = None
@@ -214,13 +175,12 @@ class RolloutServer:
         None before the first update: no engine has weights that a new one could get.
         """
         with self._lock:
-            life = self._require_started()
-            self._note_dead(life)
+            self._note_dead()
             if self.version < 0:
                 return []
             lost = [
                 index
-                for index, state in enumerate(life.states)
+                for index, state in enumerate(self.states)
                 if state is State.BROKEN and index not in self._coming
             ]
             self._coming |= dict.fromkeys(lost)
@@ -231,17 +191,13 @@ class RolloutServer:
         with self._lock:
             return [index for index in self._coming if self._answers(index)]
 
-    def replace(self, index: int, *, timeout_s: float) -> str:
+    def replace(self, index: int) -> str:
         """Start a process in place of a lost engine, and give it the weights of the others.
 
-        These serve on and are asked nothing. An update may bring up the process meanwhile.
-
-        Args:
-            timeout_s: seconds that the process may take to start.
-
-        Returns:
-            Why it does not serve: try again, or ``give_up``. Empty if it serves.
+        These serve on and are asked nothing. An update may bring up the process meanwhile. Returns
+        why it does not serve (try again, or ``give_up``); empty if it does.
         """
+        timeout_s = self._config.start_timeout_s
         with self._lock:
             if self.version < 0:
                 return "no engine has weights that a new one could get"
@@ -253,13 +209,12 @@ class RolloutServer:
             handle = self._coming[index] = self._handles[index]
         wait([start], timeout=timeout_s)
         with self._lock:
-            life = self._require_started()
-            if life.states[index] is State.BROKEN and self._handles[index] is handle:
+            if self.states[index] is State.BROKEN and self._handles[index] is handle:
                 if not start.done():
                     return f"it did not start within {timeout_s:g} s"
                 if self.version >= 0:
-                    life.recover([index], load=self._loading())
-            if life.states[index] is State.READY:
+                    self._life.recover([index], load=self._loading())
+            if self.states[index] is State.READY:
                 self._coming.pop(index, None)
                 self._losses.note_ready([index])
                 return ""
@@ -293,16 +248,14 @@ class RolloutServer:
     def sync(self) -> Failures:
         """Load the weights of this update into every engine.
 
-        Raises:
-            StageError: a broadcast broke off by no fault of an engine; all keep their states.
+        A StageError if a broadcast broke off by no fault of an engine: all keep their states.
         """
         present = [i for i, state in enumerate(self.states) if state is not State.BROKEN]
-        has_joined = isinstance(self._weights, Transfer)
-        if isinstance(self._weights, Transfer) and (
-            failures := self._receive(self._weights, present)
-        ):
+        transfer = self._weights if isinstance(self._weights, Transfer) else None
+        if transfer is not None and (failures := self._receive(transfer, present)):
             return failures
-        return self.run(SYNC.name, self._loading(has_joined=has_joined), members=present)
+        action = self._loading(has_joined=transfer is not None)
+        return self.run(SYNC.name, action, members=present)
 
     def _receive(self, transfer: Transfer, present: Collection[int]) -> Failures:
         """Let the rank that gathers the weights send them to these engines."""
@@ -359,23 +312,15 @@ class RolloutServer:
     def _answers(self, index: int) -> bool:
         return self._places[index][0].answers
 
-    def _note_dead(self, life: LifeCycle) -> None:
+    def _note_dead(self) -> None:
         dead = [
             index
             for index, handle in enumerate(self._handles)
-            if life.states[index] is not State.BROKEN and (handle is None or not handle.is_alive())
+            if self.states[index] is not State.BROKEN and (handle is None or not handle.is_alive())
         ]
         if dead:
-            self._break(life, dead, "its process is gone")
-
-    def _break(self, life: LifeCycle, members: Collection[int], reason: str) -> None:
-        life.mark_broken(members)
-        self._losses.note_lost(members, reason)
-
-    def _require_started(self) -> LifeCycle:
-        if self._life is None:
-            raise PhaseError(f"server {self.model} was not started; call start")
-        return self._life
+            self._life.mark_broken(dead)
+            self._losses.note_lost(dead, "its process is gone")
 
 
 def _errors_of(futures: Mapping[int, Future[Any]], *, limit_s: float) -> dict[int, BaseException]:

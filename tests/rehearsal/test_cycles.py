@@ -24,7 +24,7 @@ TEACHER = (
     *("algorithm.old_logprobs=recompute", "algorithm.teacher_path=FOLDER/other"),
 )
 
-TO_HOST = ("workers/rollout/buckets.py", "workers/rollout/sglang/weights.py")
+TO_HOST = ("workers/rollout/buckets.py", "workers/rollout/sglang/engine.py")
 """Files that copy to the host what does not travel from device to device: adapters, files."""
 
 FSDP2 = {

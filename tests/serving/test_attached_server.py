@@ -21,16 +21,19 @@ from hybridrl.errors import (
     ExternalEngineError,
     ServerDiedError,
 )
-from hybridrl.workers.rollout.sglang import attached_server
 from hybridrl.workers.rollout.sglang.arguments import Elsewhere, LaunchPlace, ServingSpec
-from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
-from hybridrl.workers.rollout.sglang.comparison import differences, expect_policy_server
+from hybridrl.workers.rollout.sglang.elsewhere import (
+    AttachedServer,
+    differences,
+    expect_policy_server,
+)
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, TakingServer, elsewhere, taking
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import rollout_config
 
 KEY = "a-secret-of-the-servers"
+MODULE = "hybridrl.workers.rollout.sglang.elsewhere"
 SECTION = "serving.models.policy"
 STOPPED = ["/abort_request", "/flush_cache", "/pause_generation", "/flush_cache"]
 ATTACHED = ["/continue_generation", "/end_weight_update", *STOPPED]
@@ -43,8 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached_server, "_APPEARS_S", 0.3)
-    monkeypatch.setattr(attached_server, "_POLL_S", 0.02)
+    monkeypatch.setattr(f"{MODULE}._APPEARS_S", 0.3)
+    monkeypatch.setattr(f"{MODULE}._POLL_S", 0.02)
 
 
 def spec_of(folder: Path, **changes: Any) -> ServingSpec:
@@ -163,7 +166,7 @@ def test_nobody_at_the_url_is_named_in_bounded_time(folder: Path) -> None:
 def test_a_server_that_starts_late_is_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attached_server, "_APPEARS_S", 30.0)
+    monkeypatch.setattr(f"{MODULE}._APPEARS_S", 30.0)
     with taking() as server:
         server.is_gone = True
 

@@ -22,8 +22,7 @@ from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import HybridRLError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams, response_keys
-from hybridrl.serving.background import BackgroundSampling
-from hybridrl.serving.open_groups import OpenGroups, SampleBuffer
+from hybridrl.serving.background import BackgroundSampling, OpenGroups, SampleBuffer
 from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
@@ -88,7 +87,7 @@ class Rig:
             (folder / name).mkdir()
         save_file(weights, folder / "new" / "model.safetensors")
         self.server.start()
-        self.recovery = Recovery(self.server, start_timeout_s=20.0, health_timeout_s=60.0)
+        self.recovery = Recovery(self.server, health_timeout_s=60.0)
         pool = self.server.pool(max_context_tokens=MOST_TOKENS + 1, vocab_size=100, version=-1)
         self.buffer = SampleBuffer(num_prompts=num_prompts, max_staleness=max_staleness)
         self.ahead = BackgroundSampling(

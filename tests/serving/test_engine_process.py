@@ -11,8 +11,7 @@ import pytest
 
 from hybridrl.errors import EngineError, ResourceError
 from hybridrl.serving import engine_process
-from hybridrl.serving.engine_process import EngineProcess, ProcessHandle
-from hybridrl.serving.placement import ReservedNode
+from hybridrl.serving.engine_process import EngineProcess, ProcessHandle, ReservedNode
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from tests.config.values import config_of
 from tests.workers.sharding.recording import Journal, RecordingEngine

@@ -18,10 +18,9 @@ import torch
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriftError, ExternalEngineError
 from hybridrl.sampler import RequestParams
-from hybridrl.serving import external
-from hybridrl.serving.external import ApiKeys, ExternalModel
-from hybridrl.workers.rollout.sglang import comparison
-from hybridrl.workers.rollout.sglang.comparison import differences, expect_server
+from hybridrl.serving import frozen
+from hybridrl.serving.frozen import ApiKeys, ExternalModel
+from hybridrl.workers.rollout.sglang.elsewhere import differences, expect_server
 from hybridrl.workers.sharding.manager_client import Answer
 from tests.config.values import config_of
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, elsewhere
@@ -44,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external, "_WAIT_S", 0.02)
-    monkeypatch.setattr(comparison, "CALL_S", 1.0)
+    monkeypatch.setattr(frozen, "_WAIT_S", 0.02)
+    monkeypatch.setattr("hybridrl.workers.rollout.sglang.elsewhere._CALL_S", 1.0)
 
 
 def judged_by(
@@ -261,7 +260,7 @@ def test_a_key_reaches_its_servers_alone_and_no_text(
         config = judged_by(folder, server.url, keys="JUDGE_KEY")
         keys = ApiKeys.read(config, own="a-key")
         texts += [repr(keys), repr(config), repr(vars(ExternalModel(config, "judge", keys=keys)))]
-        with started(folder, server.url, key=keys.of("judge")) as model:
+        with started(folder, server.url, key=keys.by_model["judge"]) as model:
             assert last_tokens(model.ask(CONTEXTS, PARAMS, timeout_s=20)) == REPEATED
             server.repeats_headers = True
             texts += map(str, model.ask(CONTEXTS, PARAMS, timeout_s=20))

@@ -67,7 +67,7 @@ class Rig:
 
     @property
     def num_repeated(self) -> object:
-        return self.pool.metrics()["rollout/repeated_requests"]
+        return self.pool.take_metrics()["rollout/repeated_requests"]
 
 
 @pytest.mark.parametrize("kind", ["error", "tokens", "logprobs"])

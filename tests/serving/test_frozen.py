@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.external import ApiKeys
-from hybridrl.serving.frozen import FrozenModel
+from hybridrl.serving.frozen import ApiKeys, FrozenModel
 from hybridrl.serving.launching import start_servers
 from hybridrl.serving.manager import RolloutManager
 from hybridrl.serving.plan import EnginePlan, GroupPlan, plan_servers

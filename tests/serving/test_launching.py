@@ -10,7 +10,7 @@ import ray
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.serving import launching
 from hybridrl.serving.engine_process import EngineProcess
-from hybridrl.serving.launching import ActorLaunch, ReservedDevices
+from hybridrl.serving.launching import ActorLaunch
 from hybridrl.serving.plan import ModelPlan, plan_servers
 from tests.config.values import config_of
 
@@ -22,7 +22,7 @@ def _launch(config: ExperimentConfig, plan: ModelPlan, folder: Path) -> ActorLau
         config=config,
         plan=plan,
         policy_folder=folder,
-        devices=ReservedDevices(placements=[{"num_cpus": 0}] * config.num_server_devices),
+        placements=[{"num_cpus": 0}] * config.num_server_devices,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ResourceError
 from hybridrl.run.check import rehearsed_configs
-from hybridrl.serving.placement import Device, Place, look_at, place_engines
+from hybridrl.serving.launching import Device, Place, look_at, place_engines
 from hybridrl.serving.plan import plan_servers
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import driver_variables

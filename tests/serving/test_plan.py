@@ -12,7 +12,7 @@ from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.errors import ResourceError
 from hybridrl.main import compose
 from hybridrl.network import host_and_port
-from hybridrl.serving.placement import Device, find_places, place_engines
+from hybridrl.serving.launching import Device, find_places, place_engines
 from hybridrl.serving.plan import (
     EnginePlan,
     ModelPlan,
@@ -190,7 +190,7 @@ def test_servers_of_others_are_engines_without_devices() -> None:
     assert [engine.url for engine in plan.engines] == ["http://a:1", "http://b:2"]
     assert {engine.num_devices for engine in plan.engines} == {0}
     assert [(group.answers, group.needs_offload) for group in plan.groups] == [(True, False)]
-    assert find_places(config, [plan], (), variables={}) == {}
+    assert find_places(config, [plan], ()) == {}
     assert config.topology == Attached()
     assert config.samples_ahead
     assert not config.has_router

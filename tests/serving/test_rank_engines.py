@@ -65,8 +65,10 @@ def ranks(model: Path) -> Iterator[list[tuple[HFRolloutEngine, RequestListener]]
 
 
 @pytest.fixture
-def lent() -> Recovery:
-    return recovery_of()
+def lent() -> Iterator[Recovery]:
+    recovery = recovery_of()
+    yield recovery
+    recovery.lend(())  # which closes the connections
 
 
 def recovery_of(*, num_own: int = 0, health_timeout_s: float = 60.0) -> Recovery:
@@ -78,7 +80,7 @@ def recovery_of(*, num_own: int = 0, health_timeout_s: float = 60.0) -> Recovery
         config=rollout_config(start_timeout_s=20.0, stage_timeout_s=5.0),
     )
     server.start()
-    return Recovery(server, start_timeout_s=20.0, health_timeout_s=health_timeout_s, key=KEY)
+    return Recovery(server, health_timeout_s=health_timeout_s, key=KEY)
 
 
 def new_pool() -> EnginePool:
@@ -103,7 +105,8 @@ def test_ranks_sample_for_the_manager_bit_by_bit(
     expected = engine.run(single_turn(PROMPTS, SAMPLING))
     for _ in range(3):
         pool = new_pool()
-        with lent.filling(pool, [listener.open() for _, listener in ranks]):
+        lent.lend([listener.open() for _, listener in ranks])
+        with lent.filling(pool):
             samples = sample(pool)
         for rank, listener in ranks:
             listener.close()
@@ -121,7 +124,8 @@ def test_each_refusal_has_its_own_error(
 ) -> None:
     listener = ranks[0][1]
     url = listener.open()
-    with lent.filling(new_pool(), [url]):
+    lent.lend([url])
+    with lent.filling(new_pool()):
         engine = lent._watched()[FIRST]
         assert engine.address().result() is None
         assert engine.probe().result(60) != engine.probe().result(60)
@@ -151,8 +155,9 @@ def test_an_engine_of_other_weights_ends_the_phase_and_is_not_taken_for_lost(
 
     monkeypatch.setattr(engine, "run", run)
     pool = new_pool()
+    lent.lend([listener.open()])
     with (
-        lent.filling(pool, [listener.open()]),
+        lent.filling(pool),
         pytest.raises(DriftError, match="by weights of version 7"),
     ):
         sample(pool)
@@ -230,16 +235,17 @@ def test_requests_of_a_lost_engine_go_to_another(
     ranks[0][1].open()  # the second one refuses all requests
     urls = [listener._url for _, listener in ranks]
     pool = new_pool()
-    with lent.filling(pool, urls):
+    lent.lend(urls)
+    with lent.filling(pool):
         samples = sample(pool)
         assert list(lent._watched()) == [FIRST]
     assert tokens_of(samples) == tokens_of(expected)
     assert lent.lost() == (1,)
-    assert pool.metrics()["rollout/repeated_requests"].value > 0
+    assert pool.take_metrics()["rollout/repeated_requests"].value > 0
     assert lent.take_metrics()["rollout/lost_engines"] == Sum(1)
     ranks[1][1].open()
-    lent.forget_lost()
-    with lent.filling(new_pool(), urls):
+    lent.lend(urls)
+    with lent.filling(new_pool()):
         assert lent.lost() == ()
         assert list(lent._watched()) == [FIRST, FIRST + 1]
         assert lent.take_metrics()["rollout/replaced_engines"] == Sum(1)
@@ -256,14 +262,16 @@ def silent_server() -> Iterator[str]:
 def test_a_hung_engine_is_waited_for_no_longer() -> None:
     lent = recovery_of(health_timeout_s=0.3)
     pool = new_pool()
-    with (
-        silent_server() as hung,
-        pytest.raises(ServerDiedError, match=r"serves; engine 0: no progress within"),
-        lent.filling(pool, [hung]),
-        lent.monitor.watching(),
-    ):
-        sample(pool)
+    with silent_server() as hung:
+        lent.lend([hung])
+        with (
+            pytest.raises(ServerDiedError, match=r"serves; engine 0: no progress within"),
+            lent.filling(pool),
+            lent.monitor.watching(),
+        ):
+            sample(pool)
     assert lent.lost() == (0,)
+    lent.lend(())
 
 
 def test_engines_of_the_manager_come_before_lent_ones_and_are_replaced(tmp_path: Path) -> None:
@@ -271,10 +279,12 @@ def test_engines_of_the_manager_come_before_lent_ones_and_are_replaced(tmp_path:
     server = lent._server
     server.update(weights_in(tmp_path / "weights", 0), version=0)
     own = server.serving_engines()[0]
-    with lent.filling(pool, ["http://127.0.0.1:9"]):
+    lent.lend(["http://127.0.0.1:9"])
+    with lent.filling(pool):
         assert list(lent._watched()) == [0, 1]
         assert not pool.on_lost(1, lent._watched()[1], "gone")
         assert pool.on_lost(0, own, "gone")
         wait_until(lambda: server.ready_engines() and server.serving_engines()[0] is not own)
     assert lent.lost() == (0,)
+    lent.lend(())
     server.shutdown()

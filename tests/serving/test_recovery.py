@@ -96,16 +96,14 @@ class Rig:
         self.server = RolloutServer(
             self.plan,
             self._launch,
-            config=rollout_config(start_timeout_s=20.0, stage_timeout_s=5.0),
+            config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=5.0),
         )
         self.server.start()
         folder = Path(mkdtemp())
         weights = {name: torch.tensor(Policy.WHOLE.truth(name, 0)) for name in WEIGHTS}
         save_file(weights, folder / "model.safetensors")
         self.server.update(folder, version=0)
-        self.recovery = Recovery(
-            self.server, start_timeout_s=start_timeout_s, health_timeout_s=60.0
-        )
+        self.recovery = Recovery(self.server, health_timeout_s=60.0)
         self.pool = self.new_pool()
 
     def new_pool(self) -> EnginePool:

@@ -10,7 +10,7 @@ import pytest
 
 from hybridrl.errors import ServerDiedError
 from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.request_queue import Member, RequestQueue
+from hybridrl.serving.engine_pool import Member, RequestQueue
 
 
 def members_of(queue: RequestQueue, number: int) -> list[Member]:

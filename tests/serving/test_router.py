@@ -96,7 +96,7 @@ def run(
             return await ask(pool), pool
 
     samples, pool = asyncio.run(program())
-    return samples, losses, pool.metrics() | routed.take_metrics()
+    return samples, losses, pool.take_metrics() | routed.take_metrics()
 
 
 async def twelve(pool: EnginePool) -> list[Sample]:

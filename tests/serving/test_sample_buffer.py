@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridrl.errors import PhaseError
 from hybridrl.sampler import Sample
-from hybridrl.serving.open_groups import SampleBuffer
+from hybridrl.serving.background import SampleBuffer
 
 SAMPLES = [Sample(torch.tensor([1]), torch.zeros(1), "stop", 0)]
 

@@ -24,7 +24,6 @@ from hypothesis.stateful import (
 from safetensors.torch import save_file
 
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig, WorkerType
-from hybridrl.errors import PhaseError
 from hybridrl.metrics import Sum
 from hybridrl.serving.plan import (
     EnginePlan,
@@ -84,8 +83,8 @@ class Rig:
             plan,
             self._launch,
             config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=stage_timeout_s),
-            observe=self._observe,
         )
+        self.server._life._observe = self._observe
 
     def _launch(self, group: GroupPlan, engine: EnginePlan) -> RecordingHandle:
         index = self.plan.engines.index(engine)
@@ -112,7 +111,7 @@ class Rig:
 
     def recover(self) -> dict[int, bool]:
         """Replace the lost engines one after another; say which serve now."""
-        reasons = {i: self.server.replace(i, timeout_s=60.0) for i in self.server.claim_lost()}
+        reasons = {i: self.server.replace(i) for i in self.server.claim_lost()}
         for index, reason in reasons.items():
             if reason:
                 self.server.give_up(index)
@@ -167,16 +166,6 @@ def test_a_placeholder_has_devices_and_no_engine() -> None:
     rig = started(plan)
     assert rig.server.num_engines == len(rig.launched) == 3
     assert [engine.first_device for engine in plan.engines] == [0, 6, 7]
-
-
-def test_encoders_start_before_the_groups_that_ask_them() -> None:
-    rig = Rig(plan_of(("prefill", 1), ("decode", 2), ("encoder", 1)))
-    rig.journal.fail(3, "restart")
-    with pytest.raises(StageError, match=r"start failed on engine 3: InjectedFault"):
-        rig.server.start()
-    assert [handle.index for handle in rig.launched] == [3]
-    rig.server.start()
-    assert [handle.index for handle in rig.launched] == [3, 3, 0, 1, 2]
 
 
 # -- order --------------------------------------------------------------------------------------
@@ -396,12 +385,6 @@ def test_an_engine_that_does_not_answer_in_time_is_named() -> None:
     rig.silent = set()
     rig.server.start()
     assert [handle.index for handle in rig.launched] == [0, 1, 0]
-
-
-def test_a_server_that_was_not_started_does_nothing() -> None:
-    rig = Rig(plan_of(("regular", 1)))
-    with pytest.raises(PhaseError, match="server policy was not started; call start"):
-        rig.update(0)
 
 
 # -- whatever happens ---------------------------------------------------------------------------

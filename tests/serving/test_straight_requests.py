@@ -10,14 +10,15 @@ from typing import cast
 import pytest
 import torch
 
+from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.requests import PolicyRequests, StraightRequests
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler
+from hybridrl.serving.requests import PolicyRequests
 from tests.config.values import config_of
 from tests.serving.echo import echo_server
 
+CONFIG = config_of("serving=own", "rollout=sglang")
 PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
 
 
@@ -52,9 +53,14 @@ class SlowToOpen:
         self.may_open = asyncio.Event()
         self.is_interrupted = False
 
-    async def open(self, _: str) -> HttpSampler:
+    async def __aenter__(self) -> SlowToOpen:
         await self.may_open.wait()
-        return cast(HttpSampler, self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    def metrics(self) -> Metrics:
+        return {}
 
     def interrupt(self) -> None:
         self.is_interrupted = True
@@ -66,24 +72,29 @@ class SlowToOpen:
 
 
 @pytest.mark.parametrize("interrupts", [False, True])
-def test_a_request_whose_server_is_being_opened_is_interrupted_as_well(*, interrupts: bool) -> None:
+def test_a_request_whose_server_is_being_opened_is_interrupted_as_well(
+    monkeypatch: pytest.MonkeyPatch, *, interrupts: bool
+) -> None:
+    requests = PolicyRequests(CONFIG, vocab_size=1000, key="a-key")
+
     async def program() -> list[int]:
         server = SlowToOpen()
-        requests = StraightRequests(server.open)
+        monkeypatch.setattr("hybridrl.serving.requests.connect", lambda *_, **__: server)
         engine = cast(EngineHandle, Addressed("http://server"))
-        asking = asyncio.ensure_future(requests.ask(engine, [1], PARAMS, [7]))
-        await asyncio.sleep(0)
-        if interrupts:
-            requests.interrupt()
-        server.may_open.set()
-        return [len(sample.token_ids) for sample in await asking]
+        pool = EnginePool({}, num_slots=2, max_context_tokens=32, vocab_size=1000, version=0)
+        async with requests.open(pool, [engine], version=0) as ask:
+            asking = asyncio.ensure_future(ask(engine, [1], PARAMS, [7]))
+            await asyncio.sleep(0)
+            if interrupts:
+                await requests.interrupt([])
+            server.may_open.set()
+            return [len(sample.token_ids) for sample in await asking]
 
     assert asyncio.run(program()) == [0 if interrupts else 8]
 
 
 def test_servers_are_asked_by_http_and_other_engines_by_calls() -> None:
-    config = config_of("serving=own", "rollout=sglang")
-    requests = PolicyRequests(config, vocab_size=1000, key="a-key")
+    requests = PolicyRequests(CONFIG, vocab_size=1000, key="a-key")
 
     async def program(url: str) -> list[Sample]:
         engines = {n: cast(EngineHandle, Addressed(each)) for n, each in enumerate((url, None))}

@@ -100,7 +100,7 @@ class Server:
         )
         # After SGLang's launcher, as in a server; handles need bytes, which no tensor here has.
         weights: Any = import_module("hybridrl.workers.rollout.sglang.weights")
-        weights._serialized = lambda payload: payload
+        weights.serialized = lambda payload: payload
         self._encode = weights.encode
 
     def model(self, folder: Path, dtype: torch.dtype) -> nn.Module:

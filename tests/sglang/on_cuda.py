@@ -78,7 +78,7 @@ def main(case_file: Path, result_file: Path) -> None:
     if isinstance(cases, list):
         result_file.write_text(json.dumps([rehearse(case) for case in cases]))
         return
-    child.main(case_file, result_file)
+    child.check(case_file, result_file)
 
 
 if __name__ == "__main__":

@@ -213,8 +213,13 @@ class FolderTrainer(RecordingTrainEngine):
 
 def schedulers() -> list[psutil.Process]:
     """Those of the engines that the manager has."""
-    below = [each for one in engine_processes() for each in one.children(recursive=True)]
-    return [each for each in below if each.name().startswith("sglang::scheduler")]
+    found = []
+    for one in engine_processes():
+        for each in one.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if each.name().startswith("sglang::scheduler"):
+                    found.append(each)
+    return found
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -12,7 +12,7 @@ import torch
 
 from hybridrl.errors import ExternalEngineError
 from hybridrl.sampler import RequestParams
-from hybridrl.serving.external import ApiKeys, ExternalModel
+from hybridrl.serving.frozen import ApiKeys, ExternalModel
 from hybridrl.workers.rollout.sglang.arguments import build_arguments, environment
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.process import free_port
@@ -77,14 +77,14 @@ def test_a_judge_elsewhere_answers_as_hugging_face(
     expected = greedy_of_hugging_face(served_model, PROMPTS, num_tokens=12)
     before = server_of(engine).process.pid
     for _ in range(2):
-        with judge_at(url, judge_folder, key=server_of(engine).key) as judge:
+        with judge_at(url, judge_folder, key=server_of(engine).client.key) as judge:
             answers = judge.ask(CONTEXTS, GREEDY, timeout_s=60)
         for answer, sample in zip(answers, expected, strict=True):
             assert not isinstance(answer, str), answer
             assert answer.token_ids.tolist() == sample.token_ids.tolist()
             torch.testing.assert_close(answer.logprobs, sample.logprobs, atol=2e-5, rtol=0)
     assert server_of(engine).process.pid == before
-    assert server_of(engine).server_info()["status"] == "ready"
+    assert server_of(engine).info["status"] == "ready"
 
 
 @pytest.mark.shows("4.24")
@@ -92,7 +92,7 @@ def test_weights_of_real_servers_are_compared_on_demand(
     engine: SGLangEngine, url: str, judge_folder: Path
 ) -> None:
     urls = f"{url}, {url.replace('127.0.0.1', 'localhost')}"  # the same one twice
-    key = server_of(engine).key
+    key = server_of(engine).client.key
     with judge_at(urls, judge_folder, "rollout.verify_weights=always", key=key) as judge:
         sums = [each.checksums().result() for each in judge._handles.values()]
     assert sums[0] == sums[1]
@@ -103,7 +103,7 @@ def test_weights_of_real_servers_are_compared_on_demand(
 def test_a_real_server_that_differs_is_named(
     engine: SGLangEngine, url: str, judge_folder: Path
 ) -> None:
-    key = server_of(engine).key
+    key = server_of(engine).client.key
     for changes, line in (
         ({"key": ""}, "it requires a key: set serving.models.judge.key_variable"),
         ({"key": "wrong"}, "it refuses the key (status 401)"),

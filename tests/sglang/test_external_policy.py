@@ -84,7 +84,7 @@ def test_a_run_samples_with_a_server_of_others(
 ) -> None:
     server = server_of(engine)
     url = server.client.base_url
-    monkeypatch.setenv("ENGINE_KEY", server.key)
+    monkeypatch.setenv("ENGINE_KEY", server.client.key)
     before, names = server.process.pid, []
     for way, num_steps in (("files", 3), ("broadcast", 1)):
         folder = tmp_path / way
@@ -97,8 +97,8 @@ def test_a_run_samples_with_a_server_of_others(
             assert step["policy/sampler_mismatch_nats/max"] < 1e-3
             assert step["rollout/lost_engines"] == step["rollout/repeated_requests"] == 0
         assert len({step["reward/mean"] for step in steps} | {0.0}) > 1
-        assert files_with(server.key, folder) == []
-        names.append(version_at(url, server.key))  # it serves others
+        assert files_with(server.client.key, folder) == []
+        names.append(version_at(url, server.client.key))  # it serves others
         assert names[-1].endswith(f"-{num_steps - 1}")
     assert len(set(names)) == 2
     assert server.process.pid == before

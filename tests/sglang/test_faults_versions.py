@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import DeadlineError, EngineError, ModelError
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang import server, server_calls
+from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.process import free_port
@@ -127,10 +127,10 @@ def test_an_adapter_is_handed_over_from_the_host(
 
 def test_each_server_gets_a_key_of_its_own(start: Start) -> None:
     with start("0.5.21") as engine:
-        first = server_of(engine).key
+        first = server_of(engine).client.key
         engine.restart()
         assert len(first) >= 32
-        assert server_of(engine).key not in ("", first)
+        assert server_of(engine).client.key not in ("", first)
 
 
 def test_all_answers_of_a_stage_together_get_its_time(
@@ -159,7 +159,7 @@ def test_two_servers_that_draw_the_same_port_end_on_two(
     monkeypatch.setattr(server, "free_port", lambda: next(ports))
     with start("0.5.21") as first, start("0.5.21") as second:
         assert next(ports, None) is None
-        infos = [engine._server.server_info() for engine in (first, second)]
+        infos = [engine._server.info for engine in (first, second)]
         assert infos[0]["port"] == drawn != infos[1]["port"]
         assert [info["served_model_name"] for info in infos] == [
             server_of(engine).name for engine in (first, second)
@@ -214,7 +214,7 @@ def test_a_port_that_another_process_took_is_left_to_it(
         taken = other.getsockname()[1]
         ports = iter([taken, taken, free_port()])
         monkeypatch.setattr(server, "free_port", lambda: next(ports))
-        monkeypatch.setattr(server_calls, "PROBE_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(server, "PROBE_TIMEOUT_S", 0.3)
         with start("0.5.21") as engine:
             assert engine._server.info["port"] != taken
         assert next(ports, None) is None

@@ -47,6 +47,6 @@ def test_a_server_serves_nobody_without_its_key(
 def test_a_servers_key_is_not_on_its_command_line(engine: SGLangEngine) -> None:
     process = psutil.Process(server_of(engine).process.pid)
     commands = [each.cmdline() for each in (process, *process.children(recursive=True))]
-    key = server_of(engine).key
+    key = server_of(engine).client.key
     assert len(key) >= 32
     assert not [command for command in commands if any(key in word for word in command)]

@@ -13,11 +13,10 @@ from hybridrl.errors import EngineError
 from hybridrl.sampler import Sample, Sampler
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sglang.answers import ServedModel
 from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
 from hybridrl.workers.rollout.sglang.client import ControlClient
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answer, Answering, Body, answering
 from tests.workers.rollout.engines import tokens_of
@@ -67,7 +66,7 @@ def pairs(
 
         def run() -> list[Sample]:
             with RequestGate().admit() as call:
-                pair = PairedEndpoint(client, prefills=addresses)
+                pair = PairedEndpoint(client, addresses)
                 sampler = HttpSampler(pair, MODEL, call, timeout_s=30.0)
 
                 async def connected(_: Sampler) -> list[Sample]:

@@ -22,9 +22,12 @@ from hybridrl.metrics import Metrics
 from hybridrl.sampler import Program, Sample, Sampler, SamplingParams, response_keys
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel, read_sample
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler
+from hybridrl.workers.rollout.sglang.sampling import (
+    HttpSampler,
+    ServedModel,
+    read_sample,
+)
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answering, Body, answering
 from tests.workers.rollout.engines import tokens_of
@@ -326,7 +329,7 @@ def test_experts_are_kept_in_16_bits_as_soon_as_they_arrive() -> None:
     answer = item([1], {"max_new_tokens": 2})
     sent_LJK = torch.arange(2 * 3 * 4, dtype=torch.int32).view(2, 3, 4) % 128
     answer["meta_info"]["routed_experts"] = b64encode(sent_LJK.numpy().tobytes()).decode()
-    model = ServedModel(max_context_tokens=6, vocab_size=64, version=5, experts=ExpertShape(3, 4))
+    model = ServedModel(max_context_tokens=6, vocab_size=64, version=5, expert_shape=(3, 4))
     experts_LJK = read_sample(answer, model).routed_experts_LJK
     assert experts_LJK is not None
     assert experts_LJK.dtype == torch.int16

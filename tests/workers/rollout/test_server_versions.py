@@ -13,8 +13,8 @@ import pytest
 
 from hybridrl.env import ROOT
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.sglang import versions
-from hybridrl.workers.rollout.sglang.versions import TESTED_VERSIONS, require_known_version
+from hybridrl.workers.rollout.sglang import server
+from hybridrl.workers.rollout.sglang.server import TESTED_VERSIONS, require_known_version
 
 SOURCES = ROOT / "hybridrl" / "workers" / "rollout" / "sglang"
 
@@ -28,14 +28,14 @@ def recorded(version: str) -> dict[str, Any]:
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was said about versions; asyncio may speak of other tests meanwhile."""
-    return [each.getMessage() for each in caplog.records if each.name == versions.__name__]
+    return [each.getMessage() for each in caplog.records if each.name == server.__name__]
 
 
 @pytest.fixture(autouse=True)
 def _warnings_start_anew() -> Iterator[None]:
-    versions._warn_if_untested.cache_clear()
+    server._warn_if_untested.cache_clear()
     yield
-    versions._warn_if_untested.cache_clear()
+    server._warn_if_untested.cache_clear()
 
 
 @pytest.mark.shows("5.5")

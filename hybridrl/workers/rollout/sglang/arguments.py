@@ -161,9 +161,8 @@ def server_spec(
 def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arguments:
     """Return the arguments of one server by their Python names.
 
-    Args:
-        name: served name, to recognise the server on its port.
-        key: a secret of the callers, because other users of this machine can reach the port.
+    By ``name`` the server is recognised on its port; ``key`` is a secret of the callers, because
+    other users of this machine can reach the port.
     """
     rollout = spec.rollout
     arguments: Arguments = {
@@ -196,11 +195,16 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
         }
     if spec.lora is not None:
         arguments |= _adapter_arguments(spec.lora, spec.device)
-    return arguments | dict(_as_lists(rollout.engine_args))
+    # JSON, and SGLang, have no tuples.
+    given = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in rollout.engine_args.items()
+    }
+    return arguments | given
 
 
 def environment(spec: ServingSpec) -> Mapping[str, str]:
-    """Return the variables that a server needs beside its arguments."""
+    """Return the variables that every server needs beside its arguments."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the slack, which no token fills
@@ -234,11 +238,7 @@ def device_name(device: torch.device) -> str:
 
 
 def show_devices(names: Sequence[str]) -> Mapping[str, str]:
-    """Return the variable that shows a server these GPUs alone; nothing on a CPU.
-
-    Args:
-        names: of the ranks that share the server, in rank order, by ``device_name``.
-    """
+    """Return the variable that shows a server the GPUs of its ranks alone; nothing on a CPU."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if all(names) else {}
 
 
@@ -251,8 +251,3 @@ def _adapter_arguments(lora: LoraConfig, device: str) -> Arguments:
         "max_loaded_loras": 1,
     }
     return arguments | ({"lora_backend": "torch_native"} if device == "cpu" else {})
-
-
-def _as_lists(arguments: Mapping[str, object]) -> Arguments:
-    """Return lists for tuples: JSON, and SGLang, have no others."""
-    return {n: list(value) if isinstance(value, tuple) else value for n, value in arguments.items()}

@@ -40,11 +40,7 @@ class WeightGroup:
     """A group with the servers of the last update; one that was started since needs another."""
 
     def __init__(self, *, timeout_s: float) -> None:
-        """Have no member yet.
-
-        Args:
-            timeout_s: seconds for the group to form, and for each bucket.
-        """
+        """Have no member yet; in ``timeout_s`` seconds the group forms, or a bucket is sent."""
         self.failures: dict[int, str] = {}
         """Servers by whose fault the last transfer broke off, with reasons."""
         self._timeout_s = timeout_s
@@ -61,10 +57,7 @@ class WeightGroup:
         self._answers: dict[int, Future[Any]] = {}
 
     def join(self, receivers: Mapping[int, Receiver], *, device: torch.device) -> None:
-        """Form a group with these servers; one with the same is kept.
-
-        Args:
-            device: from which tensors are sent.
+        """Form a group with these servers, to send from ``device``; one with the same is kept.
 
         Raises:
             EngineError: not all came; ``failures`` has those at fault.
@@ -184,12 +177,9 @@ class WeightGroup:
             time.sleep(_POLL_S)
 
     def _break_off(self, reason: str) -> None:
-        """Free all servers, and note who is at fault: those that are silent even then.
+        """Free all servers, note who is at fault (those that are silent even then), and raise.
 
         If all answer, it is those that refused before they were freed.
-
-        Raises:
-            EngineError: always.
         """
         refused = {i: e for i, e in _errors_of(self._answers).items() if e is not None}
         self._wait_for_arrivals()

@@ -86,8 +86,7 @@ def foreign_values(server_args: Any, arguments: Mapping[str, object]) -> list[Re
 def resolve(server_args: Any, arguments: Mapping[str, object]) -> None:  # noqa: ANN401
     """Build the arguments and let SGLang complete and check them, as `_launch_subprocesses` does.
 
-    Raises:
-        Exception: any exception of SGLang, of any type, for a refused argument.
+    A refusal is an exception of SGLang, of any type.
     """
     record = server_args(**arguments)
     record.resolve_once()
@@ -99,11 +98,10 @@ def resolve(server_args: Any, arguments: Mapping[str, object]) -> None:  # noqa:
 
 
 def rehearse(case: Mapping[str, Any]) -> Mapping[str, object]:
-    """Return the result of a case, in the form that ``rehearsal.py`` reads.
+    """Return the result of a case of ``rehearsal.py``, in the form that it reads.
 
-    Args:
-        case: ``arguments`` of the server; ``own``, the names that the user chose among them;
-            ``device``, cpu or cuda.
+    A case has ``arguments`` of the server; ``own``, the names that the user chose among them; and
+    ``device``, cpu or cuda.
     """
     try:
         server_args = load_server_args()
@@ -138,7 +136,7 @@ def _refusal_of(
     return Refusal(tuple(sorted(named, key=lambda name: name not in own) or own), reason)
 
 
-def _check(case_file: Path, result_file: Path) -> None:
+def check(case_file: Path, result_file: Path) -> None:
     """Rehearse, write the result, and wait until the parent ends this process."""
     end_with_parent()
     result = rehearse(json.loads(case_file.read_text(encoding="utf-8")))
@@ -148,10 +146,5 @@ def _check(case_file: Path, result_file: Path) -> None:
     threading.Event().wait()
 
 
-def main(*files: Path) -> None:
-    """Serve or check, by the number of files."""
-    (serve if len(files) == 1 else _check)(*files)
-
-
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    (check if sys.argv[2:] else serve)(*map(Path, sys.argv[1:]))

@@ -1,8 +1,4 @@
-"""HTTP to one server: control calls by any thread, generation requests in a program's own loop.
-
-A thread runs the event loop of the control calls, so that callers stay synchronous, and a program
-that blocks its own loop does not hold them up.
-"""
+"""HTTP to one server: control calls by any thread, generation requests in a program's own loop."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
@@ -36,6 +33,7 @@ _NO_HTTP = (aiohttp.ClientError, UnicodeDecodeError)
 
 
 _OK = 200
+_LEAST_SERVER_FAULT = 500
 
 
 class RefusedError(EngineError):
@@ -47,38 +45,43 @@ class RefusedError(EngineError):
         self.status = status
         self.text = text
 
+    @property
+    def is_servers_fault(self) -> bool:
+        """Whether another server, or this one later, may accept the request."""
+        return self.status >= _LEAST_SERVER_FAULT
+
 
 class ConnectionLostError(EngineError):
     """No answer arrived: the connection broke, or the request was cut off."""
 
 
-def assume_alive(what: str) -> None:
+def _assume_alive(what: str) -> None:
     """The process of the server is another machine's or process's child."""
 
 
+@dataclass(eq=False)
 class Endpoint:
-    """Sends requests to one server, in the event loop of the caller."""
+    """Sends requests to one server, in the event loop of the caller. Connects when first used."""
 
-    caches_contexts = True
+    base_url: str
+    """As ``http://127.0.0.1:30000``."""
+
+    _: KW_ONLY
+    name: str
+
+    require_alive: Callable[[str], None] = _assume_alive
+    """Raises if the server's process is gone; asked when a connection breaks."""
+
+    key: str = field(default="", repr=False)
+    """That the server requires; empty if it requires none."""
+
+    caches_contexts: bool = True
     """Whether a context that was sent once is computed once."""
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        name: str,
-        require_alive: Callable[[str], None] = assume_alive,
-        key: str = "",
-    ) -> None:
-        """Connect when first used; see ``ControlClient``."""
-        self.base_url = base_url
-        self.key = key
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._name = name
-        self._require_alive = require_alive
-        self._session: aiohttp.ClientSession | None = None
-        self.num_lost = 0
-        """Connections that were lost in a row."""
+    num_lost: int = field(default=0, init=False)
+    """Connections that were lost in a row."""
+
+    _session: aiohttp.ClientSession | None = field(default=None, init=False)
 
     async def request(
         self,
@@ -89,7 +92,7 @@ class Endpoint:
         method: str = "POST",
         session: aiohttp.ClientSession | None = None,
     ) -> Any:  # noqa: ANN401
-        """Do one call, as ``call`` does; to be awaited on the loop of ``session``.
+        """Do one call, as ``ControlClient.call`` does; to be awaited on the loop of ``session``.
 
         Without a session the client's own is used, on the client's loop. Without ``timeout_s`` the
         caller limits the wait: see ``while_it_works``.
@@ -102,24 +105,24 @@ class Endpoint:
                 method,
                 self.base_url + path,
                 json=body,
-                headers=self._headers,
+                headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
                 timeout=timeout,
                 allow_redirects=False,  # the key is for this server
             ) as answer:
                 text = self._without_key(await answer.text())
             self.num_lost = 0
         except TimeoutError as error:
-            self._require_alive(path)
+            self.require_alive(path)
             raise DeadlineError(
-                f"{path}: {self._name} did not answer within {timeout_s:g} s"
+                f"{path}: {self.name} did not answer within {timeout_s:g} s"
             ) from error
         except _NOT_SENT as error:
-            self._require_alive(path)
+            self.require_alive(path)
             self.num_lost += 1
-            raise ConnectionLostError(f"{path}: {self._name} did not answer: {error}") from error
+            raise ConnectionLostError(f"{path}: {self.name} did not answer: {error}") from error
         except _NO_HTTP as error:
             raise EngineError(
-                f"{path}: {self._name} did not answer in HTTP ({type(error).__name__}); is another "
+                f"{path}: {self.name} did not answer in HTTP ({type(error).__name__}); is another "
                 "program on its port?"
             ) from None  # whose text may repeat what was sent
         if answer.status // 100 != 2:
@@ -127,11 +130,7 @@ class Endpoint:
         return _parsed(text)
 
     async def succeed(self, path: str, body: Body, *, timeout_s: float) -> Body:
-        """Do one call whose answer contains its own success; fails as ``request`` does.
-
-        Raises:
-            RefusedError: the answer is a failure, with its reason.
-        """
+        """Do one call whose answer contains its own success; a failure is a RefusedError, too."""
         answer = await self.request(path, body, timeout_s=timeout_s)
         said: Body = answer if isinstance(answer, dict) else {"success": False}
         if not said.get("success", True):
@@ -140,12 +139,7 @@ class Endpoint:
         return said
 
     async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:
-        """Return the load of each data rank, as its scheduler wrote it last: once a second if idle.
-
-        Raises:
-            EngineError: the server is gone, or refuses.
-            DeadlineError: it does not answer.
-        """
+        """Return the load of each data rank; an idle scheduler writes it once a second."""
         answer = await self.request(
             "/v1/loads", timeout_s=PROBE_TIMEOUT_S, method="GET", session=session
         )
@@ -157,26 +151,15 @@ class Endpoint:
         return text.replace(self.key, "(key)") if self.key else text
 
 
+@dataclass(eq=False)
 class ControlClient(Endpoint):
-    """Talks to one server. Thread-safe."""
+    """Talks to one server, by an event loop in a thread of its own. Thread-safe.
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        name: str,
-        require_alive: Callable[[str], None] = assume_alive,
-        key: str = "",
-    ) -> None:
-        """Connect when first used.
+    So callers stay synchronous, and a program that blocks its own loop does not hold them up.
+    """
 
-        Args:
-            base_url: as ``http://127.0.0.1:30000``.
-            require_alive: raises if the server's process is gone; asked when a connection breaks.
-            key: that the server requires; empty if it requires none.
-        """
-        super().__init__(base_url, name=name, require_alive=require_alive, key=key)
-        self._loop = LoopThread(name)
+    def __post_init__(self) -> None:
+        self._loop = LoopThread(self.name)
 
     def call(
         self, path: str, body: Body | None = None, *, timeout_s: float, method: str = "POST"
@@ -196,14 +179,10 @@ class ControlClient(Endpoint):
         return self.start(work).result()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the client's loop, without waiting.
-
-        Raises:
-            EngineError: the client was closed.
-        """
+        """Run a coroutine on the client's loop, without waiting; EngineError if it was closed."""
         if self._loop.has_ended:
             work.close()
-            raise EngineError(f"{self._name} was ended, and is asked for something; restart it")
+            raise EngineError(f"{self.name} was ended, and is asked for something; restart it")
         return self._loop.start(work)
 
     def close(self) -> None:
@@ -227,13 +206,9 @@ async def while_it_works(
 ) -> AsyncIterator[None]:
     """Let the block wait for an engine: behind others, or for a long response, as long as it takes.
 
-    Args:
-        progress: returns how far the engine is; asked four times in ``timeout_s``. An error is no
-            progress.
-        timeout_s: seconds in which it must be further (``rollout.request_timeout_s``).
-
-    Raises:
-        DeadlineError: it was not.
+    ``progress`` returns how far the engine is; it is asked four times in ``timeout_s``
+    (``rollout.request_timeout_s``), and must be further by then: else a DeadlineError. An error is
+    no progress.
     """
     loop = asyncio.get_running_loop()
 

@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.diagnostics import activity
-from hybridrl.errors import DeadlineError, EngineError, ModelError, PhaseError
+from hybridrl.errors import (
+    DeadlineError,
+    EngineError,
+    LedgerError,
+    ModelError,
+    PhaseError,
+    suggest_name,
+)
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.architecture import Architecture, read_architecture
+from hybridrl.models.load import DTYPES
 from hybridrl.sampler import Program, Sampler, T
+from hybridrl.workers.rollout.adapter_fit import (
+    built_without_adapters,
+    no_adapter_loaded,
+    require_fit,
+)
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.event_loop import run_program
-from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory, mismatch
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sglang.answers import ExpertShape, ServedModel
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
-from hybridrl.workers.rollout.sglang.attached_server import AttachedServer
-from hybridrl.workers.rollout.sglang.memory import held_bytes
+from hybridrl.workers.rollout.sglang.client import RefusedError
+from hybridrl.workers.rollout.sglang.elsewhere import AttachedServer
+from hybridrl.workers.rollout.sglang.memory import (
+    adapter_shapes,
+    base_shapes,
+    held_bytes,
+    require_whole_vocabulary,
+)
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 from hybridrl.workers.rollout.sglang.server import StartedServer
-from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
-from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
+from hybridrl.workers.rollout.sglang.weights import build_transport, serialized
+
+_ADAPTER = "policy"
+"""Name of the only adapter at the server."""
+
+_NO_SUCH_ADAPTER = "does not exist"
 
 _LEAVE_S = 2.0
 """Seconds for open requests of a server that runs elsewhere, when the run ends."""
 
 
-class SGLangEngine(ServedWeights):
+class SGLangEngine:
     """A ``RolloutEngine`` over one SGLang server, which holds the devices of its ranks.
 
     Its weights are random until they are sent. Log-probs are those at the sampling temperature;
@@ -45,35 +73,45 @@ class SGLangEngine(ServedWeights):
         variables: Mapping[str, str],
         device: torch.device | None = None,
     ) -> None:
-        """Start the server.
+        """Start the server, with ``variables`` as its visible devices, or attach to it.
 
-        Args:
-            variables: environment of the server, for example its visible devices.
-            device: of this process; None is the first of its kind.
+        ``device`` is that of this process; None is the first of its kind.
 
         Raises:
-            EngineError: it did not start. Other errors are those of ``StartedServer`` and of
-                    ``ServedWeights``.
+            EngineError: it did not start, or this process cannot share memory with it.
+            ModelError: the folder lacks weights, or has another vocabulary than its config.json.
         """
-        super().__init__(spec, device=device or torch.device(spec.device))
+        self._spec = spec
+        require_whole_vocabulary(spec.model_folder)
+        self._shapes = base_shapes(spec.model_folder)
+        self._adapter_shapes = adapter_shapes(self._shapes, spec.lora)
+        self.transport = build_transport(
+            spec.rollout,
+            device=device or torch.device(spec.device),
+            is_sender=True,
+            from_disk=spec.from_disk,
+        )
         self._variables = dict(variables)
         self._model = read_architecture(spec.model_folder)
-        self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
+        self._expert_shape = _expert_shape(self._model) if spec.rollout.routed_experts else None
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
         self._boot()
 
     def _boot(self) -> None:
-        self._server = self._find_server()
+        elsewhere = self._spec.place.elsewhere
+        self._server = (
+            StartedServer(self._spec, variables=self._variables)
+            if elsewhere is None
+            else AttachedServer(self._spec, elsewhere)
+        )
         self._gate = RequestGate()
-        self._released = set()
-        self._forget_weights()
+        self._released: set[MemoryTag] = set()
+        self._start = uuid.uuid4().hex
+        self._is_updating = False
+        self._has_adapter = self._may_have_adapter = False
+        self.version = -1
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
-
-    def _find_server(self) -> ControlCalls:
-        if self._spec.place.elsewhere is not None:
-            return AttachedServer(self._spec, self._spec.place.elsewhere)
-        return StartedServer(self._spec, variables=self._variables)
 
     @property
     def url(self) -> str:
@@ -88,9 +126,9 @@ class SGLangEngine(ServedWeights):
         A response is also cut (and truncated) where it and its context fill the context.
 
         Raises:
-            EngineError: the server is gone; the program was aborted by ``drain``; or responses
-                were cut off again and again.
-            DeadlineError: a server made no progress within ``rollout.request_timeout_s``.
+            EngineError: the server is gone, the program was aborted by ``drain``, or responses were
+                cut off again and again.
+            DeadlineError: no progress within ``rollout.request_timeout_s``.
         """
         with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)
@@ -100,11 +138,11 @@ class SGLangEngine(ServedWeights):
                 vocab_size=self._model.vocab_size,
                 version=self.version,
                 weight_version=self._server.version_name(self.version),
-                adapter=None if self._spec.lora is None else ADAPTER,
-                experts=self._experts,
+                adapter=None if self._spec.lora is None else _ADAPTER,
+                expert_shape=self._expert_shape,
             )
             client, prefills = self._server.client, self._spec.place.prefills
-            endpoint = PairedEndpoint(client, prefills=prefills) if prefills else client
+            endpoint = PairedEndpoint(client, prefills) if prefills else client
             timeout_s = self._spec.rollout.request_timeout_s
             sampler = HttpSampler(endpoint, model, call, timeout_s=timeout_s)
 
@@ -145,9 +183,7 @@ class SGLangEngine(ServedWeights):
     def drain(self, *, timeout_s: float) -> int:
         """Wait until no request runs, abort the others at the deadline, and empty the server.
 
-        Raises:
-            EngineError: the server is gone.
-            DeadlineError: it stays busy; how many requests run and wait.
+        Fails as ``ControlCalls.hold``.
         """
         self._server.require_alive("drain")
         aborted = self._gate.drain(timeout_s, grace_s=ABORT_GRACE_S)
@@ -186,33 +222,164 @@ class SGLangEngine(ServedWeights):
         return held_bytes(self._server.info, part)
 
     def restart(self) -> None:
-        """Kill the server and start another; its weights are random again.
-
-        Raises:
-            EngineError: it did not start.
-        """
+        """Kill the server and start another; its weights are random again."""
         self.shutdown()
         self._boot()
 
     def shutdown(self) -> None:
         """Kill the server with all its processes; one that runs elsewhere lives on. Idempotent."""
         self._gate.pause()
-        if self._spec.place.elsewhere is not None:
-            self._leave_requests()
+        if self._spec.place.elsewhere is not None:  # end the own requests, and no others
+            self._gate.interrupt()
+            with suppress(DeadlineError):  # its connections close, which ends them, too
+                self._gate.drain(_LEAVE_S, grace_s=_LEAVE_S)
         self._server.end()
         self.transport.forget()
 
-    def _leave_requests(self) -> None:
-        """End the own requests, and no others."""
-        self._gate.interrupt()
-        with suppress(DeadlineError):  # its connections close, which ends them, too
-            self._gate.drain(_LEAVE_S, grace_s=_LEAVE_S)
+    # -- weights ---------------------------------------------------------------------------------
+
+    def weight_memory(self) -> tuple[WeightMemory, ...]:
+        """List weights by the names in the model's files, tied ones once, then the adapter's.
+
+        Buffers (rotary tables, scales) are not listed: SGLang itself copies them before its weights
+        are released and restores them afterwards.
+        """
+        itemsize = DTYPES[self._spec.rollout.dtype].itemsize
+        return tuple(
+            WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)
+            for name, shape in {**self._shapes, **self._adapter_shapes}.items()
+        )
+
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        """Stage a bucket; see ``WeightSender``."""
+        for name, tensor in bucket:
+            shape = self._shapes.get(name)
+            if shape != tuple(tensor.shape):  # SGLang would end itself
+                raise EngineError(
+                    f"{name} of shape {list(tensor.shape)} was to be sent, and the files of "
+                    f"{self._spec.model_folder} have "
+                    + (f"{list(shape)}" if shape else suggest_name(name, list(self._shapes)))
+                )
+        return self.transport.stage(bucket)
+
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """Let the server load a bucket; see ``RolloutEngine``."""
+        self._open_update(in_session=self.transport.in_session)
+        self.transport.load(self._server, staged, handles)
+
+    def join(self) -> Receiver:
+        """Open an update whose buckets another process sends; see ``WeightReceiver``."""
+        self._open_update(in_session=True)
+        client = self._server.client
+        return Receiver(client.base_url, client.key, self._server.num_ranks, self._start)
+
+    def _open_update(self, *, in_session: bool) -> None:
+        self._require_loadable("load of weights")
+        self._server.begin_update()
+        if in_session and not self._is_updating:
+            self._server.require_success("/begin_weight_update")
+            self._is_updating = True
+
+    def release_buffers(self) -> None:
+        """Release all buffers. Idempotent."""
+        self.transport.release_buffers()
+
+    def finish_update(self, *, version: int) -> None:
+        """Close the update, and stamp all later responses with ``version``."""
+        self.transport.finish(self._server)
+        if self._is_updating:
+            self._server.require_success("/end_weight_update")
+            self._is_updating = False
+        self._server.finish_update(version)
+        self.version = version
+
+    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load a complete adapter; every request names it from here on.
+
+        An EngineError if the engine was built without adapters, or it does not fit its layers.
+        """
+        self._require_loadable("load_adapter")
+        lora = self._spec.lora
+        if lora is None:
+            raise built_without_adapters(tensors)
+        require_fit(tensors, self._adapter_shapes)
+        # From the host: SGLang copies them there anyway (LoRAAdapter keeps its weights on the CPU),
+        # and to open a handle of GPU 0 leaves each rank of a server a CUDA context on it.
+        on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
+        num_ranks = self._spec.rollout.tensor_parallel_size
+        self._may_have_adapter = True  # even if the answer is lost
+        self._server.require_success(
+            "/load_lora_adapter_from_tensors",
+            lora_name=_ADAPTER,
+            config_dict={
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "r": lora.rank,
+                "lora_alpha": lora.alpha,
+                "use_rslora": lora.use_rslora,
+                "target_modules": list(lora.modules),
+                "bias": "none",
+                "lora_dropout": 0.0,
+            },
+            serialized_named_tensors=[serialized(on_host) for _ in range(num_ranks)],
+        )
+        self._has_adapter = True
+
+    def unload_adapter(self) -> None:
+        """Forget the adapter, if there is one. Idempotent."""
+        self._has_adapter = False
+        if not self._may_have_adapter:
+            return
+        try:
+            self._server.require_success("/unload_lora_adapter", lora_name=_ADAPTER)
+        except RefusedError as error:
+            if _NO_SUCH_ADAPTER not in error.text:
+                raise
+        self._may_have_adapter = False
+
+    def load_reference_weights(self, folder: Path) -> None:
+        """Load the weights of ``folder`` as SGLang loads any model's, copy them, scramble them."""
+        self._require_loadable("load_reference_weights")
+        self._server.begin_update()
+        self._server.load_folder(folder, load_format="auto")
+        self._record_weights()
+
+    def compare_with_files(self, folder: Path) -> None:
+        """Copy the weights, scramble them, load those of ``folder``, and compare."""
+        self._record_weights()
+        self._server.load_folder(folder, load_format="auto")
+        self.verify_weights()
+
+    def _record_weights(self) -> None:
+        for action in ("snapshot", "reset_tensors"):
+            self._server.require_success("/weights_checker", action=action)
+
+    def verify_weights(self) -> None:
+        """Let the server compare its weights with the copy bitwise, in its own layout."""
+        try:
+            self._server.require_success("/weights_checker", action="compare")
+        except RefusedError as error:
+            names = re.findall(r"name=(\S+)", error.text)
+            raise LedgerError(mismatch(names or [error.text])) from error
+
+    def _require_loadable(self, what: str) -> None:
+        self._gate.require_idle(what)
+        self._require_resident(what, MemoryTag.WEIGHTS)
+
+    def _require_resident(self, what: str, *parts: MemoryTag) -> None:
+        for part in parts:
+            if part in self._released:
+                raise PhaseError(f"{what} was refused: {part.name} is released; resume it first")
+
+    def _require_adapter(self) -> None:
+        if self._spec.lora is not None and not self._has_adapter:
+            raise no_adapter_loaded()
 
 
-def _expert_shape(model: Architecture) -> ExpertShape:
+def _expert_shape(model: Architecture) -> tuple[int, int]:
     if model.experts is None:
         raise ModelError(
             f"rollout.routed_experts=true, and model_type={model.model_type!r} has no experts; "
             "set rollout.routed_experts=false"
         )
-    return ExpertShape(model.num_layers, model.experts.num_per_token)
+    return model.num_layers, model.experts.num_per_token

@@ -45,12 +45,9 @@ def adapter_shapes(base: Shapes, lora: LoraConfig | None) -> Shapes:
 
 
 def require_whole_vocabulary(folder: Path) -> None:
-    """Refuse a folder whose embedding has another number of rows than its config.json.
+    """Raise a ModelError if the embedding has another number of rows than config.json says.
 
     The server takes its size from config.json, the trainer from the tensor.
-
-    Raises:
-        ModelError: both numbers.
     """
     files = WeightFiles(folder)
     expected = read_architecture(folder).vocab_size

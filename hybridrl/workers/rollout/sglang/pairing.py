@@ -11,7 +11,6 @@ import logging
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -29,67 +28,33 @@ _ROOM_BITS = 62  # SGLang counts rooms in int64
 _ABORT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prefill:
-    """A prefill server, as the decode servers reach it."""
-
-    address: KeyedAddress
-    endpoint: Endpoint
-
-    def rooms(self, num_responses: int) -> Body:
-        """Return the fields by which both halves find each other, for each response."""
-        return {
-            "bootstrap_host": [self.address.host] * num_responses,
-            "bootstrap_port": [self.address.bootstrap_port] * num_responses,
-            "bootstrap_room": [secrets.randbits(_ROOM_BITS) for _ in range(num_responses)],
-        }
-
-
 class PairedEndpoint(Endpoint):
     """The own decode server, with each prefill server in turn."""
 
-    caches_contexts = False
-
-    def __init__(self, own: Endpoint, *, prefills: Sequence[KeyedAddress]) -> None:
-        """Prepare.
-
-        Args:
-            own: the decode server.
-            prefills: the other halves; at least one.
-        """
-        super().__init__(own.base_url, name="the decode server", key=own.key)
+    def __init__(self, own: Endpoint, prefills: Sequence[KeyedAddress]) -> None:
+        """Pair ``own`` with at least one other half."""
+        name = "the decode server"
+        super().__init__(own.base_url, name=name, key=own.key, caches_contexts=False)
         self._own = own
-        self._prefills = []
-        for address in prefills:
-            name = f"the prefill server at {address.url}"
-            endpoint = Endpoint(address.url, name=name, key=address.key)
-            self._prefills.append(_Prefill(address, endpoint))
+        self._prefills = [
+            (each, Endpoint(each.url, name=f"the prefill server at {each.url}", key=each.key))
+            for each in prefills
+        ]
 
-    async def request(
-        self,
-        path: str,
-        body: Body | None = None,
-        *,
-        timeout_s: float | None,
-        method: str = "POST",
-        session: aiohttp.ClientSession | None = None,
-    ) -> Any:  # noqa: ANN401
+    async def request(self, path: str, body: Body | None = None, **given: Any) -> Any:  # noqa: ANN401
         """Send requests for tokens, and their aborts, to both halves, others to the decode server.
 
-        Raises:
-            EngineError: a half is gone, or refuses; the other one forgets the request.
-            DeadlineError: no answer in time.
+        If a half is gone or refuses, the other one forgets the request.
         """
-        given: dict[str, Any] = {"timeout_s": timeout_s, "method": method, "session": session}
         if path == _ABORTS:  # whichever half has it now
-            aborts = [each.endpoint.request(path, body, **given) for each in self._prefills]
+            aborts = [prefill.request(path, body, **given) for _, prefill in self._prefills]
             await asyncio.gather(*aborts, return_exceptions=True)
         if path != _SAMPLES or body is None:
             return await self._own.request(path, body, **given)
-        prefill = self._prefills[0]
-        self._prefills = [*self._prefills[1:], prefill]
-        body = body | prefill.rooms(len(body["input_ids"]))
-        halves = (self._own, prefill.endpoint)
+        address, prefill = self._prefills[0]
+        self._prefills = [*self._prefills[1:], self._prefills[0]]
+        body = body | _rooms(address, len(body["input_ids"]))
+        halves = (self._own, prefill)
         decoded, filled = (
             asyncio.ensure_future(half.request(path, body, **given)) for half in halves
         )
@@ -102,24 +67,34 @@ class PairedEndpoint(Endpoint):
             for task, half in zip((decoded, filled), halves, strict=True):
                 if not task.done():
                     task.cancel()
-                    await _abort(half, body["rid"], session)
+                    await _abort(half, body["rid"], given.get("session"))
             await asyncio.gather(decoded, filled, return_exceptions=True)
 
     async def loads(self, session: aiohttp.ClientSession | None = None) -> list[Body]:
         """Return the loads of all halves: a context may be computed while nothing is decoded."""
-        halves = [self._own, *(each.endpoint for each in self._prefills)]
+        halves = [self._own, *(prefill for _, prefill in self._prefills)]
         loads = await asyncio.gather(*(half.loads(session) for half in halves))
         return list(chain.from_iterable(loads))
 
-    def _require_filled(self, prefill: _Prefill, filled: asyncio.Task[Any]) -> None:
+    def _require_filled(self, prefill: Endpoint, filled: asyncio.Task[Any]) -> None:
         """Raise the error of a prefill server, which the program then uses no more."""
         try:
             filled.result()
         except (EngineError, DeadlineError) as error:
-            if len(self._prefills) > 1 and prefill in self._prefills:
+            others = [each for each in self._prefills if each[1] is not prefill]
+            if 0 < len(others) < len(self._prefills):
                 log.warning("a prefill server is passed over: %s", error)
-                self._prefills.remove(prefill)
+                self._prefills = others
             raise
+
+
+def _rooms(prefill: KeyedAddress, num_responses: int) -> Body:
+    """Return the fields by which both halves find each other, for each response."""
+    return {
+        "bootstrap_host": [prefill.host] * num_responses,
+        "bootstrap_port": [prefill.bootstrap_port] * num_responses,
+        "bootstrap_room": [secrets.randbits(_ROOM_BITS) for _ in range(num_responses)],
+    }
 
 
 async def _abort(

@@ -1,8 +1,8 @@
 """A server as a child of this process: started, watched, ended with all its own children.
 
-It is independent of the served model. A guard ends everything when its standard input closes: only
-this process holds that pipe, so its death leaves no process behind. The child should do so too
-(see ``end_with_parent``), in case the guard is killed with this process.
+A guard ends everything when its standard input closes: only this process holds that pipe, so its
+death leaves no process behind. The child should do so too (see ``end_with_parent``), in case the
+guard is killed with this process.
 """
 
 from __future__ import annotations
@@ -51,18 +51,19 @@ class ChildProcess:
         variables: Mapping[str, str] | None = None,
         arguments: Mapping[str, object] | None = None,
     ) -> None:
-        """Start it.
+        """Start it, with ``variables`` on top of this process's environment.
 
-        Args:
-            variables: environment on top of this process's.
-            arguments: JSON in a file whose path ends the command. The file is for its owner alone,
-                and goes when the server is ready: a command line would show keys to everybody.
+        ``arguments`` are JSON in a file whose path ends the command. The file is for its owner
+        alone, and goes when the server is ready: a command line would show keys to everybody.
         """
         self.name = name
         self._arguments_file: Path | None = None
         if arguments is not None:
-            self._arguments_file = _write(arguments)
-            command = [*command, str(self._arguments_file)]
+            handle, path = tempfile.mkstemp(prefix="hybridrl-server-", suffix=".json")
+            with os.fdopen(handle, "w", encoding="utf-8") as arguments_handle:
+                json.dump(arguments, arguments_handle, allow_nan=False)
+            self._arguments_file = Path(path)
+            command = [*command, path]
         handle, path = tempfile.mkstemp(prefix="hybridrl-server-", suffix=".log")
         self.log_file = Path(path)
         with os.fdopen(handle, "wb") as log_handle:
@@ -88,23 +89,20 @@ class ChildProcess:
         return self._process.poll()
 
     def require_alive(self, what: str) -> None:
-        """Raise if the server is gone.
-
-        Raises:
-            ServerDiedError: how it ended, and the last lines of its log.
-        """
+        """Raise a ServerDiedError if it is gone: how it ended, and the last lines of its log."""
         status = self.exit_status()
         if status is not None:
-            raise ServerDiedError(
-                f"{what}: {self.name} (process {self.pid}) {_ended(status)}\n{self.tail()}"
-            )
+            how = f"ended with status {status}"
+            if status < 0:
+                how = f"was killed by {signal.Signals(-status).name}"
+            raise ServerDiedError(f"{what}: {self.name} (process {self.pid}) {how}\n{self.tail()}")
 
     def wait_until_ready(self, is_ready: Callable[[], bool], *, timeout_s: float) -> float:
         """Poll ``is_ready`` until it is true, and return the seconds since the start.
 
         Raises:
             EngineError: the server ended before; with the last lines of its log.
-            DeadlineError: it was not ready in time; likewise.
+            DeadlineError: it was not ready in time; with these, too.
         """
         try:
             took_s = self._wait(is_ready, timeout_s)
@@ -153,14 +151,6 @@ class ChildProcess:
             self._arguments_file.unlink(missing_ok=True)
 
 
-def _write(arguments: Mapping[str, object]) -> Path:
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="hybridrl-server-", suffix=".json", delete=False
-    ) as file:
-        json.dump(arguments, file, allow_nan=False)
-    return Path(file.name)
-
-
 def free_port() -> int:
     """Return a port without a listener; another process may still take it first.
 
@@ -191,9 +181,3 @@ def end_with_parent() -> None:
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
-
-
-def _ended(status: int) -> str:
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}"

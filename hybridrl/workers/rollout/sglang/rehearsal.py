@@ -36,14 +36,13 @@ _NAME = "rehearsal"
 
 
 def rehearse_server(config: ExperimentConfig, *, keys: Mapping[str, str] | None = None) -> str:
-    """Have SGLang complete and check the arguments of this configuration's servers.
+    """Have SGLang complete and check the arguments of the servers of a run, or of one engine.
 
     Args:
-        config: of the run, or of one of its engines.
         keys: of arguments that were given elsewhere than in ``rollout.engine_args``, by name.
 
     Returns:
-        One line that names the checked arguments, and the unchecked ones.
+        One line that says what was checked.
 
     Raises:
         ConfigErrors: SGLang refuses them; under hybridrl's keys.

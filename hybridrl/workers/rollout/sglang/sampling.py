@@ -1,7 +1,5 @@
 """The ``Sampler`` of a server: one request a group; responses that were cut off are sampled again.
 
-Those that were cut off on request (``interrupt``) return with their tokens.
-
 Token ids travel in both directions: text is never tokenised twice.
 """
 
@@ -10,25 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import aiohttp
+import torch
+from pybase64 import b64decode_as_bytearray
 from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Mean, Metrics, Sum
-from hybridrl.sampler import (
-    FinishReason,
-    RequestParams,
-    Sample,
-    Sampler,
-    interrupted_sample,
-)
+from hybridrl.sampler import FinishReason, RequestParams, Sample, Sampler, interrupted_sample
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sampling import check_request
-from hybridrl.workers.rollout.sglang.answers import ServedModel, accepted_drafts, read_sample
 from hybridrl.workers.rollout.sglang.client import (
     ConnectionLostError,
     Endpoint,
@@ -42,12 +36,64 @@ log = logging.getLogger(__name__)
 Body = dict[str, Any]
 
 _NUM_ATTEMPTS = 3
-_BUSY = 500  # the lowest status that is the server's fault, not the request's
 _ABORT_TIMEOUT_S = 5.0
 _ABORT_EVERY_S = 0.05
 """Between tries to abort what is open: a request that was still on its way was not hit, and the
 answer does not say so."""
 _SEED_BITS = (1 << 31) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """The model of a server, as its requests need it."""
+
+    max_context_tokens: int
+    vocab_size: int
+
+    version: int
+    """Policy version of its weights, which every response must come from."""
+
+    weight_version: str | None = None
+    """The server's own name of these weights; None: the number ``version``."""
+
+    adapter: str | None = None
+    """That every request names."""
+
+    expert_shape: tuple[int, int] | None = None
+    """Layers, and experts of each for a token; given if each token's experts are requested."""
+
+
+def read_sample(item: Mapping[str, Any], model: ServedModel) -> Sample:
+    """Read one response of a server, which ended by itself or was interrupted."""
+    meta, token_ids = item["meta_info"], item["output_ids"]
+    finish: Literal["stop", "length", "abort"] = meta["finish_reason"]["type"]
+    entries = meta["output_token_logprobs"]
+    if [entry[1] for entry in entries] != token_ids:
+        raise EngineError(
+            f"a response has {len(token_ids)} tokens and log-probs of {len(entries)} others; this "
+            "version of SGLang does not return what training needs"
+        )
+    return Sample(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        logprobs=torch.tensor([entry[0] for entry in entries], dtype=torch.float32),
+        finish_reason="interrupted" if finish == "abort" else finish,
+        weight_version=model.version,
+        routed_experts_LJK=_read_experts(meta, model.expert_shape) if model.expert_shape else None,
+    )
+
+
+def _read_experts(meta: Mapping[str, Any], shape: tuple[int, int]) -> Tensor:
+    text = meta.get("routed_experts")
+    if text is None:
+        raise EngineError(
+            "rollout.routed_experts=true, and the server returned none: is the model a mixture of "
+            "experts? Set rollout.routed_experts=false if it is not"
+        )
+    # A response of 8,192 tokens of Qwen3-30B-A3B has 16 MiB: 34 ms by Python's own base64, on the
+    # loop that samples. A thread would not help, since either keeps the interpreter's lock.
+    data = b64decode_as_bytearray(text, validate=True)
+    flat = torch.frombuffer(data, dtype=torch.int32).to(torch.int16)
+    return flat.view(-1, *shape)
 
 
 @dataclass(slots=True)
@@ -81,7 +127,7 @@ class SharedPrefill:
 
 
 class HttpSampler(Sampler):
-    """Samples by HTTP. Used for one program."""
+    """Samples by HTTP, for one program. Connections are open from entering it to leaving it."""
 
     def __init__(
         self,
@@ -91,13 +137,7 @@ class HttpSampler(Sampler):
         *,
         timeout_s: float,
     ) -> None:
-        """Prepare.
-
-        Args:
-            endpoint: of the server; connections to it are open from entering this to leaving it.
-            call: counts requests, and says whether the program was aborted or is interrupted.
-            timeout_s: seconds in which the server of a request must make progress.
-        """
+        """Connect when entered; a server must make progress within ``timeout_s`` seconds."""
         self.max_context_tokens = model.max_context_tokens
         self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
@@ -106,7 +146,7 @@ class HttpSampler(Sampler):
         call.on_interrupt = self.interrupt
         self._timeout_s = timeout_s
         self._fields: Body = {} if model.adapter is None else {"lora_path": model.adapter}
-        if model.experts is not None:
+        if model.expert_shape is not None:
             self._fields["return_routed_experts"] = True
         self._num_prompt_tokens = self._num_cached_tokens = self._num_retried = 0
         self._drafts = Mean(0.0, 0.0)
@@ -147,11 +187,7 @@ class HttpSampler(Sampler):
     async def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
     ) -> list[Sample]:
-        """See ``Sampler``.
-
-        Raises:
-            EngineError: the server is gone, refuses the request, or cut it off three times.
-        """
+        """See ``Sampler``; an EngineError, too, if a response was cut off three times."""
         tokens_L = check_request(
             token_ids,
             params,
@@ -168,7 +204,7 @@ class HttpSampler(Sampler):
     def interrupt(self) -> None:
         """Let all requests return with the tokens that they have; later ones with none.
 
-        In the event loop of the program. Until the call's ``is_interrupted`` is reset.
+        In the program's loop; until the call's ``is_interrupted`` is reset.
         """
         self._call.is_interrupted = True
         if self._interrupting is None or self._interrupting.done():
@@ -176,10 +212,7 @@ class HttpSampler(Sampler):
 
     async def _abort_open(self) -> None:
         while self._open and self._call.is_interrupted:
-            await asyncio.gather(
-                *(self._ask_abort(name) for name in self._open),
-                return_exceptions=True,  # of a server that is gone: its requests say so
-            )
+            await self._ask_aborts(self._open)  # a server that is gone: its requests say so
             await asyncio.sleep(_ABORT_EVERY_S)
 
     async def _complete(self, group: Group) -> None:
@@ -213,7 +246,7 @@ class HttpSampler(Sampler):
         except ConnectionLostError as error:
             return str(error)
         except RefusedError as error:
-            if error.status < _BUSY:
+            if not error.is_servers_fault:
                 raise
             return str(error)
         reasons = [
@@ -237,7 +270,10 @@ class HttpSampler(Sampler):
             sample = replace(sample, finish_reason=self._ended_by(group, sample))
         group.samples[index] = sample
         self._num_cached_tokens += int(meta.get("cached_tokens") or 0)
-        self._drafts += accepted_drafts(meta)
+        self._drafts += Mean(
+            float(meta.get("spec_num_correct_drafts", 0)),
+            float(meta.get("spec_num_proposed_drafts", 0)),
+        )
         return ""
 
     def _ended_by(self, group: Group, sample: Sample) -> FinishReason:
@@ -283,7 +319,11 @@ class HttpSampler(Sampler):
                     "/generate", body, timeout_s=None, session=self._session
                 )
         except asyncio.CancelledError:
-            self._abort(names)
+            # Not if the program was aborted: then the drain aborts all requests at once.
+            if self._session is not None and not self._call.is_aborted:
+                task = asyncio.ensure_future(self._free_slots(names))
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
             raise
         finally:
             self._open.difference_update(names)
@@ -294,28 +334,22 @@ class HttpSampler(Sampler):
         loads = await self._endpoint.loads(self._session)
         return [{**load, "timestamp": None} for load in loads]
 
-    def _abort(self, names: Sequence[str]) -> None:
-        """Free the slots of cancelled responses now: SGLang looks for lost clients every 4 s.
-
-        Not if the program was aborted: then the drain aborts all requests at once.
-        """
-        if self._session is None or self._call.is_aborted:
-            return
-        for name in names:
-            task = asyncio.ensure_future(self._ask_abort(name))
-            self._aborts.add(task)
-            task.add_done_callback(self._end_abort)
-
-    async def _ask_abort(self, name: str) -> None:
-        body = {"rid": name}
-        await self._endpoint.request(
-            "/abort_request", body, timeout_s=_ABORT_TIMEOUT_S, session=self._session
-        )
-
-    def _end_abort(self, task: asyncio.Task[Any]) -> None:
-        self._aborts.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+    async def _free_slots(self, names: Sequence[str]) -> None:
+        """Free the slots of cancelled responses now: SGLang looks for lost clients every 4 s."""
+        for error in await self._ask_aborts(names):
             log.warning("a cancelled request may keep its slot for 4 s: %s", error)
+
+    async def _ask_aborts(self, names: Collection[str]) -> list[BaseException]:
+        """Abort responses; return the errors of requests that failed."""
+        ask = partial(
+            self._endpoint.request,
+            "/abort_request",
+            timeout_s=_ABORT_TIMEOUT_S,
+            session=self._session,
+        )
+        aborts = [ask({"rid": name}) for name in names]
+        answers = await asyncio.gather(*aborts, return_exceptions=True)
+        return [answer for answer in answers if isinstance(answer, BaseException)]
 
     def prefill_body(self, group: Group) -> Body:
         """Request no token: this caches the context's keys and values once per group."""

@@ -21,7 +21,7 @@ from hybridrl.workers.rollout.buckets import (
     allocator_of,
     lay_out,
 )
-from hybridrl.workers.rollout.sglang.server_calls import ControlCalls
+from hybridrl.workers.rollout.sglang.server import ControlCalls
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 
 Encode = Callable[[Tensor, Sequence[TensorSpan]], str]
@@ -39,12 +39,7 @@ class Transport:
         raise NotImplementedError
 
     def load(self, server: ControlCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Let ``server`` load a bucket, or make the preparations for it.
-
-        Raises:
-            EngineError: the server refuses, or is gone.
-            DeadlineError: it does not answer.
-        """
+        """Let ``server`` load a bucket, or make the preparations for it."""
         raise NotImplementedError
 
     def finish(self, server: ControlCalls) -> None:
@@ -67,14 +62,10 @@ class SharedTransport(Transport):
     def __init__(
         self, *, device: torch.device, num_ranks: int, encode: Encode, dtype: torch.dtype
     ) -> None:
-        """Allocate nothing yet.
+        """Allocate nothing yet, on the device that this rank shares with the server's.
 
-        Args:
-            device: of this rank; the server's rank of the same number is on it too.
-            dtype: of the server's weights, in which they travel.
-
-        Raises:
-            EngineError: this process allocates memory that cannot be shared.
+        Weights travel in ``dtype``, that of the server. An EngineError if this process allocates
+        memory that cannot be shared.
         """
         # A server answers from its first rank, whose copies are done: torch waits for them before
         # it closes the opened memory (torch/csrc/StorageSharing.cpp). Other ranks may still copy,
@@ -109,11 +100,7 @@ class DiskTransport(Transport):
     in_session = False
 
     def __init__(self, *, is_sender: bool, dtype: torch.dtype) -> None:
-        """Write nothing yet.
-
-        Args:
-            is_sender: whether this rank is the one that writes.
-        """
+        """Write nothing yet; ``is_sender`` says whether this rank is the one that writes."""
         self._is_sender, self._dtype = is_sender, dtype
         self._folder: WeightFolder | None = None
 
@@ -123,11 +110,7 @@ class DiskTransport(Transport):
         return StagedBucket(spans=spans, tensors=bucket if self._is_sender else ())
 
     def load(self, server: ControlCalls, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Write a file.
-
-        Raises:
-            EngineError: the disk lacks space for it.
-        """
+        """Write a file; EngineError if the disk lacks space for it."""
         if self._folder is not None and self._folder.has_any(name for name, _ in staged.tensors):
             self.forget()  # files of an interrupted sync
         if self._folder is None:
