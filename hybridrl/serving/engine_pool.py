@@ -25,8 +25,8 @@ from hybridrl.metrics import Max, Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, Sampler, interrupted_sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.request_queue import Member, RequestQueue
-from hybridrl.workers.rollout.continuations import sample_to_the_end
 from hybridrl.workers.rollout.prefixes import KnownPrefixes, prefix_sums
+from hybridrl.workers.rollout.single_turn import sample_to_the_end
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.single_controller import Dispatch, register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS
-from hybridrl.workers.build import build_reference_engine, build_train_engine
+from hybridrl.workers.build import build_reference_engine, build_reward_trainer, build_train_engine
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.train.model_engine import ModelEngine
@@ -27,6 +27,7 @@ from hybridrl.workers.train.preference_objective import (
     of_held_out,
 )
 from hybridrl.workers.train.protocol import LearningEngine
+from hybridrl.workers.train.reward_engine import RewardEngine
 
 
 class OfflineWorker(CheckpointedWorker):
@@ -148,3 +149,23 @@ def _answer_logprobs(
     model: PolicyEngine | BaseModelReference, batch: PreferenceBatch
 ) -> torch.Tensor:
     return row_sums(model.compute_logprobs(batch, temperature=1.0).logprobs_BL)
+
+
+class RewardModelWorker(OfflineWorker):
+    """One rank of a reward model that learns from preference pairs."""
+
+    _engine: RewardEngine
+
+    def build_engine(self, config: ExperimentConfig, model_folder: Path) -> RewardEngine:
+        """Start the engine, with the head of the folder or one of zeros."""
+        return build_reward_trainer(config, model_folder, self._device)
+
+    @register(TRAIN_METRICS)
+    def update(self, batch: PreferenceBatch) -> Metrics:
+        """Take one optimizer step on the mean loss of the pairs."""
+        return self._engine.fit_pairs(batch)
+
+    @register(TRAIN_METRICS)
+    def evaluate(self, batch: PreferenceBatch) -> Metrics:
+        """Score held-out pairs: the same loss and metrics, no step."""
+        return self._engine.evaluate_pairs(batch)

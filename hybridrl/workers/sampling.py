@@ -14,10 +14,9 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.sampler import SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
-from hybridrl.workers.rollout.continuations import OpenResponses
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener
-from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.rollout.single_turn import OpenResponses, single_turn
 from hybridrl.workers.sharding.control import ControlGroup, StageError, attempt
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter

@@ -6,7 +6,10 @@ the syntax tree to check that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -264,3 +267,27 @@ class WeightReceiver(Protocol):
             LedgerError: names the tensors that differ, by the engine's names.
         """
         ...
+
+
+LEAST_WAIT_S = 0.5
+"""Seconds of a wait at the end of its stage: enough for an answer that has already arrived."""
+
+_ends_at: ContextVar[float | None] = ContextVar("stage_ends_at", default=None)
+
+
+@contextmanager
+def stage_time(timeout_s: float) -> Iterator[None]:
+    """In the block all waits of this thread together take at most ``timeout_s`` seconds."""
+    token = _ends_at.set(time.monotonic() + timeout_s)
+    try:
+        yield
+    finally:
+        _ends_at.reset(token)
+
+
+def left_s(at_most_s: float) -> float:
+    """Return the seconds that one wait may take: those left in the stage, if one has begun."""
+    ends_at = _ends_at.get()
+    if ends_at is None:
+        return at_most_s
+    return min(at_most_s, max(LEAST_WAIT_S, ends_at - time.monotonic()))

@@ -16,8 +16,7 @@ from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.dtypes import DTYPES
-from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
-from hybridrl.workers.rollout.stage_time import stage_time
+from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender, stage_time
 from hybridrl.workers.sharding.control import (
     ControlGroup,
     Failures,
@@ -29,8 +28,7 @@ from hybridrl.workers.sharding.control import (
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.sharding.states import RESTART, SYNC
-from hybridrl.workers.sharding.weight_files import load_weights
-from hybridrl.workers.sharding.weight_proof import folder_on_each_node
+from hybridrl.workers.sharding.weight_files import folder_on_each_node, load_weights
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,

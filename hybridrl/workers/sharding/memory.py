@@ -1,17 +1,45 @@
-"""Device memory: the figures of the driver and of torch's allocator, and its holders."""
+"""Device memory: its figures and holders; a release must free enough, a resume must have enough.
+
+An engine in another process reports the size of a memory tag from its own figures. Some of that
+memory cannot be released: SGLang takes the drop of free memory around the capture of graphs, but
+its buffer of logits, page tables and workspaces stay.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.protocol import MemoryTag
+
+log = logging.getLogger(__name__)
+
 _MIB = 2**20
 _EXPANDABLE_SEGMENTS = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 """In allocator settings."""
+
+_DEMANDED = {MemoryTag.WEIGHTS: 0.8, MemoryTag.KV_CACHE: 0.8, MemoryTag.CUDA_GRAPH: 0.0}
+"""Fraction of a tag's reported bytes by which free memory must rise."""
+
+_HOPED = 0.97
+"""Fraction below which a warning is logged."""
+
+_POLL_S = 0.02
+_GRACE_S = 0.5
+"""How long a sufficient rise may take to become the full one."""
+
+_KERNELS_BYTES = 256 * _MIB
+"""SGLang's figure for weights is the fall of free memory while it loads: kernels that CUDA loads
+then are in it, and stay. So nothing is demanded of a small model."""
 
 
 def empty_cache(device: torch.device) -> None:
@@ -128,3 +156,99 @@ def memory_table(title: str, *sections: Sequence[Holder]) -> str:
     width = max(len(holder.name) for holder in holders)
     lines = [f"  {h.name:<{width}} {h.num_bytes / _MIB:>12,.1f} MiB" for h in holders]
     return "\n".join([f"{title}:", *lines])
+
+
+def demanded_bytes(part: MemoryTag, said_bytes: int) -> int:
+    """Return how many of a tag's reported bytes must come back."""
+    unowned = _KERNELS_BYTES if part is MemoryTag.WEIGHTS else 0
+    return max(0, int(_DEMANDED[part] * said_bytes) - unowned)
+
+
+def await_release(
+    part: MemoryTag,
+    said_bytes: int,
+    *,
+    resident_bytes: Callable[[], int],
+    memory: DeviceMemory,
+    free_before: int | None,
+    timeout_s: float,
+) -> int:
+    """Return the measured rise of free memory, once it is sufficient.
+
+    Args:
+        said_bytes: the engine's figure before the release.
+        resident_bytes: what the engine itself still counts; must reach 0.
+        free_before: free bytes before the release; None where only storage can be counted.
+
+    Raises:
+        EngineError: too little came back in time, with both numbers.
+    """
+    demanded = demanded_bytes(part, said_bytes)
+    begin = enough_at = time.monotonic()
+    while True:
+        still = resident_bytes()
+        seen = _risen(memory, free_before, said_bytes)
+        now = time.monotonic()
+        if still or seen < demanded:
+            enough_at = now
+            if now - begin > timeout_s:
+                raise _not_back(timeout_s, still=still, short=max(0, demanded - seen))
+        elif seen >= _HOPED * said_bytes or not demanded or now - enough_at > _GRACE_S:
+            break
+        time.sleep(_POLL_S)
+    write = log.warning if demanded and seen < _HOPED * said_bytes else log.info
+    write(
+        "released: part=%s said_mib=%.1f seen_mib=%.1f",
+        *(part.value, said_bytes / _MIB, seen / _MIB),
+    )
+    return seen
+
+
+def _risen(memory: DeviceMemory, free_before: int | None, said_bytes: int) -> int:
+    if free_before is None:
+        return said_bytes
+    return max(0, (memory.free_bytes() or 0) - free_before)
+
+
+def _not_back(timeout_s: float, *, still: int, short: int) -> EngineError:
+    return EngineError(
+        f"released memory did not come back within {timeout_s:.3g} s: the engine still holds "
+        f"{still / _MIB:.1f} MiB and the device lacks {short / _MIB:.1f} MiB; "
+        "if releasing is only slow, raise rollout.stage_timeout_s"
+    )
+
+
+def require_room(
+    part: MemoryTag, needed_bytes: int, *, memory: DeviceMemory, config: RolloutConfig
+) -> None:
+    """Refuse a resume with less free memory than the tag gave back: the server would die.
+
+    Args:
+        needed_bytes: that it takes at least.
+        memory: of the device; a CPU has no figures and is not checked.
+        config: the rollout section, for the remedy.
+
+    Raises:
+        EngineError: bytes needed and free, the key, and what to type.
+    """
+    free = memory.free_bytes()
+    if free is None or free >= needed_bytes:
+        return
+    lacking = needed_bytes - free
+    raise EngineError(
+        f"the rollout engine's {part.value} needs {needed_bytes / _MIB:,.1f} MiB and "
+        f"{free / _MIB:,.1f} MiB of {memory.device} are free: {lacking / _MIB:,.1f} MiB too few; "
+        + _remedy(part, lacking, total=memory.total_bytes() or 0, config=config)
+    )
+
+
+def _remedy(part: MemoryTag, lacking: int, *, total: int, config: RolloutConfig) -> str:
+    if config.engine == "hf" and part is MemoryTag.KV_CACHE and config.num_slots > 1:
+        return f"set rollout.num_slots={config.num_slots // 2} (it is {config.num_slots})"
+    if config.engine == "hf":
+        return "train on more ranks, or set rollout.dtype=bfloat16"
+    if part is MemoryTag.WEIGHTS:
+        ranks = 2 * config.tensor_parallel_size
+        return f"set rollout.tensor_parallel_size={ranks}, or train on more ranks"
+    fraction = math.floor(100 * (config.memory_fraction - lacking / max(1, total))) / 100
+    return f"set rollout.memory_fraction={max(0.01, fraction):g} (it is {config.memory_fraction:g})"

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
-from hybridrl.workers.rollout.protocol import WeightSender
-from hybridrl.workers.rollout.stage_time import stage_time
+from hybridrl.workers.rollout.protocol import WeightSender, stage_time
 from hybridrl.workers.sharding.control import ControlGroup, Failures, Neighbours, attempt
 from hybridrl.workers.sharding.memory import free_bytes
 

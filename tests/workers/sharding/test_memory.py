@@ -12,9 +12,8 @@ from hybridrl.workers.rollout.buckets import Bucket, FlatBuffers, StagedBucket, 
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding import offloadable_models
 from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.memory import DeviceMemory, empty_cache, free_bytes
+from hybridrl.workers.sharding.memory import DeviceMemory, await_release, empty_cache, free_bytes
 from hybridrl.workers.sharding.offloadable_models import OffloadableModels
-from hybridrl.workers.sharding.release import await_release
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import (
     CPU,

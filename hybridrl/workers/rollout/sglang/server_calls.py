@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.workers.rollout.protocol import LEAST_WAIT_S, left_s
 from hybridrl.workers.rollout.sglang.client import PROBE_TIMEOUT_S, ControlClient, RefusedError
-from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
 log = logging.getLogger(__name__)
 
