@@ -44,7 +44,7 @@ from hybridrl.workers.sharding.fused_engines import FusedEngines, start_engine
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import ManagerClient
-from hybridrl.workers.sharding.publishing import ManagerPublisher, Publisher
+from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.train.backend import Backend
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
@@ -255,8 +255,7 @@ def _start_led(
             device,
             place=place,
         )
-    alone = range(control.rank, control.rank + 1)
-    ranks = alone if own is None else own.ranks
+    ranks = None if own is None else own.ranks
     return start_engine(build, ranks=ranks, config=config.rollout, control=control)
 
 
@@ -330,13 +329,13 @@ def _build_publisher(
     servers: ManagerClient | None,
     device: torch.device,
     control: ControlGroup,
-) -> Publisher:
-    """Choose how weights reach engines that no rank owns."""
+) -> Publisher | None:
+    """Choose how weights reach engines that no rank owns; None if there are none."""
     match config.topology:
         case Own() | Attached() | Colocated(has_others=True) if servers is not None:
-            return ManagerPublisher(servers, config=config.rollout, device=device, control=control)
+            return Publisher(servers, config=config.rollout, device=device, control=control)
         case _:
-            return Publisher()
+            return None
 
 
 def _build_follower(

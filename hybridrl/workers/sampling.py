@@ -17,7 +17,7 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.rollout.single_turn import OpenResponses, single_turn
-from hybridrl.workers.sharding.control import ControlGroup, StageError, attempt
+from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError, attempt
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
 
@@ -193,9 +193,8 @@ class LentSampling(ManagerSampling):
                     prompts, sampling, version=version, lent=lent
                 )
         finally:
-            self._control.meet(
-                "generate", timeout_s=self._servers.timeout_s, key="cluster.call_timeout_s"
-            )
+            limit = Limit(self._servers.timeout_s, "cluster.call_timeout_s")
+            self._control.meet("generate", limit)
         self._metrics = merge([self._metrics, metrics])
         return Answered(prompts, samples)
 

@@ -287,7 +287,9 @@ def test_own_engines_load_after_the_fused_and_before_these_serve() -> None:
     mixed = Mixed()
     assert mixed.device.engine is not None
     servers = WatchingServers(mixed.device.engine)
-    mixed.device.manager._engines._others._servers = servers  # type: ignore[attr-defined]
+    others = mixed.device.manager._engines._others
+    assert others is not None
+    others._servers = servers
     mixed.servers = servers
     for _ in range(3):
         mixed.cycle()

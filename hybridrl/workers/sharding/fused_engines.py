@@ -6,6 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from hybridrl.workers.sharding.control import (
     ControlGroup,
     Failures,
     Limit,
-    Neighbours,
     StageError,
     attempt,
 )
@@ -33,6 +33,7 @@ from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,
     bucket_bytes_for,
+    common_bucket_bytes,
     stream_weights,
 )
 from hybridrl.workers.train.protocol import TrainEngine, WeightSet
@@ -62,7 +63,7 @@ class FusedEngines:
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
-        others: Publisher,
+        others: Publisher | None = None,
         follower: WeightSender | None = None,
     ) -> None:
         """Assemble the set.
@@ -70,8 +71,6 @@ class FusedEngines:
         Args:
             managed: the engine that this rank owns; None on a rank that has none.
             engines: of all ranks.
-            config: size of a bucket, and which syncs to an engine are compared with the same
-                weights from files.
             device: where the buckets lie.
             others: brings the weights to engines that no rank owns.
             follower: stages the bytes of a rank that shares an engine and has none; None if none
@@ -83,6 +82,7 @@ class FusedEngines:
         self._index_of = {rank: i for i, engine in enumerate(engines) for rank in engine.ranks}
         self._own_index = self._index_of.get(control.rank)
         own = None if self._own_index is None else engines[self._own_index]
+        self._ranks = None if own is None else own.ranks
         self._folder = None if own is None else own.folder
         self._learns = managed if self._folder is None else None
         """The engine of this rank, if it gets the weights of the policy."""
@@ -93,12 +93,11 @@ class FusedEngines:
         self._source: TrainEngine | None = None
         self._names: dict[WeightSet, frozenset[str]] = {}
         self._config = config
+        self._dtype = DTYPES[config.dtype]
         self._device = device
         self._control = control
         self._others = others
         self._sender = follower if self._learns is None else self._learns.engine
-        alone = range(control.rank, control.rank + 1)
-        self._neighbours = Neighbours(control, ranks=alone if own is None else own.ranks)
         self._metrics: Metrics = {}
         self._unanswered_bytes = 0
 
@@ -158,9 +157,10 @@ class FusedEngines:
             StageError: on all ranks, if a rank without an engine failed, or engines that no rank
                 owns.
         """
-        failures = self._load_frozen() or self._sync_policy()
-        if not failures:
-            self._others.bring(self.require_source(), version=self.trained_version)
+        source = self.require_source()
+        failures = self._load_frozen() or self._sync_policy(source)
+        if not failures and self._others is not None:
+            self._others.bring(source, version=self.trained_version)
         return failures
 
     def _load_frozen(self) -> Failures:
@@ -178,25 +178,24 @@ class FusedEngines:
 
         return self.run(stage, load, members=self._frozen, loads_files=True)
 
-    def _sync_policy(self) -> Failures:
+    def _sync_policy(self, source: TrainEngine) -> Failures:
         """Stream the training weights that engines lack, with a comparison if one is due."""
         if not self._policy:
             return {}
         unproved = self._unproved()
         if not unproved:
-            return self._stream()
-        failures = self._load_reference(self.require_source(), unproved) or self._stream()
+            return self._stream(source)
+        failures = self._load_reference(source, unproved) or self._stream(source)
         return failures or self.run(
             "compare_weights", ManagedEngine.verify_weights, members=unproved
         )
 
-    def _stream(self) -> Failures:
+    def _stream(self, source: TrainEngine) -> Failures:
         """Stream the weight sets one by one, base before adapter.
 
         The last set changes in every step: it is sent unless all engines hold this version. The set
         before it is sent if an engine has lost it or never had it.
         """
-        source = self.require_source()
         due = [part for part in source.weight_sets if self._is_due(part, source.weight_sets[-1])]
         if not due:
             return {}
@@ -213,7 +212,7 @@ class FusedEngines:
                 return failures
         failures = self.run(
             "finish_sync",
-            self._finish,
+            partial(ManagedEngine.finish_update, version=self.trained_version),
             members=self._policy,
             loads_files=self._config.transport == "disk",
         )
@@ -225,14 +224,15 @@ class FusedEngines:
 
     def take_metrics(self) -> Metrics:
         """Return the metrics of the syncs since the last call, and reset them."""
-        metrics, self._metrics = self._metrics, {}
-        if self.managed is not None:
-            metrics |= self.managed.take_metrics()
-        return merge([metrics, self._others.take_metrics()])
+        metrics, self._metrics = [self._metrics], {}
+        metrics += [] if self.managed is None else [self.managed.take_metrics()]
+        metrics += [] if self._others is None else [self._others.take_metrics()]
+        return merge(metrics)
 
     def close(self) -> None:
         """End this rank's engine, and leave the others. Idempotent."""
-        self._others.close()
+        if self._others is not None:
+            self._others.close()
         if self.managed is not None:
             self.managed.engine.shutdown()
 
@@ -249,9 +249,9 @@ class FusedEngines:
     def _load_reference(self, source: TrainEngine, unproved: Sequence[int]) -> Failures:
         """Write the weights to files first, and let engines load them from there."""
         leaders = [self._engines[engine].leader for engine in unproved]
-        dtype = self._dtype
-        with folder_on_each_node(leaders, dtype=dtype, control=self._control) as (folder, path):
-            weights = source.full_weights(source.weight_sets[0], dtype=dtype)
+        with folder_on_each_node(leaders, dtype=self._dtype, control=self._control) as made:
+            folder, path = made
+            weights = source.full_weights(source.weight_sets[0], dtype=self._dtype)
             report = self._send_to(None if folder is None else folder.write, weights)
             if report.failures:
                 return self._of_engines(report.failures)
@@ -278,13 +278,14 @@ class FusedEngines:
         *,
         sender: WeightSender | None = None,
     ) -> StreamReport:
+        size = common_bucket_bytes(self._config.bucket_mib, self._device, control=self._control)
         report = stream_weights(
             weights,
             load,
             sender=sender,
-            bucket_bytes=self._bucket_bytes(),
+            bucket_bytes=size,
             control=self._control,
-            neighbours=self._neighbours,
+            ranks=self._ranks,
         )
         self._unanswered_bytes += report.unanswered_bytes
         return report
@@ -297,18 +298,6 @@ class FusedEngines:
         is_embedded = self._config.engine == "hf"
         own_bytes = self.managed.resident_bytes() if self.managed and is_embedded else 0
         return own_bytes + self._unanswered_bytes
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return DTYPES[self._config.dtype]
-
-    def _finish(self, managed: ManagedEngine) -> None:
-        managed.finish_update(version=self.trained_version)
-
-    def _bucket_bytes(self) -> int:
-        """The size for which all ranks have the memory: all must divide the stream alike."""
-        own_bytes = bucket_bytes_for(self._config.bucket_mib, self._device)
-        return -self._control.largest("bucket size", -own_bytes)
 
     def _is_due(self, part: WeightSet, trained: WeightSet) -> bool:
         """Return, alike on all ranks, whether an engine of any rank lacks the weight set."""
@@ -338,7 +327,7 @@ def start_limit(config: RolloutConfig) -> Limit:
 def start_engine(
     build: Callable[[], RolloutEngine] | None,
     *,
-    ranks: range,
+    ranks: range | None,
     config: RolloutConfig,
     control: ControlGroup,
 ) -> RolloutEngine | None:
@@ -346,19 +335,19 @@ def start_engine(
 
     Args:
         build: starts it; None on a rank without an engine.
-        ranks: that share it with this one.
+        ranks: that share it with this one; None: this rank shares none.
 
     Raises:
         Exception: on all ranks, the error of ``build`` from the first rank that failed; the caller
             decides whether to try again. Engines that did start are ended.
         DeadlineError: a rank did not arrive within ``rollout.start_timeout_s`` after the first.
     """
-    # Now, while all ranks are here: to make a group, ranks wait for each other no longer than a
-    # stage, and to start a server takes longer.
-    Neighbours(control, ranks=ranks)
+    if ranks is not None and len(ranks) > 1:
+        # Now, while all ranks are here: to make a group, ranks wait for each other no longer than
+        # a stage, and to start a server takes longer.
+        control.subgroup(ranks)
     engine, error = (None, None) if build is None else attempt(build)
-    limit = start_limit(config)
-    control.meet(_START, timeout_s=limit.timeout_s, key=limit.key)
+    control.meet(_START, start_limit(config))
     errors = control.gather(_START, _fit_to_travel(error))
     failed = [(rank, known) for rank, known in enumerate(errors) if known is not None]
     if not failed:

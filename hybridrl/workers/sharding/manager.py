@@ -185,8 +185,7 @@ class ShardingManager:
     def _wait_for_ranks(self) -> None:
         """Wait for all ranks without a stage's deadline: their responses differ in length."""
         with self._observe("skew"):
-            limit = self._sampled
-            self._control.meet("generate", timeout_s=limit.timeout_s, key=limit.key)
+            self._control.meet("generate", self._sampled)
 
     @contextmanager
     def _observe(self, stage: str) -> Iterator[None]:

@@ -11,13 +11,12 @@ from tempfile import mkdtemp
 import torch
 
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.metrics import Metrics, Sum, merge
+from hybridrl.metrics import Metrics, Sum
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import (
     ControlGroup,
     Limit,
-    Neighbours,
     StageError,
     attempt,
 )
@@ -26,7 +25,7 @@ from hybridrl.workers.sharding.states import SYNC
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,
-    bucket_bytes_for,
+    common_bucket_bytes,
     stream_weights,
 )
 from hybridrl.workers.train.protocol import TrainEngine
@@ -55,25 +54,7 @@ def update_with_tries(update: Callable[[], None]) -> None:
 
 
 class Publisher:
-    """Brings weights to engines that no rank owns. This one knows none."""
-
-    def bring(self, source: TrainEngine, *, version: int) -> None:
-        """Bring the weights to all of them that lack them. A collective call.
-
-        Raises:
-            StageError: on all ranks, if the weights could not be written, sent or loaded.
-        """
-
-    def close(self) -> None:
-        """Remove what was published, and leave the engines. Idempotent."""
-
-    def take_metrics(self) -> Metrics:
-        """Return the metrics of the updates since the last call, and reset them."""
-        return {}
-
-
-class ManagerPublisher(Publisher):
-    """Brings them to the rollout manager's engines, which stop only to take weights.
+    """Brings weights to the rollout manager's engines, which stop only to take them.
 
     Rank 0 writes or sends the weights of all ranks.
     """
@@ -86,22 +67,20 @@ class ManagerPublisher(Publisher):
         device: torch.device,
         control: ControlGroup,
     ) -> None:
-        """Publish nothing yet.
-
-        Args:
-            device: where the buckets lie.
-        """
         self._servers = servers
         self._config = config
         self._device = device
         self._control = control
-        alone = range(control.rank, control.rank + 1)
-        self._neighbours = Neighbours(control, ranks=alone)
-        self._metrics: Metrics = {}
+        self._is_writer = control.rank == 0
+        self._num_bytes = 0
         self._published: WeightFolder | None = None
 
     def bring(self, source: TrainEngine, *, version: int) -> None:
-        """See ``Publisher``. Nothing is sent if all engines serve with these weights."""
+        """Bring the weights to all engines that lack them. A collective call.
+
+        Raises:
+            StageError: on all ranks, if the weights could not be written, sent or loaded.
+        """
         need = partial(self._servers.need_weights, version=version)
         is_due, error = attempt(need) if self._is_writer else (False, None)
         self._require_success(error)
@@ -112,20 +91,16 @@ class ManagerPublisher(Publisher):
                 self._publish(source, version)
 
     def close(self) -> None:
-        """See ``Publisher``."""
+        """Remove what was published, and leave the engines. Idempotent."""
         self._servers.leave()
         if self._published is not None:
             self._published.remove()
             self._published = None
 
     def take_metrics(self) -> Metrics:
-        """See ``Publisher``."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
-
-    @property
-    def _is_writer(self) -> bool:
-        return self._control.rank == 0
+        """Return the bytes sent since the last call, and reset them."""
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        return {"memory/synced_bytes": Sum(num_bytes)} if num_bytes else {}
 
     def _publish(self, source: TrainEngine, version: int) -> None:
         """Write all weights to a folder, and let the servers load it; the one before goes."""
@@ -141,7 +116,7 @@ class ManagerPublisher(Publisher):
             if folder is not None:
                 update = partial(self._servers.update, folder.folder, version=version)
                 _, error = attempt(partial(update_with_tries, update))
-                self._count(report)
+                self._num_bytes += report.num_bytes
             self._require_success(error)
         finally:
             if before is not None:
@@ -165,30 +140,20 @@ class ManagerPublisher(Publisher):
             reasons = "; ".join(f"rank {r}: {text}" for r, text in report.failures.items())
             _, error = attempt(partial(self._servers.end_update, reason=reasons))
         self._require_success(error)
-        self._count(report)
+        self._num_bytes += report.num_bytes if self._is_writer else 0
 
     def _stream(self, source: TrainEngine, load: Load | None) -> StreamReport:
-        """Gather all weights on all ranks; one of them passes them on."""
+        config, control = self._config, self._control
         return stream_weights(
-            source.full_weights(source.weight_sets[0], dtype=DTYPES[self._config.dtype]),
+            source.full_weights(source.weight_sets[0], dtype=DTYPES[config.dtype]),
             load,
             sender=None,
-            bucket_bytes=self._bucket_bytes(),
-            control=self._control,
-            neighbours=self._neighbours,
+            bucket_bytes=common_bucket_bytes(config.bucket_mib, self._device, control=control),
+            control=control,
         )
-
-    def _count(self, report: StreamReport) -> None:
-        if self._is_writer:
-            self._metrics = merge([self._metrics, {"memory/synced_bytes": Sum(report.num_bytes)}])
 
     def _require_success(self, error: Exception | None) -> None:
         limit = Limit(self._servers.timeout_s, "cluster.call_timeout_s")
         failures = self._control.exchange(SYNC.name, error, limit=limit)
         if failures:
             raise StageError(SYNC.name, failures) from error
-
-    def _bucket_bytes(self) -> int:
-        """The size for which all ranks have the memory: all must divide the stream alike."""
-        own_bytes = bucket_bytes_for(self._config.bucket_mib, self._device)
-        return -self._control.largest("bucket size", -own_bytes)

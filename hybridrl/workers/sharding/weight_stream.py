@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.protocol import WeightSender, stage_time
-from hybridrl.workers.sharding.control import ControlGroup, Failures, Neighbours, attempt
+from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
 from hybridrl.workers.sharding.memory import free_bytes
 
 Load = Callable[[StagedBucket, Sequence[str]], None]
@@ -32,10 +31,8 @@ _DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StreamReport:
-    """Tensors, buckets and bytes of one stream, and its failures."""
+    """The end of one stream."""
 
-    num_tensors: int = 0
-    num_buckets: int = 0
     num_bytes: int = 0
     """Bytes as sent, in the engine's type."""
 
@@ -45,14 +42,6 @@ class StreamReport:
     """Buffers of this rank whose handle was sent for a load that failed: torch keeps them on a GPU
     until the server opens and closes them, so for good if it ends."""
 
-    def plus(self, bucket: StagedBucket) -> StreamReport:
-        """Count one more bucket."""
-        return StreamReport(
-            self.num_tensors + len(bucket.spans),
-            self.num_buckets + 1,
-            self.num_bytes + bucket.spans[-1].end,
-        )
-
 
 def bucket_bytes_for(configured_mib: int, device: torch.device) -> int:
     """Return the size of a bucket: ``rollout.bucket_mib``, or a tenth of the free memory."""
@@ -60,6 +49,11 @@ def bucket_bytes_for(configured_mib: int, device: torch.device) -> int:
         return configured_mib * 2**20
     free = free_bytes(device)
     return _DEFAULT_BUCKET_BYTES if free is None else max(2**20, int(free * _SHARE_OF_FREE))
+
+
+def common_bucket_bytes(configured_mib: int, device: torch.device, *, control: ControlGroup) -> int:
+    """Return the size for which all ranks have the memory: all must divide the stream alike."""
+    return -control.largest("bucket size", -bucket_bytes_for(configured_mib, device))
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
@@ -83,13 +77,13 @@ def stream_weights(
     sender: WeightSender | None,
     bucket_bytes: int,
     control: ControlGroup,
-    neighbours: Neighbours,
+    ranks: range | None = None,
 ) -> StreamReport:
     """Send all weights, bucket by bucket; every bucket ends in a status exchange of all ranks.
 
     Gathering a sharded tensor is a collective, so every rank iterates, even one that loads nothing.
     One exchange carries the status of all ranks: of loading one bucket and staging the next. Only
-    then do neighbours make and gather handles, so no rank waits for a failed one, and no handle of
+    then do ranks make and gather handles, so no rank waits for a failed one, and no handle of
     a bucket that is not sent exists. All ranks stop at the same exchange when one fails.
 
     Args:
@@ -98,30 +92,37 @@ def stream_weights(
             own, unless the bucket was staged by reference.
         sender: stages this rank's buckets; None: by reference.
         bucket_bytes: size of a bucket, the same on all ranks.
+        ranks: that share an engine with this one, the first of which owns it; None: this one alone.
     """
+    ranks = ranks or range(control.rank, control.rank + 1)
     stream = buckets(weights, bucket_bytes=bucket_bytes)
     stage = stage_by_reference if sender is None else sender.stage
-    report = sent = StreamReport()
+    loaded_bytes = sent_bytes = 0
     handle_error: Exception | None = None
     # A server of several ranks may answer while some still copy, until it answers the next bucket.
-    open_bytes: deque[int] = deque(maxlen=min(2, neighbours.size))
+    open_bytes: deque[int] = deque(maxlen=min(2, len(ranks)))
+
+    def stage_next() -> StagedBucket | None:
+        bucket = next(stream, None)
+        return None if bucket is None else stage(bucket)
+
     try:
         with _Loader(load, timeout_s=control.timeout_s) as loader:
             while True:
-                staged, error = attempt(partial(_stage_next, stream, stage))
+                staged, error = attempt(stage_next)
                 load_error = loader.wait()
                 failures = control.exchange("stream", load_error or handle_error or error)
                 if failures:
                     is_unanswered = control.gather("loads", load_error is not None)
-                    left_bytes = sum(open_bytes) if is_unanswered[neighbours.leader] else 0
-                    return replace(report, failures=failures, unanswered_bytes=left_bytes)
-                report = sent
+                    left_bytes = sum(open_bytes) if is_unanswered[ranks.start] else 0
+                    return StreamReport(loaded_bytes, failures, left_bytes)
+                loaded_bytes = sent_bytes
                 if staged is None:
-                    return report
-                sent = sent.plus(staged)
+                    return StreamReport(loaded_bytes)
+                sent_bytes += staged.spans[-1].end
                 handle, handle_error = attempt(staged.make_handle)
                 open_bytes.append(staged.buffer_bytes if handle else 0)
-                handles = neighbours.gather(handle)
+                handles = control.gather_on_first(ranks, handle)
                 known = [each for each in handles if each is not None]
                 if len(known) == len(handles):  # else the rank without one says why
                     loader.start(staged, known)
@@ -129,13 +130,6 @@ def stream_weights(
     finally:
         if sender is not None:
             sender.release_buffers()
-
-
-def _stage_next(
-    stream: Iterator[Bucket], stage: Callable[[Bucket], StagedBucket]
-) -> StagedBucket | None:
-    bucket = next(stream, None)
-    return None if bucket is None else stage(bucket)
 
 
 class _Loader:

@@ -68,7 +68,7 @@ def _two_ranks_of_an_engine_that_starts_late(rank: int) -> bool:
     control = ControlGroup(timeout_s=STAGE_S)
 
     def build() -> SlowEngine:
-        assert (0, 1) in control._subgroups  # made while no rank was late
+        assert range(2) in control._subgroups  # made while no rank was late
         return _late_engine()
 
     engine = start_engine(

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from hybridrl.config.topology import even_engines
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Sum, check_declared
 from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.sharding.states import State
+from hybridrl.workers.sharding.weight_stream import common_bucket_bytes
 from tests.ranks import run_ranks
 from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
@@ -20,7 +18,6 @@ from tests.workers.sharding.recording import (
     RecordingDevice,
     RecordingEngine,
     RecordingTenant,
-    managed_engine,
     recording_device,
     rollout_config,
 )
@@ -283,16 +280,8 @@ def test_all_ranks_go_through_the_same_calls() -> None:
 
 
 def _agreed_bucket_bytes(rank: int) -> int:
-    engines = FusedEngines(
-        managed_engine(RecordingEngine(rank, Journal())),
-        engines=even_engines(2, 1),
-        # As if taken from free memory, of which rank 1 has less.
-        config=rollout_config(bucket_mib=3 - rank),
-        device=CPU,
-        control=ControlGroup(timeout_s=20.0),
-        others=Publisher(),
-    )
-    return engines._bucket_bytes()
+    """As if taken from free memory, of which rank 1 has less."""
+    return common_bucket_bytes(3 - rank, CPU, control=ControlGroup(timeout_s=20.0))
 
 
 def test_the_rank_with_the_least_memory_sizes_the_buckets() -> None:
