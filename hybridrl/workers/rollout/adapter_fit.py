@@ -29,7 +29,10 @@ def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
             than its layers need, or another shape.
     """
     if not tensors:
-        raise EngineError("the adapter has no tensors; its lora.target_modules match no layer")
+        raise EngineError(
+            "the adapter has no tensors: the policy would be sampled without it; see that "
+            "lora.target_modules match layers of the model"
+        )
     foreign = [name for name in tensors if not is_adapter_name(name)]
     if foreign:
         raise EngineError(

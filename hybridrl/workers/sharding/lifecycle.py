@@ -71,7 +71,7 @@ class SleepLevel(Enum):
 class LifeCycle:
     """Moves one set of engines along the edges. The only caller of an engine's edges.
 
-    What moves them raises PhaseError if a stage is open, or has ended in another error than a
+    What moves them raises PhaseError if a stage did not end, or ended in another error than a
     StageError.
     """
 
@@ -85,10 +85,9 @@ class LifeCycle:
         stays: bool = False,
         may_miss: Collection[int] = (),
     ) -> None:
-        """Take over engines that have just started.
+        """Take over engines that have just started: all are at BOOT.
 
         Args:
-            engines: the set; all its engines are at BOOT.
             host: the training engines that share the device with them; None if others move them.
             observe: called with a stage's name; wraps the stage to time and trace it.
             stays: whether the engines have devices of their own. They serve on while training
@@ -196,14 +195,9 @@ class LifeCycle:
     def recover(self, members: Collection[int], *, load: Action) -> list[int]:
         """Bring restarted engines to READY, while the others serve and are asked nothing.
 
-        For engines that share no device with training state.
-
-        Args:
-            members: engines; those that are not BROKEN are left alone.
-            load: loads the weights with which the others serve.
-
-        Returns:
-            The engines that serve now; others are BROKEN again.
+        For engines that share no device with training state. Those that are not BROKEN are left
+        alone. ``load`` loads the weights with which the others serve. Returns the engines that
+        serve now; others are BROKEN again.
         """
         self._require_whole()
         broken = set(self._where(State.BROKEN))

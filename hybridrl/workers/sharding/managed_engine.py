@@ -19,7 +19,6 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError, LedgerError, PhaseError, first_of
 from hybridrl.metrics import Max, Metrics, Sum, merge
-from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import (
     MemoryTag,
@@ -34,10 +33,8 @@ from hybridrl.workers.sharding.memory import (
     Holder,
     await_release,
     demanded_bytes,
-    device_figures,
     memory_table,
     require_room,
-    residue_bytes,
 )
 
 log = logging.getLogger(__name__)
@@ -65,14 +62,10 @@ class WeightLedger:
         """Name the good tensors that no sync sends: they need a host copy to survive a release."""
         return frozenset(self._tensors.keys() - self._invalid.keys() - set(sent))
 
-    def bytes_of(self, names: Collection[str]) -> int:
-        """Return the bytes of these tensors, for example the host memory that their copy takes."""
+    def bytes_of(self, names: Collection[str] | None = None) -> int:
+        """Return the bytes of these tensors, or of all."""
+        names = self._tensors if names is None else names
         return sum(self._tensors[name].num_bytes for name in names)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors: what a blanket host copy would take."""
-        return self.bytes_of(self._tensors.keys())
 
     def release(self, backup: Collection[str]) -> None:
         """Weights memory was freed; only ``backup`` survives, in the state it was in."""
@@ -133,9 +126,7 @@ class ManagedEngine:
     ) -> None:
         """Take over an engine that has just started.
 
-        Args:
-            config: the rollout section. Without ``sleep``, release and resume are no-ops; weights
-                are synced all the same.
+        Without ``rollout.sleep`` release and resume are no-ops; weights are synced all the same.
         """
         self.engine = engine
         self.ledger = WeightLedger(engine.weight_memory())
@@ -202,7 +193,7 @@ class ManagedEngine:
         self._release(MemoryTag.WEIGHTS, backup)
         kept = self.ledger.bytes_of(backup)
         self._add("memory/weight_backup_bytes", kept)
-        self._add("memory/weight_backup_saved_bytes", self.ledger.total_bytes - kept)
+        self._add("memory/weight_backup_saved_bytes", self.ledger.bytes_of() - kept)
 
     def release_cache(self) -> None:
         """Free KV cache and graphs."""
@@ -230,30 +221,15 @@ class ManagedEngine:
         self.ledger.receive([span.name for span in staged.spans])
 
     def keep_adapter(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Keep one bucket of an adapter until it is complete: engines load all of it at once.
-
-        Copies to fresh memory of the engine's device: the trainer's tensors may be on the host, or
-        in memory that no other process can open, and are reused for the next bucket.
-
-        Raises:
-            EngineError: a tensor that does not belong to an adapter.
-        """
+        """Keep one bucket of an adapter until it is complete: engines load all of it at once."""
         for name, tensor in staged.tensors:
-            if not is_adapter_name(name):
-                raise EngineError(
-                    f"{name} came in the sync of an adapter and has no lora_A or lora_B in its "
-                    "name; an adapter sync sends adapters alone, base weights come in a pass before"
-                )
+            # A copy: the trainer's tensors may be on the host, or in memory that no other process
+            # can open, and are reused for the next bucket.
             self._adapter[name] = tensor.detach().to(self._device, copy=True)
 
     def load_adapter(self) -> None:
         """Replace the engine's adapter by the received one, and enter it in the ledger."""
         adapter, self._adapter = self._adapter, {}
-        if not adapter:
-            raise EngineError(
-                "the sync of an adapter sent no tensors: the policy would be sampled without it; "
-                "see that lora.target_modules match layers of the model"
-            )
         self.engine.unload_adapter()
         self.engine.load_adapter(adapter)
         self.ledger.receive(list(adapter))
@@ -340,10 +316,9 @@ class ManagedEngine:
         self._add("memory/released_bytes", seen)
         if seen < said:
             self._add("memory/unseen_release_bytes", said - seen)
-        residue = residue_bytes(self._device)
+        residue = self.memory.residue_bytes()
         if residue is not None and self._released.keys() == set(MemoryTag):
-            metrics: Metrics = {"memory/unreclaimed_bytes": Max(residue)}
-            self._metrics = merge([self._metrics, metrics])
+            self._metrics = merge([self._metrics, {"memory/unreclaimed_bytes": Max(residue)}])
 
     def _resume(self, part: MemoryTag) -> None:
         """Allocate released memory only: an engine may refuse, or leak, a second allocation."""
@@ -353,16 +328,15 @@ class ManagedEngine:
                 require_room(part, self._released[part], memory=self.memory, config=self._config)
                 self.engine.resume(part)
             except EngineError as error:
-                raise EngineError(f"{error}\n{self._memory(part)}") from error
+                holders = memory_table(
+                    f"the rollout engine could not resume its {part.value}; "
+                    f"memory of {self._device}",
+                    [Holder(f"engine {p.value}", self.engine.resident_bytes(p)) for p in MemoryTag],
+                    self.neighbours(),
+                    self.memory.figures(),
+                )
+                raise EngineError(f"{error}\n{holders}") from error
             del self._released[part]
-
-    def _memory(self, wanted: MemoryTag) -> str:
-        return memory_table(
-            f"the rollout engine could not resume its {wanted.value}; memory of {self._device}",
-            [Holder(f"engine {p.value}", self.engine.resident_bytes(p)) for p in MemoryTag],
-            self.neighbours(),
-            device_figures(self._device),
-        )
 
     def _add(self, name: str, amount: int) -> None:
         self._metrics = merge([self._metrics, {name: Sum(amount)}])

@@ -42,34 +42,12 @@ _KERNELS_BYTES = 256 * _MIB
 then are in it, and stay. So nothing is demanded of a small model."""
 
 
-def empty_cache(device: torch.device) -> None:
-    """Give cached blocks back to the driver, after all kernels are done.
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One line of a table of memory."""
 
-    Precedes every resume: an engine maps memory outside torch's allocator and cannot use torch's
-    cached blocks. Blocks that were shared with another process are cached only after that process
-    has closed them and they were collected.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of the device; None on a CPU, where storage is counted instead."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-
-
-def residue_bytes(device: torch.device) -> int | None:
-    """Return the device memory that is neither free nor torch's in this process; None on a CPU.
-
-    It cannot be freed while engines sleep: contexts and NCCL's buffers of all processes on the
-    device, and an engine's memory besides weights and cache.
-    """
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
+    name: str
+    num_bytes: int
 
 
 class DeviceMemory:
@@ -77,24 +55,55 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._is_cuda = device.type == "cuda"
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes of the device; None on a CPU."""
-        return free_bytes(self.device)
+        """Return the free bytes of the device; None on a CPU, where storage is counted instead."""
+        return torch.cuda.mem_get_info(self.device)[0] if self._is_cuda else None
 
     def total_bytes(self) -> int | None:
         """Return the bytes of the device; None on a CPU."""
-        is_cuda = self.device.type == "cuda"
-        return torch.cuda.mem_get_info(self.device)[1] if is_cuda else None
+        return torch.cuda.mem_get_info(self.device)[1] if self._is_cuda else None
 
     def allocated_bytes(self) -> int | None:
         """Return the bytes of this process's tensors, of any owner; None on a CPU."""
-        is_cuda = self.device.type == "cuda"
-        return torch.cuda.memory_allocated(self.device) if is_cuda else None
+        return torch.cuda.memory_allocated(self.device) if self._is_cuda else None
+
+    def residue_bytes(self) -> int | None:
+        """Return the device memory that is neither free nor torch's here; None on a CPU.
+
+        It cannot be freed while engines sleep: contexts and NCCL's buffers of all processes on the
+        device, and an engine's memory besides weights and cache.
+        """
+        if not self._is_cuda:
+            return None
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)
+
+    def figures(self) -> list[Holder]:
+        """Return the figures of torch's allocator and the driver; nothing on a CPU."""
+        if not self._is_cuda:
+            return []
+        free, total = torch.cuda.mem_get_info(self.device)
+        return [
+            Holder("torch allocated, this process", torch.cuda.memory_allocated(self.device)),
+            Holder("torch reserved, this process", torch.cuda.memory_reserved(self.device)),
+            Holder("device free", free),
+            Holder("device total", total),
+        ]
 
     def empty_cache(self) -> None:
-        """Give cached blocks back to the driver; see ``empty_cache``."""
-        empty_cache(self.device)
+        """Give cached blocks back to the driver, after all kernels are done.
+
+        Precedes every resume: an engine maps memory outside torch's allocator and cannot use
+        torch's cached blocks.
+        """
+        if self._is_cuda:
+            torch.cuda.synchronize(self.device)
+            # Blocks that were shared with another process are cached only after that process has
+            # closed them and they were collected.
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -119,33 +128,8 @@ def ordinary_segments() -> Iterator[None]:
         torch._C._accelerator_setAllocatorSettings(settings)
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """One line of the table."""
-
-    name: str
-    num_bytes: int
-
-
-def device_figures(device: torch.device) -> tuple[Holder, ...]:
-    """Return the figures of torch's allocator and the driver; nothing on a CPU."""
-    if device.type != "cuda":
-        return ()
-    free, total = torch.cuda.mem_get_info(device)
-    return (
-        Holder("torch allocated, this process", torch.cuda.memory_allocated(device)),
-        Holder("torch reserved, this process", torch.cuda.memory_reserved(device)),
-        Holder("device free", free),
-        Holder("device total", total),
-    )
-
-
 def memory_table(title: str, *sections: Sequence[Holder]) -> str:
-    """Lay out sections of holders in MiB, the largest of each section first.
-
-    Args:
-        sections: lines that belong together; empty holders and empty sections are left out.
-    """
+    """Lay out sections of holders in MiB, the largest of each section first; empty ones are out."""
     shown = [
         sorted((h for h in section if h.num_bytes), key=lambda h: -h.num_bytes)
         for section in sections
@@ -186,13 +170,19 @@ def await_release(
     demanded = demanded_bytes(part, said_bytes)
     begin = enough_at = time.monotonic()
     while True:
-        still = resident_bytes()
-        seen = _risen(memory, free_before, said_bytes)
+        still, seen = resident_bytes(), said_bytes
+        if free_before is not None:
+            seen = max(0, (memory.free_bytes() or 0) - free_before)
         now = time.monotonic()
         if still or seen < demanded:
             enough_at = now
             if now - begin > timeout_s:
-                raise _not_back(timeout_s, still=still, short=max(0, demanded - seen))
+                raise EngineError(
+                    f"released memory did not come back within {timeout_s:.3g} s: the engine still "
+                    f"holds {still / _MIB:.1f} MiB and the device lacks "
+                    f"{max(0, demanded - seen) / _MIB:.1f} MiB; "
+                    "if releasing is only slow, raise rollout.stage_timeout_s"
+                )
         elif seen >= _HOPED * said_bytes or not demanded or now - enough_at > _GRACE_S:
             break
         time.sleep(_POLL_S)
@@ -204,29 +194,13 @@ def await_release(
     return seen
 
 
-def _risen(memory: DeviceMemory, free_before: int | None, said_bytes: int) -> int:
-    if free_before is None:
-        return said_bytes
-    return max(0, (memory.free_bytes() or 0) - free_before)
-
-
-def _not_back(timeout_s: float, *, still: int, short: int) -> EngineError:
-    return EngineError(
-        f"released memory did not come back within {timeout_s:.3g} s: the engine still holds "
-        f"{still / _MIB:.1f} MiB and the device lacks {short / _MIB:.1f} MiB; "
-        "if releasing is only slow, raise rollout.stage_timeout_s"
-    )
-
-
 def require_room(
     part: MemoryTag, needed_bytes: int, *, memory: DeviceMemory, config: RolloutConfig
 ) -> None:
     """Refuse a resume with less free memory than the tag gave back: the server would die.
 
     Args:
-        needed_bytes: that it takes at least.
         memory: of the device; a CPU has no figures and is not checked.
-        config: the rollout section, for the remedy.
 
     Raises:
         EngineError: bytes needed and free, the key, and what to type.

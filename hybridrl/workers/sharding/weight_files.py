@@ -65,10 +65,9 @@ def load_weights(
     bucket_bytes: int,
     has_joined: bool = False,
 ) -> None:
-    """Load all tensors of ``source`` and close the update. For an engine of one process.
+    """Load all tensors of ``source`` and close the update, with a comparison if one is due.
 
-    If a comparison is due (``rollout.verify_weights``), the engine loads the weights from files as
-    those of any model, too.
+    For an engine of one process.
 
     Args:
         bucket_bytes: host memory for tensors from files, unless one tensor is larger.
@@ -132,15 +131,10 @@ def _read(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
 def folder_on_each_node(
     readers: Sequence[int], *, dtype: torch.dtype, control: ControlGroup
 ) -> Iterator[tuple[WeightFolder | None, Path | None]]:
-    """Make a folder on each node that has a reader, and remove it. A collective call.
+    """Make a folder on each node that has a reader (a rank), and remove it. A collective call.
 
-    Args:
-        readers: ranks whose engines will load the weights.
-        dtype: of floating-point tensors in the files.
-
-    Yields:
-        The folder, on the rank that writes it: the first reader of a node. And its path, on all
-        ranks of that node.
+    Yields the folder, on the rank that writes it: the first reader of a node. And its path, on all
+    ranks of that node.
     """
     node = place_of_temporary_files()
     nodes = control.gather("nodes of first syncs", node)

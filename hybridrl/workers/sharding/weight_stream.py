@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.protocol import WeightSender, stage_time
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
-from hybridrl.workers.sharding.memory import free_bytes
+from hybridrl.workers.sharding.memory import DeviceMemory
 
 Load = Callable[[StagedBucket, Sequence[str]], None]
 """Loads a bucket, given the handles that all ranks of the engine staged; see ``RolloutEngine``."""
@@ -47,7 +47,7 @@ def bucket_bytes_for(configured_mib: int, device: torch.device) -> int:
     """Return the size of a bucket: ``rollout.bucket_mib``, or a tenth of the free memory."""
     if configured_mib:
         return configured_mib * 2**20
-    free = free_bytes(device)
+    free = DeviceMemory(device).free_bytes()
     return _DEFAULT_BUCKET_BYTES if free is None else max(2**20, int(free * _SHARE_OF_FREE))
 
 
