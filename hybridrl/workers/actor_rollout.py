@@ -38,7 +38,7 @@ from hybridrl.workers.build import (
     build_train_engine,
 )
 from hybridrl.workers.checkpointed import CheckpointedWorker
-from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.process_group import end_process_group
 from hybridrl.workers.rollout.assemble import (
     Answered,
     assemble_rollouts,
@@ -86,11 +86,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             servers: the rollout manager, which then has all requests; None: there is none.
             base_plan: what ``lora.base=auto`` depends on; None: weights may stay resident.
         """
-        device = start_process_group(
-            device=config.cluster.device,
-            local_rank=self.local_rank,
-            timeout_s=config.cluster.collective_timeout_s,
-        )
+        device = self.join_group(config)
         control = ControlGroup(timeout_s=config.rollout.stage_timeout_s)
         lora = resolve_lora_base(
             config.lora,
@@ -121,8 +117,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         for name, reward_model in self._reward_models.items():
             self.sharding.register(f"reward model {name}", reward_model)
         self._vocab_size = int(read_settings(model_folder)["vocab_size"])
-        self.start_checkpoints(seed=config.seed)
-        self.register_train_mesh(self._actor)
+        self.start_work(self._actor, seed=config.seed)
         meter.end()
 
     def _start_rollout(

@@ -53,17 +53,11 @@ from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.reward_engine import RewardEngine
 
+# Imported by name on request: peft takes 2 s, the others need not be installed.
 _ADAPTER = "hybridrl.models.adapter"
-"""Imported by name on request: peft takes 2 s, which a run without adapters saves."""
-
 _MEGATRON = "hybridrl.workers.train.megatron.backend"
-"""Likewise; it need not be installed."""
-
 _SGLANG = "hybridrl.workers.rollout.sglang.engine"
-"""Likewise; it need not be installed."""
-
 _SGLANG_WEIGHTS = "hybridrl.workers.rollout.sglang.weights"
-"""Likewise."""
 
 
 def build_train_engine(
@@ -73,15 +67,10 @@ def build_train_engine(
 
     With ``mode=eval`` it has no optimizer: it holds the weights that engines sample with.
     """
-    backend = _build_backend(
-        config,
-        model_folder,
-        device,
-        section=config.actor,
-        num_total_steps=None if config.mode == "eval" else config.num_policy_updates,
-        lora=config.lora,
+    num_steps = None if config.mode == "eval" else config.num_policy_updates
+    return PolicyEngine(
+        _build_backend(config, model_folder, device, num_total_steps=num_steps, lora=config.lora)
     )
-    return PolicyEngine(backend)
 
 
 def build_reference_engine(
@@ -95,23 +84,19 @@ def build_reference_engine(
         return None
     if config.lora.enabled:
         return BaseModelReference(actor)
-    return PolicyEngine(_build_backend(config, model_folder, device, section=config.actor))
+    return PolicyEngine(_build_backend(config, model_folder, device))
 
 
 def build_teacher_engine(config: ExperimentConfig, device: torch.device) -> PolicyEngine | None:
     """Start the frozen teacher, if there is one; a collective call."""
     folder = config.algorithm.teacher_path
-    if folder is None:
-        return None
-    return PolicyEngine(_build_backend(config, Path(folder), device, section=config.actor))
+    return None if folder is None else PolicyEngine(_build_backend(config, Path(folder), device))
 
 
 def build_reward_engines(config: ExperimentConfig, device: torch.device) -> dict[str, RewardEngine]:
     """Start the frozen reward models by the name of their reward; a collective call."""
     return {
-        name: RewardEngine(
-            _build_backend(config, Path(folder), device, section=config.actor, is_reward_model=True)
-        )
+        name: RewardEngine(_build_backend(config, Path(folder), device, is_reward_model=True))
         for name, folder in config.reward.model_paths.items()
     }
 
@@ -121,13 +106,9 @@ def build_reward_trainer(
 ) -> RewardEngine:
     """Start the engine of a reward model that learns; a collective call."""
     tokenizer = load_tokenizer(model_folder, needs_chat_template=False)
+    num_steps = config.num_policy_updates
     backend = _build_backend(
-        config,
-        model_folder,
-        device,
-        section=config.actor,
-        num_total_steps=config.num_policy_updates,
-        is_reward_model=True,
+        config, model_folder, device, num_total_steps=num_steps, is_reward_model=True
     )
     return RewardEngine(
         backend,
@@ -140,14 +121,11 @@ def build_critic_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> CriticEngine:
     """Start the critic's engine on this rank; a collective call."""
+    section, num_steps = config.critic, config.num_critic_updates
     backend = _build_backend(
-        config,
-        model_folder,
-        device,
-        section=config.critic,
-        num_total_steps=config.num_critic_updates,
+        config, model_folder, device, section=section, num_total_steps=num_steps
     )
-    return CriticEngine(backend, value_clip=config.critic.value_clip)
+    return CriticEngine(backend, value_clip=section.value_clip)
 
 
 def build_agent_rollout(config: ExperimentConfig, model_folder: Path) -> AgentRollout | None:
@@ -155,11 +133,10 @@ def build_agent_rollout(config: ExperimentConfig, model_folder: Path) -> AgentRo
     if config.agent.is_single_turn:
         return None
     tokenizer = load_tokenizer(model_folder, needs_chat_template=True)
-    stop_token_ids = load_stop_token_ids(model_folder, tokenizer)
     return AgentRollout(
         config.agent,
         tokenizer,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=load_stop_token_ids(model_folder, tokenizer),
         hidden_variables=config.serving.key_variables,
     )
 
@@ -171,10 +148,9 @@ def build_rollout_engine(
     *,
     place: LaunchPlace | None = None,
 ) -> RolloutEngine:
-    """Start the rollout engine that this rank owns.
+    """Start the rollout engine that this rank owns, without weights.
 
     Args:
-        model_folder: whose configuration and tokenizer the engine reads.
         place: of a server; None if it has the device of this rank alone.
     """
     if config.rollout.engine == "hf":
@@ -294,12 +270,7 @@ def build_sampling(
     sharding: ShardingManager,
     control: ControlGroup,
 ) -> Sampling:
-    """Choose who samples for the ranks.
-
-    Args:
-        engine: that this rank owns.
-        servers: of a run that has a rollout manager.
-    """
+    """Choose who samples for the ranks; ``engine`` is that of this rank."""
     meter = sharding.meter
     if servers is None:
         if engine is None:
@@ -356,11 +327,7 @@ def _build_follower(
 
 
 def build_policy_loss(config: ExperimentConfig) -> PolicyGradientLoss:
-    """Import the parts of the policy loss.
-
-    Raises:
-        ConfigError: a part's file is not on this machine, or cannot be imported.
-    """
+    """Import the parts of the policy loss; ConfigError if a part's file cannot be imported."""
     algorithm = config.algorithm
     is_corrected_before = algorithm.old_logprobs == "recompute"
     correction = load_part(algorithm, parts.ROLLOUT_CORRECTION)
@@ -380,19 +347,23 @@ def _build_backend(
     model_folder: Path,
     device: torch.device,
     *,
-    section: ActorConfig | CriticConfig,
+    section: CriticConfig | None = None,
     num_total_steps: int | None = None,
     lora: LoraConfig | None = None,
     is_reward_model: bool = False,
 ) -> Backend:
-    """Choose the training back end by ``section.engine``; without steps it does not learn."""
+    """Choose the back end by ``engine`` of the section (``actor``, unless another is given).
+
+    Without steps it does not learn.
+    """
+    chosen: ActorConfig | CriticConfig = section or config.actor
     adapter = None
     if lora is not None and lora.enabled:
         adapter = import_module(_ADAPTER).Adapter(lora, seed=config.seed)
-    if section.engine == "fsdp2":
+    if chosen.engine == "fsdp2":
         return FSDP2Backend(
             model_folder,
-            config=section,
+            config=chosen,
             model_config=config.model,
             device=device,
             num_total_steps=num_total_steps,
@@ -408,7 +379,7 @@ def _build_backend(
     )
     backend: Backend = import_module(_MEGATRON).MegatronBackend(
         model_folder,
-        config=section,
+        config=chosen,
         context=context,
         num_total_steps=num_total_steps,
         adapter=adapter,

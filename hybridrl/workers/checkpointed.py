@@ -6,8 +6,12 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from hybridrl.checkpoint.manifest import FileEntry
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.single_controller import Dispatch, Worker, register
+from hybridrl.workers.process_group import start_process_group
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter, Notes
 from hybridrl.workers.train.checkpoint_files import is_unchanged
@@ -16,7 +20,10 @@ from hybridrl.workers.train.protocol import LearningEngine
 
 
 class CheckpointedWorker(Worker):
-    """A worker whose training engine is saved and loaded. Call `start_checkpoints` when built."""
+    """A worker whose training engine is saved and loaded.
+
+    Call ``join_group`` before the engine is built and ``start_work`` when all engines are.
+    """
 
     _writer: CheckpointWriter
 
@@ -35,13 +42,18 @@ class CheckpointedWorker(Worker):
     def take_up(self, notes: Mapping[str, object]) -> None:
         """Restore the state that `notes` returned."""
 
-    def start_checkpoints(self, *, seed: int) -> None:
-        """Start the thread that writes, and this process's generators."""
+    def join_group(self, config: ExperimentConfig) -> torch.device:
+        """Join the process group of all ranks, and return this rank's device."""
+        return start_process_group(
+            device=config.cluster.device,
+            local_rank=self.local_rank,
+            timeout_s=config.cluster.collective_timeout_s,
+        )
+
+    def start_work(self, engine: ModelEngine, *, seed: int) -> None:
+        """Start generators and the thread that writes; say which rows this rank trains on."""
         checkpoint.seed_generators(seed, rank=self.rank)
         self._writer = CheckpointWriter()
-
-    def register_train_mesh(self, engine: ModelEngine) -> None:
-        """Return the rows that this rank trains on, and whether it is their output rank."""
         self.register_mesh(
             "train",
             dp_rank=engine.dp_rank,

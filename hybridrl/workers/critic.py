@@ -16,7 +16,7 @@ from hybridrl.single_controller import Dispatch, register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS, ActorRolloutWorker
 from hybridrl.workers.build import build_critic_engine
 from hybridrl.workers.checkpointed import CheckpointedWorker
-from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.process_group import end_process_group
 from hybridrl.workers.train.protocol import LearningEngine
 
 
@@ -29,11 +29,7 @@ class CriticWorker(CheckpointedWorker):
 
     def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
         """Start the engine from the policy's Hugging Face folder; a collective call."""
-        device = start_process_group(
-            device=config.cluster.device,
-            local_rank=self.local_rank,
-            timeout_s=config.cluster.collective_timeout_s,
-        )
+        device = self.join_group(config)
         self._config = config.critic
         self._aggregation = require_part(config.algorithm, parts.AGGREGATION)
         self._max_response_tokens = config.rollout.max_response_tokens
@@ -43,8 +39,7 @@ class CriticWorker(CheckpointedWorker):
         if self._sharding is not None:
             self._sharding.register("critic", self._engine)
         self._seconds: Metrics = {}
-        self.start_checkpoints(seed=config.seed)
-        self.register_train_mesh(self._engine)
+        self.start_work(self._engine, seed=config.seed)
 
     @register(TRAIN, blocking=False)
     def compute_values(self, rollouts: RolloutBatch) -> ValueBatch:

@@ -17,7 +17,7 @@ from hybridrl.single_controller import Dispatch, register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS
 from hybridrl.workers.build import build_reference_engine, build_reward_trainer, build_train_engine
 from hybridrl.workers.checkpointed import CheckpointedWorker
-from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.process_group import end_process_group
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.preference_objective import (
@@ -37,14 +37,9 @@ class OfflineWorker(CheckpointedWorker):
 
     def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
         """Start the training engine from a Hugging Face folder; a collective call."""
-        self._device = start_process_group(
-            device=config.cluster.device,
-            local_rank=self.local_rank,
-            timeout_s=config.cluster.collective_timeout_s,
-        )
+        self._device = self.join_group(config)
         self._engine = self.build_engine(config, model_folder)
-        self.start_checkpoints(seed=config.seed)
-        self.register_train_mesh(self._engine)
+        self.start_work(self._engine, seed=config.seed)
 
     @abstractmethod
     def build_engine(self, config: ExperimentConfig, model_folder: Path) -> ModelEngine:
