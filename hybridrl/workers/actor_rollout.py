@@ -45,7 +45,6 @@ from hybridrl.workers.rollout.assemble import (
     describe_staleness,
     require_known_tokens,
 )
-from hybridrl.workers.sampling import Sampling
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from hybridrl.workers.sharding.manager import ShardingManager
@@ -96,29 +95,15 @@ class ActorRolloutWorker(CheckpointedWorker):
             num_ranks_per_node=config.cluster.num_ranks_per_node,
         )
         config = replace(config, lora=lora)
-        meter = PeakMeter(device)
-        meter.begin("build")
-        self._config = config
-        self._load_parts()
+        self._config = replace(config, lora=lora)
         self._policy_version = 0
         self._carried: Metrics = {}
-        self.sharding, self._sampling = self._start_rollout(
-            model_folder, servers, meter=meter, control=control
-        )
-        self._actor = build_train_engine(config, model_folder, device)
-        self.sharding.attach_policy(self._actor)
-        self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
-        if self._reference is not None:
-            self.sharding.register("reference", self._reference)
-        self._teacher = build_teacher_engine(config, device)
-        if self._teacher is not None:
-            self.sharding.register("teacher", self._teacher)
-        self._reward_models = build_reward_engines(config, device)
-        for name, reward_model in self._reward_models.items():
-            self.sharding.register(f"reward model {name}", reward_model)
-        self._vocab_size = int(read_settings(model_folder)["vocab_size"])
-        self.start_work(self._actor, seed=config.seed)
-        meter.end()
+        meter = PeakMeter(device)
+        with meter("build"):
+            self._load_parts()
+            self._start_rollout(model_folder, servers, meter=meter, control=control)
+            self._start_training(model_folder, device)
+            self.start_work(self._actor, seed=config.seed)
 
     def _start_rollout(
         self,
@@ -127,7 +112,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         *,
         meter: PeakMeter,
         control: ControlGroup,
-    ) -> tuple[ShardingManager, Sampling]:
+    ) -> None:
         """Start the rollout engine, if this rank owns one; a collective call."""
         config = self._config
         engines = build_engines(
@@ -143,7 +128,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             dp_size=self.world_size // num_asking,
             is_output_rank=self.rank % num_asking == 0,
         )
-        sharding = ShardingManager(
+        self.sharding = ShardingManager(
             engines=engines,
             config=config.rollout,
             meter=meter,
@@ -151,15 +136,30 @@ class ActorRolloutWorker(CheckpointedWorker):
             call_timeout_s=config.cluster.call_timeout_s,
             lora=config.lora if config.lora.sends_adapters else None,
         )
-        sampling = build_sampling(
+        self._sampling = build_sampling(
             config,
             model_folder,
             engine=None if engines.managed is None else engines.managed.engine,
             servers=servers,
-            sharding=sharding,
+            sharding=self.sharding,
             control=control,
         )
-        return sharding, sampling
+
+    def _start_training(self, model_folder: Path, device: torch.device) -> None:
+        """Start what computes beside the rollout engine, and leaves the device to it."""
+        config = self._config
+        self._actor = build_train_engine(config, model_folder, device)
+        self.sharding.attach_policy(self._actor)
+        self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
+        if self._reference is not None:
+            self.sharding.register("reference", self._reference)
+        self._teacher = build_teacher_engine(config, device)
+        if self._teacher is not None:
+            self.sharding.register("teacher", self._teacher)
+        self._reward_models = build_reward_engines(config, device)
+        for name, reward_model in self._reward_models.items():
+            self.sharding.register(f"reward model {name}", reward_model)
+        self._vocab_size = int(read_settings(model_folder)["vocab_size"])
 
     def _load_parts(self) -> None:
         """Import the parts of the algorithm, and read what they ask for, once."""

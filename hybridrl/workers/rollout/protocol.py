@@ -41,9 +41,7 @@ class WeightMemory:
     num_bytes: int
 
     is_buffer: bool
-    """True for state that no trainer sends (rotary frequencies, scales).
-
-    Must be backed up to survive a release.
+    """True for state that no trainer sends (rotary frequencies): only a backup survives a release.
     """
 
 
@@ -151,19 +149,13 @@ class RolloutEngine(WeightSender, Protocol):
         ...
 
     def finish_update(self, *, version: int) -> None:
-        """All buckets of a sync have arrived.
-
-        Derived state is rebuilt, caches of old weights are dropped.
-        """
+        """All buckets have arrived: rebuild derived state, drop caches of old weights."""
         ...
 
     def load_reference_weights(self, folder: Path) -> None:
         """Record the weights in the safetensors of ``folder`` in this engine's form; forget them.
 
         The previous weights are lost, until they are sent again.
-
-        Raises:
-            EngineError: the files cannot be loaded.
         """
         ...
 
@@ -189,16 +181,11 @@ class RolloutEngine(WeightSender, Protocol):
         ...
 
     def drain(self, *, timeout_s: float) -> int:
-        """Wait until no request runs, abort the others at the deadline.
-
-        Returns the number aborted.
-        """
+        """Wait until no request runs; abort the others at the deadline, return their number."""
         ...
 
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
-        """Free the memory of a tag.
-
-        ``backup`` names the weights to copy to the host first; others are lost.
+        """Free the memory of a tag; of weights those in ``backup`` are copied to the host first.
 
         Raises:
             PhaseError: the tag is released already, or requests are running.
@@ -261,13 +248,13 @@ class WeightReceiver(Protocol):
         ...
 
     def compare_with_files(self, folder: Path) -> None:
-        """Compare what came through a group bitwise with the safetensors of ``folder``.
-
-        Raises:
-            LedgerError: names the tensors that differ, by the engine's names.
-        """
+        """Compare what came through a group with ``folder``; fails as ``verify_weights``."""
         ...
 
+
+# How long one rank may wait for its engine within a stage. Ranks wait for each other half as long
+# again (``sharding/control.py``). So every wait of a rank has ended, with or without success, while
+# the others still wait, and all get the status.
 
 LEAST_WAIT_S = 0.5
 """Seconds of a wait at the end of its stage: enough for an answer that has already arrived."""

@@ -183,14 +183,14 @@ class ControlGroup:
                 f"a rank died or is stuck. If the stage is only slow, raise {limit.key}"
             ) from err
 
-    def everywhere(self, stage: str, action: Callable[[], T]) -> T:
+    def everywhere(self, stage: str, action: Callable[[], T], *, limit: Limit | None = None) -> T:
         """Run ``action`` on every rank and return when all have finished it.
 
         Raises:
             StageError: on all ranks, if it failed on any.
         """
         result, error = attempt(action)
-        failures = self.exchange(stage, error)
+        failures = self.exchange(stage, error, limit=limit)
         if failures:
             raise StageError(stage, failures) from error
         return result  # type: ignore[return-value]  # no failure anywhere, so none here

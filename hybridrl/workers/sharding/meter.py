@@ -45,25 +45,17 @@ class PeakMeter:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Measure the block's peak as ``memory/<name>_peak_bytes/max``."""
-        self.begin(name)
-        try:
-            yield
-        finally:
-            self.end()
-
-    def begin(self, name: str) -> None:
-        """Open a scope inside those that are open."""
         if self._trims and self._is_settled and not self._open and name not in self._trimmed:
             self._trimmed.add(name)
             _give_back()
         self._look()
         self._open.append((name, 0))
-
-    def end(self) -> None:
-        """Close the innermost scope and keep its peak."""
-        self._look()
-        name, peak = self._open.pop()
-        self._metrics = merge([self._metrics, {f"memory/{name}_peak_bytes/max": Max(peak)}])
+        try:
+            yield
+        finally:
+            self._look()
+            _, peak = self._open.pop()
+            self._metrics = merge([self._metrics, {f"memory/{name}_peak_bytes/max": Max(peak)}])
 
     def settle(self) -> None:
         """All lasting memory is allocated now: measure each scope once on its own."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import TypeVar
 
 import torch
 
@@ -18,7 +19,6 @@ from hybridrl.workers.sharding.control import (
     ControlGroup,
     Limit,
     StageError,
-    attempt,
 )
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.states import SYNC
@@ -31,6 +31,7 @@ from hybridrl.workers.sharding.weight_stream import (
 from hybridrl.workers.train.protocol import TrainEngine
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _NUM_UPDATES = 3
 """Tries of one update."""
@@ -81,9 +82,7 @@ class Publisher:
         Raises:
             StageError: on all ranks, if the weights could not be written, sent or loaded.
         """
-        need = partial(self._servers.need_weights, version=version)
-        is_due, error = attempt(need) if self._is_writer else (False, None)
-        self._require_success(error)
+        is_due = self._on_writer(partial(self._servers.need_weights, version=version))
         if self._control.is_true_anywhere("sync of servers needed", flag=bool(is_due)):
             if self._servers.weights == "broadcast":
                 update_with_tries(partial(self._broadcast, source, version))
@@ -105,42 +104,38 @@ class Publisher:
     def _publish(self, source: TrainEngine, version: int) -> None:
         """Write all weights to a folder, and let the servers load it; the one before goes."""
         before = self._published
-        _, error = attempt(self._make_folder if self._is_writer else lambda: None)
-        self._require_success(error)
-        folder = self._published if self._is_writer else None
+        folder = self._on_writer(self._make_folder)
         try:
             report = self._stream(source, None if folder is None else folder.write)
             if report.failures:
                 raise StageError(SYNC.name, report.failures)
-            error = None
-            if folder is not None:
-                update = partial(self._servers.update, folder.folder, version=version)
-                _, error = attempt(partial(update_with_tries, update))
-                self._num_bytes += report.num_bytes
-            self._require_success(error)
+
+            def update() -> None:
+                if folder is not None:
+                    self._servers.update(folder.folder, version=version)
+
+            self._on_writer(partial(update_with_tries, update))
+            self._count(report)
         finally:
             if before is not None:
                 before.remove()
 
-    def _make_folder(self) -> None:
+    def _make_folder(self) -> WeightFolder:
         self._published = WeightFolder(
             Path(mkdtemp(prefix="hybridrl-weights-", dir=self._servers.folder)),
             dtype=DTYPES[self._config.dtype],
             if_full=", or serving.weights=broadcast",
         )
+        return self._published
 
     def _broadcast(self, source: TrainEngine, version: int) -> None:
         """Send all weights to the servers; in the next try a lost one has a successor."""
         begin = partial(self._servers.begin_update, version=version, device=self._device)
-        _, error = attempt(begin if self._is_writer else lambda: None)
-        self._require_success(error)
+        self._on_writer(begin)
         report = self._stream(source, self._servers.send if self._is_writer else None)
-        error = None
-        if self._is_writer:
-            reasons = "; ".join(f"rank {r}: {text}" for r, text in report.failures.items())
-            _, error = attempt(partial(self._servers.end_update, reason=reasons))
-        self._require_success(error)
-        self._num_bytes += report.num_bytes if self._is_writer else 0
+        reasons = "; ".join(f"rank {r}: {text}" for r, text in report.failures.items())
+        self._on_writer(partial(self._servers.end_update, reason=reasons))
+        self._count(report)
 
     def _stream(self, source: TrainEngine, load: Load | None) -> StreamReport:
         config, control = self._config, self._control
@@ -152,8 +147,11 @@ class Publisher:
             control=control,
         )
 
-    def _require_success(self, error: Exception | None) -> None:
+    def _count(self, report: StreamReport) -> None:
+        self._num_bytes += report.num_bytes if self._is_writer else 0
+
+    def _on_writer(self, action: Callable[[], T]) -> T | None:
+        """Run ``action`` on rank 0; StageError on all ranks if it failed."""
         limit = Limit(self._servers.timeout_s, "cluster.call_timeout_s")
-        failures = self._control.exchange(SYNC.name, error, limit=limit)
-        if failures:
-            raise StageError(SYNC.name, failures) from error
+        own: Callable[[], T | None] = action if self._is_writer else lambda: None
+        return self._control.everywhere(SYNC.name, own, limit=limit)

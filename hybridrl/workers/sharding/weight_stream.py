@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -106,11 +105,14 @@ def stream_weights(
         bucket = next(stream, None)
         return None if bucket is None else stage(bucket)
 
+    loading: Future[Exception | None] | None = None
     try:
-        with _Loader(load, timeout_s=control.timeout_s) as loader:
+        # The end of the pool waits: buffers must not be freed while a server reads them.
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as pool:
             while True:
                 staged, error = attempt(stage_next)
-                load_error = loader.wait()
+                load_error = None if loading is None else loading.result()
+                loading = None
                 failures = control.exchange("stream", load_error or handle_error or error)
                 if failures:
                     is_unanswered = control.gather("loads", load_error is not None)
@@ -124,47 +126,33 @@ def stream_weights(
                 open_bytes.append(staged.buffer_bytes if handle else 0)
                 handles = control.gather_on_first(ranks, handle)
                 known = [each for each in handles if each is not None]
-                if len(known) == len(handles):  # else the rank without one says why
-                    loader.start(staged, known)
+                if load is not None and len(known) == len(handles):  # else a rank says why
+                    loading = _loading(pool, load, staged, known, timeout_s=control.timeout_s)
                 del staged  # otherwise its memory would stay while the next one is gathered
     finally:
         if sender is not None:
             sender.release_buffers()
 
 
-class _Loader:
-    """Loads one bucket at a time: one that was staged by reference at once, others in a thread."""
+def _loading(
+    pool: ThreadPoolExecutor,
+    load: Load,
+    staged: StagedBucket,
+    handles: Sequence[str],
+    *,
+    timeout_s: float,
+) -> Future[Exception | None]:
+    """Load a bucket: one that was staged by reference at once, others in a thread.
 
-    def __init__(self, load: Load | None, *, timeout_s: float) -> None:
-        self._load = load
-        self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
-        self._error: Future[Exception | None] | Exception | None = None
+    The future has the error, or None.
+    """
 
-    def __enter__(self) -> _Loader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._pool.shutdown()  # waits: buffers must not be freed while a server reads them
-
-    def start(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        if self._load is None:
-            return
-        if staged.tensors:  # so that the next is not gathered beside it
-            self._error = self._run(self._load, staged, handles)
-        else:
-            self._error = self._pool.submit(self._run, self._load, staged, handles)
-
-    def wait(self) -> Exception | None:
-        """Return why the last started bucket could not be loaded, or None."""
-        error, self._error = self._error, None
-        return error.result() if isinstance(error, Future) else error
-
-    def _run(self, load: Load, staged: StagedBucket, handles: Sequence[str]) -> Exception | None:
-        with stage_time(self._timeout_s):
+    def run() -> Exception | None:
+        with stage_time(timeout_s):
             return attempt(lambda: load(staged, handles))[1]
+
+    if not staged.tensors:
+        return pool.submit(run)
+    loaded: Future[Exception | None] = Future()
+    loaded.set_result(run())  # so that the next is not gathered beside it
+    return loaded
