@@ -75,12 +75,9 @@ class ActorRolloutWorker(CheckpointedWorker):
         servers: ManagerClient | None = None,
         base_plan: BasePlan | None = None,
     ) -> None:
-        """Start both engines; a collective call.
-
-        The rollout engine comes first, on an empty device.
+        """Start both engines, the rollout engine first, on an empty device; a collective call.
 
         Args:
-            config: of the run; ``model.path``, if it is set, is absolute.
             model_folder: Hugging Face folder to start from, absolute.
             servers: the rollout manager, which then has all requests; None: there is none.
             base_plan: what ``lora.base=auto`` depends on; None: weights may stay resident.
@@ -170,18 +167,14 @@ class ActorRolloutWorker(CheckpointedWorker):
 
     @register(ROLLOUT, pad=True)
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch | None:
-        """Sample G responses per prompt with the newest weights.
+        """Sample G responses to each of n prompts with the newest weights.
 
-        Args:
-            prompts: this rollout rank's slice, n prompts; ranks that share an engine get the same.
+        Ranks that share an engine get the same prompts.
 
         Returns:
             n * G rows in prompt order, responses to the same prompt adjacent, with the version of
             the policy that sampled them. None on a rank that has no engine. With
             ``sampling.num_complete`` rows of so many prompts; the others continue in a later call.
-
-        Raises:
-            DriftError: the engine returned token ids that the model does not have.
         """
         with self.sharding.rollout_phase():
             answered = self._sampling.sample(prompts, sampling, version=self._policy_version)
@@ -198,10 +191,6 @@ class ActorRolloutWorker(CheckpointedWorker):
         Returns:
             P * G rows, responses to the same prompt adjacent, with the versions that sampled their
             tokens. None on ranks other than the first.
-
-        Raises:
-            DriftError: a response began with weights older than ``trainer.max_staleness``.
-            PhaseError: the ranks have the rollout engines, or nothing is sampled ahead.
         """
         with self.sharding.rollout_phase():
             answered = self._sampling.exchange(prompts, sampling, version=self._policy_version)
@@ -244,11 +233,9 @@ class ActorRolloutWorker(CheckpointedWorker):
 
     @register(TRAIN)
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
-        """Score the rollouts with the weights before the update, and with the reference.
+        """Score the rollouts with the weights before the update, the reference and the teacher.
 
-        Returns:
-            Old log-probs if ``algorithm.old_logprobs=recompute``, those of a reference and of a
-            teacher if there are any; log-probs that are not computed are None.
+        What the algorithm does not need is None.
         """
         self.sharding.require_training()
         temperature = self._config.rollout.temperature
@@ -288,8 +275,9 @@ class ActorRolloutWorker(CheckpointedWorker):
         Returns:
             Metrics of the update, and of the rollout phases since the last one.
 
-        DriftError: the rollouts came from another policy, and this step checks it
-            (``rollout.canary_every_steps``). No optimizer step learned from them.
+        Raises:
+            DriftError: the rollouts came from another policy, and this step checks it
+                (``rollout.canary_every_steps``). No optimizer step learned from them.
         """
         self.sharding.require_training()
         algorithm = self._config.algorithm

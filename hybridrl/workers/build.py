@@ -63,9 +63,9 @@ _SGLANG_WEIGHTS = "hybridrl.workers.rollout.sglang.weights"
 def build_train_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> PolicyEngine:
-    """Start the policy's training engine on this rank; a collective call.
+    """Start the policy's training engine; without an optimizer if ``mode=eval``.
 
-    With ``mode=eval`` it has no optimizer: it holds the weights that engines sample with.
+    This and the functions below are collective calls.
     """
     num_steps = None if config.mode == "eval" else config.num_policy_updates
     return PolicyEngine(
@@ -76,7 +76,7 @@ def build_train_engine(
 def build_reference_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device, *, actor: PolicyEngine
 ) -> PolicyEngine | BaseModelReference | None:
-    """Start the frozen reference, if a KL penalty or ``dpo.loss`` needs one; a collective call.
+    """Start the frozen reference, if a KL penalty or ``dpo.loss`` needs one.
 
     With LoRA it is the actor without its adapter: no second copy.
     """
@@ -88,13 +88,13 @@ def build_reference_engine(
 
 
 def build_teacher_engine(config: ExperimentConfig, device: torch.device) -> PolicyEngine | None:
-    """Start the frozen teacher, if there is one; a collective call."""
+    """Start the frozen teacher, if there is one."""
     folder = config.algorithm.teacher_path
     return None if folder is None else PolicyEngine(_build_backend(config, Path(folder), device))
 
 
 def build_reward_engines(config: ExperimentConfig, device: torch.device) -> dict[str, RewardEngine]:
-    """Start the frozen reward models by the name of their reward; a collective call."""
+    """Start the frozen reward models by the name of their reward."""
     return {
         name: RewardEngine(_build_backend(config, Path(folder), device, is_reward_model=True))
         for name, folder in config.reward.model_paths.items()
@@ -104,7 +104,7 @@ def build_reward_engines(config: ExperimentConfig, device: torch.device) -> dict
 def build_reward_trainer(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> RewardEngine:
-    """Start the engine of a reward model that learns; a collective call."""
+    """Start the engine of a reward model that learns."""
     tokenizer = load_tokenizer(model_folder, needs_chat_template=False)
     num_steps = config.num_policy_updates
     backend = _build_backend(
@@ -120,7 +120,7 @@ def build_reward_trainer(
 def build_critic_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> CriticEngine:
-    """Start the critic's engine on this rank; a collective call."""
+    """Start the critic's engine."""
     section, num_steps = config.critic, config.num_critic_updates
     backend = _build_backend(
         config, model_folder, device, section=section, num_total_steps=num_steps
@@ -312,10 +312,7 @@ def _build_publisher(
 def _build_follower(
     config: ExperimentConfig, device: torch.device, engines: Sequence[LedEngine], *, rank: int
 ) -> WeightSender | None:
-    """Make the weight sender of a rank that shares an engine of the policy and has none.
-
-    None if the engine needs no bytes of that rank.
-    """
+    """Make the sender of a rank that shares the policy's engine of another; None: not needed."""
     rollout = config.rollout
     follows = any(rank in each.ranks[1:] and each.folder is None for each in engines)
     if rollout.engine == "hf" or not follows:

@@ -29,11 +29,7 @@ class CheckpointedWorker(Worker):
 
     @abstractmethod
     def checkpointed_engine(self) -> LearningEngine:
-        """Return the engine, resident on its device.
-
-        Raises:
-            PhaseError: the rollout engine has the device.
-        """
+        """Return the engine, resident on its device."""
 
     def notes(self) -> Notes:
         """Return small state that a resumed worker needs besides the engine's."""

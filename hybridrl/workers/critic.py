@@ -51,8 +51,7 @@ class CriticWorker(CheckpointedWorker):
     def update(self, batch: CriticBatch) -> Metrics:
         """Take ``critic.num_epochs * critic.num_minibatches`` optimizer steps.
 
-        Args:
-            batch: this rank's rows, those of each mini-batch adjacent (see balance_over_ranks).
+        This rank's rows of each mini-batch are adjacent (see balance_over_ranks).
         """
         with self._working("update", memory="critic_update"):
             steps = [

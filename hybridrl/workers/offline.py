@@ -106,11 +106,7 @@ class PreferenceWorker(_PolicyWorker):
 
     @register(TRAIN)
     def compute_reference(self, batch: PreferenceBatch) -> torch.Tensor:
-        """Return the reference's log-prob of each answer, float32 [B] nats.
-
-        Raises:
-            ConfigError: the loss reads no log-ratios, so there is no reference.
-        """
+        """Return the reference's log-prob of each answer, float32 [B] nats."""
         if self._reference is None:
             rule = "reads no log-ratios, so that no reference is loaded"
             raise ConfigError("dpo.loss", self._objective.loss.spelled, rule, "do not ask for it")

@@ -23,9 +23,6 @@ def start_process_group(*, device: str, local_rank: int, timeout_s: float) -> to
         device: ``cpu`` (gloo) or ``cuda`` (nccl, with gloo for CPU tensors).
         local_rank: index of the device on its node.
         timeout_s: seconds one collective may take (``cluster.collective_timeout_s``).
-
-    Raises:
-        ResourceError: cuda is asked for and there is none.
     """
     timeout = timedelta(seconds=timeout_s)
     if device == "cpu":

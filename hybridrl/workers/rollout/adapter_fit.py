@@ -18,15 +18,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
-    """Refuse an adapter that differs from the tensors of the engine's adapted layers.
+    """Refuse (EngineError) an adapter that differs from the tensors of the adapted layers.
 
     Args:
         tensors: the adapter, by the names in its file.
         shapes: of A and B of every adapted layer of the engine.
-
-    Raises:
-        EngineError: no tensors, one without an adapter's name, none of this engine's, fewer or more
-            than its layers need, or another shape.
     """
     if not tensors:
         raise EngineError(

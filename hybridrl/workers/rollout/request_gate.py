@@ -61,11 +61,7 @@ class ProgramCall:
 
     @contextmanager
     def request(self, num_responses: int) -> Iterator[None]:
-        """Count a request that is open in the block.
-
-        Raises:
-            EngineError: the program was aborted, and asks for more.
-        """
+        """Count a request that is open in the block; an aborted program may have none."""
         self.require_alive()
         self.num_requests += num_responses
         self.num_open += num_responses
@@ -93,11 +89,7 @@ class RequestGate:
 
     @contextmanager
     def admit(self) -> Iterator[ProgramCall]:
-        """Hold the engine for one program.
-
-        Raises:
-            PhaseError: the engine is paused, or another program is running.
-        """
+        """Hold the engine for one program; PhaseError if it is paused, or has one."""
         with self._changed:
             if self._is_paused:
                 raise PhaseError(
@@ -147,14 +139,8 @@ class RequestGate:
     def drain(self, timeout_s: float, *, grace_s: float = _ABORT_GRACE_S) -> int:
         """Wait until the running program ended; abort it at the deadline.
 
-        Args:
-            grace_s: seconds that an aborted program may take to end.
-
-        Returns:
-            The number of requests aborted.
-
-        Raises:
-            DeadlineError: the aborted program did not end within ``grace_s``.
+        Returns the number of requests aborted. DeadlineError if the program does not end within
+        ``grace_s`` after that.
         """
         with self._changed:
             call = self._running

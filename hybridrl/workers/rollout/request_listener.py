@@ -49,11 +49,7 @@ def request_body(
 
 
 def read_request(data: bytes) -> tuple[Tensor, RequestParams, list[int]]:
-    """Read a request.
-
-    Raises:
-        RequestError: it is not one.
-    """
+    """Read a request; RequestError if it is none."""
     try:
         body = json.loads(data)
         token_ids, keys, stops = body["token_ids"], body["keys"], body["params"]["stop_token_ids"]
@@ -91,11 +87,7 @@ def answer_body(samples: Sequence[Sample]) -> Body:
 
 
 def read_answer(body: Body) -> list[Sample]:
-    """Read the answer to a request.
-
-    Raises:
-        EngineError: it is none; a log-prob that was not finite is null.
-    """
+    """Read an answer; EngineError if it is none, as one with a log-prob that was not finite."""
     try:
         return [_read_sample(sample) for sample in body["samples"]]
     except (KeyError, TypeError, ValueError) as error:
@@ -128,11 +120,7 @@ class RequestListener:
     """Listens for requests to an engine of this process, and answers while it is open."""
 
     def __init__(self, engine: RolloutEngine, *, door: Door) -> None:
-        """Listen on a free port, and refuse all requests.
-
-        Args:
-            door: address of this machine, and the key that callers must send.
-        """
+        """Listen on a free port of ``door``, whose key callers must send; refuse all requests."""
         self._engine = engine
         self._requests = RequestProgram(engine)
         self._door = door
@@ -140,11 +128,7 @@ class RequestListener:
         self._url = self._loop.run(self._listen())
 
     def open(self) -> str:
-        """Admit requests; the engine must do so, too. Returns the URL. Idempotent.
-
-        Raises:
-            EngineError: the engine cannot answer any.
-        """
+        """Admit requests; the engine must do so, too. Returns the URL. Idempotent."""
         self._requests.open()
         return self._url
 

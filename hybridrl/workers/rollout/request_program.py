@@ -48,11 +48,7 @@ class RequestProgram:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Admit requests; the engine must do so too. While open it does nothing.
-
-        Raises:
-            EngineError: the engine cannot run a program; or its reason.
-        """
+        """Admit requests; the engine must do so too, else its error is raised. Idempotent."""
         with self._lock:
             if self._session is not None and not self._session.has_ended:
                 self._session.is_closed = False  # before its last request had ended
@@ -78,10 +74,9 @@ class RequestProgram:
     def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
     ) -> Future[list[Sample]]:
-        """Begin to sample; see ``Sampler``. The future ends with the request, or with the program.
+        """Begin to sample; see ``Sampler``. PhaseError if no request is admitted now.
 
-        Raises:
-            PhaseError: no request is admitted now.
+        The future ends with the request, or with the program.
         """
         answer: Future[list[Sample]] = Future()
         answer.set_running_or_notify_cancel()  # a caller that goes away does not cancel it

@@ -92,12 +92,9 @@ async def continue_once(
     params: RequestParams,
     keys: Sequence[int],
 ) -> list[Sample]:
-    """Ask once for what interrupted responses lack; they may be interrupted again.
+    """Ask once for what interrupted ``samples`` lack; they may be interrupted again.
 
-    Args:
-        samples: the responses so far; those that ended stay.
-        context_L: int64 [L], of all.
-        params: of all, for responses without tokens.
+    Context (int64 [L]) and ``params`` are those of responses without tokens.
     """
     joined = list(samples)
 
@@ -154,11 +151,10 @@ class OpenResponses:
         """Return the program that samples responses to all prompts until enough are complete.
 
         It answers the first ``num_complete`` of the complete prompts, in the order of ``prompts``.
+        Then it calls ``interrupt``, of the engine that runs it.
 
         Args:
             prompts: the open ones and new ones, oldest first. Responses to others are forgotten.
-            sampling: how to sample; ``num_complete`` prompts are enough.
-            interrupt: of the engine that runs the program.
         """
         index_P: list[int] = prompts.prompt_index_P.tolist()
         size = sampling.num_responses_per_prompt

@@ -95,10 +95,7 @@ class ControlGroup:
         return bool(self.largest(stage, int(flag)))
 
     def largest(self, stage: str, value: int) -> int:
-        """Return, on every rank, the largest ``value`` of all. Costs one 24-byte all-reduce.
-
-        Fails as ``exchange`` does.
-        """
+        """Return the largest ``value`` of all ranks (24 bytes travel). Fails as ``exchange``."""
         if self._group is None:
             return value
         stage_id = zlib.crc32(stage.encode())
@@ -156,11 +153,7 @@ class ControlGroup:
         return items or []
 
     def meet(self, work: str, limit: Limit) -> None:
-        """Wait until all ranks have done ``work``, which may take them longer than a stage.
-
-        Raises:
-            DeadlineError: a rank did not arrive within ``limit`` after the first.
-        """
+        """Wait until all ranks have done ``work``; DeadlineError if one is later than ``limit``."""
         if self._group is None:
             return
         # Not dist.barrier, which has no timeout of its own. Nor dist.monitored_barrier, where all
@@ -184,11 +177,7 @@ class ControlGroup:
             ) from err
 
     def everywhere(self, stage: str, action: Callable[[], T], *, limit: Limit | None = None) -> T:
-        """Run ``action`` on every rank and return when all have finished it.
-
-        Raises:
-            StageError: on all ranks, if it failed on any.
-        """
+        """Run ``action`` on every rank, wait for all; StageError on all if it failed on any."""
         result, error = attempt(action)
         failures = self.exchange(stage, error, limit=limit)
         if failures:

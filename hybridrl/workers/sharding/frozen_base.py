@@ -1,4 +1,4 @@
-"""Measures the inputs of the choice ``lora.base=auto``, and chooses for all ranks alike."""
+"""Measures what ``lora.base=auto`` depends on, and chooses for all ranks alike."""
 
 from __future__ import annotations
 

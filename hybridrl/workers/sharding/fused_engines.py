@@ -71,10 +71,8 @@ class FusedEngines:
         Args:
             managed: the engine that this rank owns; None on a rank that has none.
             engines: of all ranks.
-            device: where the buckets lie.
             others: brings the weights to engines that no rank owns.
-            follower: stages the bytes of a rank that shares an engine and has none; None if none
-                are needed.
+            follower: stages the bytes of a rank that shares an engine and owns none, if needed.
         """
         self.managed = managed
         self.num_engines = len(engines)
@@ -104,9 +102,8 @@ class FusedEngines:
     def attach(self, source: TrainEngine, *, resends_base: bool) -> None:
         """Make ``source`` the training engine whose weights a sync sends.
 
-        Args:
-            resends_base: weights that no step changes are sent again after their release,
-                instead of being kept on the host.
+        With ``resends_base`` weights that no step changes are sent again after their release,
+        instead of being kept on the host.
         """
         self._source = source
         self._names = {
@@ -141,11 +138,7 @@ class FusedEngines:
         return self._of_engines(self._control.exchange(stage, error, limit=limit))
 
     def require_source(self) -> TrainEngine:
-        """Return the training engine whose weights a sync sends.
-
-        Raises:
-            PhaseError: there is none yet.
-        """
+        """Return the training engine whose weights a sync sends; PhaseError before ``attach``."""
         if self._source is None:
             raise PhaseError("there are no weights to sample from: call attach_policy first")
         return self._source
@@ -331,11 +324,9 @@ def start_engine(
     config: RolloutConfig,
     control: ControlGroup,
 ) -> RolloutEngine | None:
-    """Start the engine of this rank, and wait until all have started. A collective call.
+    """Start the engine of this rank by ``build``, and wait until all have started.
 
-    Args:
-        build: starts it; None on a rank without an engine.
-        ranks: that share it with this one; None: this rank shares none.
+    A collective call. ``ranks`` are those that share an engine with this one.
 
     Raises:
         Exception: on all ranks, the error of ``build`` from the first rank that failed; the caller

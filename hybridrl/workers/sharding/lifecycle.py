@@ -51,7 +51,7 @@ class LifeCycleMembers(Protocol):
         ...
 
     def sync(self) -> Failures:
-        """Send the training weights to every engine, and return the failed ones with reasons."""
+        """Send the training weights to every engine, and return the failed ones."""
         ...
 
 
@@ -112,10 +112,7 @@ class LifeCycle:
 
     @property
     def may_train(self) -> bool:
-        """True if all engines sleep and the training state is resident: training may compute.
-
-        Engines that stay serve meanwhile.
-        """
+        """Whether all engines sleep, but those that stay, and the training state is resident."""
         return self._open_stage is None and self._is_host_home and not self._awake()
 
     def describe(self) -> str:
@@ -130,9 +127,7 @@ class LifeCycle:
         self._transition(START, ManagedEngine.start, members=self._where(State.BOOT))
 
     def sleep(self) -> None:
-        """Stop serving and return the device to training. Idempotent.
-
-        Engines that stay are asked nothing.
+        """Stop serving and return the device to training; engines that stay serve on. Idempotent.
 
         Raises:
             StageError: an engine did not pause or drain: nothing was released, and all engines that
@@ -222,11 +217,9 @@ class LifeCycle:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Run a stage that succeeds, or ends in a StageError, which all ranks raise and can handle.
-
-        After any other error (a deadline, ranks at different stages) ranks do not know each other's
-        state: the stage stays open for good, so no rank serves or trains.
-        """
+        """Run a stage that succeeds, or ends in a StageError: all ranks raise it, and can handle it."""
+        # After any other error (a deadline, ranks at different stages) ranks do not know each
+        # other's state: the stage stays open for good, so no rank serves or trains.
         self._open_stage = name
         try:
             with self._observe(name):
@@ -361,10 +354,8 @@ class LifeCycle:
             serving = stopped
         self._release(serving)
         risen = self._where(State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP)
-        if (
-            self._depth is SleepLevel.RELEASE_CACHE
-        ):  # weights that stay resident have no copy to be restored from
-            self._release(risen)
+        if self._depth is SleepLevel.RELEASE_CACHE:
+            self._release(risen)  # weights that stay resident have no copy to be restored from
         else:
             self._try_transition(UNWIND, ManagedEngine.release_all, members=risen)
         for recover in (self._restart_broken, self._come_back):
@@ -376,19 +367,15 @@ class LifeCycle:
     # -- who is where ----------------------------------------------------------------------------
 
     @property
-    def _everyone(self) -> range:
-        return range(len(self._states))
-
-    @property
     def _present(self) -> list[int]:
         """Return all engines but those that may miss, and do."""
         away = self._may_miss.intersection(self._where(State.BROKEN))
-        return [index for index in self._everyone if index not in away]
+        return [index for index in range(len(self._states)) if index not in away]
 
     def _awake(self) -> list[int]:
         """Return the engines that must sleep before training, and do not."""
         may_stay = (*RESTING, State.READY) if self._stays else RESTING
-        return [i for i in self._everyone if self._states[i] not in may_stay]
+        return [index for index, state in enumerate(self._states) if state not in may_stay]
 
     def _where(self, *states: State) -> list[int]:
         return [index for index, state in enumerate(self._states) if state in states]

@@ -79,11 +79,7 @@ class WeightLedger:
                 self._invalid.setdefault(name, "the last sync broke off before it")
 
     def receive(self, names: Collection[str]) -> None:
-        """Mark these tensors as valid: they have arrived completely.
-
-        Raises:
-            LedgerError: the engine has no tensor of that name.
-        """
+        """Mark these tensors as valid: they have arrived. LedgerError if one is not the engine's."""
         unknown = [name for name in names if name not in self._tensors]
         if unknown:
             raise LedgerError(
@@ -103,11 +99,7 @@ class WeightLedger:
         return not self._invalid
 
     def require_covered(self) -> None:
-        """Refuse to call the weights synced while a tensor is not.
-
-        Raises:
-            LedgerError: names the first tensors, why they are not valid, and the remedy.
-        """
+        """Refuse (LedgerError) to call the weights synced while a tensor is not."""
         if not self._invalid:
             return
         invalid = [name for name in self._tensors if name in self._invalid]  # in model order
@@ -235,11 +227,7 @@ class ManagedEngine:
         self.ledger.receive(list(adapter))
 
     def finish_update(self, *, version: int) -> None:
-        """Close a sync.
-
-        Raises:
-            LedgerError: a tensor is still lost.
-        """
+        """Close a sync; LedgerError if a tensor is still lost."""
         self.ledger.require_covered()
         self.engine.finish_update(version=version)
 

@@ -33,7 +33,7 @@ process costs some 40 us, and the others allocate nothing."""
 
 
 class ShardingManager:
-    """Owns the device of this process. One per process; every fused role registers with it."""
+    """Owns the device of this process; every fused role registers with it."""
 
     def __init__(
         self,

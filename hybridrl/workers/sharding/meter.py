@@ -25,10 +25,6 @@ class PeakMeter:
     of the process above its size when the meter was made, so make it right before the engines. If
     the kernel cannot reset its own peak (no /proc, or a sandbox), memory is read when a scope
     begins and ends: peaks in between are missed, and figures are too low.
-
-    On a CPU malloc keeps freed memory, so a scope looks as large as the largest one before it.
-    After ``settle`` the next opening of each outermost scope gives that memory back first. Only
-    that one does, because to give back and take again costs up to half a second per GB.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,6 +42,8 @@ class PeakMeter:
     def __call__(self, name: str) -> Iterator[None]:
         """Measure the block's peak as ``memory/<name>_peak_bytes/max``."""
         if self._trims and self._is_settled and not self._open and name not in self._trimmed:
+            # malloc keeps freed memory, so a scope looks as large as the largest one before it.
+            # Once for each scope: to give back and take again costs up to half a second per GB.
             self._trimmed.add(name)
             _give_back()
         self._look()

@@ -38,11 +38,7 @@ _NUM_UPDATES = 3
 
 
 def update_with_tries(update: Callable[[], None]) -> None:
-    """Update servers; an engine that dies in one try is replaced in the next.
-
-    Raises:
-        StageError: of the last try.
-    """
+    """Update servers; an engine that dies in one try is replaced in the next."""
     for number in range(1, _NUM_UPDATES + 1):
         try:
             update()
@@ -77,11 +73,7 @@ class Publisher:
         self._published: WeightFolder | None = None
 
     def bring(self, source: TrainEngine, *, version: int) -> None:
-        """Bring the weights to all engines that lack them. A collective call.
-
-        Raises:
-            StageError: on all ranks, if the weights could not be written, sent or loaded.
-        """
+        """Bring the weights to all engines that lack them, or StageError. A collective call."""
         is_due = self._on_writer(partial(self._servers.need_weights, version=version))
         if self._control.is_true_anywhere("sync of servers needed", flag=bool(is_due)):
             if self._servers.weights == "broadcast":

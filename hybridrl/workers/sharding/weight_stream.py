@@ -1,9 +1,8 @@
 """The one stream of weights from a training engine to rollout engines: buckets of HF-named tensors.
 
-N training engines and M rollout engines need N + M adapters instead of N x M: a training engine
-yields ``(name, tensor)``, a rollout engine stages and loads buckets, this file connects them. Into
-another process a bucket travels while the next is gathered: memory of the bucket that is gathered
-and of two flat ones. Within a process it is loaded at once: memory of one bucket.
+A training engine yields ``(name, tensor)``, a rollout engine stages and loads buckets, this file
+connects them. Into another process a bucket travels while the next is gathered: memory of the
+bucket that is gathered and of two flat ones. Within a process it is loaded at once: memory of one.
 """
 
 from __future__ import annotations
