@@ -51,7 +51,8 @@ from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
-from hybridrl.workers.train.protocol import LearningEngine, TokenLoss
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.protocol import TokenLoss
 
 TRAIN = dispatch_by_mesh("train")
 ROLLOUT = dispatch_by_mesh("rollout")
@@ -91,7 +92,6 @@ class ActorRolloutWorker(CheckpointedWorker):
             control=control,
             num_ranks_per_node=config.cluster.num_ranks_per_node,
         )
-        config = replace(config, lora=lora)
         self._config = replace(config, lora=lora)
         self._policy_version = 0
         self._carried: Metrics = {}
@@ -148,12 +148,12 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._actor = build_train_engine(config, model_folder, device)
         self.sharding.attach_policy(self._actor)
         self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
-        if self._reference is not None:
-            self.sharding.register("reference", self._reference)
         self._teacher = build_teacher_engine(config, device)
-        if self._teacher is not None:
-            self.sharding.register("teacher", self._teacher)
         self._reward_models = build_reward_engines(config, device)
+        others = {"reference": self._reference, "teacher": self._teacher}
+        for name, model in others.items():
+            if model is not None:
+                self.sharding.register(name, model)
         for name, reward_model in self._reward_models.items():
             self.sharding.register(f"reward model {name}", reward_model)
         self._vocab_size = int(read_settings(model_folder)["vocab_size"])
@@ -329,13 +329,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self.sharding.weights_changed(version=self._policy_version)
         return metrics
 
-    @register(Dispatch.ONE_TO_ALL)
-    def export_hf(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder, atomically."""
-        self.sharding.require_training()
-        self._actor.export_hf(folder)
-
-    def checkpointed_engine(self) -> LearningEngine:
+    def checkpointed_engine(self) -> PolicyEngine:
         """Return the policy's training engine."""
         self.sharding.require_training()
         return self._actor
@@ -354,8 +348,7 @@ class ActorRolloutWorker(CheckpointedWorker):
     @register(Dispatch.ONE_TO_ALL)
     def export_adapter(self, folder: Path) -> None:
         """Write the policy's adapter as a peft folder, atomically."""
-        self.sharding.require_training()
-        self._actor.export_adapter(folder)
+        self.checkpointed_engine().export_adapter(folder)
 
     def close(self) -> None:
         """End tools and rollout engine, and leave the process group."""

@@ -16,7 +16,6 @@ from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter, Notes
 from hybridrl.workers.train.checkpoint_files import is_unchanged
 from hybridrl.workers.train.model_engine import ModelEngine
-from hybridrl.workers.train.protocol import LearningEngine
 
 
 class CheckpointedWorker(Worker):
@@ -28,7 +27,7 @@ class CheckpointedWorker(Worker):
     _writer: CheckpointWriter
 
     @abstractmethod
-    def checkpointed_engine(self) -> LearningEngine:
+    def checkpointed_engine(self) -> ModelEngine:
         """Return the engine, resident on its device."""
 
     def notes(self) -> Notes:
@@ -56,6 +55,11 @@ class CheckpointedWorker(Worker):
             dp_size=engine.dp_size,
             is_output_rank=engine.is_output_rank,
         )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder, atomically."""
+        self.checkpointed_engine().export_hf(folder)
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, folder: Path) -> None:

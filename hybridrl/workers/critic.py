@@ -12,12 +12,12 @@ from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Max, Metrics, merge
-from hybridrl.single_controller import Dispatch, register
+from hybridrl.single_controller import register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS, ActorRolloutWorker
 from hybridrl.workers.build import build_critic_engine
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group
-from hybridrl.workers.train.protocol import LearningEngine
+from hybridrl.workers.train.critic_engine import CriticEngine
 
 
 class CriticWorker(CheckpointedWorker):
@@ -66,14 +66,8 @@ class CriticWorker(CheckpointedWorker):
         seconds, self._seconds = self._seconds, {}
         return merge([*steps, seconds, self._take_shared_metrics()])
 
-    @register(Dispatch.ONE_TO_ALL)
-    def export_hf(self, folder: Path) -> None:
-        """Write the critic as a Hugging Face folder (token classification), atomically."""
-        self._require_device()
-        self._engine.export_hf(folder)
-
-    def checkpointed_engine(self) -> LearningEngine:
-        """Return the critic's engine."""
+    def checkpointed_engine(self) -> CriticEngine:
+        """Return the critic's engine, whose export is for token classification."""
         self._require_device()
         return self._engine
 

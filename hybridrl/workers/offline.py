@@ -26,7 +26,6 @@ from hybridrl.workers.train.preference_objective import (
     mean_over_pairs,
     of_held_out,
 )
-from hybridrl.workers.train.protocol import LearningEngine
 from hybridrl.workers.train.reward_engine import RewardEngine
 
 
@@ -45,12 +44,7 @@ class OfflineWorker(CheckpointedWorker):
     def build_engine(self, config: ExperimentConfig, model_folder: Path) -> ModelEngine:
         """Start the engine on this rank's device; see ``workers/build.py``."""
 
-    @register(Dispatch.ONE_TO_ALL)
-    def export_hf(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder, atomically."""
-        self._engine.export_hf(folder)
-
-    def checkpointed_engine(self) -> LearningEngine:
+    def checkpointed_engine(self) -> ModelEngine:
         """Return the engine."""
         return self._engine
 

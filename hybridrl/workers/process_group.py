@@ -47,9 +47,7 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
     torch's own store listens at all addresses of the machine, and any process that reaches it may
     write to it. A group that is bound to ``device`` connects NCCL now, before the rollout engine
     sizes itself. But it has torch split NCCL's communicator for each further group, and a split
-    waits for all ranks: see ``ControlGroup.subgroup`` for groups on gloo. SGLang's
-    ``init_custom_process_group`` with NCCL would split it on one rank alone: ``BroadcastTransport``
-    makes its group on gloo, in a process without a device.
+    waits for all ranks: see ``ControlGroup.subgroup`` and ``WeightGroup``.
     """
     address, port = env.get("MASTER_ADDR"), int(env.get("MASTER_PORT", "0"))
     if not address or env.get(_STORE_OF_TORCHRUN):

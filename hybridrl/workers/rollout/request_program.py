@@ -114,19 +114,18 @@ class RequestProgram:
         request: partial[Coroutine[Any, Any, list[Sample]]],
         answer: Future[list[Sample]],
     ) -> None:
+        samples, error = [], None
         try:
             samples = await request()
-        except Exception as error:
-            self._forget(session, answer)
-            answer.set_exception(error)
-        else:
-            self._forget(session, answer)
-            answer.set_result(samples)
-        session.changed.set()
-
-    def _forget(self, session: _Session, answer: Future[list[Sample]]) -> None:
+        except Exception as failure:
+            error = failure
         with self._lock:
             session.pending.discard(answer)
+        if error is None:
+            answer.set_result(samples)
+        else:
+            answer.set_exception(error)
+        session.changed.set()
 
     def _run(self, opened: Future[_Session]) -> None:
         """Run the program to its end; requests that it leaves open end with an error."""

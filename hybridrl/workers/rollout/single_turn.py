@@ -42,9 +42,8 @@ def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[
     It returns P * G samples in prompt order, those to the same prompt adjacent.
     """
     params = sampling.request_params()
-    index_G = torch.arange(sampling.num_responses_per_prompt)
     index_P = prompts.prompt_index_P.tolist()
-    keys_PG: list[list[int]] = response_keys(prompts.seed_P[:, None], index_G).tolist()
+    keys_PG = _keys(prompts, sampling)
 
     async def sample_prompt(
         sampler: Sampler, number: int, token_ids: Tensor, keys: list[int]
@@ -68,6 +67,13 @@ def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[
         return list(chain.from_iterable(await asyncio.gather(*work)))
 
     return program
+
+
+def _keys(prompts: PromptBatch, sampling: SamplingParams) -> list[list[int]]:
+    """Return the random streams of G responses to each of P prompts."""
+    index_G = torch.arange(sampling.num_responses_per_prompt)
+    keys_PG: list[list[int]] = response_keys(prompts.seed_P[:, None], index_G).tolist()
+    return keys_PG
 
 
 async def sample_to_the_end(
@@ -157,11 +163,8 @@ class OpenResponses:
             prompts: the open ones and new ones, oldest first. Responses to others are forgotten.
         """
         index_P: list[int] = prompts.prompt_index_P.tolist()
-        size = sampling.num_responses_per_prompt
-        keys_PG: list[list[int]] = response_keys(
-            prompts.seed_P[:, None], torch.arange(size)
-        ).tolist()
-        empty = [interrupted_sample(NO_VERSION)] * size
+        keys_PG = _keys(prompts, sampling)
+        empty = [interrupted_sample(NO_VERSION)] * sampling.num_responses_per_prompt
         self._groups = {index: self._groups.get(index, empty) for index in index_P}
         wanted = len(prompts) if sampling.num_complete is None else sampling.num_complete
 

@@ -217,7 +217,7 @@ class LifeCycle:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Run a stage that succeeds, or ends in a StageError: all ranks raise it, and can handle it."""
+        """Run a stage that succeeds, or ends in a StageError, which all ranks raise and handle."""
         # After any other error (a deadline, ranks at different stages) ranks do not know each
         # other's state: the stage stays open for good, so no rank serves or trains.
         self._open_stage = name

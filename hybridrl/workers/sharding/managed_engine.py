@@ -79,7 +79,7 @@ class WeightLedger:
                 self._invalid.setdefault(name, "the last sync broke off before it")
 
     def receive(self, names: Collection[str]) -> None:
-        """Mark these tensors as valid: they have arrived. LedgerError if one is not the engine's."""
+        """Mark these tensors as valid: they have arrived. LedgerError for one that is unknown."""
         unknown = [name for name in names if name not in self._tensors]
         if unknown:
             raise LedgerError(
