@@ -13,7 +13,7 @@ from benchmarks.gpu_parts.rank import Setup, read_setup, small, stand_alone
 from benchmarks.gpu_parts.shapes import shape_in
 from benchmarks.gpu_parts.transfers import pinned_bandwidth, synchronize
 from hybridrl.workers.build import build_policy_loss, build_train_engine
-from hybridrl.workers.process_group import start_process_group
+from hybridrl.workers.checkpointed import start_process_group
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine

@@ -37,8 +37,7 @@ from hybridrl.workers.build import (
     build_teacher_engine,
     build_train_engine,
 )
-from hybridrl.workers.checkpointed import CheckpointedWorker
-from hybridrl.workers.process_group import end_process_group
+from hybridrl.workers.checkpointed import CheckpointedWorker, end_process_group
 from hybridrl.workers.rollout.assemble import (
     Answered,
     assemble_rollouts,

@@ -15,8 +15,7 @@ from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.single_controller import register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS, ActorRolloutWorker
 from hybridrl.workers.build import build_critic_engine
-from hybridrl.workers.checkpointed import CheckpointedWorker
-from hybridrl.workers.process_group import end_process_group
+from hybridrl.workers.checkpointed import CheckpointedWorker, end_process_group
 from hybridrl.workers.train.critic_engine import CriticEngine
 
 

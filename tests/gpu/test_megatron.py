@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.checkpointed import end_process_group, start_process_group
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine

@@ -116,8 +116,8 @@ class ControlGroup:
         All of them must have made equally many groups: torch names such a group by their number.
         """
         if ranks not in self._subgroups:
-            # Where the default group is bound to a GPU (process_group.py), torch lets each rank
-            # that is asked and no member split the NCCL communicator, and no member of a gloo group
+            # Where the default group is bound to a GPU (checkpointed.py), torch lets each rank that
+            # is asked and no member split the NCCL communicator, and no member of a gloo group
             # does: they would wait for each other. So the members alone are asked.
             self._subgroups[ranks] = dist.new_group(
                 list(ranks),
