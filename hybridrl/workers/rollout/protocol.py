@@ -67,10 +67,8 @@ class WeightSender(Protocol):
     def stage(self, bucket: Bucket) -> StagedBucket:
         """Stage a bucket; it stays readable until the next one but one.
 
-        Its tensors may be reused, unless it is staged by reference.
-
-        Raises:
-            EngineError: a name or shape that the engine does not have, or too little memory.
+        Its tensors may be reused, unless it is staged by reference. EngineError for a name or shape
+        that the engine does not have, or too little memory.
         """
         ...
 
@@ -122,14 +120,9 @@ class RolloutEngine(WeightSender, Protocol):
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Load a bucket of full tensors; from any one thread at a time. All or nothing.
 
-        Args:
-            staged: this rank's own.
-            handles: those that all ranks of the engine staged for this bucket, in rank order.
-
-        Raises:
-            EngineError: a name or shape that the engine does not have; or the server refuses the
-                bucket, or is gone.
-            DeadlineError: the server does not answer.
+        ``staged`` is this rank's own; ``handles`` are those that all ranks of the engine staged for
+        this bucket, in rank order. EngineError for a name or shape that the engine does not have,
+        or a server that refuses or is gone; DeadlineError if it does not answer.
         """
         ...
 
@@ -137,10 +130,8 @@ class RolloutEngine(WeightSender, Protocol):
         """Load a complete adapter, by the names of its file; its tensors may be reused afterwards.
 
         Comes after the base weights, and after ``unload_adapter``. From here on every request uses
-        the adapter; an engine built for adapters refuses to sample without one.
-
-        Raises:
-            EngineError: no tensor, a name that is not an adapter's, or none that the engine has.
+        the adapter; an engine built for adapters refuses to sample without one. EngineError for an
+        adapter that does not fit (``adapter_fit.py``).
         """
         ...
 
@@ -162,8 +153,7 @@ class RolloutEngine(WeightSender, Protocol):
     def verify_weights(self) -> None:
         """Compare the sent weights bitwise with those of ``load_reference_weights``; drop these.
 
-        Raises:
-            LedgerError: names the tensors that differ, by the engine's names.
+        LedgerError names the tensors that differ, by the engine's names.
         """
         ...
 
@@ -187,18 +177,14 @@ class RolloutEngine(WeightSender, Protocol):
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         """Free the memory of a tag; of weights those in ``backup`` are copied to the host first.
 
-        Raises:
-            PhaseError: the tag is released already, or requests are running.
-            EngineError: tensors in ``backup`` cannot be kept; nothing was freed.
+        PhaseError if released, or requests run. EngineError if a copy fails: nothing is freed.
         """
         ...
 
     def resume(self, part: MemoryTag) -> None:
-        """Allocate a memory tag again and restore the tensors with a backup.
+        """Allocate a released tag again and restore the tensors with a backup.
 
-        Raises:
-            PhaseError: the tag is not released.
-            EngineError: the device lacks memory, or the server is gone.
+        EngineError if the device lacks memory, or the server is gone.
         """
         ...
 
@@ -216,9 +202,7 @@ class RolloutEngine(WeightSender, Protocol):
     def progress(self) -> object:
         """Return how far the engine is: two answers differ unless it hangs, busy or not.
 
-        Raises:
-            EngineError: the engine is gone.
-            DeadlineError: no answer in time.
+        EngineError if it is gone, DeadlineError if it does not answer.
         """
         ...
 

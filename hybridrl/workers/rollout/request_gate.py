@@ -96,7 +96,7 @@ class RequestGate:
                     "generate was refused: the engine is paused; it admits requests again after "
                     "continue_generation"
                 )
-            self._require_idle("generate")
+            self.require_idle("generate")
             call = self._running = ProgramCall(is_interrupted=self._is_interrupted)
         try:
             yield call
@@ -107,15 +107,12 @@ class RequestGate:
 
     def require_idle(self, edge: str) -> None:
         """Raise PhaseError if a program is running; ``edge`` names the refused request."""
-        with self._changed:
-            self._require_idle(edge)
-
-    def _require_idle(self, edge: str) -> None:
-        if self._running is not None:
-            raise PhaseError(
-                f"{edge} was refused: {self._running.num_open} requests are running; "
-                "pause and drain the engine first"
-            )
+        with self._changed:  # re-entrant
+            if self._running is not None:
+                raise PhaseError(
+                    f"{edge} was refused: {self._running.num_open} requests are running; "
+                    "pause and drain the engine first"
+                )
 
     def pause(self) -> None:
         """Admit no call from now on. Idempotent."""

@@ -107,11 +107,7 @@ class ManagerClient:
         self._call("update", source, version)
 
     def begin_update(self, *, version: int, device: torch.device) -> None:
-        """Stop all engines, and let their servers join; ``send`` sends from ``device``.
-
-        Raises:
-            StageError: names the engines that could not.
-        """
+        """Stop all engines, and let their servers join, or StageError; ``device`` will send."""
         receivers = self._call("begin_update", version)
         self._names, self._copies = [], []
         try:
@@ -132,8 +128,7 @@ class ManagerClient:
     def end_update(self, *, reason: str = "") -> None:
         """Let all engines serve the weights that were sent; ``reason`` says why not all were.
 
-        Raises:
-            StageError: names the engines that lack weights; always with a ``reason``.
+        StageError names the engines that lack weights; always with a ``reason``.
         """
         if not reason:
             _, error = attempt(self._group.finish)
@@ -164,9 +159,6 @@ class ManagerClient:
 
         Returns:
             P * G samples in prompt order, those to the same prompt adjacent; and metrics.
-
-        Raises:
-            DriftError: an engine sampled with other weights.
         """
         answer: tuple[list[Sample], Metrics] = self._call(
             "sample", prompts, sampling, version, lent

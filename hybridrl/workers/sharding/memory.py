@@ -163,9 +163,6 @@ def await_release(
         said_bytes: the engine's figure before the release.
         resident_bytes: what the engine itself still counts; must reach 0.
         free_before: free bytes before the release; None where only storage can be counted.
-
-    Raises:
-        EngineError: too little came back in time, with both numbers.
     """
     demanded = demanded_bytes(part, said_bytes)
     begin = enough_at = time.monotonic()
@@ -197,14 +194,7 @@ def await_release(
 def require_room(
     part: MemoryTag, needed_bytes: int, *, memory: DeviceMemory, config: RolloutConfig
 ) -> None:
-    """Refuse a resume with less free memory than the tag gave back: the server would die.
-
-    Args:
-        memory: of the device; a CPU has no figures and is not checked.
-
-    Raises:
-        EngineError: bytes needed and free, the key, and what to type.
-    """
+    """Refuse a resume with less free memory than the tag gave back: the server would die."""
     free = memory.free_bytes()
     if free is None or free >= needed_bytes:
         return

@@ -48,12 +48,7 @@ class OffloadableModels:
         self._control.everywhere("offload_optimizer", lambda: self._offload(*parts))
 
     def offload_parameters(self) -> None:
-        """Offload parameters.
-
-        Raises:
-            StageError: on all ranks, if any engine still has tensors on a device, or torch holds
-                more memory than the engines list.
-        """
+        """Offload parameters, and check that neither engines nor torch have more on the device."""
         self._control.everywhere("offload_parameters", self._offload_parameters)
 
     def onload_training(self) -> None:
