@@ -92,11 +92,13 @@ class ActorRolloutWorker(CheckpointedWorker):
             num_ranks_per_node=config.cluster.num_ranks_per_node,
         )
         self._config = replace(config, lora=lora)
+        self._loss = build_policy_loss(config)
+        self._aggregation = require_part(config.algorithm, parts.AGGREGATION)
+        self._needs_squared_probs = config.algorithm.reads("squared_probs_BL")
         self._policy_version = 0
         self._carried: Metrics = {}
         meter = PeakMeter(device)
         with meter("build"):
-            self._load_parts()
             self._start_rollout(model_folder, servers, meter=meter, control=control)
             self._start_training(model_folder, device)
             self.start_work(self._actor, seed=config.seed)
@@ -156,13 +158,6 @@ class ActorRolloutWorker(CheckpointedWorker):
         for name, reward_model in self._reward_models.items():
             self.sharding.register(f"reward model {name}", reward_model)
         self._vocab_size = int(read_settings(model_folder)["vocab_size"])
-
-    def _load_parts(self) -> None:
-        """Import the parts of the algorithm, and read what they ask for, once."""
-        algorithm = self._config.algorithm
-        self._loss = build_policy_loss(self._config)
-        self._aggregation = require_part(algorithm, parts.AGGREGATION)
-        self._needs_squared_probs = algorithm.reads("squared_probs_BL")
 
     @register(ROLLOUT, pad=True)
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch | None:

@@ -211,23 +211,22 @@ def _start_led(
 ) -> RolloutEngine | None:
     """Start the rollout engine that this rank owns, if any. A collective call, as others start."""
     own = next((engine for engine in engines if control.rank in engine.ranks), None)
-    is_leader = own is not None and own.leader == control.rank
+    led = own if own is not None and own.leader == control.rank else None
     gpus = control.gather("devices", device_name(device))
-    address = _address_of(config, own) if own is not None and is_leader else None
+    address = None if led is None else _address_of(config, led)
     addresses = control.gather("addresses", address)
     build = None
-    if own is not None and is_leader:
-        port = None if address is None else address.bootstrap_port
-        is_decode = own.group is not None and own.group.config.worker_type == "decode"
+    if led is not None:
         place = LaunchPlace(
-            gpus=tuple(gpus[rank] for rank in own.ranks),
+            gpus=tuple(gpus[rank] for rank in led.ranks),
             address=address,
-            prefills=tuple(_prefills(own, engines, addresses)) if is_decode else (),
+            prefills=tuple(_prefills(led, engines, addresses)),
         )
+        port = None if address is None else address.bootstrap_port
         build = partial(
             build_rollout_engine,
-            led_config(config, own, bootstrap_port=port),
-            own.folder or model_folder,
+            led_config(config, led, bootstrap_port=port),
+            led.folder or model_folder,
             device,
             place=place,
         )
@@ -252,12 +251,14 @@ def _address_of(config: ExperimentConfig, engine: LedEngine) -> KeyedAddress | N
 
 
 def _prefills(
-    decode: LedEngine, engines: Sequence[LedEngine], addresses: Sequence[KeyedAddress | None]
+    engine: LedEngine, engines: Sequence[LedEngine], addresses: Sequence[KeyedAddress | None]
 ) -> Iterator[KeyedAddress]:
-    """Yield the addresses of the other halves of the same model."""
-    for engine in engines:
-        address = addresses[engine.leader]
-        if engine.model == decode.model and address is not None and address.bootstrap_port:
+    """Yield the addresses of the halves whose keys and values a decode engine continues."""
+    if engine.group is None or engine.group.config.worker_type != "decode":
+        return
+    for other in engines:
+        address = addresses[other.leader]
+        if other.model == engine.model and address is not None and address.bootstrap_port:
             yield address
 
 

@@ -63,7 +63,10 @@ class CriticWorker(CheckpointedWorker):
                 for minibatch in batch.chunk(self._config.num_minibatches)
             ]
         seconds, self._seconds = self._seconds, {}
-        return merge([*steps, seconds, self._take_shared_metrics()])
+        # What the device's manager measured up to now. The policy's update returns the others; in
+        # warm-up steps there is none.
+        shared = {} if self._sharding is None else self._sharding.take_metrics()
+        return merge([*steps, seconds, shared])
 
     def checkpointed_engine(self) -> CriticEngine:
         """Return the critic's engine, whose export is for token classification."""
@@ -79,13 +82,6 @@ class CriticWorker(CheckpointedWorker):
     def _require_device(self) -> None:
         if self._sharding is not None:
             self._sharding.require_training()
-
-    def _take_shared_metrics(self) -> Metrics:
-        """Return the metrics that the device's manager measured up to now.
-
-        The policy's update returns the others; in warm-up steps there is none.
-        """
-        return {} if self._sharding is None else self._sharding.take_metrics()
 
     @contextmanager
     def _working(self, what: str, *, memory: str) -> Iterator[None]:

@@ -162,6 +162,11 @@ class LentSampling(ManagerSampling):
         self._engine = engine
         self._mark_lost = mark_lost
         self._is_lent = False
+        self._answering: dict[str, list[int]] = {}
+        """Engines that answer requests, by model."""
+        for index, each in enumerate(engines):
+            if each.answers:
+                self._answering.setdefault(each.model, []).append(index)
 
     def sample(
         self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
@@ -175,7 +180,7 @@ class LentSampling(ManagerSampling):
         urls = self._control.gather(_OPEN, url)
         lent = {
             model: [str(urls[self._engines[index].leader]) for index in indexes]
-            for model, indexes in self._answering().items()
+            for model, indexes in self._answering.items()
         }
         try:
             return self._ask(prompts, sampling, version=version, lent=lent)
@@ -201,9 +206,8 @@ class LentSampling(ManagerSampling):
             log.warning("the engine of this rank is gone: %s", error)
         if not self._control.is_true_anywhere(_TAKE_BACK, flag=is_gone or any(reported.values())):
             return
-        answering = self._answering()
         lost = {
-            answering[model][number]
+            self._answering[model][number]
             for model, numbers in self._control.gather(_TAKE_BACK, dict(reported))[0].items()
             for number in numbers
         }
@@ -215,14 +219,6 @@ class LentSampling(ManagerSampling):
         """See ``Sampling``."""
         if self._listener is not None:
             self._listener.end()
-
-    def _answering(self) -> dict[str, list[int]]:
-        """Return the engines that answer requests, by model."""
-        by_model: dict[str, list[int]] = {}
-        for index, engine in enumerate(self._engines):
-            if engine.answers:
-                by_model.setdefault(engine.model, []).append(index)
-        return by_model
 
     def _close_engine(self) -> None:
         if self._listener is not None:

@@ -72,7 +72,7 @@ def used() -> int:
 
 
 def asleep(rank: Rank) -> None:
-    assert rank.worker.sharding.states == (State.ASLEEP,)
+    assert rank.worker.sharding._life.states == (State.ASLEEP,)
 
 
 @pytest.mark.shows("1.17")

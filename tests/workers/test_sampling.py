@@ -160,7 +160,7 @@ def _lose_one(rank: int) -> list[tuple[State, ...]]:
         calls = device.journal.calls(rank)
         restarts.append("restart" in calls)
         assert ("drain" in calls) != ("restart" in calls)  # a lost one is asked nothing
-        states.append(device.manager.states)
+        states.append(device.manager._life.states)
         device.train()
     assert restarts == [False, rank == 1, False, True, rank == 0, False]
     return states

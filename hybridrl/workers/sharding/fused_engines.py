@@ -86,6 +86,8 @@ class FusedEngines:
         """The engine of this rank, if it gets the weights of the policy."""
         self._policy = [index for index, engine in enumerate(engines) if engine.folder is None]
         self._frozen = [index for index, engine in enumerate(engines) if engine.folder is not None]
+        self.has_frozen = bool(self._frozen)
+        """Whether some are frozen models, which answer after a phase, too."""
         self.trained_version = 0
         self._synced_version: int | None = None
         self._source: TrainEngine | None = None
@@ -113,11 +115,6 @@ class FusedEngines:
         if self._learns is not None:
             resent = source.weight_sets if resends_base else source.weight_sets[-1:]
             self._learns.sent_names = frozenset().union(*(self._names[part] for part in resent))
-
-    @property
-    def has_frozen(self) -> bool:
-        """Whether some of the engines are frozen models, which answer after a phase, too."""
-        return bool(self._frozen)
 
     def run(
         self,

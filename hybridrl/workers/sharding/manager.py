@@ -19,7 +19,6 @@ from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.offloadable_models import OffloadableModels
-from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import OffloadableModel, TrainEngine
 
 log = logging.getLogger(__name__)
@@ -150,11 +149,6 @@ class ShardingManager:
         """Take engines for lost: they are asked nothing, and restarted at the end of the phase."""
         log.warning("engines of the ranks are lost, and restart after the phase: %s", engines)
         self._life.mark_broken(engines)
-
-    @property
-    def states(self) -> tuple[State, ...]:
-        """State of each engine of the worker group."""
-        return self._life.states
 
     def take_metrics(self) -> Metrics:
         """Return the costs of the stages since the last call, and reset them."""

@@ -60,7 +60,7 @@ def test_training_and_sampling_exclude_each_other() -> None:
     for _ in range(2):
         device.manager.require_training()
         with device.manager.rollout_phase():
-            assert device.manager.states == (State.READY,)
+            assert device.manager._life.states == (State.READY,)
             with pytest.raises(PhaseError, match=r"holds the device \(engines are 0: READY; tr"):
                 device.manager.require_training()
             with pytest.raises(PhaseError, match="a rollout phase is already open"):
@@ -68,7 +68,7 @@ def test_training_and_sampling_exclude_each_other() -> None:
             with pytest.raises(PhaseError, match="holds the device"):
                 device.manager.register("critic", RecordingTenant(device.journal))
         device.manager.require_training()
-        assert device.manager.states == (State.ASLEEP,)
+        assert device.manager._life.states == (State.ASLEEP,)
 
 
 def test_there_is_no_phase_without_a_policy() -> None:
@@ -261,7 +261,7 @@ def _body_raises_on_rank_one(rank: int) -> list[State]:
             assert rank == 1
         device.train()
     assert device.serve()
-    return list(device.manager.states)
+    return list(device.manager._life.states)
 
 
 def test_ranks_meet_at_the_exit_when_the_body_of_one_raises() -> None:
@@ -313,7 +313,7 @@ def _two_engines_on_four_ranks(rank: int) -> tuple[int, int, float, list[str]]:
     texts.append(str(raised.value))
     assert device.serve()
     device.train()
-    return len(device.manager.states), calls.count("full_weights"), bytes_sent, texts
+    return len(device.manager._life.states), calls.count("full_weights"), bytes_sent, texts
 
 
 @pytest.mark.shows("2.6", "3.10")

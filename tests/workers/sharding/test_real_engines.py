@@ -220,7 +220,7 @@ def test_a_resident_base_is_never_released_after_it_has_come(folder: Path) -> No
     device.sample()
     device.engine.journal.clear()
     for _ in range(2):
-        assert device.manager.states == (State.KV_ASLEEP,)
+        assert device.manager._life.states == (State.KV_ASLEEP,)
         assert device.engine.resident_bytes(MemoryTag.WEIGHTS)
         assert not device.engine.resident_bytes(MemoryTag.KV_CACHE)
         device.train()
