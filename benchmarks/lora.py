@@ -39,7 +39,6 @@ from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
@@ -93,7 +92,6 @@ class Way:
             config=self.config.rollout,
             device=_CPU,
             control=control,
-            others=Publisher(),
         )
         self.manager = ShardingManager(
             engines=engines,

@@ -31,7 +31,7 @@ from hybridrl.main import compose
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.weights import build_transport
-from hybridrl.workers.sharding.control import ControlGroup, Neighbours
+from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.weight_stream import stream_weights
 
 Transport = Literal["shared", "disk"]
@@ -142,7 +142,6 @@ def send(engine: SGLangEngine, weights: dict[str, Tensor], *, bucket_bytes: int)
         sender=engine,
         bucket_bytes=bucket_bytes,
         control=control,
-        neighbours=Neighbours(control, ranks=range(control.rank, control.rank + 1)),
     )
     if report.failures:
         raise RuntimeError(report.failures[0])

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from benchmarks.gpu_parts.bench import Bench
 from benchmarks.gpu_parts.rank import Cycle, Rank, Setup, largest_difference, medians
 from hybridrl.errors import HybridRLError
-from hybridrl.workers.sharding.ledger import WeightLedger
+from hybridrl.workers.sharding.managed_engine import WeightLedger
 
 _SHAPE = "qwen2.5-7b"
 _SEEN_NATS = 0.5

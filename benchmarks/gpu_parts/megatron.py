@@ -13,8 +13,8 @@ from benchmarks.gpu_parts.rank import Setup, read_setup, small, stand_alone
 from benchmarks.gpu_parts.shapes import shape_in
 from benchmarks.gpu_parts.transfers import pinned_bandwidth, synchronize
 from hybridrl.workers.build import build_policy_loss, build_train_engine
-from hybridrl.workers.process_group import start_process_group
-from hybridrl.workers.sharding.memory import empty_cache, residue_bytes
+from hybridrl.workers.checkpointed import start_process_group
+from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
@@ -78,8 +78,8 @@ def _look(bench: Bench, engine: PolicyEngine, device: torch.device) -> None:
     """Record what stays while all is away; nothing of the engine may."""
     left = sum(engine.resident_bytes(part) for part in TrainState)
     bench.record.figure("left_bytes", left, "bytes")
-    empty_cache(device)
-    residue = residue_bytes(device)
+    DeviceMemory(device).empty_cache()
+    residue = DeviceMemory(device).residue_bytes()
     if residue is None:
         bench.record.not_exercised("what stays on the device: a CPU has no context and no NCCL")
         return

@@ -19,7 +19,7 @@ from hybridrl.batch import TrainBatch, jagged_from, spread_over_tokens
 from hybridrl.models.architecture import Architecture
 from hybridrl.planning.split import count_parameters
 from hybridrl.workers.build import build_policy_loss, build_train_engine
-from hybridrl.workers.process_group import start_process_group
+from hybridrl.workers.checkpointed import start_process_group
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 

@@ -27,8 +27,7 @@ from hybridrl.single_controller import (
 )
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.offline import PreferenceWorker, SupervisedWorker
-from hybridrl.workers.reward_model import RewardModelWorker
+from hybridrl.workers.offline import PreferenceWorker, RewardModelWorker, SupervisedWorker
 from hybridrl.workers.sharding.manager_client import ManagerClient
 
 log = logging.getLogger(__name__)

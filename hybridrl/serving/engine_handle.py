@@ -14,7 +14,7 @@ from hybridrl.config.serving import FaultKind
 from hybridrl.errors import DriftError, PhaseError, RequestError
 from hybridrl.sampler import RequestParams, Sample, T
 from hybridrl.serving.plan import EnginePlan, GroupPlan
-from hybridrl.workers.rollout.sample_messages import (
+from hybridrl.workers.rollout.request_listener import (
     DRIFTED,
     SAMPLE_ROUTE,
     read_answer,

@@ -28,8 +28,8 @@ from hybridrl.errors import (
 from hybridrl.metrics import Max, Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, Sampler, interrupted_sample
 from hybridrl.serving.engine_handle import AskGroup, EngineHandle, ask_process
-from hybridrl.workers.rollout.continuations import sample_to_the_end
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
+from hybridrl.workers.rollout.single_turn import sample_to_the_end
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_rollout_engine
 from hybridrl.workers.rollout.protocol import RolloutEngine
-from hybridrl.workers.rollout.request_program import RequestProgram
+from hybridrl.workers.rollout.request_listener import RequestProgram
 from hybridrl.workers.rollout.sglang.arguments import (
     LaunchPlace,
     device_name,

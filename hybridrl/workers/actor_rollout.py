@@ -37,22 +37,21 @@ from hybridrl.workers.build import (
     build_teacher_engine,
     build_train_engine,
 )
-from hybridrl.workers.checkpointed import CheckpointedWorker
-from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.checkpointed import CheckpointedWorker, end_process_group
 from hybridrl.workers.rollout.assemble import (
     Answered,
     assemble_rollouts,
     describe_staleness,
     require_known_tokens,
 )
-from hybridrl.workers.sampling import Sampling
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
-from hybridrl.workers.train.protocol import LearningEngine, TokenLoss
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.protocol import TokenLoss
 
 TRAIN = dispatch_by_mesh("train")
 ROLLOUT = dispatch_by_mesh("rollout")
@@ -76,21 +75,14 @@ class ActorRolloutWorker(CheckpointedWorker):
         servers: ManagerClient | None = None,
         base_plan: BasePlan | None = None,
     ) -> None:
-        """Start both engines; a collective call.
-
-        The rollout engine comes first, on an empty device.
+        """Start both engines, the rollout engine first, on an empty device; a collective call.
 
         Args:
-            config: of the run; ``model.path``, if it is set, is absolute.
             model_folder: Hugging Face folder to start from, absolute.
             servers: the rollout manager, which then has all requests; None: there is none.
             base_plan: what ``lora.base=auto`` depends on; None: weights may stay resident.
         """
-        device = start_process_group(
-            device=config.cluster.device,
-            local_rank=self.local_rank,
-            timeout_s=config.cluster.collective_timeout_s,
-        )
+        device = self.join_group(config)
         control = ControlGroup(timeout_s=config.rollout.stage_timeout_s)
         lora = resolve_lora_base(
             config.lora,
@@ -99,31 +91,17 @@ class ActorRolloutWorker(CheckpointedWorker):
             control=control,
             num_ranks_per_node=config.cluster.num_ranks_per_node,
         )
-        config = replace(config, lora=lora)
-        meter = PeakMeter(device)
-        meter.begin("build")
-        self._config = config
-        self._load_parts()
+        self._config = replace(config, lora=lora)
+        self._loss = build_policy_loss(config)
+        self._aggregation = require_part(config.algorithm, parts.AGGREGATION)
+        self._needs_squared_probs = config.algorithm.reads("squared_probs_BL")
         self._policy_version = 0
         self._carried: Metrics = {}
-        self.sharding, self._sampling = self._start_rollout(
-            model_folder, servers, meter=meter, control=control
-        )
-        self._actor = build_train_engine(config, model_folder, device)
-        self.sharding.attach_policy(self._actor)
-        self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
-        if self._reference is not None:
-            self.sharding.register("reference", self._reference)
-        self._teacher = build_teacher_engine(config, device)
-        if self._teacher is not None:
-            self.sharding.register("teacher", self._teacher)
-        self._reward_models = build_reward_engines(config, device)
-        for name, reward_model in self._reward_models.items():
-            self.sharding.register(f"reward model {name}", reward_model)
-        self._vocab_size = int(read_settings(model_folder)["vocab_size"])
-        self.start_checkpoints(seed=config.seed)
-        self.register_train_mesh(self._actor)
-        meter.end()
+        meter = PeakMeter(device)
+        with meter("build"):
+            self._start_rollout(model_folder, servers, meter=meter, control=control)
+            self._start_training(model_folder, device)
+            self.start_work(self._actor, seed=config.seed)
 
     def _start_rollout(
         self,
@@ -132,7 +110,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         *,
         meter: PeakMeter,
         control: ControlGroup,
-    ) -> tuple[ShardingManager, Sampling]:
+    ) -> None:
         """Start the rollout engine, if this rank owns one; a collective call."""
         config = self._config
         engines = build_engines(
@@ -148,7 +126,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             dp_size=self.world_size // num_asking,
             is_output_rank=self.rank % num_asking == 0,
         )
-        sharding = ShardingManager(
+        self.sharding = ShardingManager(
             engines=engines,
             config=config.rollout,
             meter=meter,
@@ -156,37 +134,41 @@ class ActorRolloutWorker(CheckpointedWorker):
             call_timeout_s=config.cluster.call_timeout_s,
             lora=config.lora if config.lora.sends_adapters else None,
         )
-        sampling = build_sampling(
+        self._sampling = build_sampling(
             config,
             model_folder,
             engine=None if engines.managed is None else engines.managed.engine,
             servers=servers,
-            sharding=sharding,
+            sharding=self.sharding,
             control=control,
         )
-        return sharding, sampling
 
-    def _load_parts(self) -> None:
-        """Import the parts of the algorithm, and read what they ask for, once."""
-        algorithm = self._config.algorithm
-        self._loss = build_policy_loss(self._config)
-        self._aggregation = require_part(algorithm, parts.AGGREGATION)
-        self._needs_squared_probs = algorithm.reads("squared_probs_BL")
+    def _start_training(self, model_folder: Path, device: torch.device) -> None:
+        """Start what computes beside the rollout engine, and leaves the device to it."""
+        config = self._config
+        self._actor = build_train_engine(config, model_folder, device)
+        self.sharding.attach_policy(self._actor)
+        self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
+        self._teacher = build_teacher_engine(config, device)
+        self._reward_models = build_reward_engines(config, device)
+        others = {"reference": self._reference, "teacher": self._teacher}
+        for name, model in others.items():
+            if model is not None:
+                self.sharding.register(name, model)
+        for name, reward_model in self._reward_models.items():
+            self.sharding.register(f"reward model {name}", reward_model)
+        self._vocab_size = int(read_settings(model_folder)["vocab_size"])
 
     @register(ROLLOUT, pad=True)
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch | None:
-        """Sample G responses per prompt with the newest weights.
+        """Sample G responses to each of n prompts with the newest weights.
 
-        Args:
-            prompts: this rollout rank's slice, n prompts; ranks that share an engine get the same.
+        Ranks that share an engine get the same prompts.
 
         Returns:
             n * G rows in prompt order, responses to the same prompt adjacent, with the version of
             the policy that sampled them. None on a rank that has no engine. With
             ``sampling.num_complete`` rows of so many prompts; the others continue in a later call.
-
-        Raises:
-            DriftError: the engine returned token ids that the model does not have.
         """
         with self.sharding.rollout_phase():
             answered = self._sampling.sample(prompts, sampling, version=self._policy_version)
@@ -203,10 +185,6 @@ class ActorRolloutWorker(CheckpointedWorker):
         Returns:
             P * G rows, responses to the same prompt adjacent, with the versions that sampled their
             tokens. None on ranks other than the first.
-
-        Raises:
-            DriftError: a response began with weights older than ``trainer.max_staleness``.
-            PhaseError: the ranks have the rollout engines, or nothing is sampled ahead.
         """
         with self.sharding.rollout_phase():
             answered = self._sampling.exchange(prompts, sampling, version=self._policy_version)
@@ -249,11 +227,9 @@ class ActorRolloutWorker(CheckpointedWorker):
 
     @register(TRAIN)
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
-        """Score the rollouts with the weights before the update, and with the reference.
+        """Score the rollouts with the weights before the update, the reference and the teacher.
 
-        Returns:
-            Old log-probs if ``algorithm.old_logprobs=recompute``, those of a reference and of a
-            teacher if there are any; log-probs that are not computed are None.
+        What the algorithm does not need is None.
         """
         self.sharding.require_training()
         temperature = self._config.rollout.temperature
@@ -293,8 +269,9 @@ class ActorRolloutWorker(CheckpointedWorker):
         Returns:
             Metrics of the update, and of the rollout phases since the last one.
 
-        DriftError: the rollouts came from another policy, and this step checks it
-            (``rollout.canary_every_steps``). No optimizer step learned from them.
+        Raises:
+            DriftError: the rollouts came from another policy, and this step checks it
+                (``rollout.canary_every_steps``). No optimizer step learned from them.
         """
         self.sharding.require_training()
         algorithm = self._config.algorithm
@@ -346,13 +323,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self.sharding.weights_changed(version=self._policy_version)
         return metrics
 
-    @register(Dispatch.ONE_TO_ALL)
-    def export_hf(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder, atomically."""
-        self.sharding.require_training()
-        self._actor.export_hf(folder)
-
-    def checkpointed_engine(self) -> LearningEngine:
+    def checkpointed_engine(self) -> PolicyEngine:
         """Return the policy's training engine."""
         self.sharding.require_training()
         return self._actor
@@ -371,8 +342,7 @@ class ActorRolloutWorker(CheckpointedWorker):
     @register(Dispatch.ONE_TO_ALL)
     def export_adapter(self, folder: Path) -> None:
         """Write the policy's adapter as a peft folder, atomically."""
-        self.sharding.require_training()
-        self._actor.export_adapter(folder)
+        self.checkpointed_engine().export_adapter(folder)
 
     def close(self) -> None:
         """End tools and rollout engine, and leave the process group."""

@@ -43,7 +43,7 @@ from hybridrl.workers.sharding.fused_engines import FusedEngines, start_engine
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import ManagerClient
-from hybridrl.workers.sharding.publishing import ManagerPublisher, Publisher
+from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.train.backend import Backend
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
@@ -51,41 +51,30 @@ from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.value_engines import CriticEngine, RewardEngine
 
+# Imported by name on request: peft takes 2 s, the others need not be installed.
 _ADAPTER = "hybridrl.models.adapter"
-"""Imported by name on request: peft takes 2 s, which a run without adapters saves."""
-
 _MEGATRON = "hybridrl.workers.train.megatron.backend"
-"""Likewise; it need not be installed."""
-
 _SGLANG = "hybridrl.workers.rollout.sglang.engine"
-"""Likewise; it need not be installed."""
-
 _SGLANG_WEIGHTS = "hybridrl.workers.rollout.sglang.weights"
-"""Likewise."""
 
 
 def build_train_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> PolicyEngine:
-    """Start the policy's training engine on this rank; a collective call.
+    """Start the policy's training engine; without an optimizer if ``mode=eval``.
 
-    With ``mode=eval`` it has no optimizer: it holds the weights that engines sample with.
+    This and the functions below are collective calls.
     """
-    backend = _build_backend(
-        config,
-        model_folder,
-        device,
-        section=config.actor,
-        num_total_steps=None if config.mode == "eval" else config.num_policy_updates,
-        lora=config.lora,
+    num_steps = None if config.mode == "eval" else config.num_policy_updates
+    return PolicyEngine(
+        _build_backend(config, model_folder, device, num_total_steps=num_steps, lora=config.lora)
     )
-    return PolicyEngine(backend)
 
 
 def build_reference_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device, *, actor: PolicyEngine
 ) -> PolicyEngine | BaseModelReference | None:
-    """Start the frozen reference, if a KL penalty or ``dpo.loss`` needs one; a collective call.
+    """Start the frozen reference, if a KL penalty or ``dpo.loss`` needs one.
 
     With LoRA it is the actor without its adapter: no second copy.
     """
@@ -93,23 +82,19 @@ def build_reference_engine(
         return None
     if config.lora.enabled:
         return BaseModelReference(actor)
-    return PolicyEngine(_build_backend(config, model_folder, device, section=config.actor))
+    return PolicyEngine(_build_backend(config, model_folder, device))
 
 
 def build_teacher_engine(config: ExperimentConfig, device: torch.device) -> PolicyEngine | None:
-    """Start the frozen teacher, if there is one; a collective call."""
+    """Start the frozen teacher, if there is one."""
     folder = config.algorithm.teacher_path
-    if folder is None:
-        return None
-    return PolicyEngine(_build_backend(config, Path(folder), device, section=config.actor))
+    return None if folder is None else PolicyEngine(_build_backend(config, Path(folder), device))
 
 
 def build_reward_engines(config: ExperimentConfig, device: torch.device) -> dict[str, RewardEngine]:
-    """Start the frozen reward models by the name of their reward; a collective call."""
+    """Start the frozen reward models by the name of their reward."""
     return {
-        name: RewardEngine(
-            _build_backend(config, Path(folder), device, section=config.actor, is_reward_model=True)
-        )
+        name: RewardEngine(_build_backend(config, Path(folder), device, is_reward_model=True))
         for name, folder in config.reward.model_paths.items()
     }
 
@@ -117,15 +102,11 @@ def build_reward_engines(config: ExperimentConfig, device: torch.device) -> dict
 def build_reward_trainer(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> RewardEngine:
-    """Start the engine of a reward model that learns; a collective call."""
+    """Start the engine of a reward model that learns."""
     tokenizer = load_tokenizer(model_folder, needs_chat_template=False)
+    num_steps = config.num_policy_updates
     backend = _build_backend(
-        config,
-        model_folder,
-        device,
-        section=config.actor,
-        num_total_steps=config.num_policy_updates,
-        is_reward_model=True,
+        config, model_folder, device, num_total_steps=num_steps, is_reward_model=True
     )
     return RewardEngine(
         backend,
@@ -137,15 +118,12 @@ def build_reward_trainer(
 def build_critic_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> CriticEngine:
-    """Start the critic's engine on this rank; a collective call."""
+    """Start the critic's engine."""
+    section, num_steps = config.critic, config.num_critic_updates
     backend = _build_backend(
-        config,
-        model_folder,
-        device,
-        section=config.critic,
-        num_total_steps=config.num_critic_updates,
+        config, model_folder, device, section=section, num_total_steps=num_steps
     )
-    return CriticEngine(backend, value_clip=config.critic.value_clip)
+    return CriticEngine(backend, value_clip=section.value_clip)
 
 
 def build_agent_rollout(config: ExperimentConfig, model_folder: Path) -> AgentRollout | None:
@@ -153,11 +131,10 @@ def build_agent_rollout(config: ExperimentConfig, model_folder: Path) -> AgentRo
     if config.agent.is_single_turn:
         return None
     tokenizer = load_tokenizer(model_folder, needs_chat_template=True)
-    stop_token_ids = load_stop_token_ids(model_folder, tokenizer)
     return AgentRollout(
         config.agent,
         tokenizer,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=load_stop_token_ids(model_folder, tokenizer),
         hidden_variables=config.serving.key_variables,
     )
 
@@ -169,10 +146,9 @@ def build_rollout_engine(
     *,
     place: LaunchPlace | None = None,
 ) -> RolloutEngine:
-    """Start the rollout engine that this rank owns.
+    """Start the rollout engine that this rank owns, without weights.
 
     Args:
-        model_folder: whose configuration and tokenizer the engine reads.
         place: of a server; None if it has the device of this rank alone.
     """
     if config.rollout.engine == "hf":
@@ -233,28 +209,26 @@ def _start_led(
 ) -> RolloutEngine | None:
     """Start the rollout engine that this rank owns, if any. A collective call, as others start."""
     own = next((engine for engine in engines if control.rank in engine.ranks), None)
-    is_leader = own is not None and own.leader == control.rank
+    led = own if own is not None and own.leader == control.rank else None
     gpus = control.gather("devices", device_name(device))
-    address = _address_of(config, own) if own is not None and is_leader else None
+    address = None if led is None else _address_of(config, led)
     addresses = control.gather("addresses", address)
     build = None
-    if own is not None and is_leader:
-        port = None if address is None else address.bootstrap_port
-        is_decode = own.group is not None and own.group.config.worker_type == "decode"
+    if led is not None:
         place = LaunchPlace(
-            gpus=tuple(gpus[rank] for rank in own.ranks),
+            gpus=tuple(gpus[rank] for rank in led.ranks),
             address=address,
-            prefills=tuple(_prefills(own, engines, addresses)) if is_decode else (),
+            prefills=tuple(_prefills(led, engines, addresses)),
         )
+        port = None if address is None else address.bootstrap_port
         build = partial(
             build_rollout_engine,
-            led_config(config, own, bootstrap_port=port),
-            own.folder or model_folder,
+            led_config(config, led, bootstrap_port=port),
+            led.folder or model_folder,
             device,
             place=place,
         )
-    alone = range(control.rank, control.rank + 1)
-    ranks = alone if own is None else own.ranks
+    ranks = None if own is None else own.ranks
     return start_engine(build, ranks=ranks, config=config.rollout, control=control)
 
 
@@ -275,12 +249,14 @@ def _address_of(config: ExperimentConfig, engine: LedEngine) -> KeyedAddress | N
 
 
 def _prefills(
-    decode: LedEngine, engines: Sequence[LedEngine], addresses: Sequence[KeyedAddress | None]
+    engine: LedEngine, engines: Sequence[LedEngine], addresses: Sequence[KeyedAddress | None]
 ) -> Iterator[KeyedAddress]:
-    """Yield the addresses of the other halves of the same model."""
-    for engine in engines:
-        address = addresses[engine.leader]
-        if engine.model == decode.model and address is not None and address.bootstrap_port:
+    """Yield the addresses of the halves whose keys and values a decode engine continues."""
+    if engine.group is None or engine.group.config.worker_type != "decode":
+        return
+    for other in engines:
+        address = addresses[other.leader]
+        if other.model == engine.model and address is not None and address.bootstrap_port:
             yield address
 
 
@@ -293,12 +269,7 @@ def build_sampling(
     sharding: ShardingManager,
     control: ControlGroup,
 ) -> Sampling:
-    """Choose who samples for the ranks.
-
-    Args:
-        engine: that this rank owns.
-        servers: of a run that has a rollout manager.
-    """
+    """Choose who samples for the ranks; ``engine`` is that of this rank."""
     meter = sharding.meter
     if servers is None:
         if engine is None:
@@ -328,22 +299,19 @@ def _build_publisher(
     servers: ManagerClient | None,
     device: torch.device,
     control: ControlGroup,
-) -> Publisher:
-    """Choose how weights reach engines that no rank owns."""
+) -> Publisher | None:
+    """Choose how weights reach engines that no rank owns; None if there are none."""
     match config.topology:
         case Own() | Attached() | Colocated(has_others=True) if servers is not None:
-            return ManagerPublisher(servers, config=config.rollout, device=device, control=control)
+            return Publisher(servers, config=config.rollout, device=device, control=control)
         case _:
-            return Publisher()
+            return None
 
 
 def _build_follower(
     config: ExperimentConfig, device: torch.device, engines: Sequence[LedEngine], *, rank: int
 ) -> WeightSender | None:
-    """Make the weight sender of a rank that shares an engine of the policy and has none.
-
-    None if the engine needs no bytes of that rank.
-    """
+    """Make the sender of a rank that shares the policy's engine of another; None: not needed."""
     rollout = config.rollout
     follows = any(rank in each.ranks[1:] and each.folder is None for each in engines)
     if rollout.engine == "hf" or not follows:
@@ -355,11 +323,7 @@ def _build_follower(
 
 
 def build_policy_loss(config: ExperimentConfig) -> PolicyGradientLoss:
-    """Import the parts of the policy loss.
-
-    Raises:
-        ConfigError: a part's file is not on this machine, or cannot be imported.
-    """
+    """Import the parts of the policy loss; ConfigError if a part's file cannot be imported."""
     algorithm = config.algorithm
     is_corrected_before = algorithm.old_logprobs == "recompute"
     correction = load_part(algorithm, parts.ROLLOUT_CORRECTION)
@@ -379,19 +343,23 @@ def _build_backend(
     model_folder: Path,
     device: torch.device,
     *,
-    section: ActorConfig | CriticConfig,
+    section: CriticConfig | None = None,
     num_total_steps: int | None = None,
     lora: LoraConfig | None = None,
     is_reward_model: bool = False,
 ) -> Backend:
-    """Choose the training back end by ``section.engine``; without steps it does not learn."""
+    """Choose the back end by ``engine`` of the section (``actor``, unless another is given).
+
+    Without steps it does not learn.
+    """
+    chosen: ActorConfig | CriticConfig = section or config.actor
     adapter = None
     if lora is not None and lora.enabled:
         adapter = import_module(_ADAPTER).Adapter(lora, seed=config.seed)
-    if section.engine == "fsdp2":
+    if chosen.engine == "fsdp2":
         return FSDP2Backend(
             model_folder,
-            config=section,
+            config=chosen,
             model_config=config.model,
             device=device,
             num_total_steps=num_total_steps,
@@ -407,7 +375,7 @@ def _build_backend(
     )
     backend: Backend = import_module(_MEGATRON).MegatronBackend(
         model_folder,
-        config=section,
+        config=chosen,
         context=context,
         num_total_steps=num_total_steps,
         adapter=adapter,

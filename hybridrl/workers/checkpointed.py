@@ -1,31 +1,96 @@
-"""The shared base of all workers with a training engine: saving and loading it."""
+"""The shared base of all workers with a training engine: their group, saving and loading."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from hybridrl import env
 from hybridrl.checkpoint.store import FileEntry
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import ResourceError
+from hybridrl.network import bind
 from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter, Notes, is_unchanged
 from hybridrl.workers.train.model_engine import ModelEngine
-from hybridrl.workers.train.protocol import LearningEngine
+
+_STORE_OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+def start_process_group(*, device: str, local_rank: int, timeout_s: float) -> torch.device:
+    """Join the group that RANK, WORLD_SIZE and MASTER_ADDR describe, and take this rank's device.
+
+    A group that exists already, of a program that embeds a worker, is used unchanged.
+
+    Args:
+        device: ``cpu`` (gloo) or ``cuda`` (nccl, with gloo for CPU tensors).
+        local_rank: index of the device on its node.
+        timeout_s: seconds one collective may take (``cluster.collective_timeout_s``).
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if device == "cpu":
+        if not dist.is_initialized():
+            _join("gloo", timeout)
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ResourceError(
+            "cluster.device=cuda, but torch finds no CUDA device on this worker; "
+            "set cluster.device=cpu, or install a CUDA build of torch"
+        )
+    torch.cuda.set_device(local_rank)
+    chosen = torch.device("cuda", local_rank)
+    if not dist.is_initialized():
+        _join("cpu:gloo,cuda:nccl", timeout, device=chosen)
+    return chosen
+
+
+def _join(backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
+    """Start the group over a store that listens at MASTER_ADDR alone.
+
+    torch's own store listens at all addresses of the machine, and any process that reaches it may
+    write to it. A group that is bound to ``device`` connects NCCL now, before the rollout engine
+    sizes itself. But it has torch split NCCL's communicator for each further group, and a split
+    waits for all ranks: see ``ControlGroup.subgroup`` and ``WeightGroup``.
+    """
+    address, port = env.get("MASTER_ADDR"), int(env.get("MASTER_PORT", "0"))
+    if not address or env.get(_STORE_OF_TORCHRUN):
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+        return
+    rank, world_size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+    listening = None
+    if rank == 0:
+        bound = bind(address, port)
+        bound.listen(world_size)
+        listening = bound.detach()  # the store closes it
+    store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+    )
+
+
+def end_process_group() -> None:
+    """Leave the group; does nothing if there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class CheckpointedWorker(Worker):
-    """A worker whose training engine is saved and loaded. Call `start_checkpoints` when built."""
+    """A worker whose training engine is saved and loaded.
+
+    Call ``join_group`` before the engine is built and ``start_work`` when all engines are.
+    """
 
     _writer: CheckpointWriter
 
     @abstractmethod
-    def checkpointed_engine(self) -> LearningEngine:
-        """Return the engine, resident on its device.
-
-        Raises:
-            PhaseError: the rollout engine has the device.
-        """
+    def checkpointed_engine(self) -> ModelEngine:
+        """Return the engine, resident on its device."""
 
     def notes(self) -> Notes:
         """Return small state that a resumed worker needs besides the engine's."""
@@ -34,19 +99,29 @@ class CheckpointedWorker(Worker):
     def take_up(self, notes: Mapping[str, object]) -> None:
         """Restore the state that `notes` returned."""
 
-    def start_checkpoints(self, *, seed: int) -> None:
-        """Start the thread that writes, and this process's generators."""
+    def join_group(self, config: ExperimentConfig) -> torch.device:
+        """Join the process group of all ranks, and return this rank's device."""
+        return start_process_group(
+            device=config.cluster.device,
+            local_rank=self.local_rank,
+            timeout_s=config.cluster.collective_timeout_s,
+        )
+
+    def start_work(self, engine: ModelEngine, *, seed: int) -> None:
+        """Start generators and the thread that writes; say which rows this rank trains on."""
         checkpoint.seed_generators(seed, rank=self.rank)
         self._writer = CheckpointWriter()
-
-    def register_train_mesh(self, engine: ModelEngine) -> None:
-        """Return the rows that this rank trains on, and whether it is their output rank."""
         self.register_mesh(
             "train",
             dp_rank=engine.dp_rank,
             dp_size=engine.dp_size,
             is_output_rank=engine.is_output_rank,
         )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder, atomically."""
+        self.checkpointed_engine().export_hf(folder)
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, folder: Path) -> None:

@@ -12,12 +12,11 @@ from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Max, Metrics, merge
-from hybridrl.single_controller import Dispatch, register
+from hybridrl.single_controller import register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS, ActorRolloutWorker
 from hybridrl.workers.build import build_critic_engine
-from hybridrl.workers.checkpointed import CheckpointedWorker
-from hybridrl.workers.process_group import end_process_group, start_process_group
-from hybridrl.workers.train.protocol import LearningEngine
+from hybridrl.workers.checkpointed import CheckpointedWorker, end_process_group
+from hybridrl.workers.train.value_engines import CriticEngine
 
 
 class CriticWorker(CheckpointedWorker):
@@ -29,11 +28,7 @@ class CriticWorker(CheckpointedWorker):
 
     def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
         """Start the engine from the policy's Hugging Face folder; a collective call."""
-        device = start_process_group(
-            device=config.cluster.device,
-            local_rank=self.local_rank,
-            timeout_s=config.cluster.collective_timeout_s,
-        )
+        device = self.join_group(config)
         self._config = config.critic
         self._aggregation = require_part(config.algorithm, parts.AGGREGATION)
         self._max_response_tokens = config.rollout.max_response_tokens
@@ -43,8 +38,7 @@ class CriticWorker(CheckpointedWorker):
         if self._sharding is not None:
             self._sharding.register("critic", self._engine)
         self._seconds: Metrics = {}
-        self.start_checkpoints(seed=config.seed)
-        self.register_train_mesh(self._engine)
+        self.start_work(self._engine, seed=config.seed)
 
     @register(TRAIN, blocking=False)
     def compute_values(self, rollouts: RolloutBatch) -> ValueBatch:
@@ -56,8 +50,7 @@ class CriticWorker(CheckpointedWorker):
     def update(self, batch: CriticBatch) -> Metrics:
         """Take ``critic.num_epochs * critic.num_minibatches`` optimizer steps.
 
-        Args:
-            batch: this rank's rows, those of each mini-batch adjacent (see balance_over_ranks).
+        This rank's rows of each mini-batch are adjacent (see balance_over_ranks).
         """
         with self._working("update", memory="critic_update"):
             steps = [
@@ -70,16 +63,13 @@ class CriticWorker(CheckpointedWorker):
                 for minibatch in batch.chunk(self._config.num_minibatches)
             ]
         seconds, self._seconds = self._seconds, {}
-        return merge([*steps, seconds, self._take_shared_metrics()])
+        # What the device's manager measured up to now. The policy's update returns the others; in
+        # warm-up steps there is none.
+        shared = {} if self._sharding is None else self._sharding.take_metrics()
+        return merge([*steps, seconds, shared])
 
-    @register(Dispatch.ONE_TO_ALL)
-    def export_hf(self, folder: Path) -> None:
-        """Write the critic as a Hugging Face folder (token classification), atomically."""
-        self._require_device()
-        self._engine.export_hf(folder)
-
-    def checkpointed_engine(self) -> LearningEngine:
-        """Return the critic's engine."""
+    def checkpointed_engine(self) -> CriticEngine:
+        """Return the critic's engine, whose export is for token classification."""
         self._require_device()
         return self._engine
 
@@ -92,13 +82,6 @@ class CriticWorker(CheckpointedWorker):
     def _require_device(self) -> None:
         if self._sharding is not None:
             self._sharding.require_training()
-
-    def _take_shared_metrics(self) -> Metrics:
-        """Return the metrics that the device's manager measured up to now.
-
-        The policy's update returns the others; in warm-up steps there is none.
-        """
-        return {} if self._sharding is None else self._sharding.take_metrics()
 
     @contextmanager
     def _working(self, what: str, *, memory: str) -> Iterator[None]:

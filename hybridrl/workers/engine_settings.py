@@ -35,7 +35,6 @@ def engine_config(
 
     Args:
         engine_args: of its group and place; they replace those of the run.
-        num_devices: that share the engine.
         number: of the engine. Engines of one seed would draw the same random numbers.
         sleeps: whether a rank owns it, on devices of the trainer; others never sleep.
     """
@@ -51,24 +50,23 @@ def engine_config(
         tensor_parallel_size=num_devices,
     )
     if not sleeps:
-        # A handle of shared memory is for one process of a server; a file is for all.
-        transport: Literal["auto", "disk"] = "auto" if num_devices == 1 else "disk"
-        rollout = replace(rollout, transport=transport, sleep=False)
+        rollout = replace(rollout, transport=_transport(num_devices), sleep=False)
     return replace(config, rollout=rollout, seed=config.seed + number)
+
+
+def _transport(num_devices: int) -> Literal["auto", "disk"]:
+    """A handle of shared memory is for one process of a server; a file is for all."""
+    return "auto" if num_devices == 1 else "disk"
 
 
 def led_config(
     config: ExperimentConfig, engine: LedEngine, *, bootstrap_port: int | None = None
 ) -> ExperimentConfig:
-    """Return the configuration of an engine that a rank owns.
-
-    Args:
-        bootstrap_port: of a prefill engine.
-    """
+    """Return the configuration of an engine that a rank owns; prefill ones have a port."""
     if engine.group is None:
         return replace(config, seed=config.seed + engine.leader)
     if engine.folder is not None:  # no sync sends its weights again
-        transport: Literal["auto", "disk"] = "auto" if len(engine.ranks) == 1 else "disk"
+        transport = _transport(len(engine.ranks))
         rollout = replace(config.rollout, backup_weights="always", transport=transport)
         config = frozen_config(replace(config, rollout=rollout), engine.model)
     return engine_config(
@@ -103,11 +101,7 @@ def attached_config(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def frozen_config(config: ExperimentConfig, model: str) -> ExperimentConfig:
-    """Return the configuration of the engines of a frozen model.
-
-    Args:
-        model: name. Its context takes the room of a row of the policy.
-    """
+    """Return the configuration of a frozen model's engines: rows are as long as its context."""
     return replace(
         config,
         data=replace(config.data, max_prompt_tokens=max_context_tokens(config, model) - 1),

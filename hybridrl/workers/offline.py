@@ -15,9 +15,8 @@ from hybridrl.errors import ConfigError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.single_controller import Dispatch, register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS
-from hybridrl.workers.build import build_reference_engine, build_train_engine
-from hybridrl.workers.checkpointed import CheckpointedWorker
-from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.build import build_reference_engine, build_reward_trainer, build_train_engine
+from hybridrl.workers.checkpointed import CheckpointedWorker, end_process_group
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.preference_objective import (
@@ -25,7 +24,7 @@ from hybridrl.workers.train.preference_objective import (
     mean_over_pairs,
     of_held_out,
 )
-from hybridrl.workers.train.protocol import LearningEngine
+from hybridrl.workers.train.value_engines import RewardEngine
 
 
 class OfflineWorker(CheckpointedWorker):
@@ -35,25 +34,15 @@ class OfflineWorker(CheckpointedWorker):
 
     def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
         """Start the training engine from a Hugging Face folder; a collective call."""
-        self._device = start_process_group(
-            device=config.cluster.device,
-            local_rank=self.local_rank,
-            timeout_s=config.cluster.collective_timeout_s,
-        )
+        self._device = self.join_group(config)
         self._engine = self.build_engine(config, model_folder)
-        self.start_checkpoints(seed=config.seed)
-        self.register_train_mesh(self._engine)
+        self.start_work(self._engine, seed=config.seed)
 
     @abstractmethod
     def build_engine(self, config: ExperimentConfig, model_folder: Path) -> ModelEngine:
         """Start the engine on this rank's device; see ``workers/build.py``."""
 
-    @register(Dispatch.ONE_TO_ALL)
-    def export_hf(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder, atomically."""
-        self._engine.export_hf(folder)
-
-    def checkpointed_engine(self) -> LearningEngine:
+    def checkpointed_engine(self) -> ModelEngine:
         """Return the engine."""
         return self._engine
 
@@ -109,11 +98,7 @@ class PreferenceWorker(_PolicyWorker):
 
     @register(TRAIN)
     def compute_reference(self, batch: PreferenceBatch) -> torch.Tensor:
-        """Return the reference's log-prob of each answer, float32 [B] nats.
-
-        Raises:
-            ConfigError: the loss reads no log-ratios, so there is no reference.
-        """
+        """Return the reference's log-prob of each answer, float32 [B] nats."""
         if self._reference is None:
             rule = "reads no log-ratios, so that no reference is loaded"
             raise ConfigError("dpo.loss", self._objective.loss.spelled, rule, "do not ask for it")
@@ -147,3 +132,23 @@ def _answer_logprobs(
     model: PolicyEngine | BaseModelReference, batch: PreferenceBatch
 ) -> torch.Tensor:
     return row_sums(model.compute_logprobs(batch, temperature=1.0).logprobs_BL)
+
+
+class RewardModelWorker(OfflineWorker):
+    """One rank of a reward model that learns from preference pairs."""
+
+    _engine: RewardEngine
+
+    def build_engine(self, config: ExperimentConfig, model_folder: Path) -> RewardEngine:
+        """Start the engine, with the head of the folder or one of zeros."""
+        return build_reward_trainer(config, model_folder, self._device)
+
+    @register(TRAIN_METRICS)
+    def update(self, batch: PreferenceBatch) -> Metrics:
+        """Take one optimizer step on the mean loss of the pairs."""
+        return self._engine.fit_pairs(batch)
+
+    @register(TRAIN_METRICS)
+    def evaluate(self, batch: PreferenceBatch) -> Metrics:
+        """Score held-out pairs: the same loss and metrics, no step."""
+        return self._engine.evaluate_pairs(batch)

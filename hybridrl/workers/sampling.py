@@ -14,12 +14,11 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.sampler import SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
-from hybridrl.workers.rollout.continuations import OpenResponses
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener
-from hybridrl.workers.rollout.single_turn import single_turn
-from hybridrl.workers.sharding.control import ControlGroup, StageError, attempt
-from hybridrl.workers.sharding.manager_client import ManagerClient
+from hybridrl.workers.rollout.single_turn import OpenResponses, single_turn
+from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError, attempt
+from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
 
 log = logging.getLogger(__name__)
@@ -33,6 +32,9 @@ class Sampling:
 
     This one belongs to a rank without an engine that nobody asks.
     """
+
+    def __init__(self) -> None:
+        self._metrics: Metrics = {}
 
     def sample(
         self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
@@ -55,7 +57,8 @@ class Sampling:
 
     def take_metrics(self) -> Metrics:
         """Return the metrics since the last call, and reset them."""
-        return {}
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def close(self) -> None:
         """End tools and listeners. Idempotent, and no collective call."""
@@ -67,11 +70,11 @@ class RankSampling(Sampling):
     def __init__(
         self, engine: RolloutEngine, *, agent: AgentRollout | None, meter: PeakMeter
     ) -> None:
+        super().__init__()
         self._engine = engine
         self._agent = agent
         self._meter = meter
         self._open = OpenResponses()
-        self._metrics: Metrics = {}
 
     def sample(
         self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
@@ -89,11 +92,6 @@ class RankSampling(Sampling):
             self._metrics = merge([self._metrics, self._agent.take_metrics()])
         return answered
 
-    def take_metrics(self) -> Metrics:
-        """See ``Sampling``."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
-
     def close(self) -> None:
         """See ``Sampling``."""
         if self._agent is not None:
@@ -104,19 +102,24 @@ class ManagerSampling(Sampling):
     """Rank 0 asks the rollout manager, which has all engines."""
 
     def __init__(self, servers: ManagerClient, *, control: ControlGroup, meter: PeakMeter) -> None:
+        super().__init__()
         self._servers = servers
         self._control = control
         self._meter = meter
-        self._metrics: Metrics = {}
 
     def sample(
         self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
     ) -> Answered | None:
         """See ``Sampling``."""
+        return self._ask(prompts, sampling, version=version, lent=NOBODY)
+
+    def _ask(
+        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int, lent: Lent
+    ) -> Answered | None:
         if self._control.rank:
             return None
         with _measured(self._meter, prompts):
-            samples, metrics = self._servers.sample(prompts, sampling, version=version)
+            samples, metrics = self._servers.sample(prompts, sampling, version=version, lent=lent)
         self._metrics = merge([self._metrics, metrics])
         return Answered(prompts, samples)
 
@@ -130,11 +133,6 @@ class ManagerSampling(Sampling):
             answered, metrics = self._servers.exchange(prompts, sampling, version=version)
         self._metrics = merge([self._metrics, metrics])
         return answered
-
-    def take_metrics(self) -> Metrics:
-        """See ``Sampling``."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
 
 
 class LentSampling(ManagerSampling):
@@ -156,7 +154,6 @@ class LentSampling(ManagerSampling):
         Args:
             engines: of all ranks.
             listener: for requests to the engine of this rank; None if it has none that answers.
-            engine: of this rank; None if it has none.
             mark_lost: takes engines of the group for lost, by index; called on all ranks alike.
         """
         super().__init__(servers, control=control, meter=meter)
@@ -165,17 +162,16 @@ class LentSampling(ManagerSampling):
         self._engine = engine
         self._mark_lost = mark_lost
         self._is_lent = False
+        self._answering: dict[str, list[int]] = {}
+        """Engines that answer requests, by model."""
+        for index, each in enumerate(engines):
+            if each.answers:
+                self._answering.setdefault(each.model, []).append(index)
 
     def sample(
         self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
     ) -> Answered | None:
-        """See ``Sampling``. All engines serve the newest weights.
-
-        Raises:
-            StageError: an engine cannot be asked.
-            EngineError: on rank 0, as ``ManagerClient.sample``.
-            DeadlineError: a rank is gone, or late.
-        """
+        """See ``Sampling``. StageError if an engine cannot be asked."""
         self._is_lent = True
         url, error = (None, None) if self._listener is None else attempt(self._listener.open)
         failures = self._control.exchange(_OPEN, error)
@@ -184,27 +180,13 @@ class LentSampling(ManagerSampling):
         urls = self._control.gather(_OPEN, url)
         lent = {
             model: [str(urls[self._engines[index].leader]) for index in indexes]
-            for model, indexes in self._answering().items()
+            for model, indexes in self._answering.items()
         }
         try:
-            if self._control.rank:
-                return None
-            with _measured(self._meter, prompts):
-                samples, metrics = self._servers.sample(
-                    prompts, sampling, version=version, lent=lent
-                )
+            return self._ask(prompts, sampling, version=version, lent=lent)
         finally:
-            self._control.meet(
-                "generate", timeout_s=self._servers.timeout_s, key="cluster.call_timeout_s"
-            )
-        self._metrics = merge([self._metrics, metrics])
-        return Answered(prompts, samples)
-
-    def exchange(
-        self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
-    ) -> Answered | None:
-        """Refuse: these engines sleep while the trainer learns; see ``Sampling``."""
-        return Sampling.exchange(self, prompts, sampling, version=version)
+            limit = Limit(self._servers.timeout_s, "cluster.call_timeout_s")
+            self._control.meet("generate", limit)
 
     def end_phase(self) -> None:
         """Close all engines, and let all ranks know which are lost: the manager's word, or gone."""
@@ -217,12 +199,15 @@ class LentSampling(ManagerSampling):
             if error is not None:
                 log.warning("the manager does not say which engines it lost: %s", error)
             reported = answer or {}
-        is_gone = self._is_gone()
+        # No error may leave this: the other ranks are about to exchange what they know.
+        _, error = attempt(self._close_engine)
+        is_gone = error is not None
+        if is_gone:
+            log.warning("the engine of this rank is gone: %s", error)
         if not self._control.is_true_anywhere(_TAKE_BACK, flag=is_gone or any(reported.values())):
             return
-        answering = self._answering()
         lost = {
-            answering[model][number]
+            self._answering[model][number]
             for model, numbers in self._control.gather(_TAKE_BACK, dict(reported))[0].items()
             for number in numbers
         }
@@ -235,28 +220,11 @@ class LentSampling(ManagerSampling):
         if self._listener is not None:
             self._listener.end()
 
-    def _answering(self) -> dict[str, list[int]]:
-        """Return the engines that answer requests, by model."""
-        by_model: dict[str, list[int]] = {}
-        for index, engine in enumerate(self._engines):
-            if engine.answers:
-                by_model.setdefault(engine.model, []).append(index)
-        return by_model
-
-    def _is_gone(self) -> bool:
-        """Close the engine of this rank; return whether that, or the engine, fails.
-
-        No error may leave this: the other ranks are about to exchange what they know.
-        """
-        works: list[Callable[[], object]] = []
-        works += [] if self._listener is None else [self._listener.close]
-        works += [] if self._engine is None else [self._engine.progress]
-        for work in works:
-            _, error = attempt(work)
-            if error is not None:
-                log.warning("the engine of this rank is gone: %s", error)
-                return True
-        return False
+    def _close_engine(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        if self._engine is not None:
+            self._engine.progress()
 
 
 @contextmanager

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hybridrl.workers.process_group import end_process_group, start_process_group
-from hybridrl.workers.sharding.memory import empty_cache, free_bytes, residue_bytes
+from hybridrl.workers.checkpointed import end_process_group, start_process_group
+from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
@@ -153,16 +153,16 @@ def _leave_and_return(
     for _ in range(2):
         before = {n: t.clone() for n, t in weights_of(engine).items()}
         held = sum(engine.resident_bytes(part) for part in TrainState)
-        empty_cache(device)
-        free_before = free_bytes(device) or 0
+        DeviceMemory(device).empty_cache()
+        free_before = DeviceMemory(device).free_bytes() or 0
         begin = time.perf_counter()
         for part in TrainState:
             engine.offload(part)
-        empty_cache(device)
+        DeviceMemory(device).empty_cache()
         away_s = time.perf_counter() - begin
-        freed = (free_bytes(device) or 0) - free_before
+        freed = (DeviceMemory(device).free_bytes() or 0) - free_before
         left = sum(engine.resident_bytes(part) for part in TrainState)
-        residue = residue_bytes(device) or 0
+        residue = DeviceMemory(device).residue_bytes() or 0
         for part in TrainState:
             engine.restore(part)
         assert_same_weights(before, weights_of(engine))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.checkpointed import end_process_group, start_process_group
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState

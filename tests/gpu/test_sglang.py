@@ -21,7 +21,7 @@ from benchmarks.gpu_parts.watch import free_after_all
 from hybridrl.errors import PhaseError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.memory import empty_cache
+from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.states import State
 
 pytestmark = [
@@ -66,13 +66,13 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rank]:
 
 
 def used() -> int:
-    empty_cache(DEVICE)
+    DeviceMemory(DEVICE).empty_cache()
     free, total = torch.cuda.mem_get_info(DEVICE)
     return total - free
 
 
 def asleep(rank: Rank) -> None:
-    assert rank.worker.sharding.states == (State.ASLEEP,)
+    assert rank.worker.sharding._life.states == (State.ASLEEP,)
 
 
 @pytest.mark.shows("1.17")
@@ -165,7 +165,7 @@ def test_a_resume_without_room_is_one_error_and_the_next_phase_works(rank: Rank)
         rank.cycle()
     assert raised.value.stage in ("resume_weights", "resume_cache")
     del ballast
-    empty_cache(DEVICE)
+    DeviceMemory(DEVICE).empty_cache()
     assert largest_difference([good, rank.cycle()]) == 0.0
 
 

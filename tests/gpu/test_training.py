@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.config.actor import ActorConfig
-from hybridrl.workers.process_group import end_process_group, start_process_group
-from hybridrl.workers.sharding.memory import empty_cache, free_bytes
+from hybridrl.workers.checkpointed import end_process_group, start_process_group
+from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
@@ -128,12 +128,12 @@ def test_what_leaves_is_seen_free_and_comes_back_bit_by_bit(
     for cycle in range(2):
         before = {n: t.clone().cpu() for n, t in whole_tensors(engine).items()}
         held = sum(engine.resident_bytes(part) for part in TrainState)
-        empty_cache(device)
-        free_before = free_bytes(device) or 0
+        DeviceMemory(device).empty_cache()
+        free_before = DeviceMemory(device).free_bytes() or 0
         for part in TrainState:
             engine.offload(part)
-        empty_cache(device)
-        assert (free_bytes(device) or 0) - free_before >= held - 8 * _MIB
+        DeviceMemory(device).empty_cache()
+        assert (DeviceMemory(device).free_bytes() or 0) - free_before >= held - 8 * _MIB
         assert not any(engine.resident_bytes(part) for part in TrainState)
         for part in TrainState:
             engine.restore(part)

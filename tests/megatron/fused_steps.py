@@ -20,7 +20,7 @@ import torch
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.models.adapter import Adapter
-from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.checkpointed import end_process_group, start_process_group
 from hybridrl.workers.train.checkpoint import shards_of
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet

@@ -56,8 +56,8 @@ FAULTS = {
     "parameters are not offloaded": (
         Fault(
             "hybridrl.workers.sharding.offloadable_models",
-            "            engine.offload(TrainState.PARAMETERS)\n",
-            "            engine.offload(TrainState.GRADIENTS)\n",
+            "        self._offload(TrainState.PARAMETERS)\n",
+            "        self._offload(TrainState.GRADIENTS)\n",
         ),
         "the KV cache may not wake while training state is on the device",
     ),

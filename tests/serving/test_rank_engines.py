@@ -26,8 +26,7 @@ from hybridrl.serving.plan import ModelPlan
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.request_listener import RequestListener
-from hybridrl.workers.rollout.sample_messages import answer_body, read_answer
+from hybridrl.workers.rollout.request_listener import RequestListener, answer_body, read_answer
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.serving.recording_handle import RecordingHandle
 from tests.serving.test_frozen import weights_in

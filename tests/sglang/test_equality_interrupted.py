@@ -9,9 +9,8 @@ import torch
 
 from hybridrl.metrics import Sum
 from hybridrl.sampler import Sample
-from hybridrl.workers.rollout.continuations import OpenResponses
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.rollout.single_turn import OpenResponses, single_turn
 from tests.workers.rollout.engines import make_prompts, sampling_params
 
 PROMPTS = make_prompts((4, 30, 5, 60, 6, 85))  # the context of 96 tokens ends each response

@@ -68,7 +68,7 @@ def test_a_server_killed_in_a_stage_is_named_and_replaced(
             tokens_of(device.sample())
     after = [tokens_of(device.sample()) for _ in range(NUM_CYCLES)]
     assert after == before
-    assert device.manager.states == (State.ASLEEP,)
+    assert device.manager._life.states == (State.ASLEEP,)
     device.manager.require_training()
 
 

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import DeadlineError, EngineError, ModelError
-from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.protocol import MemoryTag, stage_time
 from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.process import free_port
-from hybridrl.workers.rollout.stage_time import stage_time
 from tests.sglang.engines import running_engine, server_spec, sync, weights_of
 from tests.sglang.recorded_server import MODULE, calls_in
 from tests.sglang.strangers import server_of

@@ -84,7 +84,7 @@ def test_a_resident_base_stays_while_cache_and_graphs_come_and_go(
     device.sample()
     lora_engine.forget_journal()
     for _ in range(2):
-        assert device.manager.states == (State.KV_ASLEEP,)
+        assert device.manager._life.states == (State.KV_ASLEEP,)
         device.train()
         device.sample()
     touched = [call for call in lora_engine.journal if call.startswith("re")]

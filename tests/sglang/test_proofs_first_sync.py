@@ -17,7 +17,6 @@ from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.train.protocol import TrainEngine
 from tests.sglang.engines import sglang_config
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice
@@ -45,7 +44,6 @@ def fused(engine: SGLangEngine, trainer: TrainEngine) -> FusedEngines:
         config=config,
         device=CPU,
         control=ControlGroup(timeout_s=60.0),
-        others=Publisher(),
     )
     engines.attach(trainer, resends_base=True)
     return engines

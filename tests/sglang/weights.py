@@ -12,7 +12,7 @@ from hybridrl.workers.rollout.protocol import WeightSender
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.weights import build_transport
 from hybridrl.workers.rollout.single_turn import single_turn
-from hybridrl.workers.sharding.control import ControlGroup, Neighbours
+from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.weight_stream import Load, StreamReport, stream_weights
 from tests.sglang.engines import greedy_of_hugging_face, sglang_config, weights_of
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
@@ -50,7 +50,7 @@ def stream(
         sender=engine or follower,
         bucket_bytes=BUCKET_BYTES,
         control=control,
-        neighbours=Neighbours(control, ranks=range(num_ranks)),
+        ranks=range(num_ranks),
     )
 
 

@@ -19,7 +19,7 @@ from hybridrl.single_controller import (
     register,
 )
 from hybridrl.single_controller.worker import WorkerHost
-from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.checkpointed import end_process_group, start_process_group
 from hybridrl.workers.sharding.control import ControlGroup
 
 

@@ -160,7 +160,7 @@ def _lose_one(rank: int) -> list[tuple[State, ...]]:
         calls = device.journal.calls(rank)
         restarts.append("restart" in calls)
         assert ("drain" in calls) != ("restart" in calls)  # a lost one is asked nothing
-        states.append(device.manager.states)
+        states.append(device.manager._life.states)
         device.train()
     assert restarts == [False, rank == 1, False, True, rank == 0, False]
     return states
@@ -287,7 +287,9 @@ def test_own_engines_load_after_the_fused_and_before_these_serve() -> None:
     mixed = Mixed()
     assert mixed.device.engine is not None
     servers = WatchingServers(mixed.device.engine)
-    mixed.device.manager._engines._others._servers = servers  # type: ignore[attr-defined]
+    others = mixed.device.manager._engines._others
+    assert others is not None
+    others._servers = servers
     mixed.servers = servers
     for _ in range(3):
         mixed.cycle()

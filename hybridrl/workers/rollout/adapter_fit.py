@@ -18,18 +18,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
-    """Refuse an adapter that differs from the tensors of the engine's adapted layers.
+    """Refuse (EngineError) an adapter that differs from the tensors of the adapted layers.
 
     Args:
         tensors: the adapter, by the names in its file.
         shapes: of A and B of every adapted layer of the engine.
-
-    Raises:
-        EngineError: no tensors, one without an adapter's name, none of this engine's, fewer or more
-            than its layers need, or another shape.
     """
     if not tensors:
-        raise EngineError("the adapter has no tensors; its lora.target_modules match no layer")
+        raise EngineError(
+            "the adapter has no tensors: the policy would be sampled without it; see that "
+            "lora.target_modules match layers of the model"
+        )
     foreign = [name for name in tensors if not is_adapter_name(name)]
     if foreign:
         raise EngineError(

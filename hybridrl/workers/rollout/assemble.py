@@ -35,11 +35,10 @@ def assemble_rollouts(
     policy_version: int,
     has_versions: bool = False,
 ) -> RolloutBatch:
-    """Put prompts and responses together, row by row.
+    """Put P prompts and P * G responses together, row by row.
 
     Args:
-        prompts: P prompts.
-        responses: P * G responses in prompt order, the G responses to the same prompt adjacent.
+        responses: in prompt order, the G responses to the same prompt adjacent.
         policy_version: optimizer steps taken by the weights that sampled them.
         has_versions: whether tokens may be of earlier weights: each gets its version.
 
@@ -81,11 +80,7 @@ def assemble_rollouts(
 
 
 def require_known_tokens(rollouts: RolloutBatch, *, vocab_size: int) -> None:
-    """Refuse token ids that the trainer's model does not have: it would read beyond its embedding.
-
-    Raises:
-        DriftError: names the number of such ids.
-    """
+    """Refuse tokens that the trainer's model does not have: it would read beyond its embedding."""
     token_ids = rollouts.token_ids_BL.values()
     num_unknown = int(((token_ids < 0) | (token_ids >= vocab_size)).sum())
     if num_unknown:
@@ -119,10 +114,7 @@ def describe_staleness(steps_T: Tensor) -> Metrics:
 
 
 def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
-    """Return the tokens of each sequence; None if no response was put together by a program.
-
-    So all ranks have the column, or none: their batches are joined.
-    """
+    """Return the tokens of each sequence; None if no response was put together by a program."""
     lengths = []
     for response in responses:
         if response.context is None:

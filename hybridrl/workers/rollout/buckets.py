@@ -99,11 +99,9 @@ class FlatBuffers:
     """A ring of byte buffers, each allocated when first used and again when it is too small."""
 
     def __init__(self, *, count: int, allocate: Allocate, dtype: torch.dtype | None = None) -> None:
-        """Allocate nothing yet.
+        """Allocate nothing yet: ``count`` buckets will stay readable at the same time.
 
-        Args:
-            count: buckets that stay readable at the same time.
-            dtype: to which floating-point tensors are cast on their way in; None leaves them.
+        Floating-point tensors are cast to ``dtype`` on their way in; None leaves them.
         """
         self._dtype = dtype
         self._allocate = allocate
@@ -111,11 +109,11 @@ class FlatBuffers:
         self._next = 0
 
     def pack(self, bucket: Bucket) -> tuple[Tensor, tuple[TensorSpan, ...]]:
-        """Copy a bucket into the next buffer.
+        """Copy a bucket into the next buffer; the copies are finished on return, on a GPU too.
 
         Returns:
             uint8 [n], the buffer's first n bytes, readable until ``count`` - 1 further buckets are
-            staged; and the position of each tensor. The copies are finished, on a GPU too.
+            staged; and the position of each tensor.
         """
         spans = lay_out(bucket, dtype=self._dtype)
         num_bytes = spans[-1].end if spans else 0
@@ -144,11 +142,7 @@ class FlatBuffers:
 
 
 def allocate_shared(num_bytes: int) -> Tensor:
-    """Return host memory that other processes can map by its name.
-
-    Raises:
-        EngineError: there is not enough.
-    """
+    """Return host memory that other processes can map by its name; EngineError without enough."""
     try:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         buffer.share_memory_()  # type: ignore[no-untyped-call]
@@ -168,9 +162,6 @@ def allocator_of(device: torch.device) -> Allocate:
     Neither can segments that grow in place, but weights are streamed while these are off
     (``ordinary_segments`` in sharding/memory.py). torch then returns none of them, not even cached
     ones (CUDACachingAllocator, get_free_block), so training may use them.
-
-    Raises:
-        EngineError: this process runs under torch_memory_saver, which is for servers alone.
     """
     if device.type == "cpu":
         return allocate_shared

@@ -73,13 +73,9 @@ def run_program(
 
     Args:
         sampler: its requests are answered by ``step``, or through the loop's file events.
-        call: counts requests; a drain aborts the program through it.
+        call: counts requests; a drain aborts the program through it, which is an EngineError here.
         step: called while all tasks wait; its errors end the program, and are raised here.
-
-    Raises:
-        EngineError: the program was aborted.
     """
-
     results: list[T] = []
 
     async def attached() -> None:

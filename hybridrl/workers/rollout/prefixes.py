@@ -1,4 +1,4 @@
-"""Contexts, and the engines that have them in their caches."""
+"""Contexts and the engines that have them in their caches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ open responses than another by this number: elsewhere it would be prefilled agai
 
 
 class KnownPrefixes:
-    """Contexts and the engines that have them in their caches.
-
-    Tokens are compared, by sums of hashes, so no conversation is registered.
-    """
+    """Compares tokens by sums of hashes, so no conversation is registered."""
 
     def __init__(self) -> None:
         self._engine_of: dict[tuple[int, int], int] = {}
@@ -41,13 +38,6 @@ class KnownPrefixes:
 
 
 def prefix_sums(token_ids: Sequence[int] | Tensor) -> Tensor:
-    """Return, for each beginning of a context, the sum of a hash of its tokens and positions.
-
-    Args:
-        token_ids: L tokens.
-
-    Returns:
-        int64 [L].
-    """
+    """Return, int64 [L], for each beginning of L tokens the sum of a hash of token and position."""
     tokens_L = torch.as_tensor(token_ids)
     return response_keys(tokens_L, torch.arange(len(tokens_L))).cumsum(0)

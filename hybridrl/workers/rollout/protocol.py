@@ -6,7 +6,10 @@ the syntax tree to check that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -38,9 +41,7 @@ class WeightMemory:
     num_bytes: int
 
     is_buffer: bool
-    """True for state that no trainer sends (rotary frequencies, scales).
-
-    Must be backed up to survive a release.
+    """True for state that no trainer sends (rotary frequencies): only a backup survives a release.
     """
 
 
@@ -66,10 +67,8 @@ class WeightSender(Protocol):
     def stage(self, bucket: Bucket) -> StagedBucket:
         """Stage a bucket; it stays readable until the next one but one.
 
-        Its tensors may be reused, unless it is staged by reference.
-
-        Raises:
-            EngineError: a name or shape that the engine does not have, or too little memory.
+        Its tensors may be reused, unless it is staged by reference. EngineError for a name or shape
+        that the engine does not have, or too little memory.
         """
         ...
 
@@ -121,14 +120,9 @@ class RolloutEngine(WeightSender, Protocol):
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Load a bucket of full tensors; from any one thread at a time. All or nothing.
 
-        Args:
-            staged: this rank's own.
-            handles: those that all ranks of the engine staged for this bucket, in rank order.
-
-        Raises:
-            EngineError: a name or shape that the engine does not have; or the server refuses the
-                bucket, or is gone.
-            DeadlineError: the server does not answer.
+        ``staged`` is this rank's own; ``handles`` are those that all ranks of the engine staged for
+        this bucket, in rank order. EngineError for a name or shape that the engine does not have,
+        or a server that refuses or is gone; DeadlineError if it does not answer.
         """
         ...
 
@@ -136,10 +130,8 @@ class RolloutEngine(WeightSender, Protocol):
         """Load a complete adapter, by the names of its file; its tensors may be reused afterwards.
 
         Comes after the base weights, and after ``unload_adapter``. From here on every request uses
-        the adapter; an engine built for adapters refuses to sample without one.
-
-        Raises:
-            EngineError: no tensor, a name that is not an adapter's, or none that the engine has.
+        the adapter; an engine built for adapters refuses to sample without one. EngineError for an
+        adapter that does not fit (``adapter_fit.py``).
         """
         ...
 
@@ -148,27 +140,20 @@ class RolloutEngine(WeightSender, Protocol):
         ...
 
     def finish_update(self, *, version: int) -> None:
-        """All buckets of a sync have arrived.
-
-        Derived state is rebuilt, caches of old weights are dropped.
-        """
+        """All buckets have arrived: rebuild derived state, drop caches of old weights."""
         ...
 
     def load_reference_weights(self, folder: Path) -> None:
         """Record the weights in the safetensors of ``folder`` in this engine's form; forget them.
 
         The previous weights are lost, until they are sent again.
-
-        Raises:
-            EngineError: the files cannot be loaded.
         """
         ...
 
     def verify_weights(self) -> None:
         """Compare the sent weights bitwise with those of ``load_reference_weights``; drop these.
 
-        Raises:
-            LedgerError: names the tensors that differ, by the engine's names.
+        LedgerError names the tensors that differ, by the engine's names.
         """
         ...
 
@@ -186,29 +171,20 @@ class RolloutEngine(WeightSender, Protocol):
         ...
 
     def drain(self, *, timeout_s: float) -> int:
-        """Wait until no request runs, abort the others at the deadline.
-
-        Returns the number aborted.
-        """
+        """Wait until no request runs; abort the others at the deadline, return their number."""
         ...
 
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
-        """Free the memory of a tag.
+        """Free the memory of a tag; of weights those in ``backup`` are copied to the host first.
 
-        ``backup`` names the weights to copy to the host first; others are lost.
-
-        Raises:
-            PhaseError: the tag is released already, or requests are running.
-            EngineError: tensors in ``backup`` cannot be kept; nothing was freed.
+        PhaseError if released, or requests run. EngineError if a copy fails: nothing is freed.
         """
         ...
 
     def resume(self, part: MemoryTag) -> None:
-        """Allocate a memory tag again and restore the tensors with a backup.
+        """Allocate a released tag again and restore the tensors with a backup.
 
-        Raises:
-            PhaseError: the tag is not released.
-            EngineError: the device lacks memory, or the server is gone.
+        EngineError if the device lacks memory, or the server is gone.
         """
         ...
 
@@ -226,9 +202,7 @@ class RolloutEngine(WeightSender, Protocol):
     def progress(self) -> object:
         """Return how far the engine is: two answers differ unless it hangs, busy or not.
 
-        Raises:
-            EngineError: the engine is gone.
-            DeadlineError: no answer in time.
+        EngineError if it is gone, DeadlineError if it does not answer.
         """
         ...
 
@@ -258,9 +232,33 @@ class WeightReceiver(Protocol):
         ...
 
     def compare_with_files(self, folder: Path) -> None:
-        """Compare what came through a group bitwise with the safetensors of ``folder``.
-
-        Raises:
-            LedgerError: names the tensors that differ, by the engine's names.
-        """
+        """Compare what came through a group with ``folder``; fails as ``verify_weights``."""
         ...
+
+
+# How long one rank may wait for its engine within a stage. Ranks wait for each other half as long
+# again (``sharding/control.py``). So every wait of a rank has ended, with or without success, while
+# the others still wait, and all get the status.
+
+LEAST_WAIT_S = 0.5
+"""Seconds of a wait at the end of its stage: enough for an answer that has already arrived."""
+
+_ends_at: ContextVar[float | None] = ContextVar("stage_ends_at", default=None)
+
+
+@contextmanager
+def stage_time(timeout_s: float) -> Iterator[None]:
+    """In the block all waits of this thread together take at most ``timeout_s`` seconds."""
+    token = _ends_at.set(time.monotonic() + timeout_s)
+    try:
+        yield
+    finally:
+        _ends_at.reset(token)
+
+
+def left_s(at_most_s: float) -> float:
+    """Return the seconds that one wait may take: those left in the stage, if one has begun."""
+    ends_at = _ends_at.get()
+    if ends_at is None:
+        return at_most_s
+    return min(at_most_s, max(LEAST_WAIT_S, ends_at - time.monotonic()))

@@ -61,11 +61,7 @@ class ProgramCall:
 
     @contextmanager
     def request(self, num_responses: int) -> Iterator[None]:
-        """Count a request that is open in the block.
-
-        Raises:
-            EngineError: the program was aborted, and asks for more.
-        """
+        """Count a request that is open in the block; an aborted program may have none."""
         self.require_alive()
         self.num_requests += num_responses
         self.num_open += num_responses
@@ -93,18 +89,14 @@ class RequestGate:
 
     @contextmanager
     def admit(self) -> Iterator[ProgramCall]:
-        """Hold the engine for one program.
-
-        Raises:
-            PhaseError: the engine is paused, or another program is running.
-        """
+        """Hold the engine for one program; PhaseError if it is paused, or has one."""
         with self._changed:
             if self._is_paused:
                 raise PhaseError(
                     "generate was refused: the engine is paused; it admits requests again after "
                     "continue_generation"
                 )
-            self._require_idle("generate")
+            self.require_idle("generate")
             call = self._running = ProgramCall(is_interrupted=self._is_interrupted)
         try:
             yield call
@@ -115,15 +107,12 @@ class RequestGate:
 
     def require_idle(self, edge: str) -> None:
         """Raise PhaseError if a program is running; ``edge`` names the refused request."""
-        with self._changed:
-            self._require_idle(edge)
-
-    def _require_idle(self, edge: str) -> None:
-        if self._running is not None:
-            raise PhaseError(
-                f"{edge} was refused: {self._running.num_open} requests are running; "
-                "pause and drain the engine first"
-            )
+        with self._changed:  # re-entrant
+            if self._running is not None:
+                raise PhaseError(
+                    f"{edge} was refused: {self._running.num_open} requests are running; "
+                    "pause and drain the engine first"
+                )
 
     def pause(self) -> None:
         """Admit no call from now on. Idempotent."""
@@ -147,14 +136,8 @@ class RequestGate:
     def drain(self, timeout_s: float, *, grace_s: float = _ABORT_GRACE_S) -> int:
         """Wait until the running program ended; abort it at the deadline.
 
-        Args:
-            grace_s: seconds that an aborted program may take to end.
-
-        Returns:
-            The number of requests aborted.
-
-        Raises:
-            DeadlineError: the aborted program did not end within ``grace_s``.
+        Returns the number of requests aborted. DeadlineError if the program does not end within
+        ``grace_s`` after that.
         """
         with self._changed:
             call = self._running

@@ -1,46 +1,274 @@
-"""HTTP for the engine of a rank: the rollout manager asks it, wherever it computes."""
+"""Single requests to an engine from outside of its programs: of other threads, or over HTTP.
+
+One program runs while the engine serves, and answers them. The rollout manager asks the engine of a
+rank by HTTP, wherever it computes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
+import torch
 from aiohttp import web
+from pybase64 import b64decode_as_bytearray, b64encode
+from torch import Tensor
 
-from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError
+from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, shorten
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread
 from hybridrl.network import Door, host_and_port
+from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.protocol import RolloutEngine
-from hybridrl.workers.rollout.request_program import RequestProgram
-from hybridrl.workers.rollout.sample_messages import (
-    DRIFTED,
-    PROGRESS_ROUTE,
-    SAMPLE_ROUTE,
-    answer_body,
-    read_request,
-)
 
 log = logging.getLogger(__name__)
+
+Body = dict[str, Any]
 
 _json = partial(web.json_response, dumps=to_json_text)
 
 _MAX_BODY_BYTES = 1 << 26
 _END_S = 1.0
 
+_OPEN_S = 60.0
+"""Seconds until the program of an engine must run."""
+
+_SERVE_NOTHING = "a request was refused: the engine is paused; it admits requests after an update"
+
+SAMPLE_ROUTE = "/sample_group"
+"""Of a request."""
+
+DRIFTED = 409
+"""Status of the answer if the engine has other weights than it should have."""
+
+PROGRESS_ROUTE = "/v1/loads"
+"""Says how far an engine is, with the fields of SGLang's route of this name."""
+
+
+def request_body(
+    token_ids: Sequence[int] | Tensor, params: RequestParams, keys: Sequence[int]
+) -> Body:
+    """Write a request; see ``Sampler.sample_group``."""
+    tokens = torch.as_tensor(token_ids).tolist()
+    return {"token_ids": tokens, "params": asdict(params), "keys": list(keys)}
+
+
+def read_request(data: bytes) -> tuple[Tensor, RequestParams, list[int]]:
+    """Read a request; RequestError if it is none."""
+    try:
+        body = json.loads(data)
+        token_ids, keys, stops = body["token_ids"], body["keys"], body["params"]["stop_token_ids"]
+        params = RequestParams(**{**body["params"], "stop_token_ids": tuple(stops)})
+        integers = [*token_ids, *keys, *stops, params.max_new_tokens, params.top_k]
+        are_integers = all(type(number) is int for number in integers)
+        if not are_integers or {type(params.temperature), type(params.top_p)} - {int, float}:
+            raise TypeError("a token, key or parameter is no number, or a list of them")
+        tokens = torch.tensor(integers, dtype=torch.int64)[: len(token_ids)]  # all must fit
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # torch's of large numbers
+        reason = shorten(f"{type(error).__name__}: {error}")
+        raise RequestError(f"not a request for samples: {reason}") from error
+    return tokens, params, keys
+
+
+def answer_body(samples: Sequence[Sample]) -> Body:
+    """Write the answer to a request. float32 survives: a float64 of JSON holds each one exactly."""
+    return {
+        "samples": [
+            {
+                "token_ids": sample.token_ids.tolist(),
+                "logprobs": sample.logprobs.tolist(),
+                "finish_reason": sample.finish_reason,
+                "weight_version": sample.weight_version,
+                "weight_versions": None
+                if sample.weight_versions is None
+                else sample.weight_versions.tolist(),
+                "experts": None
+                if sample.routed_experts_LJK is None
+                else _spell_experts(sample.routed_experts_LJK),
+            }
+            for sample in samples
+        ]
+    }
+
+
+def read_answer(body: Body) -> list[Sample]:
+    """Read an answer; EngineError if it is none, as one with a log-prob that was not finite."""
+    try:
+        return [_read_sample(sample) for sample in body["samples"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"not an answer with samples: {error!r}") from error
+
+
+def _spell_experts(experts_LJK: Tensor) -> Body:
+    data = b64encode(experts_LJK.contiguous().numpy().tobytes()).decode()
+    return {"shape": list(experts_LJK.shape), "int16": data}
+
+
+def _read_experts(fields: Body) -> Tensor:
+    data = b64decode_as_bytearray(fields["int16"], validate=True)
+    return torch.frombuffer(data, dtype=torch.int16).view(fields["shape"])
+
+
+def _read_sample(fields: Mapping[str, Any]) -> Sample:
+    versions, experts = fields["weight_versions"], fields["experts"]
+    return Sample(
+        token_ids=torch.tensor(fields["token_ids"], dtype=torch.int64),
+        logprobs=torch.tensor(fields["logprobs"], dtype=torch.float32),
+        finish_reason=fields["finish_reason"],
+        weight_version=fields["weight_version"],
+        weight_versions=None if versions is None else torch.tensor(versions, dtype=torch.int64),
+        routed_experts_LJK=None if experts is None else _read_experts(experts),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """One run of the program, from its first request to its last."""
+
+    loop: asyncio.AbstractEventLoop
+    sampler: Sampler
+    pending: set[Future[list[Sample]]] = field(default_factory=set)
+    is_closed: bool = False
+    has_ended: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class RequestProgram:
+    """Keeps one program running on an engine, through which any thread may sample."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._session: _Session | None = None
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Admit requests; the engine must do so too, else its error is raised. Idempotent."""
+        with self._lock:
+            if self._session is not None and not self._session.has_ended:
+                self._session.is_closed = False  # before its last request had ended
+                return
+        if self._thread is not None:
+            self._thread.join(_OPEN_S)
+        opened: Future[_Session] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(opened,), name="requests", daemon=True
+        )
+        self._thread.start()
+        self._session = opened.result(_OPEN_S)
+
+    def close(self) -> None:
+        """Admit no further request; the program ends with the last admitted one. Idempotent."""
+        with self._lock:
+            session = self._session
+            if session is not None and not session.is_closed:
+                session.is_closed = True
+                with suppress(RuntimeError):  # the engine failed: the program's loop is closed
+                    session.loop.call_soon_threadsafe(session.changed.set)
+
+    def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        """Begin to sample; see ``Sampler``. PhaseError if no request is admitted now.
+
+        The future ends with the request, or with the program.
+        """
+        answer: Future[list[Sample]] = Future()
+        answer.set_running_or_notify_cancel()  # a caller that goes away does not cancel it
+        with self._lock:
+            session = self._session
+            if session is None or session.is_closed:
+                raise PhaseError(_SERVE_NOTHING)
+            request = partial(session.sampler.sample_group, token_ids, params, keys=keys)
+            try:
+                session.loop.call_soon_threadsafe(
+                    lambda: session.loop.create_task(self._answer(session, request, answer))
+                )
+            except RuntimeError as error:  # the engine failed: the program's loop is closed
+                raise PhaseError(_SERVE_NOTHING) from error
+            session.pending.add(answer)
+        return answer
+
+    def turn(self) -> Future[None]:
+        """Return a future that ends when the program's loop turns: between steps of decoding."""
+        turned: Future[None] = Future()
+        with self._lock:
+            session = self._session
+            try:
+                if session is not None and not session.has_ended:
+                    session.loop.call_soon_threadsafe(turned.set_result, None)
+                    return turned
+            except RuntimeError:  # the engine failed: the program's loop is closed
+                pass
+        turned.set_result(None)
+        return turned
+
+    async def _answer(
+        self,
+        session: _Session,
+        request: partial[Coroutine[Any, Any, list[Sample]]],
+        answer: Future[list[Sample]],
+    ) -> None:
+        samples, error = [], None
+        try:
+            samples = await request()
+        except Exception as failure:
+            error = failure
+        with self._lock:
+            session.pending.discard(answer)
+        if error is None:
+            answer.set_result(samples)
+        else:
+            answer.set_exception(error)
+        session.changed.set()
+
+    def _run(self, opened: Future[_Session]) -> None:
+        """Run the program to its end; requests that it leaves open end with an error."""
+        reason = "the engine was drained before the request ended"
+        try:
+            self._engine.run(partial(self._program, opened))
+        except Exception as error:  # of the engine; each request gets it
+            reason = f"{type(error).__name__}: {error}"
+            if not opened.done():
+                opened.set_exception(error)
+            log.warning("the program of the requests ended: %s", reason)
+        if opened.exception() is None:
+            self._abandon(opened.result(), reason)
+
+    async def _program(self, opened: Future[_Session], sampler: Sampler) -> None:
+        session = _Session(asyncio.get_running_loop(), sampler)
+        opened.set_result(session)
+        while not self._may_end(session):
+            session.changed.clear()
+            await session.changed.wait()
+
+    def _may_end(self, session: _Session) -> bool:
+        with self._lock:
+            session.has_ended = session.is_closed and not session.pending
+            return session.has_ended
+
+    def _abandon(self, session: _Session, reason: str) -> None:
+        with self._lock:
+            session.is_closed = session.has_ended = True
+            left, session.pending = session.pending, set()
+        for answer in left:
+            answer.set_exception(EngineError(f"a request got no answer: {reason}"))
+
 
 class RequestListener:
     """Listens for requests to an engine of this process, and answers while it is open."""
 
     def __init__(self, engine: RolloutEngine, *, door: Door) -> None:
-        """Listen on a free port, and refuse all requests.
-
-        Args:
-            door: address of this machine, and the key that callers must send.
-        """
+        """Listen on a free port of ``door``, whose key callers must send; refuse all requests."""
         self._engine = engine
         self._requests = RequestProgram(engine)
         self._door = door
@@ -48,11 +276,7 @@ class RequestListener:
         self._url = self._loop.run(self._listen())
 
     def open(self) -> str:
-        """Admit requests; the engine must do so, too. Returns the URL. Idempotent.
-
-        Raises:
-            EngineError: the engine cannot answer any.
-        """
+        """Admit requests; the engine must do so, too. Returns the URL. Idempotent."""
         self._requests.open()
         return self._url
 

@@ -31,15 +31,7 @@ def check_request(
     max_context_tokens: int,
     vocab_size: int,
 ) -> Tensor:
-    """Refuse a request that a model cannot answer.
-
-    Returns:
-        The token ids, int64 on the CPU.
-
-    Raises:
-        RequestError: the context is empty, too long, or not in the vocabulary; or names the first
-            parameter at fault, its value and its range.
-    """
+    """Refuse (RequestError) a request that a model cannot answer; else return int64 tokens."""
     _check_params(params, num_responses=num_responses, vocab_size=vocab_size)
     tokens_L = torch.as_tensor(token_ids, dtype=torch.int64, device="cpu")
     limit = max_context_tokens - 1

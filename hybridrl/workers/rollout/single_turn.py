@@ -1,8 +1,16 @@
-"""Single-turn generation: the simplest program over a sampler."""
+"""Single-turn generation: the simplest programs over a sampler.
+
+With ``OpenResponses`` more prompts than a step needs are begun; when enough are complete, the
+others are interrupted. They continue in the next phase (partial rollouts, as slime's
+``--partial-rollout`` and Kimi k1.5, arXiv:2501.12599, 2.6.2). So no slot waits for the longest
+response, and no token is sampled for nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -10,7 +18,22 @@ from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import RequestError
-from hybridrl.sampler import Program, Sample, Sampler, SamplingParams, response_keys
+from hybridrl.metrics import Metrics, Sum
+from hybridrl.sampler import (
+    NO_VERSION,
+    Program,
+    RequestParams,
+    Sample,
+    Sampler,
+    SamplingParams,
+    interrupted_sample,
+    join_parts,
+    response_keys,
+)
+from hybridrl.workers.rollout.assemble import Answered
+
+Ask = Callable[[Tensor, RequestParams, Sequence[int]], Awaitable[list[Sample]]]
+"""Samples continuations of one context, a key each; responses may be interrupted."""
 
 
 def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:
@@ -19,9 +42,8 @@ def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[
     It returns P * G samples in prompt order, those to the same prompt adjacent.
     """
     params = sampling.request_params()
-    index_G = torch.arange(sampling.num_responses_per_prompt)
     index_P = prompts.prompt_index_P.tolist()
-    keys_PG: list[list[int]] = response_keys(prompts.seed_P[:, None], index_G).tolist()
+    keys_PG = _keys(prompts, sampling)
 
     async def sample_prompt(
         sampler: Sampler, number: int, token_ids: Tensor, keys: list[int]
@@ -45,3 +67,143 @@ def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[
         return list(chain.from_iterable(await asyncio.gather(*work)))
 
     return program
+
+
+def _keys(prompts: PromptBatch, sampling: SamplingParams) -> list[list[int]]:
+    """Return the random streams of G responses to each of P prompts."""
+    index_G = torch.arange(sampling.num_responses_per_prompt)
+    keys_PG: list[list[int]] = response_keys(prompts.seed_P[:, None], index_G).tolist()
+    return keys_PG
+
+
+async def sample_to_the_end(
+    ask: Ask, token_ids: Sequence[int] | Tensor, params: RequestParams, keys: Sequence[int]
+) -> list[Sample]:
+    """Sample several continuations of one context, until none is interrupted any more.
+
+    Those that ended stay as they are. A response keeps its key, so its random numbers are those
+    of one that was not interrupted. For arguments see ``Sampler``.
+    """
+    context_L = torch.as_tensor(token_ids)
+    samples = await ask(context_L, params, keys)
+    while any(sample.is_interrupted for sample in samples):
+        samples = await continue_once(ask, samples, context_L, params, keys)
+    return samples
+
+
+async def continue_once(
+    ask: Ask,
+    samples: Sequence[Sample],
+    context_L: Tensor,
+    params: RequestParams,
+    keys: Sequence[int],
+) -> list[Sample]:
+    """Ask once for what interrupted ``samples`` lack; they may be interrupted again.
+
+    Context (int64 [L]) and ``params`` are those of responses without tokens.
+    """
+    joined = list(samples)
+
+    async def ask_for(members: Sequence[int]) -> None:
+        begun_L = samples[members[0]].token_ids
+        left = replace(params, max_new_tokens=params.max_new_tokens - len(begun_L))
+        context = torch.cat([context_L, begun_L])
+        answers = await ask(context, left, [keys[index] for index in members])
+        for index, answer in zip(members, answers, strict=True):
+            joined[index] = join_parts(samples[index], answer)
+
+    tasks = [asyncio.ensure_future(ask_for(members)) for members in _requests(samples)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return joined
+
+
+def _requests(samples: Sequence[Sample]) -> list[list[int]]:
+    """Return the interrupted responses of each request: those without tokens share one."""
+    empty: list[int] = []
+    begun: list[int] = []
+    for index, sample in enumerate(samples):
+        if sample.is_interrupted:
+            (begun if len(sample.token_ids) else empty).append(index)
+    return [[index] for index in begun] + ([empty] if empty else [])
+
+
+class OpenResponses:
+    """The prompts of one rank that are not complete, and the responses to them so far.
+
+    They are kept between phases, in this process alone: a run that resumes samples its open prompts
+    again from the first token.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, list[Sample]] = {}
+
+    def metrics(self) -> Metrics:
+        """Describe what is open after a phase, under declared names."""
+        samples = [sample for group in self._groups.values() for sample in group]
+        lengths = [len(sample.token_ids) for sample in samples if sample.is_interrupted]
+        return {
+            "rollout/open_prompts": Sum(len(self._groups)),
+            "rollout/interrupted_responses": Sum(sum(length > 0 for length in lengths)),
+            "rollout/interrupted_tokens": Sum(sum(lengths)),
+        }
+
+    def program(
+        self, prompts: PromptBatch, sampling: SamplingParams, *, interrupt: Callable[[], None]
+    ) -> Program[Answered]:
+        """Return the program that samples responses to all prompts until enough are complete.
+
+        It answers the first ``num_complete`` of the complete prompts, in the order of ``prompts``.
+        Then it calls ``interrupt``, of the engine that runs it.
+
+        Args:
+            prompts: the open ones and new ones, oldest first. Responses to others are forgotten.
+        """
+        index_P: list[int] = prompts.prompt_index_P.tolist()
+        keys_PG = _keys(prompts, sampling)
+        empty = [interrupted_sample(NO_VERSION)] * sampling.num_responses_per_prompt
+        self._groups = {index: self._groups.get(index, empty) for index in index_P}
+        wanted = len(prompts) if sampling.num_complete is None else sampling.num_complete
+
+        async def program(sampler: Sampler) -> Answered:
+            if len(self._complete()) < wanted:
+                rows = zip(index_P, prompts.token_ids_PL.unbind(), keys_PG, strict=True)
+                work = [self._continue_group(sampler, sampling, *row) for row in rows]
+                for group in asyncio.as_completed(work):
+                    await group
+                    if len(self._complete()) >= wanted:
+                        interrupt()
+            answered = self._complete()[:wanted]
+            samples = [sample for index in answered for sample in self._groups.pop(index)]
+            return Answered(prompts[[index_P.index(index) for index in answered]], samples)
+
+        return program
+
+    async def _continue_group(
+        self,
+        sampler: Sampler,
+        sampling: SamplingParams,
+        index: int,
+        context_L: Tensor,
+        keys: list[int],
+    ) -> None:
+        """Sample the responses to one prompt to their end, or until they are interrupted."""
+
+        async def ask(
+            token_ids: Tensor, params: RequestParams, keys: Sequence[int]
+        ) -> list[Sample]:
+            return await sampler.sample_group(token_ids, params, keys=keys)
+
+        self._groups[index] = await continue_once(
+            ask, self._groups[index], context_L, sampling.request_params(), keys
+        )
+
+    def _complete(self) -> list[int]:
+        return [
+            index
+            for index, group in self._groups.items()
+            if not any(sample.is_interrupted for sample in group)
+        ]

@@ -1,4 +1,4 @@
-"""The safetensors of a Hugging Face folder, written bucket by bucket."""
+"""Weights as files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class WeightFolder:
 
         Args:
             folder: that exists.
-            dtype: of floating-point tensors in the files: the engine's, in which weights travel.
-                None: as they come.
-            if_full: text to type if the disk has no room.
+            dtype: of floating-point tensors in the files: the engine's. None: as they come.
+            if_full: what else helps if the disk has no room.
         """
         self.folder = folder
         self._dtype = dtype
@@ -40,11 +39,7 @@ class WeightFolder:
         self._num_files = 0
 
     def write(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Write one bucket, staged by reference, to a file of its own.
-
-        Raises:
-            EngineError: the disk is full, or not writable.
-        """
+        """Write one bucket, staged by reference, to a file of its own."""
         self._num_files += 1
         file_name = f"model-{self._num_files:05d}.safetensors"
         tensors = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,8 +34,6 @@ class Limit:
     """How long ranks wait for each other after work that takes longer than a stage."""
 
     timeout_s: float
-    """Seconds that the first rank waits for the last."""
-
     key: str
     """Configuration key to raise if that is too short."""
 
@@ -54,16 +52,12 @@ class ControlGroup:
     """Status exchange between all ranks of a worker group, with a deadline."""
 
     def __init__(self, *, timeout_s: float) -> None:
-        """Create the group; a collective call when ``torch.distributed`` is initialised.
-
-        Args:
-            timeout_s: seconds that a rank's own work in a stage may take
-                (``rollout.stage_timeout_s``). The others wait half as long again, so that a late
-                rank can still report the reason.
-        """
+        """Create the group; a collective call when ``torch.distributed`` is initialised."""
         self.timeout_s = timeout_s
+        """Seconds that a rank's own work in a stage may take (``rollout.stage_timeout_s``). The
+        others wait half as long again, so that a late rank can still report the reason."""
         self._wait_s = timeout_s * _PATIENCE
-        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._subgroups: dict[range, dist.ProcessGroup] = {}
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._group = (
@@ -75,14 +69,11 @@ class ControlGroup:
     def exchange(
         self, stage: str, error: BaseException | None, *, limit: Limit | None = None
     ) -> Failures:
-        """Exchange this rank's status with the others.
+        """Return failed ranks with their reasons, the same on every rank; empty if all is well.
 
         Args:
             error: the failure of this rank, or None.
             limit: how long to wait for ranks whose work takes longer than a stage.
-
-        Returns:
-            Failed ranks with their reasons, the same on every rank; empty if all is well.
 
         Raises:
             DeadlineError: a rank did not answer in time.
@@ -93,7 +84,7 @@ class ControlGroup:
             # The other ranks, and the error that all raise, have the reason but not the traceback.
             log.warning("stage failed here: stage=%s error=%s", stage, reason, exc_info=error)
         if limit is not None:
-            self.meet(stage, timeout_s=limit.timeout_s, key=limit.key)
+            self.meet(stage, limit)
         if not self.is_true_anywhere(stage, flag=reason is not None):
             return {}
         reasons = self._gather(stage, reason)
@@ -104,15 +95,12 @@ class ControlGroup:
         return bool(self.largest(stage, int(flag)))
 
     def largest(self, stage: str, value: int) -> int:
-        """Return, on every rank, the largest ``value`` of all. Costs one 24-byte all-reduce.
-
-        Fails as ``exchange`` does.
-        """
+        """Return the largest ``value`` of all ranks (24 bytes travel). Fails as ``exchange``."""
         if self._group is None:
             return value
         stage_id = zlib.crc32(stage.encode())
         votes = torch.tensor([value, stage_id, -stage_id])
-        with self.deadline(stage):
+        with self._deadline(stage):
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         largest, highest_id, minus_lowest_id = (int(vote) for vote in votes)
         if highest_id != -minus_lowest_id:
@@ -122,23 +110,22 @@ class ControlGroup:
             )
         return largest
 
-    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def subgroup(self, ranks: range) -> dist.ProcessGroup:
         """Return the gloo group of some ranks; a collective call of these the first time.
 
         All of them must have made equally many groups: torch names such a group by their number.
         """
-        members = tuple(ranks)
-        if members not in self._subgroups:
-            # Where the default group is bound to a GPU (process_group.py), torch lets each rank
-            # that is asked and no member split the NCCL communicator, and no member of a gloo group
+        if ranks not in self._subgroups:
+            # Where the default group is bound to a GPU (checkpointed.py), torch lets each rank that
+            # is asked and no member split the NCCL communicator, and no member of a gloo group
             # does: they would wait for each other. So the members alone are asked.
-            self._subgroups[members] = dist.new_group(
-                list(members),
+            self._subgroups[ranks] = dist.new_group(
+                list(ranks),
                 backend="gloo",
                 timeout=timedelta(seconds=self._wait_s),
                 use_local_synchronization=True,
             )
-        return self._subgroups[members]
+        return self._subgroups[ranks]
 
     def gather(self, stage: str, value: T) -> list[T]:
         """Return, on every rank, the ``value`` of each. Fails as ``largest`` does."""
@@ -148,86 +135,54 @@ class ControlGroup:
     def _gather(self, stage: str, value: T) -> list[T]:
         values = [value] * self.world_size
         if self._group is not None:
-            with self.deadline(stage):
+            with self._deadline(stage):
                 dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def meet(self, work: str, *, timeout_s: float, key: str) -> None:
-        """Wait until all ranks have done ``work``, which may take them longer than a stage.
+    def gather_on_first(self, ranks: range, item: T) -> list[T]:
+        """Return, on the first of ``ranks``, the items of all of them in order; elsewhere nothing.
 
-        Args:
-            timeout_s: seconds that the first rank waits for the last.
-            key: configuration key of ``timeout_s``.
-
-        Raises:
-            DeadlineError: a rank did not arrive in time.
+        A collective call of these ranks. Fails as ``largest`` does.
         """
+        if len(ranks) == 1:
+            return [item]
+        items: list[T] | None = [item] * len(ranks) if self.rank == ranks.start else None
+        group = self.subgroup(ranks)
+        with self._deadline("gather of offers"):
+            dist.gather_object(item, items, dst=ranks.start, group=group)
+        return items or []
+
+    def meet(self, work: str, limit: Limit) -> None:
+        """Wait until all ranks have done ``work``; DeadlineError if one is later than ``limit``."""
         if self._group is None:
             return
         # Not dist.barrier, which has no timeout of its own. Nor dist.monitored_barrier, where all
         # ranks wait for rank 0 no longer than the group's timeout.
         options = dist.BarrierOptions()
-        options.timeout = timedelta(seconds=timeout_s)
-        with self.deadline(work, timeout_s=timeout_s, key=key):
+        options.timeout = timedelta(seconds=limit.timeout_s)
+        with self._deadline(work, limit):
             self._group.barrier(options).wait()
 
     @contextmanager
-    def deadline(
-        self, stage: str, *, timeout_s: float | None = None, key: str = "rollout.stage_timeout_s"
-    ) -> Iterator[None]:
+    def _deadline(self, stage: str, limit: Limit | None = None) -> Iterator[None]:
         """Turn the timeout of a collective into a DeadlineError that names ``stage``."""
+        limit = limit or Limit(self._wait_s, "rollout.stage_timeout_s")
         try:
             with activity.scope(f"wait for all ranks after {stage}", waits=True):
                 yield
         except RuntimeError as err:
-            limit_s = self._wait_s if timeout_s is None else timeout_s
             raise DeadlineError(
-                f"{stage}: not all {self.world_size} ranks answered within {limit_s:g} s; "
-                f"a rank died or is stuck. If the stage is only slow, raise {key}"
+                f"{stage}: not all {self.world_size} ranks answered within {limit.timeout_s:g} s; "
+                f"a rank died or is stuck. If the stage is only slow, raise {limit.key}"
             ) from err
 
-    def everywhere(self, stage: str, action: Callable[[], T]) -> T:
-        """Run ``action`` on every rank and return when all have finished it.
-
-        Raises:
-            StageError: on all ranks, if it failed on any.
-        """
+    def everywhere(self, stage: str, action: Callable[[], T], *, limit: Limit | None = None) -> T:
+        """Run ``action`` on every rank, wait for all; StageError on all if it failed on any."""
         result, error = attempt(action)
-        failures = self.exchange(stage, error)
+        failures = self.exchange(stage, error, limit=limit)
         if failures:
             raise StageError(stage, failures) from error
         return result  # type: ignore[return-value]  # no failure anywhere, so none here
-
-
-class Neighbours:
-    """The ranks that share an engine: adjacent ones; the first owns the engine."""
-
-    def __init__(self, control: ControlGroup, *, ranks: range) -> None:
-        """Create the group of this rank's engine; a collective call of its ranks the first time.
-
-        Args:
-            ranks: that share an engine; this one alone where it has none.
-        """
-        self._control = control
-        self.size = len(ranks)
-        """Ranks that share an engine."""
-        self.leader = ranks.start
-        """Rank that owns the engine."""
-        self._group = control.subgroup(ranks) if self.size > 1 else None
-
-    def gather(self, item: T) -> list[T]:
-        """Return, on the engine's rank, the values of all ranks in rank order; elsewhere nothing.
-
-        Raises:
-            DeadlineError: a rank did not come in time.
-        """
-        if self._group is None:
-            return [item]
-        is_leader = self._control.rank == self.leader
-        items: list[T] | None = [item] * self.size if is_leader else None
-        with self._control.deadline("gather of offers"):
-            dist.gather_object(item, items, dst=self.leader, group=self._group)
-        return items or []
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -1,4 +1,4 @@
-"""Measures the inputs of the choice ``lora.base=auto``, and chooses for all ranks alike."""
+"""Measures what ``lora.base=auto`` depends on, and chooses for all ranks alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybridrl.config.model import LoraConfig
 from hybridrl.planning.frozen_base import BasePlan, RankFacts, choose_base
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.memory import empty_cache, free_bytes
+from hybridrl.workers.sharding.memory import DeviceMemory
 
 log = logging.getLogger(__name__)
 
@@ -33,18 +33,13 @@ def resolve_lora_base(
     """Replace ``base=auto`` by the chosen value, and log the reason. A collective call.
 
     Call it before any engine is built: free memory is that of an empty device.
-
-    Args:
-        lora: the section as configured; returned unchanged if there is no choice.
-        plan: numbers from the driver.
-        num_ranks_per_node: ranks that share the host's memory.
     """
     if lora.base != "auto":
         return lora
     facts = []
     if plan is not None:
         measured = _measure(device, num_ranks_per_node)
-        empty_cache(device)
+        DeviceMemory(device).empty_cache()
         facts = control.gather("measure lora.base", measured)
     base, why = choose_base(plan, facts)
     if lora.sends_adapters and control.rank == 0:
@@ -62,7 +57,7 @@ def _measure(device: torch.device, num_ranks_per_node: int) -> RankFacts:
     back = _bytes_per_s(lambda: on_device.copy_(on_host), device)
     resend = _bytes_per_s(_resender(on_device), device)
     return RankFacts(
-        free_device_bytes=free_bytes(device) or 0,
+        free_device_bytes=DeviceMemory(device).free_bytes() or 0,
         free_host_bytes=_free_host_bytes() // num_ranks_per_node,
         host_bytes_per_s=2 / (1 / away + 1 / back),
         resend_bytes_per_s=resend,
@@ -81,11 +76,12 @@ def _resender(probe: torch.Tensor) -> Callable[[], object]:
 
 
 def _bytes_per_s(copy: Callable[[], object], device: torch.device) -> float:
+    memory = DeviceMemory(device)
     copy()  # the first call pays for one-time set-up
-    empty_cache(device)
+    memory.empty_cache()
     begin = time.perf_counter()
     copy()
-    empty_cache(device)  # waits for the kernels
+    memory.empty_cache()  # waits for the kernels
     return _PROBE_BYTES / max(1e-9, time.perf_counter() - begin)
 
 

@@ -6,6 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,25 +17,23 @@ from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.load import DTYPES
-from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
-from hybridrl.workers.rollout.stage_time import stage_time
+from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender, stage_time
 from hybridrl.workers.sharding.control import (
     ControlGroup,
     Failures,
     Limit,
-    Neighbours,
     StageError,
     attempt,
 )
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.sharding.states import RESTART, SYNC
-from hybridrl.workers.sharding.weight_files import load_weights
-from hybridrl.workers.sharding.weight_proof import folder_on_each_node
+from hybridrl.workers.sharding.weight_files import folder_on_each_node, load_weights
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,
     bucket_bytes_for,
+    common_bucket_bytes,
     stream_weights,
 )
 from hybridrl.workers.train.protocol import TrainEngine, WeightSet
@@ -64,7 +63,7 @@ class FusedEngines:
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
-        others: Publisher,
+        others: Publisher | None = None,
         follower: WeightSender | None = None,
     ) -> None:
         """Assemble the set.
@@ -72,12 +71,8 @@ class FusedEngines:
         Args:
             managed: the engine that this rank owns; None on a rank that has none.
             engines: of all ranks.
-            config: size of a bucket, and which syncs to an engine are compared with the same
-                weights from files.
-            device: where the buckets lie.
             others: brings the weights to engines that no rank owns.
-            follower: stages the bytes of a rank that shares an engine and has none; None if none
-                are needed.
+            follower: stages the bytes of a rank that shares an engine and owns none, if needed.
         """
         self.managed = managed
         self.num_engines = len(engines)
@@ -85,31 +80,32 @@ class FusedEngines:
         self._index_of = {rank: i for i, engine in enumerate(engines) for rank in engine.ranks}
         self._own_index = self._index_of.get(control.rank)
         own = None if self._own_index is None else engines[self._own_index]
+        self._ranks = None if own is None else own.ranks
         self._folder = None if own is None else own.folder
         self._learns = managed if self._folder is None else None
         """The engine of this rank, if it gets the weights of the policy."""
         self._policy = [index for index, engine in enumerate(engines) if engine.folder is None]
         self._frozen = [index for index, engine in enumerate(engines) if engine.folder is not None]
+        self.has_frozen = bool(self._frozen)
+        """Whether some are frozen models, which answer after a phase, too."""
         self.trained_version = 0
         self._synced_version: int | None = None
         self._source: TrainEngine | None = None
         self._names: dict[WeightSet, frozenset[str]] = {}
         self._config = config
+        self._dtype = DTYPES[config.dtype]
         self._device = device
         self._control = control
         self._others = others
         self._sender = follower if self._learns is None else self._learns.engine
-        alone = range(control.rank, control.rank + 1)
-        self._neighbours = Neighbours(control, ranks=alone if own is None else own.ranks)
         self._metrics: Metrics = {}
         self._unanswered_bytes = 0
 
     def attach(self, source: TrainEngine, *, resends_base: bool) -> None:
         """Make ``source`` the training engine whose weights a sync sends.
 
-        Args:
-            resends_base: weights that no step changes are sent again after their release,
-                instead of being kept on the host.
+        With ``resends_base`` weights that no step changes are sent again after their release,
+        instead of being kept on the host.
         """
         self._source = source
         self._names = {
@@ -119,11 +115,6 @@ class FusedEngines:
         if self._learns is not None:
             resent = source.weight_sets if resends_base else source.weight_sets[-1:]
             self._learns.sent_names = frozenset().union(*(self._names[part] for part in resent))
-
-    @property
-    def has_frozen(self) -> bool:
-        """Whether some of the engines are frozen models, which answer after a phase, too."""
-        return bool(self._frozen)
 
     def run(
         self,
@@ -144,11 +135,7 @@ class FusedEngines:
         return self._of_engines(self._control.exchange(stage, error, limit=limit))
 
     def require_source(self) -> TrainEngine:
-        """Return the training engine whose weights a sync sends.
-
-        Raises:
-            PhaseError: there is none yet.
-        """
+        """Return the training engine whose weights a sync sends; PhaseError before ``attach``."""
         if self._source is None:
             raise PhaseError("there are no weights to sample from: call attach_policy first")
         return self._source
@@ -160,9 +147,10 @@ class FusedEngines:
             StageError: on all ranks, if a rank without an engine failed, or engines that no rank
                 owns.
         """
-        failures = self._load_frozen() or self._sync_policy()
-        if not failures:
-            self._others.bring(self.require_source(), version=self.trained_version)
+        source = self.require_source()
+        failures = self._load_frozen() or self._sync_policy(source)
+        if not failures and self._others is not None:
+            self._others.bring(source, version=self.trained_version)
         return failures
 
     def _load_frozen(self) -> Failures:
@@ -180,25 +168,24 @@ class FusedEngines:
 
         return self.run(stage, load, members=self._frozen, loads_files=True)
 
-    def _sync_policy(self) -> Failures:
+    def _sync_policy(self, source: TrainEngine) -> Failures:
         """Stream the training weights that engines lack, with a comparison if one is due."""
         if not self._policy:
             return {}
         unproved = self._unproved()
         if not unproved:
-            return self._stream()
-        failures = self._load_reference(self.require_source(), unproved) or self._stream()
+            return self._stream(source)
+        failures = self._load_reference(source, unproved) or self._stream(source)
         return failures or self.run(
             "compare_weights", ManagedEngine.verify_weights, members=unproved
         )
 
-    def _stream(self) -> Failures:
+    def _stream(self, source: TrainEngine) -> Failures:
         """Stream the weight sets one by one, base before adapter.
 
         The last set changes in every step: it is sent unless all engines hold this version. The set
         before it is sent if an engine has lost it or never had it.
         """
-        source = self.require_source()
         due = [part for part in source.weight_sets if self._is_due(part, source.weight_sets[-1])]
         if not due:
             return {}
@@ -215,7 +202,7 @@ class FusedEngines:
                 return failures
         failures = self.run(
             "finish_sync",
-            self._finish,
+            partial(ManagedEngine.finish_update, version=self.trained_version),
             members=self._policy,
             loads_files=self._config.transport == "disk",
         )
@@ -227,14 +214,15 @@ class FusedEngines:
 
     def take_metrics(self) -> Metrics:
         """Return the metrics of the syncs since the last call, and reset them."""
-        metrics, self._metrics = self._metrics, {}
-        if self.managed is not None:
-            metrics |= self.managed.take_metrics()
-        return merge([metrics, self._others.take_metrics()])
+        metrics, self._metrics = [self._metrics], {}
+        metrics += [] if self.managed is None else [self.managed.take_metrics()]
+        metrics += [] if self._others is None else [self._others.take_metrics()]
+        return merge(metrics)
 
     def close(self) -> None:
         """End this rank's engine, and leave the others. Idempotent."""
-        self._others.close()
+        if self._others is not None:
+            self._others.close()
         if self.managed is not None:
             self.managed.engine.shutdown()
 
@@ -251,9 +239,9 @@ class FusedEngines:
     def _load_reference(self, source: TrainEngine, unproved: Sequence[int]) -> Failures:
         """Write the weights to files first, and let engines load them from there."""
         leaders = [self._engines[engine].leader for engine in unproved]
-        dtype = self._dtype
-        with folder_on_each_node(leaders, dtype=dtype, control=self._control) as (folder, path):
-            weights = source.full_weights(source.weight_sets[0], dtype=dtype)
+        with folder_on_each_node(leaders, dtype=self._dtype, control=self._control) as made:
+            folder, path = made
+            weights = source.full_weights(source.weight_sets[0], dtype=self._dtype)
             report = self._send_to(None if folder is None else folder.write, weights)
             if report.failures:
                 return self._of_engines(report.failures)
@@ -280,13 +268,14 @@ class FusedEngines:
         *,
         sender: WeightSender | None = None,
     ) -> StreamReport:
+        size = common_bucket_bytes(self._config.bucket_mib, self._device, control=self._control)
         report = stream_weights(
             weights,
             load,
             sender=sender,
-            bucket_bytes=self._bucket_bytes(),
+            bucket_bytes=size,
             control=self._control,
-            neighbours=self._neighbours,
+            ranks=self._ranks,
         )
         self._unanswered_bytes += report.unanswered_bytes
         return report
@@ -299,18 +288,6 @@ class FusedEngines:
         is_embedded = self._config.engine == "hf"
         own_bytes = self.managed.resident_bytes() if self.managed and is_embedded else 0
         return own_bytes + self._unanswered_bytes
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return DTYPES[self._config.dtype]
-
-    def _finish(self, managed: ManagedEngine) -> None:
-        managed.finish_update(version=self.trained_version)
-
-    def _bucket_bytes(self) -> int:
-        """The size for which all ranks have the memory: all must divide the stream alike."""
-        own_bytes = bucket_bytes_for(self._config.bucket_mib, self._device)
-        return -self._control.largest("bucket size", -own_bytes)
 
     def _is_due(self, part: WeightSet, trained: WeightSet) -> bool:
         """Return, alike on all ranks, whether an engine of any rank lacks the weight set."""
@@ -340,27 +317,25 @@ def start_limit(config: RolloutConfig) -> Limit:
 def start_engine(
     build: Callable[[], RolloutEngine] | None,
     *,
-    ranks: range,
+    ranks: range | None,
     config: RolloutConfig,
     control: ControlGroup,
 ) -> RolloutEngine | None:
-    """Start the engine of this rank, and wait until all have started. A collective call.
+    """Start the engine of this rank by ``build``, and wait until all have started.
 
-    Args:
-        build: starts it; None on a rank without an engine.
-        ranks: that share it with this one.
+    A collective call. ``ranks`` are those that share an engine with this one.
 
     Raises:
         Exception: on all ranks, the error of ``build`` from the first rank that failed; the caller
             decides whether to try again. Engines that did start are ended.
         DeadlineError: a rank did not arrive within ``rollout.start_timeout_s`` after the first.
     """
-    # Now, while all ranks are here: to make a group, ranks wait for each other no longer than a
-    # stage, and to start a server takes longer.
-    Neighbours(control, ranks=ranks)
+    if ranks is not None and len(ranks) > 1:
+        # Now, while all ranks are here: to make a group, ranks wait for each other no longer than
+        # a stage, and to start a server takes longer.
+        control.subgroup(ranks)
     engine, error = (None, None) if build is None else attempt(build)
-    limit = start_limit(config)
-    control.meet(_START, timeout_s=limit.timeout_s, key=limit.key)
+    control.meet(_START, start_limit(config))
     errors = control.gather(_START, _fit_to_travel(error))
     failed = [(rank, known) for rank, known in enumerate(errors) if known is not None]
     if not failed:

@@ -51,7 +51,7 @@ class LifeCycleMembers(Protocol):
         ...
 
     def sync(self) -> Failures:
-        """Send the training weights to every engine, and return the failed ones with reasons."""
+        """Send the training weights to every engine, and return the failed ones."""
         ...
 
 
@@ -71,7 +71,7 @@ class SleepLevel(Enum):
 class LifeCycle:
     """Moves one set of engines along the edges. The only caller of an engine's edges.
 
-    What moves them raises PhaseError if a stage is open, or has ended in another error than a
+    What moves them raises PhaseError if a stage did not end, or ended in another error than a
     StageError.
     """
 
@@ -85,10 +85,9 @@ class LifeCycle:
         stays: bool = False,
         may_miss: Collection[int] = (),
     ) -> None:
-        """Take over engines that have just started.
+        """Take over engines that have just started: all are at BOOT.
 
         Args:
-            engines: the set; all its engines are at BOOT.
             host: the training engines that share the device with them; None if others move them.
             observe: called with a stage's name; wraps the stage to time and trace it.
             stays: whether the engines have devices of their own. They serve on while training
@@ -113,10 +112,7 @@ class LifeCycle:
 
     @property
     def may_train(self) -> bool:
-        """True if all engines sleep and the training state is resident: training may compute.
-
-        Engines that stay serve meanwhile.
-        """
+        """Whether all engines sleep, but those that stay, and the training state is resident."""
         return self._open_stage is None and self._is_host_home and not self._awake()
 
     def describe(self) -> str:
@@ -131,9 +127,7 @@ class LifeCycle:
         self._transition(START, ManagedEngine.start, members=self._where(State.BOOT))
 
     def sleep(self) -> None:
-        """Stop serving and return the device to training. Idempotent.
-
-        Engines that stay are asked nothing.
+        """Stop serving and return the device to training; engines that stay serve on. Idempotent.
 
         Raises:
             StageError: an engine did not pause or drain: nothing was released, and all engines that
@@ -196,14 +190,9 @@ class LifeCycle:
     def recover(self, members: Collection[int], *, load: Action) -> list[int]:
         """Bring restarted engines to READY, while the others serve and are asked nothing.
 
-        For engines that share no device with training state.
-
-        Args:
-            members: engines; those that are not BROKEN are left alone.
-            load: loads the weights with which the others serve.
-
-        Returns:
-            The engines that serve now; others are BROKEN again.
+        For engines that share no device with training state. Those that are not BROKEN are left
+        alone. ``load`` loads the weights with which the others serve. Returns the engines that
+        serve now; others are BROKEN again.
         """
         self._require_whole()
         broken = set(self._where(State.BROKEN))
@@ -228,11 +217,9 @@ class LifeCycle:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Run a stage that succeeds, or ends in a StageError, which all ranks raise and can handle.
-
-        After any other error (a deadline, ranks at different stages) ranks do not know each other's
-        state: the stage stays open for good, so no rank serves or trains.
-        """
+        """Run a stage that succeeds, or ends in a StageError, which all ranks raise and handle."""
+        # After any other error (a deadline, ranks at different stages) ranks do not know each
+        # other's state: the stage stays open for good, so no rank serves or trains.
         self._open_stage = name
         try:
             with self._observe(name):
@@ -367,10 +354,8 @@ class LifeCycle:
             serving = stopped
         self._release(serving)
         risen = self._where(State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP)
-        if (
-            self._depth is SleepLevel.RELEASE_CACHE
-        ):  # weights that stay resident have no copy to be restored from
-            self._release(risen)
+        if self._depth is SleepLevel.RELEASE_CACHE:
+            self._release(risen)  # weights that stay resident have no copy to be restored from
         else:
             self._try_transition(UNWIND, ManagedEngine.release_all, members=risen)
         for recover in (self._restart_broken, self._come_back):
@@ -382,19 +367,15 @@ class LifeCycle:
     # -- who is where ----------------------------------------------------------------------------
 
     @property
-    def _everyone(self) -> range:
-        return range(len(self._states))
-
-    @property
     def _present(self) -> list[int]:
         """Return all engines but those that may miss, and do."""
         away = self._may_miss.intersection(self._where(State.BROKEN))
-        return [index for index in self._everyone if index not in away]
+        return [index for index in range(len(self._states)) if index not in away]
 
     def _awake(self) -> list[int]:
         """Return the engines that must sleep before training, and do not."""
         may_stay = (*RESTING, State.READY) if self._stays else RESTING
-        return [i for i in self._everyone if self._states[i] not in may_stay]
+        return [index for index, state in enumerate(self._states) if state not in may_stay]
 
     def _where(self, *states: State) -> list[int]:
         return [index for index, state in enumerate(self._states) if state in states]

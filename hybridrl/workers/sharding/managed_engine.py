@@ -1,4 +1,9 @@
-"""One rollout engine with its ledger: the effect of an edge of the life cycle on both."""
+"""One rollout engine with its ledger: the effect of an edge of the life cycle on both.
+
+Releasing memory loses tensors; a sync brings them back. Without a book, a tensor that was released
+and not sent again is garbage that still samples fluent text. With it, generating on garbage is
+impossible, and a host copy is kept of exactly those tensors that no sync rewrites.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +17,97 @@ from torch import Tensor
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import trace
-from hybridrl.errors import EngineError, PhaseError
+from hybridrl.errors import EngineError, LedgerError, PhaseError, first_of
 from hybridrl.metrics import Max, Metrics, Sum, merge
-from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, RolloutEngine, WeightReceiver
-from hybridrl.workers.rollout.stage_time import left_s
-from hybridrl.workers.sharding.ledger import WeightLedger
+from hybridrl.workers.rollout.protocol import (
+    MemoryTag,
+    Receiver,
+    RolloutEngine,
+    WeightMemory,
+    WeightReceiver,
+    left_s,
+)
 from hybridrl.workers.sharding.memory import (
     DeviceMemory,
     Holder,
-    device_figures,
+    await_release,
+    demanded_bytes,
     memory_table,
-    residue_bytes,
+    require_room,
 )
-from hybridrl.workers.sharding.release import await_release, demanded_bytes, require_room
 
 log = logging.getLogger(__name__)
 
 _CACHE_PARTS = (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)
+
+
+class WeightLedger:
+    """Bookkeeping for one rollout engine. Starts as at BOOT: weights lost, buffers good."""
+
+    def __init__(self, tensors: Sequence[WeightMemory]) -> None:
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._invalid: dict[str, str] = {}
+        self.boot()
+
+    def boot(self) -> None:
+        """A new engine: its weights are not the trainer's, but it computed its own buffers."""
+        self._invalid = {
+            name: "never sent since the engine started"
+            for name, tensor in self._tensors.items()
+            if not tensor.is_buffer
+        }
+
+    def backup_for(self, sent: Collection[str]) -> frozenset[str]:
+        """Name the good tensors that no sync sends: they need a host copy to survive a release."""
+        return frozenset(self._tensors.keys() - self._invalid.keys() - set(sent))
+
+    def bytes_of(self, names: Collection[str] | None = None) -> int:
+        """Return the bytes of these tensors, or of all."""
+        names = self._tensors if names is None else names
+        return sum(self._tensors[name].num_bytes for name in names)
+
+    def release(self, backup: Collection[str]) -> None:
+        """Weights memory was freed; only ``backup`` survives, in the state it was in."""
+        for name in self._tensors.keys() - set(backup):
+            self._invalid[name] = "lost when the engine released its weights"
+
+    def begin_sync(self, names: Collection[str]) -> None:
+        """A sync is about to send these: each is invalid until it has arrived."""
+        for name in names:
+            if name in self._tensors:
+                self._invalid.setdefault(name, "the last sync broke off before it")
+
+    def receive(self, names: Collection[str]) -> None:
+        """Mark these tensors as valid: they have arrived. LedgerError for one that is unknown."""
+        unknown = [name for name in names if name not in self._tensors]
+        if unknown:
+            raise LedgerError(
+                f"the trainer sent {len(unknown)} tensors that the rollout engine does not have: "
+                f"{first_of(unknown)}; trainer and engine must load the same model.path"
+            )
+        for name in names:
+            self._invalid.pop(name, None)
+
+    def covers(self, names: Collection[str]) -> bool:
+        """Return whether each of these tensors holds what it should."""
+        return self._invalid.keys().isdisjoint(names)
+
+    @property
+    def is_covered(self) -> bool:
+        """True if every tensor holds what it should."""
+        return not self._invalid
+
+    def require_covered(self) -> None:
+        """Refuse (LedgerError) to call the weights synced while a tensor is not."""
+        if not self._invalid:
+            return
+        invalid = [name for name in self._tensors if name in self._invalid]  # in model order
+        raise LedgerError(
+            f"{len(invalid)} of {len(self._tensors)} rollout tensors are not what the "
+            f"trainer holds: {first_of(invalid)} ({self._invalid[invalid[0]]}). "
+            "Send them with the sync, or keep a host copy with rollout.backup_weights=ledger"
+        )
 
 
 class ManagedEngine:
@@ -41,9 +118,7 @@ class ManagedEngine:
     ) -> None:
         """Take over an engine that has just started.
 
-        Args:
-            config: the rollout section. Without ``sleep``, release and resume are no-ops; weights
-                are synced all the same.
+        Without ``rollout.sleep`` release and resume are no-ops; weights are synced all the same.
         """
         self.engine = engine
         self.ledger = WeightLedger(engine.weight_memory())
@@ -110,7 +185,7 @@ class ManagedEngine:
         self._release(MemoryTag.WEIGHTS, backup)
         kept = self.ledger.bytes_of(backup)
         self._add("memory/weight_backup_bytes", kept)
-        self._add("memory/weight_backup_saved_bytes", self.ledger.total_bytes - kept)
+        self._add("memory/weight_backup_saved_bytes", self.ledger.bytes_of() - kept)
 
     def release_cache(self) -> None:
         """Free KV cache and graphs."""
@@ -138,40 +213,21 @@ class ManagedEngine:
         self.ledger.receive([span.name for span in staged.spans])
 
     def keep_adapter(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Keep one bucket of an adapter until it is complete: engines load all of it at once.
-
-        Copies to fresh memory of the engine's device: the trainer's tensors may be on the host, or
-        in memory that no other process can open, and are reused for the next bucket.
-
-        Raises:
-            EngineError: a tensor that does not belong to an adapter.
-        """
+        """Keep one bucket of an adapter until it is complete: engines load all of it at once."""
         for name, tensor in staged.tensors:
-            if not is_adapter_name(name):
-                raise EngineError(
-                    f"{name} came in the sync of an adapter and has no lora_A or lora_B in its "
-                    "name; an adapter sync sends adapters alone, base weights come in a pass before"
-                )
+            # A copy: the trainer's tensors may be on the host, or in memory that no other process
+            # can open, and are reused for the next bucket.
             self._adapter[name] = tensor.detach().to(self._device, copy=True)
 
     def load_adapter(self) -> None:
         """Replace the engine's adapter by the received one, and enter it in the ledger."""
         adapter, self._adapter = self._adapter, {}
-        if not adapter:
-            raise EngineError(
-                "the sync of an adapter sent no tensors: the policy would be sampled without it; "
-                "see that lora.target_modules match layers of the model"
-            )
         self.engine.unload_adapter()
         self.engine.load_adapter(adapter)
         self.ledger.receive(list(adapter))
 
     def finish_update(self, *, version: int) -> None:
-        """Close a sync.
-
-        Raises:
-            LedgerError: a tensor is still lost.
-        """
+        """Close a sync; LedgerError if a tensor is still lost."""
         self.ledger.require_covered()
         self.engine.finish_update(version=version)
 
@@ -248,10 +304,9 @@ class ManagedEngine:
         self._add("memory/released_bytes", seen)
         if seen < said:
             self._add("memory/unseen_release_bytes", said - seen)
-        residue = residue_bytes(self._device)
+        residue = self.memory.residue_bytes()
         if residue is not None and self._released.keys() == set(MemoryTag):
-            metrics: Metrics = {"memory/unreclaimed_bytes": Max(residue)}
-            self._metrics = merge([self._metrics, metrics])
+            self._metrics = merge([self._metrics, {"memory/unreclaimed_bytes": Max(residue)}])
 
     def _resume(self, part: MemoryTag) -> None:
         """Allocate released memory only: an engine may refuse, or leak, a second allocation."""
@@ -261,16 +316,15 @@ class ManagedEngine:
                 require_room(part, self._released[part], memory=self.memory, config=self._config)
                 self.engine.resume(part)
             except EngineError as error:
-                raise EngineError(f"{error}\n{self._memory(part)}") from error
+                holders = memory_table(
+                    f"the rollout engine could not resume its {part.value}; "
+                    f"memory of {self._device}",
+                    [Holder(f"engine {p.value}", self.engine.resident_bytes(p)) for p in MemoryTag],
+                    self.neighbours(),
+                    self.memory.figures(),
+                )
+                raise EngineError(f"{error}\n{holders}") from error
             del self._released[part]
-
-    def _memory(self, wanted: MemoryTag) -> str:
-        return memory_table(
-            f"the rollout engine could not resume its {wanted.value}; memory of {self._device}",
-            [Holder(f"engine {p.value}", self.engine.resident_bytes(p)) for p in MemoryTag],
-            self.neighbours(),
-            device_figures(self._device),
-        )
 
     def _add(self, name: str, amount: int) -> None:
         self._metrics = merge([self._metrics, {name: Sum(amount)}])

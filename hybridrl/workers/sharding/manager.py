@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
@@ -19,7 +19,6 @@ from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.offloadable_models import OffloadableModels
-from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import OffloadableModel, TrainEngine
 
 log = logging.getLogger(__name__)
@@ -32,12 +31,8 @@ _MOVES_MEMORY = {
 process costs some 40 us, and the others allocate nothing."""
 
 
-def _nothing() -> None:
-    """End no requests: each rank has asked its own engine."""
-
-
 class ShardingManager:
-    """Owns the device of this process. One per process; every fused role registers with it."""
+    """Owns the device of this process; every fused role registers with it."""
 
     def __init__(
         self,
@@ -56,7 +51,6 @@ class ShardingManager:
 
         Args:
             meter: of the device that all share; one made before the engine includes its memory.
-            call_timeout_s: seconds of one call of the driver (``cluster.call_timeout_s``).
             lora: given if the engine applies an adapter: how its frozen weights sleep.
         """
         self.meter = meter
@@ -70,7 +64,7 @@ class ShardingManager:
         self._sleeps = config.sleep
         self._stages: Metrics = {}
         self._is_rollout_open = False
-        self.end_requests: Callable[[], None] = _nothing
+        self.end_requests: Callable[[], None] = lambda: None
         """Called at the end of a phase, on all ranks, before engines sleep."""
         self._engines = engines
         self._resends_base = lora is None or lora.base == "resend"
@@ -93,11 +87,7 @@ class ShardingManager:
         self.register("actor", source)
 
     def register(self, name: str, model: OffloadableModel) -> None:
-        """Add a colocated engine: its state leaves the device while the rollout engine has it.
-
-        Raises:
-            PhaseError: a rollout phase is open, or the name is taken.
-        """
+        """Add a colocated engine: its state leaves the device while the rollout engine has it."""
         self.require_training()
         self._colocated.register(name, model)
 
@@ -109,7 +99,6 @@ class ShardingManager:
         engine, or None on a rank without one.
 
         Raises:
-            PhaseError: a rollout phase is already open, or no policy is attached.
             StageError: a stage failed on some rank; the same on all. ``wake`` and ``sleep``
                 describe the state after it. The next rollout phase begins with the recovery.
         """
@@ -126,7 +115,8 @@ class ShardingManager:
                 try:
                     yield None if self._engines.managed is None else self._engines.managed.engine
                 finally:
-                    self._wait_for_ranks()
+                    with self._observe("skew"):  # no stage's deadline: responses differ in length
+                        self._control.meet("generate", self._sampled)
                     if not self._engines.has_frozen:
                         self._sleep()
         finally:
@@ -137,10 +127,6 @@ class ShardingManager:
 
         Frozen models on devices of the trainer answer after a phase, too, until this is called: it
         puts all engines to sleep then, and is a collective call.
-
-        Raises:
-            PhaseError: names the owner of the device, and how to get it back.
-            StageError: an engine did not go to sleep.
         """
         if self._engines.has_frozen and not self._is_rollout_open:
             self._sleep()
@@ -160,17 +146,9 @@ class ShardingManager:
         self.meter.settle()
 
     def mark_lost(self, engines: Collection[int]) -> None:
-        """Take engines of the group for lost: they are asked nothing, and restarted at the end.
-
-        Call it within a rollout phase, on all ranks alike.
-        """
+        """Take engines for lost: they are asked nothing, and restarted at the end of the phase."""
         log.warning("engines of the ranks are lost, and restart after the phase: %s", engines)
         self._life.mark_broken(engines)
-
-    @property
-    def states(self) -> tuple[State, ...]:
-        """State of each engine of the worker group."""
-        return self._life.states
 
     def take_metrics(self) -> Metrics:
         """Return the costs of the stages since the last call, and reset them."""
@@ -182,36 +160,23 @@ class ShardingManager:
         """End this rank's rollout engine, and remove the weights published for others."""
         self._engines.close()
 
-    def _wait_for_ranks(self) -> None:
-        """Wait for all ranks without a stage's deadline: their responses differ in length."""
-        with self._observe("skew"):
-            limit = self._sampled
-            self._control.meet("generate", timeout_s=limit.timeout_s, key=limit.key)
-
     @contextmanager
     def _observe(self, stage: str) -> Iterator[None]:
         begin = time.perf_counter()
+        moves = stage in _MOVES_MEMORY and (self._sleeps or stage != "resume_cache")
+        measured = self.meter(stage) if moves else nullcontext()
         try:
-            with self._measuring(stage), activity.scope(stage), trace.span(stage):
+            with measured, activity.scope(stage), trace.span(stage):
                 yield
         finally:
-            self._count(stage, seconds=time.perf_counter() - begin)
-
-    def _measuring(self, stage: str) -> AbstractContextManager[None]:
-        moves = stage in _MOVES_MEMORY and (self._sleeps or stage != "resume_cache")
-        return self.meter(stage) if moves else nullcontext()
-
-    def _count(self, stage: str, *, seconds: float) -> None:
-        name = f"time/{stage}_s"
-        before = self._stages[name].value if name in self._stages else 0.0  # this rank's two phases
-        self._stages[name] = Max(before + seconds)  # the slowest rank counts: all wait for it
+            name = f"time/{stage}_s"
+            # This rank's two phases are added. The slowest rank counts: all wait for it.
+            before = self._stages[name].value if name in self._stages else 0.0
+            self._stages[name] = Max(before + time.perf_counter() - begin)
 
 
 def _depth_of_sleep(config: RolloutConfig, lora: LoraConfig | None) -> SleepLevel:
     if not config.sleep:
         return SleepLevel.KEEP_ALL
-    return (
-        SleepLevel.RELEASE_CACHE
-        if lora is not None and lora.base == "resident"
-        else SleepLevel.RELEASE_ALL
-    )
+    keeps_base = lora is not None and lora.base == "resident"
+    return SleepLevel.RELEASE_CACHE if keeps_base else SleepLevel.RELEASE_ALL

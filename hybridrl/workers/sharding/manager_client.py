@@ -65,11 +65,7 @@ class ManagerClient:
         stage_timeout_s: float = 0.0,
         key: str = "",
     ) -> None:
-        """Call a manager.
-
-        Args:
-            stage_timeout_s: seconds for a bucket of a broadcast.
-        """
+        """Call a manager; ``stage_timeout_s`` is for each bucket of a broadcast."""
         self._manager = manager
         self.timeout_s = timeout_s
         self.weights = weights
@@ -104,22 +100,14 @@ class ManagerClient:
         return bool(self._call("need_weights", version))
 
     def update(self, source: Path, *, version: int) -> None:
-        """Bring all engines of the policy to these weights; see ``RolloutServer.update``.
+        """Bring all engines of the policy to these weights; StageError names those that could not.
 
-        Raises:
-            StageError: names the engines that could not.
+        See ``RolloutServer.update``.
         """
         self._call("update", source, version)
 
     def begin_update(self, *, version: int, device: torch.device) -> None:
-        """Stop all engines, and form a group with their servers; ``end_update`` ends that.
-
-        Args:
-            device: from which ``send`` sends.
-
-        Raises:
-            StageError: names the engines that could not.
-        """
+        """Stop all engines, and let their servers join, or StageError; ``device`` will send."""
         receivers = self._call("begin_update", version)
         self._names, self._copies = [], []
         try:
@@ -129,11 +117,7 @@ class ManagerClient:
             raise
 
     def send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Send one bucket, staged by reference, to all servers.
-
-        Raises:
-            EngineError: it did not reach all of them.
-        """
+        """Send one bucket, staged by reference; EngineError if not all servers got it."""
         self._group.send(staged.tensors)
         # While it travels: engines that replace others within a phase need it on their node.
         on_host = [(name, tensor.detach().cpu()) for name, tensor in staged.tensors]
@@ -142,13 +126,9 @@ class ManagerClient:
         self._group.wait_until_sent()
 
     def end_update(self, *, reason: str = "") -> None:
-        """Let all engines serve the weights that were sent.
+        """Let all engines serve the weights that were sent; ``reason`` says why not all were.
 
-        Args:
-            reason: why not all were sent; empty: they were.
-
-        Raises:
-            StageError: names the engines that lack weights; always with a ``reason``.
+        StageError names the engines that lack weights; always with a ``reason``.
         """
         if not reason:
             _, error = attempt(self._group.finish)
@@ -174,15 +154,11 @@ class ManagerClient:
         """Sample G responses to each of P prompts.
 
         Args:
-            version: of the policy that must sample them.
             lent: engines that ranks lend: of the policy for this call, and they serve this version;
                 of others until the next call, or as long as their rank lets them answer.
 
         Returns:
             P * G samples in prompt order, those to the same prompt adjacent; and metrics.
-
-        Raises:
-            DriftError: an engine sampled with other weights.
         """
         answer: tuple[list[Sample], Metrics] = self._call(
             "sample", prompts, sampling, version, lent
@@ -204,10 +180,6 @@ class ManagerClient:
 
         Returns:
             P prompts that were admitted now or before, with P * G samples; and metrics.
-
-        Raises:
-            PhaseError: the servers sample for the present step alone.
-            DriftError: an engine sampled with weights that it does not have.
         """
         answer: tuple[Answered, Metrics] = self._call("exchange", prompts, sampling, version)
         return answer

@@ -1,47 +1,53 @@
-"""Device memory: the figures of the driver and of torch's allocator, and its holders."""
+"""Device memory: its figures and holders; a release must free enough, a resume must have enough.
+
+An engine in another process reports the size of a memory tag from its own figures. Some of that
+memory cannot be released: SGLang takes the drop of free memory around the capture of graphs, but
+its buffer of logits, page tables and workspaces stay.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.protocol import MemoryTag
+
+log = logging.getLogger(__name__)
+
 _MIB = 2**20
 _EXPANDABLE_SEGMENTS = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 """In allocator settings."""
 
+_DEMANDED = {MemoryTag.WEIGHTS: 0.8, MemoryTag.KV_CACHE: 0.8, MemoryTag.CUDA_GRAPH: 0.0}
+"""Fraction of a tag's reported bytes by which free memory must rise."""
 
-def empty_cache(device: torch.device) -> None:
-    """Give cached blocks back to the driver, after all kernels are done.
+_HOPED = 0.97
+"""Fraction below which a warning is logged."""
 
-    Precedes every resume: an engine maps memory outside torch's allocator and cannot use torch's
-    cached blocks. Blocks that were shared with another process are cached only after that process
-    has closed them and they were collected.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+_POLL_S = 0.02
+_GRACE_S = 0.5
+"""How long a sufficient rise may take to become the full one."""
 
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of the device; None on a CPU, where storage is counted instead."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+_KERNELS_BYTES = 256 * _MIB
+"""SGLang's figure for weights is the fall of free memory while it loads: kernels that CUDA loads
+then are in it, and stay. So nothing is demanded of a small model."""
 
 
-def residue_bytes(device: torch.device) -> int | None:
-    """Return the device memory that is neither free nor torch's in this process; None on a CPU.
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One line of a table of memory."""
 
-    It cannot be freed while engines sleep: contexts and NCCL's buffers of all processes on the
-    device, and an engine's memory besides weights and cache.
-    """
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
+    name: str
+    num_bytes: int
 
 
 class DeviceMemory:
@@ -49,24 +55,55 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._is_cuda = device.type == "cuda"
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes of the device; None on a CPU."""
-        return free_bytes(self.device)
+        """Return the free bytes of the device; None on a CPU, where storage is counted instead."""
+        return torch.cuda.mem_get_info(self.device)[0] if self._is_cuda else None
 
     def total_bytes(self) -> int | None:
         """Return the bytes of the device; None on a CPU."""
-        is_cuda = self.device.type == "cuda"
-        return torch.cuda.mem_get_info(self.device)[1] if is_cuda else None
+        return torch.cuda.mem_get_info(self.device)[1] if self._is_cuda else None
 
     def allocated_bytes(self) -> int | None:
         """Return the bytes of this process's tensors, of any owner; None on a CPU."""
-        is_cuda = self.device.type == "cuda"
-        return torch.cuda.memory_allocated(self.device) if is_cuda else None
+        return torch.cuda.memory_allocated(self.device) if self._is_cuda else None
+
+    def residue_bytes(self) -> int | None:
+        """Return the device memory that is neither free nor torch's here; None on a CPU.
+
+        It cannot be freed while engines sleep: contexts and NCCL's buffers of all processes on the
+        device, and an engine's memory besides weights and cache.
+        """
+        if not self._is_cuda:
+            return None
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)
+
+    def figures(self) -> list[Holder]:
+        """Return the figures of torch's allocator and the driver; nothing on a CPU."""
+        if not self._is_cuda:
+            return []
+        free, total = torch.cuda.mem_get_info(self.device)
+        return [
+            Holder("torch allocated, this process", torch.cuda.memory_allocated(self.device)),
+            Holder("torch reserved, this process", torch.cuda.memory_reserved(self.device)),
+            Holder("device free", free),
+            Holder("device total", total),
+        ]
 
     def empty_cache(self) -> None:
-        """Give cached blocks back to the driver; see ``empty_cache``."""
-        empty_cache(self.device)
+        """Give cached blocks back to the driver, after all kernels are done.
+
+        Precedes every resume: an engine maps memory outside torch's allocator and cannot use
+        torch's cached blocks.
+        """
+        if self._is_cuda:
+            torch.cuda.synchronize(self.device)
+            # Blocks that were shared with another process are cached only after that process has
+            # closed them and they were collected.
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -91,33 +128,8 @@ def ordinary_segments() -> Iterator[None]:
         torch._C._accelerator_setAllocatorSettings(settings)
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """One line of the table."""
-
-    name: str
-    num_bytes: int
-
-
-def device_figures(device: torch.device) -> tuple[Holder, ...]:
-    """Return the figures of torch's allocator and the driver; nothing on a CPU."""
-    if device.type != "cuda":
-        return ()
-    free, total = torch.cuda.mem_get_info(device)
-    return (
-        Holder("torch allocated, this process", torch.cuda.memory_allocated(device)),
-        Holder("torch reserved, this process", torch.cuda.memory_reserved(device)),
-        Holder("device free", free),
-        Holder("device total", total),
-    )
-
-
 def memory_table(title: str, *sections: Sequence[Holder]) -> str:
-    """Lay out sections of holders in MiB, the largest of each section first.
-
-    Args:
-        sections: lines that belong together; empty holders and empty sections are left out.
-    """
+    """Lay out sections of holders in MiB, the largest of each section first; empty ones are out."""
     shown = [
         sorted((h for h in section if h.num_bytes), key=lambda h: -h.num_bytes)
         for section in sections
@@ -128,3 +140,79 @@ def memory_table(title: str, *sections: Sequence[Holder]) -> str:
     width = max(len(holder.name) for holder in holders)
     lines = [f"  {h.name:<{width}} {h.num_bytes / _MIB:>12,.1f} MiB" for h in holders]
     return "\n".join([f"{title}:", *lines])
+
+
+def demanded_bytes(part: MemoryTag, said_bytes: int) -> int:
+    """Return how many of a tag's reported bytes must come back."""
+    unowned = _KERNELS_BYTES if part is MemoryTag.WEIGHTS else 0
+    return max(0, int(_DEMANDED[part] * said_bytes) - unowned)
+
+
+def await_release(
+    part: MemoryTag,
+    said_bytes: int,
+    *,
+    resident_bytes: Callable[[], int],
+    memory: DeviceMemory,
+    free_before: int | None,
+    timeout_s: float,
+) -> int:
+    """Return the measured rise of free memory, once it is sufficient.
+
+    Args:
+        said_bytes: the engine's figure before the release.
+        resident_bytes: what the engine itself still counts; must reach 0.
+        free_before: free bytes before the release; None where only storage can be counted.
+    """
+    demanded = demanded_bytes(part, said_bytes)
+    begin = enough_at = time.monotonic()
+    while True:
+        still, seen = resident_bytes(), said_bytes
+        if free_before is not None:
+            seen = max(0, (memory.free_bytes() or 0) - free_before)
+        now = time.monotonic()
+        if still or seen < demanded:
+            enough_at = now
+            if now - begin > timeout_s:
+                raise EngineError(
+                    f"released memory did not come back within {timeout_s:.3g} s: the engine still "
+                    f"holds {still / _MIB:.1f} MiB and the device lacks "
+                    f"{max(0, demanded - seen) / _MIB:.1f} MiB; "
+                    "if releasing is only slow, raise rollout.stage_timeout_s"
+                )
+        elif seen >= _HOPED * said_bytes or not demanded or now - enough_at > _GRACE_S:
+            break
+        time.sleep(_POLL_S)
+    write = log.warning if demanded and seen < _HOPED * said_bytes else log.info
+    write(
+        "released: part=%s said_mib=%.1f seen_mib=%.1f",
+        *(part.value, said_bytes / _MIB, seen / _MIB),
+    )
+    return seen
+
+
+def require_room(
+    part: MemoryTag, needed_bytes: int, *, memory: DeviceMemory, config: RolloutConfig
+) -> None:
+    """Refuse a resume with less free memory than the tag gave back: the server would die."""
+    free = memory.free_bytes()
+    if free is None or free >= needed_bytes:
+        return
+    lacking = needed_bytes - free
+    raise EngineError(
+        f"the rollout engine's {part.value} needs {needed_bytes / _MIB:,.1f} MiB and "
+        f"{free / _MIB:,.1f} MiB of {memory.device} are free: {lacking / _MIB:,.1f} MiB too few; "
+        + _remedy(part, lacking, total=memory.total_bytes() or 0, config=config)
+    )
+
+
+def _remedy(part: MemoryTag, lacking: int, *, total: int, config: RolloutConfig) -> str:
+    if config.engine == "hf" and part is MemoryTag.KV_CACHE and config.num_slots > 1:
+        return f"set rollout.num_slots={config.num_slots // 2} (it is {config.num_slots})"
+    if config.engine == "hf":
+        return "train on more ranks, or set rollout.dtype=bfloat16"
+    if part is MemoryTag.WEIGHTS:
+        ranks = 2 * config.tensor_parallel_size
+        return f"set rollout.tensor_parallel_size={ranks}, or train on more ranks"
+    fraction = math.floor(100 * (config.memory_fraction - lacking / max(1, total))) / 100
+    return f"set rollout.memory_fraction={max(0.01, fraction):g} (it is {config.memory_fraction:g})"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from hybridrl.metrics import Max, Metrics, merge
 
-_STATUS = "/proc/self/status"
-_CLEAR_REFS = "/proc/self/clear_refs"
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = b"5"  # proc(5): sets VmHWM to the present size; costs 12 us and touches no page
 _KIB = 1024
 
@@ -24,18 +25,14 @@ class PeakMeter:
     of the process above its size when the meter was made, so make it right before the engines. If
     the kernel cannot reset its own peak (no /proc, or a sandbox), memory is read when a scope
     begins and ends: peaks in between are missed, and figures are too low.
-
-    On a CPU malloc keeps freed memory, so a scope looks as large as the largest one before it.
-    After ``settle`` the next opening of each outermost scope gives that memory back first. Only
-    that one does, because to give back and take again costs up to half a second per GB.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Take the process's present memory as the zero of a CPU's figures."""
         self.device = device
         is_cuda = device.type == "cuda"
-        self._take_peak = _cuda_peak(device) if is_cuda else _resident_peak()
-        self._trim: Callable[[], None] = _keep if is_cuda else _malloc_trim()
+        self._take_peak = partial(_take_cuda_peak, device) if is_cuda else _resident_peak()
+        self._trims = not is_cuda
         self._is_settled = False
         self._trimmed: set[str] = set()
         self._open: list[tuple[str, int]] = []
@@ -43,27 +40,20 @@ class PeakMeter:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measure the block's peak as ``memory/<name>_peak_bytes/max``. May be nested."""
-        self.begin(name)
+        """Measure the block's peak as ``memory/<name>_peak_bytes/max``."""
+        if self._trims and self._is_settled and not self._open and name not in self._trimmed:
+            # malloc keeps freed memory, so a scope looks as large as the largest one before it.
+            # Once for each scope: to give back and take again costs up to half a second per GB.
+            self._trimmed.add(name)
+            _give_back()
+        self._look()
+        self._open.append((name, 0))
         try:
             yield
         finally:
-            self.end()
-
-    def begin(self, name: str) -> None:
-        """Open a scope inside those that are open."""
-        if self._is_settled and not self._open and name not in self._trimmed:
-            self._trimmed.add(name)
-            self._trim()
-        self._look()
-        self._open.append((name, 0))
-
-    def end(self) -> None:
-        """Close the innermost scope and keep its peak."""
-        self._look()
-        name, peak = self._open.pop()
-        metrics: Metrics = {f"memory/{name}_peak_bytes/max": Max(peak)}
-        self._metrics = merge([self._metrics, metrics])
+            self._look()
+            _, peak = self._open.pop()
+            self._metrics = merge([self._metrics, {f"memory/{name}_peak_bytes/max": Max(peak)}])
 
     def settle(self) -> None:
         """All lasting memory is allocated now: measure each scope once on its own."""
@@ -80,13 +70,10 @@ class PeakMeter:
         self._open = [(name, max(before, peak)) for name, before in self._open]
 
 
-def _cuda_peak(device: torch.device) -> Callable[[], int]:
-    def take() -> int:
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak
-
-    return take
+def _take_cuda_peak(device: torch.device) -> int:
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def _resident_peak() -> Callable[[], int]:
@@ -105,43 +92,22 @@ def _resident_peak() -> Callable[[], int]:
 def _reset_peak() -> bool:
     """Set the kernel's peak of this process to its present size, if the kernel can."""
     try:
-        file = os.open(_CLEAR_REFS, os.O_WRONLY)
+        with _CLEAR_REFS.open("wb", buffering=0) as file:
+            return file.write(_RESET_PEAK) == len(_RESET_PEAK)
     except OSError:
         return False
-    try:
-        return os.write(file, _RESET_PEAK) == len(_RESET_PEAK)
-    except OSError:
-        return False
-    finally:
-        os.close(file)
 
 
 def _read_status(field: bytes) -> int:
     """Read a field of /proc/self/status in bytes; 0 if it does not exist."""
     try:
-        file = os.open(_STATUS, os.O_RDONLY)
+        _, _, after = _STATUS.read_bytes().partition(field)
     except OSError:
         return 0
-    try:
-        text = os.read(file, 4096)
-    finally:
-        os.close(file)
-    _, _, after = text.partition(field)
     return int(after.split(maxsplit=1)[0]) * _KIB if after else 0
 
 
-def _malloc_trim() -> Callable[[], None]:
-    """Return the function that makes malloc give free memory back; a no-op without glibc."""
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):
-        return _keep
-
-    def give_back() -> None:
-        trim(0)
-
-    return give_back
-
-
-def _keep() -> None:
-    """Give nothing back."""
+def _give_back() -> None:
+    """Make malloc give free memory back; without glibc it does nothing."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -29,11 +29,7 @@ class OffloadableModels:
         """Torch's memory in this process that is known to be for rollout engines."""
 
     def register(self, name: str, engine: OffloadableModel) -> None:
-        """Add a colocated engine.
-
-        Raises:
-            PhaseError: the name is taken.
-        """
+        """Add a colocated engine; PhaseError if the name is taken."""
         if name in self._engines:
             raise PhaseError(f"training engine {name!r} is registered already; a role has one")
         self._engines[name] = engine
@@ -48,31 +44,25 @@ class OffloadableModels:
 
     def offload_optimizer(self) -> None:
         """Offload gradients and optimizer state."""
-        self._control.everywhere("offload_optimizer", self._offload_all_but_parameters)
+        parts = (TrainState.GRADIENTS, TrainState.OPTIMIZER)
+        self._control.everywhere("offload_optimizer", lambda: self._offload(*parts))
 
     def offload_parameters(self) -> None:
-        """Offload parameters.
-
-        Raises:
-            StageError: on all ranks, if any engine still has tensors on a device, or torch holds
-                more memory than the engines list.
-        """
+        """Offload parameters, and check that neither engines nor torch have more on the device."""
         self._control.everywhere("offload_parameters", self._offload_parameters)
 
     def onload_training(self) -> None:
         """Bring everything back; state that never left stays."""
         self._control.everywhere("onload_training", self._restore)
 
-    def _offload_all_but_parameters(self) -> None:
+    def _offload(self, *parts: TrainState) -> None:
         for engine in self._engines.values():
-            engine.offload(TrainState.GRADIENTS)
-            engine.offload(TrainState.OPTIMIZER)
+            for part in parts:
+                engine.offload(part)
         self.memory.empty_cache()
 
     def _offload_parameters(self) -> None:
-        for engine in self._engines.values():
-            engine.offload(TrainState.PARAMETERS)
-        self.memory.empty_cache()
+        self._offload(TrainState.PARAMETERS)
         left = [
             f"{holder.name} {holder.num_bytes / 2**20:.1f} MiB"
             for holder in self.holders()
@@ -91,8 +81,7 @@ class OffloadableModels:
         if allocated is None:
             return
         unlisted = allocated - self.engine_bytes()
-        metrics: Metrics = {"memory/left_allocated_bytes/max": Max(unlisted)}
-        self._metrics = merge([self._metrics, metrics])
+        self._metrics = merge([self._metrics, {"memory/left_allocated_bytes/max": Max(unlisted)}])
         if unlisted > _MAY_STAY_BYTES:
             raise PhaseError(
                 "the KV cache may not wake while training state is on the device: "

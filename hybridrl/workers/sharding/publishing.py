@@ -7,42 +7,38 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import TypeVar
 
 import torch
 
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.metrics import Metrics, Sum, merge
+from hybridrl.metrics import Metrics, Sum
 from hybridrl.models.load import DTYPES
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import (
     ControlGroup,
     Limit,
-    Neighbours,
     StageError,
-    attempt,
 )
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.states import SYNC
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,
-    bucket_bytes_for,
+    common_bucket_bytes,
     stream_weights,
 )
 from hybridrl.workers.train.protocol import TrainEngine
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _NUM_UPDATES = 3
 """Tries of one update."""
 
 
 def update_with_tries(update: Callable[[], None]) -> None:
-    """Update servers; an engine that dies in one try is replaced in the next.
-
-    Raises:
-        StageError: of the last try.
-    """
+    """Update servers; an engine that dies in one try is replaced in the next."""
     for number in range(1, _NUM_UPDATES + 1):
         try:
             update()
@@ -55,25 +51,7 @@ def update_with_tries(update: Callable[[], None]) -> None:
 
 
 class Publisher:
-    """Brings weights to engines that no rank owns. This one knows none."""
-
-    def bring(self, source: TrainEngine, *, version: int) -> None:
-        """Bring the weights to all of them that lack them. A collective call.
-
-        Raises:
-            StageError: on all ranks, if the weights could not be written, sent or loaded.
-        """
-
-    def close(self) -> None:
-        """Remove what was published, and leave the engines. Idempotent."""
-
-    def take_metrics(self) -> Metrics:
-        """Return the metrics of the updates since the last call, and reset them."""
-        return {}
-
-
-class ManagerPublisher(Publisher):
-    """Brings them to the rollout manager's engines, which stop only to take weights.
+    """Brings weights to the rollout manager's engines, which stop only to take them.
 
     Rank 0 writes or sends the weights of all ranks.
     """
@@ -86,25 +64,17 @@ class ManagerPublisher(Publisher):
         device: torch.device,
         control: ControlGroup,
     ) -> None:
-        """Publish nothing yet.
-
-        Args:
-            device: where the buckets lie.
-        """
         self._servers = servers
         self._config = config
         self._device = device
         self._control = control
-        alone = range(control.rank, control.rank + 1)
-        self._neighbours = Neighbours(control, ranks=alone)
-        self._metrics: Metrics = {}
+        self._is_writer = control.rank == 0
+        self._num_bytes = 0
         self._published: WeightFolder | None = None
 
     def bring(self, source: TrainEngine, *, version: int) -> None:
-        """See ``Publisher``. Nothing is sent if all engines serve with these weights."""
-        need = partial(self._servers.need_weights, version=version)
-        is_due, error = attempt(need) if self._is_writer else (False, None)
-        self._require_success(error)
+        """Bring the weights to all engines that lack them, or StageError. A collective call."""
+        is_due = self._on_writer(partial(self._servers.need_weights, version=version))
         if self._control.is_true_anywhere("sync of servers needed", flag=bool(is_due)):
             if self._servers.weights == "broadcast":
                 update_with_tries(partial(self._broadcast, source, version))
@@ -112,83 +82,68 @@ class ManagerPublisher(Publisher):
                 self._publish(source, version)
 
     def close(self) -> None:
-        """See ``Publisher``."""
+        """Remove what was published, and leave the engines. Idempotent."""
         self._servers.leave()
         if self._published is not None:
             self._published.remove()
             self._published = None
 
     def take_metrics(self) -> Metrics:
-        """See ``Publisher``."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
-
-    @property
-    def _is_writer(self) -> bool:
-        return self._control.rank == 0
+        """Return the bytes sent since the last call, and reset them."""
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        return {"memory/synced_bytes": Sum(num_bytes)} if num_bytes else {}
 
     def _publish(self, source: TrainEngine, version: int) -> None:
         """Write all weights to a folder, and let the servers load it; the one before goes."""
         before = self._published
-        _, error = attempt(self._make_folder if self._is_writer else lambda: None)
-        self._require_success(error)
-        folder = self._published if self._is_writer else None
+        folder = self._on_writer(self._make_folder)
         try:
             report = self._stream(source, None if folder is None else folder.write)
             if report.failures:
                 raise StageError(SYNC.name, report.failures)
-            error = None
-            if folder is not None:
-                update = partial(self._servers.update, folder.folder, version=version)
-                _, error = attempt(partial(update_with_tries, update))
-                self._count(report)
-            self._require_success(error)
+
+            def update() -> None:
+                if folder is not None:
+                    self._servers.update(folder.folder, version=version)
+
+            self._on_writer(partial(update_with_tries, update))
+            self._count(report)
         finally:
             if before is not None:
                 before.remove()
 
-    def _make_folder(self) -> None:
+    def _make_folder(self) -> WeightFolder:
         self._published = WeightFolder(
             Path(mkdtemp(prefix="hybridrl-weights-", dir=self._servers.folder)),
             dtype=DTYPES[self._config.dtype],
             if_full=", or serving.weights=broadcast",
         )
+        return self._published
 
     def _broadcast(self, source: TrainEngine, version: int) -> None:
         """Send all weights to the servers; in the next try a lost one has a successor."""
         begin = partial(self._servers.begin_update, version=version, device=self._device)
-        _, error = attempt(begin if self._is_writer else lambda: None)
-        self._require_success(error)
+        self._on_writer(begin)
         report = self._stream(source, self._servers.send if self._is_writer else None)
-        error = None
-        if self._is_writer:
-            reasons = "; ".join(f"rank {r}: {text}" for r, text in report.failures.items())
-            _, error = attempt(partial(self._servers.end_update, reason=reasons))
-        self._require_success(error)
+        reasons = "; ".join(f"rank {r}: {text}" for r, text in report.failures.items())
+        self._on_writer(partial(self._servers.end_update, reason=reasons))
         self._count(report)
 
     def _stream(self, source: TrainEngine, load: Load | None) -> StreamReport:
-        """Gather all weights on all ranks; one of them passes them on."""
+        config, control = self._config, self._control
         return stream_weights(
-            source.full_weights(source.weight_sets[0], dtype=DTYPES[self._config.dtype]),
+            source.full_weights(source.weight_sets[0], dtype=DTYPES[config.dtype]),
             load,
             sender=None,
-            bucket_bytes=self._bucket_bytes(),
-            control=self._control,
-            neighbours=self._neighbours,
+            bucket_bytes=common_bucket_bytes(config.bucket_mib, self._device, control=control),
+            control=control,
         )
 
     def _count(self, report: StreamReport) -> None:
-        if self._is_writer:
-            self._metrics = merge([self._metrics, {"memory/synced_bytes": Sum(report.num_bytes)}])
+        self._num_bytes += report.num_bytes if self._is_writer else 0
 
-    def _require_success(self, error: Exception | None) -> None:
+    def _on_writer(self, action: Callable[[], T]) -> T | None:
+        """Run ``action`` on rank 0; StageError on all ranks if it failed."""
         limit = Limit(self._servers.timeout_s, "cluster.call_timeout_s")
-        failures = self._control.exchange(SYNC.name, error, limit=limit)
-        if failures:
-            raise StageError(SYNC.name, failures) from error
-
-    def _bucket_bytes(self) -> int:
-        """The size for which all ranks have the memory: all must divide the stream alike."""
-        own_bytes = bucket_bytes_for(self._config.bucket_mib, self._device)
-        return -self._control.largest("bucket size", -own_bytes)
+        own: Callable[[], T | None] = action if self._is_writer else lambda: None
+        return self._control.everywhere(SYNC.name, own, limit=limit)

@@ -5,7 +5,6 @@ docs/rollout-engines.md draws them; a test compares the drawing with this file.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
@@ -34,39 +33,30 @@ class Edge:
     """One legal move."""
 
     name: str
-    sources: frozenset[State]
+    sources: tuple[State, ...]
     target: State
-    if_failed: State
+
+    if_failed: State = State.BROKEN
     """State of an engine whose move failed: only as much as can be trusted."""
 
 
-def _edge(
-    name: str,
-    sources: Collection[State],
-    target: State,
-    *,
-    if_failed: State = State.BROKEN,
-) -> Edge:
-    return Edge(name, frozenset(sources), target, if_failed)
-
-
-START = _edge("start", {State.BOOT}, State.ASLEEP)
-PAUSE = _edge("pause", {State.READY}, State.PAUSED, if_failed=State.PAUSED)
-DRAIN = _edge("drain", {State.PAUSED}, State.DRAINED, if_failed=State.PAUSED)
-ROLL_BACK = _edge("roll_back", {State.PAUSED, State.DRAINED}, State.READY)
-RELEASE = _edge("release", {State.DRAINED}, State.ASLEEP)
-RELEASE_CACHE = _edge(
+START = Edge("start", (State.BOOT,), State.ASLEEP)
+PAUSE = Edge("pause", (State.READY,), State.PAUSED, if_failed=State.PAUSED)
+DRAIN = Edge("drain", (State.PAUSED,), State.DRAINED, if_failed=State.PAUSED)
+ROLL_BACK = Edge("roll_back", (State.PAUSED, State.DRAINED), State.READY)
+RELEASE = Edge("release", (State.DRAINED,), State.ASLEEP)
+RELEASE_CACHE = Edge(
     "release_cache",
-    {State.DRAINED, State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP},
+    (State.DRAINED, State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP),
     State.KV_ASLEEP,
 )
-RESUME_WEIGHTS = _edge("resume_weights", {State.ASLEEP}, State.WEIGHTS_UP)
-SYNC = _edge("sync", {State.WEIGHTS_UP, State.DRAINED, State.KV_ASLEEP}, State.SYNCED)
-RESUME_CACHE = _edge("resume_cache", {State.SYNCED}, State.CACHE_UP)
-CONTINUE = _edge("continue", {State.CACHE_UP}, State.READY)
-UNWIND = _edge("unwind", {State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP}, State.ASLEEP)
-BREAK = _edge("break", set(State), State.BROKEN)
-RESTART = _edge("restart", {State.BROKEN}, State.BOOT)
+RESUME_WEIGHTS = Edge("resume_weights", (State.ASLEEP,), State.WEIGHTS_UP)
+SYNC = Edge("sync", (State.WEIGHTS_UP, State.DRAINED, State.KV_ASLEEP), State.SYNCED)
+RESUME_CACHE = Edge("resume_cache", (State.SYNCED,), State.CACHE_UP)
+CONTINUE = Edge("continue", (State.CACHE_UP,), State.READY)
+UNWIND = Edge("unwind", (State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP), State.ASLEEP)
+BREAK = Edge("break", tuple(State), State.BROKEN)
+RESTART = Edge("restart", (State.BROKEN,), State.BOOT)
 
 EDGES = (
     *(START, PAUSE, DRAIN, ROLL_BACK, RELEASE, RELEASE_CACHE),

@@ -1,19 +1,28 @@
-"""Weights into one engine that shares no memory with the trainer: from files, or out of a group."""
+"""Weights from files: of engines that share no memory with the trainer, and of a comparison.
+
+An engine fuses tensors and splits them over its ranks, so no hash of the trainer equals one of the
+engine. For a comparison it loads the weights from files, as it would those of any model. It keeps a
+copy, forgets them, gets them by the stream, and compares. A tensor that the stream dropped, mixed
+up or corrupted is found by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 
+import torch
 from torch import Tensor
 
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.rollout.buckets import Bucket, stage_by_reference
 from hybridrl.workers.rollout.weight_folder import WeightFolder
-from hybridrl.workers.sharding.control import Failures
+from hybridrl.workers.sharding.control import ControlGroup, Failures
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.weight_stream import buckets
@@ -56,10 +65,9 @@ def load_weights(
     bucket_bytes: int,
     has_joined: bool = False,
 ) -> None:
-    """Load all tensors of ``source`` and close the update. For an engine of one process.
+    """Load all tensors of ``source`` and close the update, with a comparison if one is due.
 
-    If a comparison is due (``rollout.verify_weights``), the engine loads the weights from files as
-    those of any model, too.
+    For an engine of one process.
 
     Args:
         bucket_bytes: host memory for tensors from files, unless one tensor is larger.
@@ -117,3 +125,36 @@ def _load(managed: ManagedEngine, files: WeightFiles, *, bucket_bytes: int) -> N
 def _read(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
     for name in sorted(files.names):
         yield name, files.read_range(name, [(0, size) for size in files.shape_of(name)])
+
+
+@contextmanager
+def folder_on_each_node(
+    readers: Sequence[int], *, dtype: torch.dtype, control: ControlGroup
+) -> Iterator[tuple[WeightFolder | None, Path | None]]:
+    """Make a folder on each node that has a reader (a rank), and remove it. A collective call.
+
+    Yields the folder, on the rank that writes it: the first reader of a node. And its path, on all
+    ranks of that node.
+    """
+    node = place_of_temporary_files()
+    nodes = control.gather("nodes of first syncs", node)
+    writer = next((rank for rank in readers if nodes[rank] == node), None)
+
+    def make() -> WeightFolder | None:
+        if writer != control.rank:
+            return None
+        return WeightFolder(Path(mkdtemp(prefix="hybridrl-first-sync-")), dtype=dtype)
+
+    folder = control.everywhere("folders of first syncs", make)
+    try:
+        paths = control.gather("folders of first syncs", None if folder is None else folder.folder)
+        yield folder, None if writer is None else paths[writer]
+    finally:
+        if folder is not None:
+            folder.remove()
+
+
+def place_of_temporary_files() -> str:
+    """Name the folder of temporary files so that processes have the same name for the same one."""
+    status = os.stat(gettempdir())
+    return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"

@@ -1,9 +1,8 @@
 """The one stream of weights from a training engine to rollout engines: buckets of HF-named tensors.
 
-N training engines and M rollout engines need N + M adapters instead of N x M: a training engine
-yields ``(name, tensor)``, a rollout engine stages and loads buckets, this file connects them. Into
-another process a bucket travels while the next is gathered: memory of the bucket that is gathered
-and of two flat ones. Within a process it is loaded at once: memory of one bucket.
+A training engine yields ``(name, tensor)``, a rollout engine stages and loads buckets, this file
+connects them. Into another process a bucket travels while the next is gathered: memory of the
+bucket that is gathered and of two flat ones. Within a process it is loaded at once: memory of one.
 """
 
 from __future__ import annotations
@@ -11,18 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
-from types import TracebackType
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
-from hybridrl.workers.rollout.protocol import WeightSender
-from hybridrl.workers.rollout.stage_time import stage_time
-from hybridrl.workers.sharding.control import ControlGroup, Failures, Neighbours, attempt
-from hybridrl.workers.sharding.memory import free_bytes
+from hybridrl.workers.rollout.protocol import WeightSender, stage_time
+from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
+from hybridrl.workers.sharding.memory import DeviceMemory
 
 Load = Callable[[StagedBucket, Sequence[str]], None]
 """Loads a bucket, given the handles that all ranks of the engine staged; see ``RolloutEngine``."""
@@ -33,10 +29,8 @@ _DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StreamReport:
-    """Tensors, buckets and bytes of one stream, and its failures."""
+    """The end of one stream."""
 
-    num_tensors: int = 0
-    num_buckets: int = 0
     num_bytes: int = 0
     """Bytes as sent, in the engine's type."""
 
@@ -46,21 +40,18 @@ class StreamReport:
     """Buffers of this rank whose handle was sent for a load that failed: torch keeps them on a GPU
     until the server opens and closes them, so for good if it ends."""
 
-    def plus(self, bucket: StagedBucket) -> StreamReport:
-        """Count one more bucket."""
-        return StreamReport(
-            self.num_tensors + len(bucket.spans),
-            self.num_buckets + 1,
-            self.num_bytes + bucket.spans[-1].end,
-        )
-
 
 def bucket_bytes_for(configured_mib: int, device: torch.device) -> int:
     """Return the size of a bucket: ``rollout.bucket_mib``, or a tenth of the free memory."""
     if configured_mib:
         return configured_mib * 2**20
-    free = free_bytes(device)
+    free = DeviceMemory(device).free_bytes()
     return _DEFAULT_BUCKET_BYTES if free is None else max(2**20, int(free * _SHARE_OF_FREE))
+
+
+def common_bucket_bytes(configured_mib: int, device: torch.device, *, control: ControlGroup) -> int:
+    """Return the size for which all ranks have the memory: all must divide the stream alike."""
+    return -control.largest("bucket size", -bucket_bytes_for(configured_mib, device))
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
@@ -84,13 +75,13 @@ def stream_weights(
     sender: WeightSender | None,
     bucket_bytes: int,
     control: ControlGroup,
-    neighbours: Neighbours,
+    ranks: range | None = None,
 ) -> StreamReport:
     """Send all weights, bucket by bucket; every bucket ends in a status exchange of all ranks.
 
     Gathering a sharded tensor is a collective, so every rank iterates, even one that loads nothing.
     One exchange carries the status of all ranks: of loading one bucket and staging the next. Only
-    then do neighbours make and gather handles, so no rank waits for a failed one, and no handle of
+    then do ranks make and gather handles, so no rank waits for a failed one, and no handle of
     a bucket that is not sent exists. All ranks stop at the same exchange when one fails.
 
     Args:
@@ -99,79 +90,68 @@ def stream_weights(
             own, unless the bucket was staged by reference.
         sender: stages this rank's buckets; None: by reference.
         bucket_bytes: size of a bucket, the same on all ranks.
+        ranks: that share an engine with this one, the first of which owns it; None: this one alone.
     """
+    ranks = ranks or range(control.rank, control.rank + 1)
     stream = buckets(weights, bucket_bytes=bucket_bytes)
     stage = stage_by_reference if sender is None else sender.stage
-    report = sent = StreamReport()
+    loaded_bytes = sent_bytes = 0
     handle_error: Exception | None = None
     # A server of several ranks may answer while some still copy, until it answers the next bucket.
-    open_bytes: deque[int] = deque(maxlen=min(2, neighbours.size))
+    open_bytes: deque[int] = deque(maxlen=min(2, len(ranks)))
+
+    def stage_next() -> StagedBucket | None:
+        bucket = next(stream, None)
+        return None if bucket is None else stage(bucket)
+
+    loading: Future[Exception | None] | None = None
     try:
-        with _Loader(load, timeout_s=control.timeout_s) as loader:
+        # The end of the pool waits: buffers must not be freed while a server reads them.
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as pool:
             while True:
-                staged, error = attempt(partial(_stage_next, stream, stage))
-                load_error = loader.wait()
+                staged, error = attempt(stage_next)
+                load_error = None if loading is None else loading.result()
+                loading = None
                 failures = control.exchange("stream", load_error or handle_error or error)
                 if failures:
                     is_unanswered = control.gather("loads", load_error is not None)
-                    left_bytes = sum(open_bytes) if is_unanswered[neighbours.leader] else 0
-                    return replace(report, failures=failures, unanswered_bytes=left_bytes)
-                report = sent
+                    left_bytes = sum(open_bytes) if is_unanswered[ranks.start] else 0
+                    return StreamReport(loaded_bytes, failures, left_bytes)
+                loaded_bytes = sent_bytes
                 if staged is None:
-                    return report
-                sent = sent.plus(staged)
+                    return StreamReport(loaded_bytes)
+                sent_bytes += staged.spans[-1].end
                 handle, handle_error = attempt(staged.make_handle)
                 open_bytes.append(staged.buffer_bytes if handle else 0)
-                handles = neighbours.gather(handle)
+                handles = control.gather_on_first(ranks, handle)
                 known = [each for each in handles if each is not None]
-                if len(known) == len(handles):  # else the rank without one says why
-                    loader.start(staged, known)
+                if load is not None and len(known) == len(handles):  # else a rank says why
+                    loading = _loading(pool, load, staged, known, timeout_s=control.timeout_s)
                 del staged  # otherwise its memory would stay while the next one is gathered
     finally:
         if sender is not None:
             sender.release_buffers()
 
 
-def _stage_next(
-    stream: Iterator[Bucket], stage: Callable[[Bucket], StagedBucket]
-) -> StagedBucket | None:
-    bucket = next(stream, None)
-    return None if bucket is None else stage(bucket)
+def _loading(
+    pool: ThreadPoolExecutor,
+    load: Load,
+    staged: StagedBucket,
+    handles: Sequence[str],
+    *,
+    timeout_s: float,
+) -> Future[Exception | None]:
+    """Load a bucket: one that was staged by reference at once, others in a thread.
 
+    The future has the error, or None.
+    """
 
-class _Loader:
-    """Loads one bucket at a time: one that was staged by reference at once, others in a thread."""
-
-    def __init__(self, load: Load | None, *, timeout_s: float) -> None:
-        self._load = load
-        self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
-        self._error: Future[Exception | None] | Exception | None = None
-
-    def __enter__(self) -> _Loader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._pool.shutdown()  # waits: buffers must not be freed while a server reads them
-
-    def start(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        if self._load is None:
-            return
-        if staged.tensors:  # so that the next is not gathered beside it
-            self._error = self._run(self._load, staged, handles)
-        else:
-            self._error = self._pool.submit(self._run, self._load, staged, handles)
-
-    def wait(self) -> Exception | None:
-        """Return why the last started bucket could not be loaded, or None."""
-        error, self._error = self._error, None
-        return error.result() if isinstance(error, Future) else error
-
-    def _run(self, load: Load, staged: StagedBucket, handles: Sequence[str]) -> Exception | None:
-        with stage_time(self._timeout_s):
+    def run() -> Exception | None:
+        with stage_time(timeout_s):
             return attempt(lambda: load(staged, handles))[1]
+
+    if not staged.tensors:
+        return pool.submit(run)
+    loaded: Future[Exception | None] = Future()
+    loaded.set_result(run())  # so that the next is not gathered beside it
+    return loaded

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, tensors_in
 from hybridrl.workers.rollout.sglang.transports import SharedTransport, Transport
-from hybridrl.workers.sharding.control import ControlGroup, Neighbours
+from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.weight_stream import stream_weights
 
 CPU = torch.device("cpu")
@@ -90,7 +90,6 @@ def test_a_bucket_is_whole_for_the_last_who_reads_it(name: str) -> None:
         sender=reader,
         bucket_bytes=32,
         control=control,
-        neighbours=Neighbours(control, ranks=range(control.rank, control.rank + 1)),
     )
     assert not report.failures
     sent = [[float(number)] * 8 for number in range(NUM_BUCKETS)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hybridrl.sampler import RequestParams, Sample, Sampler, join_parts, request_key
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.request_program import RequestProgram
+from hybridrl.workers.rollout.request_listener import RequestProgram
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import ready_engine
 from tests.workers.rollout.test_programs import PARAMS, context, require_equal

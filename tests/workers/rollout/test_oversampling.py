@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hybridrl.metrics import Sum
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
-from hybridrl.workers.rollout.continuations import OpenResponses
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.rollout.single_turn import OpenResponses, single_turn
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import make_prompts, ready_engine, sampling_params
 from tests.workers.rollout.test_programs import require_equal

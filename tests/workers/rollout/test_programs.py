@@ -74,7 +74,7 @@ class Actions:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._tasks: dict[int, asyncio.Task[Sample]] = {}
-        self.num_cancelled = 0
+        self.cancelled: set[int] = set()
 
     async def do(self, action: tuple[str, int]) -> None:
         verb, number = action
@@ -83,7 +83,8 @@ class Actions:
             work = self._sampler.sample(context(number), params, key=request_key(number, 0))
             self._tasks[number] = asyncio.ensure_future(work)
         elif verb == "cancel" and number in self._tasks:
-            self.num_cancelled += self._tasks[number].cancel()
+            if self._tasks[number].cancel():  # also True if it was asked to before
+                self.cancelled.add(number)
         elif verb == "await" and number in self._tasks:
             await asyncio.wait([self._tasks[number]])
         else:
@@ -111,7 +112,7 @@ def test_requests_that_join_and_leave_get_what_they_get_alone(
         todo = Actions(sampler)
         for action in actions:
             await todo.do(action)
-        return await todo.results(), todo.num_cancelled
+        return await todo.results(), len(todo.cancelled)
 
     samples, num_cancelled = engine.run(program)
     assert len(samples) == len({n for verb, n in actions if verb == "ask"}) - num_cancelled

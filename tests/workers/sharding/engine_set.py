@@ -19,7 +19,6 @@ from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.train.protocol import TrainEngine
 
 T = TypeVar("T")
@@ -52,7 +51,7 @@ class Meeting:
 
 
 class ThreadControl(ControlGroup):
-    """A control group whose ranks are threads."""
+    """A control group whose ranks are threads; they cut the stream of a tiny model in buckets."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__(timeout_s=5.0)
@@ -61,17 +60,11 @@ class ThreadControl(ControlGroup):
         self._meeting = meeting
 
     def largest(self, stage: str, value: int) -> int:
-        return max(self._meeting.hear(self.rank, stage, value))
+        largest = max(self._meeting.hear(self.rank, stage, value))
+        return -_BUCKET_BYTES if stage == "bucket size" else largest
 
     def _gather(self, stage: str, value: T) -> list[T]:
         return self._meeting.hear(self.rank, stage, value)
-
-
-class SmallBuckets(FusedEngines):
-    """Cuts the stream of a tiny model in several buckets."""
-
-    def _bucket_bytes(self) -> int:
-        return min(_BUCKET_BYTES, super()._bucket_bytes())
 
 
 class LocalSet:
@@ -89,13 +82,12 @@ class LocalSet:
         self.num_engines = len(self.engines)
         self._meeting = Meeting(self.num_engines)
         self.ranks = [
-            SmallBuckets(
+            FusedEngines(
                 managed,
                 engines=Fused(self.num_engines, 1).engines,
                 config=config,
                 device=CPU,
                 control=ThreadControl(index, self._meeting),
-                others=Publisher(),
             )
             for index, managed in enumerate(self.engines)
         ]

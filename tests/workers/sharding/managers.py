@@ -12,7 +12,7 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.publishing import ManagerPublisher, Publisher
+from hybridrl.workers.sharding.publishing import Publisher
 
 
 def sharding_manager(
@@ -36,9 +36,9 @@ def sharding_manager(
     device = meter.device
     if engines is None:
         engines = Fused(control.world_size, config.tensor_parallel_size).engines
-    others = Publisher()
+    others = None
     if servers is not None:
-        others = ManagerPublisher(servers, config=config, device=device, control=control)
+        others = Publisher(servers, config=config, device=device, control=control)
     return ShardingManager(
         engines=FusedEngines(
             None if engine is None else ManagedEngine(engine, config=config, device=device),

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
-from hybridrl.workers.sharding.control import ControlGroup, StageError, attempt
+from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError, attempt
 from tests.ranks import run_ranks
 
 
@@ -90,13 +90,13 @@ def _one_rank_samples_longer_than_a_stage_may_take(rank: int, late: int) -> str:
     control = ControlGroup(timeout_s=1.0)
     if rank == late:
         time.sleep(3.0)
-    control.meet("generate", timeout_s=30.0, key="rollout.skew_timeout_s")
+    control.meet("generate", Limit(30.0, "rollout.skew_timeout_s"))
     control.exchange("pause", None)
     if rank == late:
         dist.barrier()  # of the other group: this rank does not come
         return ""
     with pytest.raises(DeadlineError) as raised:
-        control.meet("generate", timeout_s=1.0, key="rollout.skew_timeout_s")
+        control.meet("generate", Limit(1.0, "rollout.skew_timeout_s"))
     dist.barrier()
     return str(raised.value)
 

@@ -68,7 +68,7 @@ def _two_ranks_of_an_engine_that_starts_late(rank: int) -> bool:
     control = ControlGroup(timeout_s=STAGE_S)
 
     def build() -> SlowEngine:
-        assert (0, 1) in control._subgroups  # made while no rank was late
+        assert range(2) in control._subgroups  # made while no rank was late
         return _late_engine()
 
     engine = start_engine(
@@ -125,7 +125,7 @@ def _an_engine_of_two_ranks_that_samples_long(rank: int) -> str:
     with device.manager.rollout_phase() as engine:
         if engine is not None:
             time.sleep(3 * 0.5)
-    return device.manager.states[0].name
+    return device.manager._life.states[0].name
 
 
 def test_a_rank_without_an_engine_waits_for_the_whole_of_sampling() -> None:
@@ -215,7 +215,7 @@ def _phases_of_slow_engines(rank: int, fault: str) -> tuple[list[str], list[Stat
         except StageError as error:
             endings.append(str(error))
         manager.require_training()
-    return endings, list(manager.states), engine.journal.calls(rank).count("restart")
+    return endings, list(manager._life.states), engine.journal.calls(rank).count("restart")
 
 
 def test_the_group_outlives_a_restart_that_takes_longer_than_a_stage() -> None:

@@ -22,7 +22,7 @@ from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.ledger import WeightLedger
+from hybridrl.workers.sharding.managed_engine import WeightLedger
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet

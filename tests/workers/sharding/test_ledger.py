@@ -9,7 +9,7 @@ from hybridrl.errors import LedgerError
 from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.ledger import WeightLedger
+from hybridrl.workers.sharding.managed_engine import WeightLedger
 from tests.workers.sharding.recording import (
     BUFFER,
     WEIGHTS,

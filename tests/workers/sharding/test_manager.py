@@ -1,15 +1,15 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from hybridrl.config.topology import Fused
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Sum, check_declared
 from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.sharding.states import State
+from hybridrl.workers.sharding.weight_stream import common_bucket_bytes
 from tests.ranks import run_ranks
 from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
@@ -20,7 +20,6 @@ from tests.workers.sharding.recording import (
     RecordingDevice,
     RecordingEngine,
     RecordingTenant,
-    managed_engine,
     recording_device,
     rollout_config,
 )
@@ -61,7 +60,7 @@ def test_training_and_sampling_exclude_each_other() -> None:
     for _ in range(2):
         device.manager.require_training()
         with device.manager.rollout_phase():
-            assert device.manager.states == (State.READY,)
+            assert device.manager._life.states == (State.READY,)
             with pytest.raises(PhaseError, match=r"holds the device \(engines are 0: READY; tr"):
                 device.manager.require_training()
             with pytest.raises(PhaseError, match="a rollout phase is already open"):
@@ -69,7 +68,7 @@ def test_training_and_sampling_exclude_each_other() -> None:
             with pytest.raises(PhaseError, match="holds the device"):
                 device.manager.register("critic", RecordingTenant(device.journal))
         device.manager.require_training()
-        assert device.manager.states == (State.ASLEEP,)
+        assert device.manager._life.states == (State.ASLEEP,)
 
 
 def test_there_is_no_phase_without_a_policy() -> None:
@@ -165,9 +164,10 @@ def test_each_stage_reports_its_seconds_and_bytes_once() -> None:
 def test_the_seconds_of_a_stage_that_ran_twice_add_up() -> None:
     device = recording_device()
     device.manager.take_metrics()
-    for seconds in (2.0, 0.5):
-        device.manager._count("pause", seconds=seconds)
-    assert device.manager.take_metrics() == {"time/pause_s": Max(2.5)}
+    for _ in range(2):
+        with device.manager._observe("pause"):
+            time.sleep(0.05)
+    assert device.manager.take_metrics()["time/pause_s"].value >= 0.1
 
 
 def test_the_names_of_failed_stages_are_declared_too() -> None:
@@ -261,7 +261,7 @@ def _body_raises_on_rank_one(rank: int) -> list[State]:
             assert rank == 1
         device.train()
     assert device.serve()
-    return list(device.manager.states)
+    return list(device.manager._life.states)
 
 
 def test_ranks_meet_at_the_exit_when_the_body_of_one_raises() -> None:
@@ -283,16 +283,8 @@ def test_all_ranks_go_through_the_same_calls() -> None:
 
 
 def _agreed_bucket_bytes(rank: int) -> int:
-    engines = FusedEngines(
-        managed_engine(RecordingEngine(rank, Journal())),
-        engines=Fused(2, 1).engines,
-        # As if taken from free memory, of which rank 1 has less.
-        config=rollout_config(bucket_mib=3 - rank),
-        device=CPU,
-        control=ControlGroup(timeout_s=20.0),
-        others=Publisher(),
-    )
-    return engines._bucket_bytes()
+    """As if taken from free memory, of which rank 1 has less."""
+    return common_bucket_bytes(3 - rank, CPU, control=ControlGroup(timeout_s=20.0))
 
 
 def test_the_rank_with_the_least_memory_sizes_the_buckets() -> None:
@@ -321,7 +313,7 @@ def _two_engines_on_four_ranks(rank: int) -> tuple[int, int, float, list[str]]:
     texts.append(str(raised.value))
     assert device.serve()
     device.train()
-    return len(device.manager.states), calls.count("full_weights"), bytes_sent, texts
+    return len(device.manager._life.states), calls.count("full_weights"), bytes_sent, texts
 
 
 @pytest.mark.shows("2.6", "3.10")

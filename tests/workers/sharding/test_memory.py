@@ -12,9 +12,8 @@ from hybridrl.workers.rollout.buckets import Bucket, FlatBuffers, StagedBucket, 
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding import offloadable_models
 from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.memory import DeviceMemory, empty_cache, free_bytes
+from hybridrl.workers.sharding.memory import DeviceMemory, await_release
 from hybridrl.workers.sharding.offloadable_models import OffloadableModels
-from hybridrl.workers.sharding.release import await_release
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import (
     CPU,
@@ -28,8 +27,8 @@ from tests.workers.sharding.recording import (
 
 
 def test_a_cpu_counts_storage_and_not_free_memory() -> None:
-    assert free_bytes(CPU) is None
-    empty_cache(CPU)
+    assert DeviceMemory(CPU).free_bytes() is None
+    DeviceMemory(CPU).empty_cache()
 
 
 @pytest.mark.shows("2.15")
@@ -38,7 +37,7 @@ def test_a_release_counts_only_when_the_device_is_free_again() -> None:
     device = torch.device("cuda:0")
     memory = DeviceMemory(device)
     block = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
-    before = free_bytes(device)
+    before = DeviceMemory(device).free_bytes()
 
     def release(timeout_s: float) -> int:
         return await_release(

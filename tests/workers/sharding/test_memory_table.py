@@ -7,7 +7,7 @@ import pytest
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.memory import Holder, device_figures, memory_table
+from hybridrl.workers.sharding.memory import DeviceMemory, Holder, memory_table
 from hybridrl.workers.sharding.meter import PeakMeter
 from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
@@ -42,7 +42,7 @@ def test_the_largest_holder_of_each_section_comes_first() -> None:
         "  device free               0.5 MiB"
     )
     assert memory_table("memory of cpu", []) == "memory of cpu: nobody here holds any"
-    assert device_figures(CPU) == ()
+    assert DeviceMemory(CPU).figures() == []
 
 
 @pytest.mark.shows("3.13")

@@ -19,7 +19,7 @@ from hybridrl.models.load import WeightFiles
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout import weight_folder
 from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.sharding import publishing
+from hybridrl.workers.sharding import weight_stream
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
@@ -271,7 +271,7 @@ def test_weights_that_cannot_be_written_are_never_sent(monkeypatch: pytest.Monke
 
 def _divide_a_stream(rank: int) -> int:
     """Ranks find room for buckets of other sizes."""
-    publishing.bucket_bytes_for = lambda *_: 2**20 if rank else 40  # type: ignore[attr-defined]
+    weight_stream.bucket_bytes_for = lambda *_: 2**20 if rank else 40
     servers = RecordingServers()
     manager, trainer = rank_with(servers)
     pass_phase(manager)

@@ -10,9 +10,9 @@ import pytest
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Sum, check_declared
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.sharding import release
+from hybridrl.workers.sharding import memory as memory_module
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.memory import Holder
+from hybridrl.workers.sharding.memory import Holder, demanded_bytes
 from tests.workers.sharding.recording import (
     CountedMemory,
     Journal,
@@ -26,7 +26,7 @@ TOTAL = 1000
 @pytest.fixture(autouse=True)
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engines of these tests hold bytes, not gibibytes."""
-    monkeypatch.setattr(release, "_KERNELS_BYTES", 0)
+    monkeypatch.setattr(memory_module, "_KERNELS_BYTES", 0)
 
 
 class Overstating(RecordingEngine):
@@ -157,6 +157,6 @@ def test_a_resume_without_room_is_refused_with_a_remedy(
 def test_kernels_that_stay_are_not_demanded_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     small, large = 28 * 2**20, 20 * 2**30
-    assert release.demanded_bytes(MemoryTag.WEIGHTS, small) == 0
-    assert release.demanded_bytes(MemoryTag.WEIGHTS, large) > 0.7 * large
-    assert release.demanded_bytes(MemoryTag.KV_CACHE, small) > 0.7 * small
+    assert demanded_bytes(MemoryTag.WEIGHTS, small) == 0
+    assert demanded_bytes(MemoryTag.WEIGHTS, large) > 0.7 * large
+    assert demanded_bytes(MemoryTag.KV_CACHE, small) > 0.7 * small

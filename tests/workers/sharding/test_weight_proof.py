@@ -15,7 +15,7 @@ from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.rollout.weight_folder import WeightFolder
-from hybridrl.workers.sharding import weight_proof
+from hybridrl.workers.sharding import weight_files
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.meter import PeakMeter
 from tests.ranks import run_ranks
@@ -126,7 +126,7 @@ class Noting(HFRolloutEngine):
 def _proofs_on_two_nodes(rank: int, model: Path, folder: Path) -> list[tuple[str, set[str]]]:
     """Ranks 0 and 1 are on one node, 2 on another. All sample, engine 1 restarts, all sample."""
     tempfile.tempdir = str(folder)
-    weight_proof.place_of_temporary_files = lambda: f"node {rank // 2}"
+    weight_files.place_of_temporary_files = lambda: f"node {rank // 2}"
     config = replace(rollout_config(), verify_weights="first", dtype="bfloat16")
     engine = Noting(model, config=config, max_context_tokens=32, device=CPU)
     engine.proofs = []

@@ -21,7 +21,7 @@ from hybridrl.workers.rollout.buckets import (
     stage_by_reference,
     tensors_in,
 )
-from hybridrl.workers.sharding.control import ControlGroup, Neighbours
+from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,
@@ -32,7 +32,7 @@ from hybridrl.workers.sharding.weight_stream import (
 from tests.ranks import run_ranks
 
 SIZES = [3, 5, 2, 9, 1, 1, 4]
-COMPLETE = StreamReport(num_tensors=7, num_buckets=4, num_bytes=100)
+COMPLETE = StreamReport(num_bytes=100)
 
 
 def _allocate(num_bytes: int) -> Tensor:
@@ -108,7 +108,7 @@ def _stream(
         sender=sender,
         bucket_bytes=bucket_bytes,
         control=control,
-        neighbours=Neighbours(control, ranks=range(first, first + num_neighbours)),
+        ranks=range(first, first + num_neighbours),
     )
 
 
@@ -155,7 +155,7 @@ def test_a_bucket_by_reference_is_freed_before_the_next_is_gathered() -> None:
             del tensor
 
     engine = DictionaryEngine(copies=False)
-    assert _stream(gather(), engine.load, engine, bucket_bytes=48).num_buckets == 4
+    assert _stream(gather(), engine.load, engine, bucket_bytes=48) == StreamReport(12 * 16)
     assert engine.threads == {threading.current_thread()}
     assert most_alive == 3 + 1  # a bucket of three, and the tensor that did not fit in
 
@@ -176,7 +176,7 @@ def test_the_next_bucket_is_gathered_while_a_copied_one_is_loaded() -> None:
             late.append(not gathered_more.wait(timeout=20.0))
         engine.load(staged, handles)
 
-    assert _stream(weights(), load, engine, bucket_bytes=48).num_tensors == 7
+    assert _stream(weights(), load, engine, bucket_bytes=48) == COMPLETE
     assert late == [False]
 
 
@@ -265,7 +265,7 @@ def test_all_ranks_leave_a_stream_that_fails_and_the_next_arrives(
         # Two buffers of a server of two ranks; what was answered is given back.
         assert report.unanswered_bytes == (64 if is_unanswered else 0)
         assert report.failures == {at_fault: f"OSError: {reason}"}
-        assert report.num_buckets == answers[0][0][0].num_buckets < 4
+        assert report.num_bytes == answers[0][0][0].num_bytes < COMPLETE.num_bytes
         assert len(handles) < 4
         assert complete[0] == COMPLETE
         assert len(complete[2]) == (0 if rank % 2 else 7)

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import LOOPBACK, bind
 from hybridrl.workers.rollout.buckets import Bucket
-from hybridrl.workers.rollout.protocol import Receiver
+from hybridrl.workers.rollout.protocol import Receiver, left_s
 from hybridrl.workers.rollout.sglang.client import Body, ControlClient, RefusedError
-from hybridrl.workers.rollout.stage_time import left_s
 
 _POLL_S = 0.0005
 _ANYWHERE = "0.0.0.0"

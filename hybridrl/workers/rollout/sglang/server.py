@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.workers.rollout.protocol import LEAST_WAIT_S, left_s
 from hybridrl.workers.rollout.sglang.arguments import (
     Arguments,
     KeyedAddress,
@@ -32,7 +33,6 @@ from hybridrl.workers.rollout.sglang.client import (
     RefusedError,
 )
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
-from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
 log = logging.getLogger(__name__)
 
