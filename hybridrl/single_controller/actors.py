@@ -16,11 +16,11 @@ from ray.exceptions import GetTimeoutError, RayError
 from hybridrl.diagnostics import trace
 from hybridrl.diagnostics.process_report import (
     MonitoredRank,
-    RankMonitor,
     attach_reports,
     describe_ranks,
     failed_ranks_first,
 )
+from hybridrl.diagnostics.rank_monitor import RankMonitor
 from hybridrl.errors import (
     ClusterLostError,
     DeadlineError,
