@@ -1,5 +1,5 @@
 # `make train` and `make test` do their own whole set-up in .venv; the other targets too.
-# Words after the target: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"
+# Words after the target: make train ARGS="recipes=cpu/sleep trainer.num_steps=5"
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-fast test-nightly sglang-cpu lint format docs figures bench
@@ -32,7 +32,7 @@ help:
 	@echo "make docs          build the documentation into site/, links checked"
 	@echo "make figures       measure this code into docs/figures.md"
 	@echo "make bench         run every script of benchmarks/"
-	@echo 'ARGS="..." is handed on: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"'
+	@echo 'ARGS="..." is handed on: make train ARGS="recipes=cpu/sleep trainer.num_steps=5"'
 
 # torch goes first and alone, so that nothing else pulls another build of it. Modules are compiled when they
 # are first imported: most never are, and to compile all takes a minute. Where Python must not keep what it

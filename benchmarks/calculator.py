@@ -1,4 +1,4 @@
-"""The learning curve of recipes=calculator_cpu, with its tool and without: a table and a picture.
+"""The learning curve of recipes=cpu/calculator, with its tool and without: a table and a picture.
 
 Run folders are kept, and are read from there the next time.
 
@@ -15,7 +15,7 @@ from benchmarks.publish import ROOT
 
 _KINDS = {"with the tool": [], "without": ["agent=single_turn"]}
 _OVERRIDES = (
-    *("recipes=calculator_cpu", "eval.num_prompts=256", "checkpoint.every_num_steps=0"),
+    *("recipes=cpu/calculator", "eval.num_prompts=256", "checkpoint.every_num_steps=0"),
     *("trainer.export_hf=false", "tracking.live=off", "tracking.trackers=[]"),
 )
 

@@ -77,8 +77,8 @@ CASES = {
         *_tokens(2048),
         "actor.logprob_chunk_tokens=512",
     ),
-    "lora_cpu": ("recipes=lora_cpu", *_shape(SMALL)),
-    "ppo_cpu": ("recipes=ppo_cpu", *_shape(SMALL)),
+    "lora_cpu": ("recipes=cpu/lora", *_shape(SMALL)),
+    "ppo_cpu": ("recipes=algorithms/ppo", *_shape(SMALL)),
 }
 
 PUBLISHED = (

@@ -1,6 +1,6 @@
 """Conversations on two SGLang servers: the manager chooses the engine, or sglang-router does.
 
-Both train recipes=calculator_cpu in turns, run for run, from the same starter model.
+Both train recipes=cpu/calculator in turns, run for run, from the same starter model.
 Later turns hit the cache of the engine that has their beginning; a row has the medians of steps.
 
     python -m benchmarks.router [--steps 8] [--rounds 2] [KEY=VALUE ...]
@@ -47,7 +47,7 @@ def main() -> None:
 def run(run_dir: Path, words: list[str], *, num_steps: int) -> list[dict[str, float]]:
     """Train; return the metrics of each step."""
     command = [
-        *(sys.executable, "-m", "hybridrl.main", "recipes=calculator_cpu", "rollout=sglang"),
+        *(sys.executable, "-m", "hybridrl.main", "recipes=cpu/calculator", "rollout=sglang"),
         *("serving=own", "eval.every_num_steps=0", "checkpoint.every_num_steps=0"),
         *("tracking.live=off", "rollout.start_timeout_s=150", "cluster.start_timeout_s=160"),
         *(f"trainer.run_dir={run_dir}", f"trainer.num_steps={num_steps}", *words),

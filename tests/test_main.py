@@ -52,7 +52,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def test_cfg_job_prints_the_configuration_of_a_recipe_with_overrides(tmp_path: Path) -> None:
-    done = call_main("--cfg", "job", "recipes=dapo_cpu", "rollout.top_k=5", folder=tmp_path)
+    done = call_main("--cfg", "job", "recipes=algorithms/dapo", "rollout.top_k=5", folder=tmp_path)
     printed = yaml.safe_load(done.stdout)
     assert printed["algorithm"]["clip_high"] == 0.28
     assert printed["rollout"]["top_k"] == 5
@@ -118,7 +118,7 @@ def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(tmp_path: Pa
 MISTYPED = {
     "recipes=dapo_cpo": ["recipes='dapo_cpo'", "'dapo_cpu'"],
     "actor=fdsp2": ["actor='fdsp2'", "'fsdp2'"],
-    "recipes=clip_higher_kl_cpu": ["set recipes=dapo_cpu"],
+    "recipes=clip_higher_kl_cpu": ["set recipes=algorithms/dapo"],
     "algorithm=dpo": ["set mode=dpo"],
     "recipes=grpo": ["did you mean 'grpo_", "'grpo_gsm8k", "? --help lists all"],
     "rollout.n=8": ["set rollout.num_responses_per_prompt=8"],
@@ -356,7 +356,7 @@ def test_the_wheel_brings_recipes_and_configuration_inside_the_package(
     installed: Path, tmp_path: Path
 ) -> None:
     assert not (installed / "recipes").exists()
-    done = start_main("--cfg", "job", "recipes=cpu_sleep", folder=tmp_path, root=installed)
+    done = start_main("--cfg", "job", "recipes=cpu/sleep", folder=tmp_path, root=installed)
     assert yaml.safe_load(done.stdout)["rollout"]["sleep"] is True, done.stderr
     shown = start_main("--info", "searchpath", folder=tmp_path, root=installed)
     assert str(installed / "hybridrl") in shown.stdout
@@ -369,7 +369,7 @@ def test_the_wheel_brings_recipes_and_configuration_inside_the_package(
 
 
 def test_the_wheel_checks_a_recipe_from_another_folder(installed: Path, tmp_path: Path) -> None:
-    done = start_main("mode=check", "recipes=dapo_cpu", folder=tmp_path, root=installed)
+    done = start_main("mode=check", "recipes=algorithms/dapo", folder=tmp_path, root=installed)
     assert done.returncode == 0, done.stderr
     assert "checked, nothing started" in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -129,7 +129,7 @@ def test_a_mistyped_key_of_a_file_is_answered_with_its_value() -> None:
     ("group", "name", "answer"),
     [
         ("algorithm", "reinforce++", "set algorithm=reinforce_plus_plus"),
-        ("recipes", "clip_higher_kl_cpu", "set recipes=dapo_cpu"),
+        ("recipes", "clip_higher_kl_cpu", "set recipes=algorithms/dapo"),
         ("recipes", "grpo_cpu", "leave it out: GRPO on this CPU is the default"),
         ("rollout", "vllm", "set rollout=sglang"),
         ("model/Qwen", "Qwen2.5-0.5B", "set model=hf_folder model.path=models/Qwen2.5-0.5B"),

@@ -103,7 +103,7 @@ def test_an_option_of_a_group_composes(file: Path) -> None:
 
 
 def test_a_recipe_may_choose_options_and_the_command_line_has_the_last_word() -> None:
-    name = "recipes=grpo_gsm8k_qwen2_5_0_5b_1gpu"
+    name = "recipes=gpu/grpo_gsm8k_qwen2_5_0_5b_1gpu"
     assert compose([name])["cluster"]["device"] == "cuda"  # type: ignore[index]
     assert compose([name, "cluster=cpu"])["cluster"]["device"] == "cpu"  # type: ignore[index]
     assert compose([name, "trainer.num_steps=7"])["trainer"]["num_steps"] == 7  # type: ignore[index]

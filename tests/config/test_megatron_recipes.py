@@ -78,6 +78,6 @@ def test_a_check_says_how_the_model_is_cut(
 
 
 def test_the_run_on_a_cpu_names_a_hook_that_is_there() -> None:
-    config = load_config(compose(["recipes=megatron_cpu"]))
+    config = load_config(compose(["recipes=cpu/megatron"]))
     assert config.cluster.worker_setup_hook == "tests.megatron.stand_ins.install"
     assert (config.cluster.num_ranks, config.num_train_groups) == (2, 1)

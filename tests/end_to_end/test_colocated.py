@@ -18,8 +18,8 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 SMALL = ("eval.every_num_steps=0", "rollout.num_slots=4", VARIED)
-COLOCATED = (*SMALL, "recipes=colocated_cpu", "trainer.num_steps=4")
-MIXED = (*SMALL, "recipes=mixed_cpu", "trainer.num_steps=3")
+COLOCATED = (*SMALL, "recipes=cpu/colocated", "trainer.num_steps=4")
+MIXED = (*SMALL, "recipes=cpu/mixed", "trainer.num_steps=3")
 
 
 def faults(kind: str, *, every: int) -> str:

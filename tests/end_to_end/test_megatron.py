@@ -43,7 +43,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(400)
 def test_the_default_task_is_learnt_over_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     command = [
-        *(sys.executable, "-m", "hybridrl.main", "recipes=megatron_cpu", "tracking.live=off"),
+        *(sys.executable, "-m", "hybridrl.main", "recipes=cpu/megatron", "tracking.live=off"),
         *(f"trainer.run_dir={tmp_path / 'run'}", f"trainer.num_steps={NUM_STEPS}"),
         *(f"eval.every_num_steps={NUM_STEPS}", "checkpoint.every_num_steps=0"),
     ]

@@ -60,7 +60,7 @@ def test_the_calculator_is_learned_through_a_client(
     client: str, num_steps: int, tmp_path: Path
 ) -> None:
     pytest.importorskip("openai", reason="comes with SGLang")
-    overrides = ("recipes=calculator_cpu", "agent.loop=proxy", "agent.tools=[]")
+    overrides = ("recipes=cpu/calculator", "agent.loop=proxy", "agent.tools=[]")
     of_run = (f"trainer.num_steps={num_steps}", "eval.every_num_steps=0", "tracking.live=off")
     folder = f"trainer.run_dir={tmp_path}"
     command = _command(CALCULATOR, client)

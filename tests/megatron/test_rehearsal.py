@@ -140,7 +140,7 @@ def test_on_a_machine_with_a_gpu_a_check_refuses_what_its_start_would(
 
 
 def test_cpu_recipe_passes_without_a_missing_kernel() -> None:
-    config = load_config(compose(["recipes=megatron_cpu", "mode=check"]))
+    config = load_config(compose(["recipes=cpu/megatron", "mode=check"]))
     [line] = rehearse_megatron(config)
     assert line.endswith("takes the configuration of: policy")
 

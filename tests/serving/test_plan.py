@@ -126,7 +126,7 @@ def test_groups_on_devices_of_the_trainer_are_offloaded() -> None:
 
 @pytest.mark.shows("4.3")
 def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
-    config = load_config(compose(["recipes=mixed_cpu"]))
+    config = load_config(compose(["recipes=cpu/mixed"]))
     assert [group.name for group in plan_servers(config)[0].groups] == ["main", "own"]
     (own,) = plan_own_engines(config)
     assert [engine.first_device for engine in own.engines] == [1]
@@ -134,7 +134,7 @@ def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
     assert config.topology == Colocated((led,), has_others=True)
     assert (led.ranks, led.folder) == (range(1), None)
     assert (config.num_devices, config.num_own_server_devices) == (2, 1)
-    config = load_config(compose(["recipes=colocated_cpu"]))
+    config = load_config(compose(["recipes=cpu/colocated"]))
     assert plan_own_engines(config)[0].engines == ()
     assert config.topology == Colocated(led_engines(config), has_others=False)
     assert [led.ranks for led in led_engines(config)] == [range(1), range(1, 2)]

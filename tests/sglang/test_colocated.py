@@ -82,7 +82,7 @@ def test_a_killed_server_of_a_rank_restarts_after_the_phase(tmp_path: Path) -> N
         try:
             lines = require_agreement(
                 tmp_path,
-                "recipes=colocated_cpu",
+                "recipes=cpu/colocated",
                 *SMALL_RUN,
                 num_steps=6,
                 timeout_s=2 * TIMEOUT_S,

@@ -19,7 +19,7 @@ TIMEOUT_S = 400  # 25 s of CPU for the server, 1 to 2 s a step
 
 
 # One server for both ranks, as they share a model.
-MEGATRON = ("recipes=megatron_cpu", "rollout.tensor_parallel_size=2")
+MEGATRON = ("recipes=cpu/megatron", "rollout.tensor_parallel_size=2")
 
 
 @pytest.mark.nightly
@@ -37,7 +37,7 @@ def test_the_default_task_is_learnt_on_sglang_and_no_process_is_left(
 @pytest.mark.nightly
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_conversations_are_learnt_on_sglang(tmp_path: Path) -> None:
-    lines = run_on_sglang(tmp_path, "recipes=calculator_cpu", num_steps=40)
+    lines = run_on_sglang(tmp_path, "recipes=cpu/calculator", num_steps=40)
     steps = [line for line in lines if "agent/turns/mean" in line]
     rewards = [step["reward/mean"] for step in steps]
     assert fmean(rewards[-10:]) > fmean(rewards[:10]) + 0.2  # 0.34 -> 0.85
@@ -51,8 +51,8 @@ def test_conversations_are_learnt_on_sglang(tmp_path: Path) -> None:
     "task",
     [
         ("serving.router=sglang",),
-        ("recipes=calculator_cpu", "serving.router=sglang"),
-        ("recipes=calculator_cpu", "serving.weights=broadcast"),
+        ("recipes=cpu/calculator", "serving.router=sglang"),
+        ("recipes=cpu/calculator", "serving.weights=broadcast"),
     ],
     ids=["digits-router", "agent-router", "agent-broadcast"],
 )

@@ -91,7 +91,7 @@ def test_a_run_on_a_pair_agrees_with_its_trainer(tmp_path: Path) -> None:
     small += ["trainer.num_prompts_per_step=4", "trainer.num_steps=2", "eval.every_num_steps=0"]
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "hybridrl.main", "recipes=prefill_decode_cpu"),
+            *(sys.executable, "-m", "hybridrl.main", "recipes=cpu/prefill_decode"),
             *(*small, "tracking.live=off", f"trainer.run_dir={tmp_path / 'run'}"),
         ],
         cwd=tmp_path,

@@ -115,7 +115,7 @@ def _seed(seed: int, device: torch.device) -> None:
         raise ResourceError(
             "megatron-core asks for CUDA, and cluster.device=cpu: from a checkout set "
             "cluster.worker_setup_hook=tests.megatron.stand_ins.install, which stands in for it "
-            "(recipes=megatron_cpu does), or set cluster=one_gpu, or actor=fsdp2"
+            "(recipes=cpu/megatron does), or set cluster=one_gpu, or actor=fsdp2"
         ) from err
 
 
