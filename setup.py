@@ -24,7 +24,7 @@ setup(
     package_data={
         "hybridrl": ["py.typed", "config/*.yaml"],
         "hybridrl.hydra_configs": ["*.yaml", "*/*.yaml"],
-        "hybridrl.recipes": ["*.yaml", "cluster/*"],
+        "hybridrl.recipes": ["*.yaml", "*/*"],
         "hybridrl.report": ["assets/*"],
     },
     include_package_data=False,

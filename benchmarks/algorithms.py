@@ -5,7 +5,7 @@ has 128, so that chance moves an accuracy by .02 instead of .04. A finished run 
 .cache/benchmarks/algorithms, and is read from there by the same command at the same commit.
 A benchmark that was interrupted goes on with the run that it was at.
 
-    python -m benchmarks.algorithms [KEY=VALUE ...] [--recipes gspo_cpu ...] [--seeds 0 1 2]
+    python -m benchmarks.algorithms [KEY=VALUE ...] [--recipes algorithms/gspo ...] [--seeds 0 1 2]
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hybridrl.run.starter import starter_name, warmup_config
 
 RECIPES = {
     "none": "GRPO",
-    "dr_grpo_cpu": "Dr. GRPO",
-    "ppo_cpu": "PPO",
-    "dapo_cpu": "DAPO",
-    "rloo_cpu": "RLOO",
-    "reinforce_plus_plus_cpu": "REINFORCE++",
-    "gspo_cpu": "GSPO",
-    "cispo_cpu": "CISPO",
+    "algorithms/dr_grpo": "Dr. GRPO",
+    "algorithms/ppo": "PPO",
+    "algorithms/dapo": "DAPO",
+    "algorithms/rloo": "RLOO",
+    "algorithms/reinforce_plus_plus": "REINFORCE++",
+    "algorithms/gspo": "GSPO",
+    "algorithms/cispo": "CISPO",
 }
 """Recipes that are measured by default, with their titles; ``none`` is the default experiment."""
 
@@ -109,7 +109,7 @@ def starter_model(overrides: Sequence[str], cache: Path) -> Path:
 def run_once(words: Sequence[str], recipe: str, cache: Path) -> Run:
     """Return a run from the cache; without one, train it and keep it there."""
     command = " ".join(["python -m hybridrl.main", *words])
-    kept = cache / f"{recipe}-{name_of(command)}.json"
+    kept = cache / f"{Path(recipe).name}-{name_of(command)}.json"
     if not kept.is_file():
         print(f"{command} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:

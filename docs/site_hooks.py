@@ -134,7 +134,8 @@ def recipes_page() -> str:
         "A recipe is a file in `recipes/` with the differences from the default experiment.",
         "`--cfg job` behind a command prints all values that it would run with.",
     ]
-    for file in sorted((ROOT / "recipes").glob("*.yaml")):
+    files = sorted((ROOT / "recipes").rglob("*.yaml"))
+    for file in (file for file in files if file.parent.name != "cluster"):
         comments, settings = _split_recipe(file.read_text(encoding="utf-8"))
         if settings:
             lines += ["", f"## {file.stem}", "", "```text", *comments, "```"]

@@ -64,6 +64,7 @@ from hybridrl.errors import (
     ConfigError,
     ConfigErrors,
     HybridRLError,
+    close_names,
     error_notes,
     shorten,
     suggest_name,
@@ -175,10 +176,9 @@ def _print_help(arguments: Sequence[str]) -> None:
     """Print the overview, or the help for the sections and keys among ``arguments``."""
     asked = (argument.removeprefix("--help=") for argument in arguments)
     names = [argument for argument in asked if not argument.startswith("-")]
-    recipes = [file.stem for file in sorted(_folder_of("recipes").glob("*.yaml"))]
     try:
         keys = [name.partition("=")[0] for name in names]
-        sys.stdout.write(help_text(keys, Path(_CONFIG_DIR), recipes))
+        sys.stdout.write(help_text(keys, Path(_CONFIG_DIR), _names_in("recipes")))
     except ConfigError as error:
         _stop(error, _EXIT_CONFIG)
 
@@ -394,10 +394,10 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(refusal, MissingConfigException) and refusal.missing_cfg_file:
         group, _, name = refusal.missing_cfg_file.rpartition("/")
         hint = suggest_name(name, refusal.options) if refusal.options else "correct the name"
-        if group == "recipes":
-            hint += f"{'' if hint.endswith('?') else ';'} --help lists all"
-        hint = answer_choice(group, name) or hint
         section, _, folder = group.partition("/")  # model=OWNER/NAME is a file in a folder to Hydra
+        if section == "recipes":
+            hint = _suggest_recipe(name)
+        hint = answer_choice(group, name) or hint
         typed = f"{folder}/{name}" if folder else name
         return ConfigError(section or "config", typed, "there is no such file in this group", hint)
     if isinstance(refusal, OverrideParseException):
@@ -408,15 +408,31 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
     if mistyped:
         return unknown_key(mistyped[1], given.get(mistyped[1], ""))
     key, value = next(iter(given.items()), ("config", ""))
-    names = sorted(file.stem for file in _folder_of(key).glob("*.yaml")) if key else []
+    names = _names_in(key) if key else []
     if names and not isinstance(refusal, _REFUSALS):  # a number or a list instead of a name
         rule = "a section is chosen by the name of one of its files"
         return ConfigError(key, value, rule, f"set {key}=NAME; {suggest_name(value, names)}")
     return ConfigError(key, value, f"it cannot be read: {text}", "correct it, or see --help")
 
 
-def _folder_of(group: str) -> Path:
-    return env.CONFIG_ROOT / group if group == "recipes" else Path(_CONFIG_DIR, group)
+def _names_in(group: str) -> list[str]:
+    """Return the choices of a group: of recipes with their folders."""
+    if group != "recipes":
+        return sorted(file.stem for file in Path(_CONFIG_DIR, group).glob("*.yaml"))
+    folder = env.CONFIG_ROOT / group
+    names = {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml")}
+    return sorted(name for name in names if not name.startswith("cluster/"))
+
+
+def _suggest_recipe(name: str) -> str:
+    """Suggest recipes by what follows their folder; so named, or nearly."""
+    known = {full.rpartition("/")[2]: full for full in _names_in("recipes")}
+    stem = name.removesuffix("_cpu").removeprefix("cpu_")  # as they were called without folders
+    if stem in known:
+        return f"set recipes={known[stem]}"
+    close = [known[each] for each in close_names(stem, list(known))]
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "correct the name;"
+    return f"{hint} --help lists all"
 
 
 def _one_line(error: Exception) -> str:

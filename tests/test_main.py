@@ -116,11 +116,12 @@ def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(tmp_path: Pa
 
 
 MISTYPED = {
-    "recipes=dapo_cpo": ["recipes='dapo_cpo'", "'dapo_cpu'"],
+    "recipes=dapoo": ["recipes='dapoo'", "'algorithms/dapo'"],
+    "recipes=dapo_cpu": ["set recipes=algorithms/dapo"],
     "actor=fdsp2": ["actor='fdsp2'", "'fsdp2'"],
     "recipes=clip_higher_kl_cpu": ["set recipes=algorithms/dapo"],
     "algorithm=dpo": ["set mode=dpo"],
-    "recipes=grpo": ["did you mean 'grpo_", "'grpo_gsm8k", "? --help lists all"],
+    "recipes=grpo": ["did you mean 'gpu/grpo_", "'gpu/grpo_gsm8k", "? --help lists all"],
     "rollout.n=8": ["set rollout.num_responses_per_prompt=8"],
     "rollout.temprature=1": ["rollout.temprature='1'", "did you mean rollout.temperature=1"],
     "rollot.temperature=1": ["rollot.temperature", "did you mean rollout.temperature=1"],
@@ -190,7 +191,7 @@ def test_what_hydra_cannot_read_is_explained_without_traceback(
     expected = {
         "trainer=5": "trainer='5': a section is chosen by the name of one of its files",
         "lora=true": "Fix: set lora=NAME; known: default, none",
-        "recipes=null": "known: async_cpu, ",
+        "recipes=null": "known: algorithms/",
         "rollout=[1]": "known: hf, sglang",
         f"actor={'a' * 300}": "there is no such file in this group",
         f"seed={'9' * 5000}": "a number of thousands of digits",
@@ -325,7 +326,7 @@ def test_help_keeps_its_columns_and_lists_the_recipes(tmp_path: Path) -> None:
     sections = done.stdout.split("first:\n")[1].split("\n\n")[0].splitlines()
     assert all(line[54] == " " and line[55] != " " for line in sections)
     assert max(map(len, sections)) <= 100
-    assert "recipes: async_cpu, " in done.stdout
+    assert "recipes: algorithms/" in done.stdout
     assert "recipes/cluster" not in done.stdout  # files for clusters, and no recipes
     assert "kuberay" not in done.stdout
     assert ".venv" not in done.stdout

@@ -181,7 +181,7 @@ def test_learning_curves_of_finished_runs_are_kept(tmp_path: Path) -> None:
     (kept,) = (tmp_path / "cache").glob("none-*.json")
     record = json.loads(kept.read_text())
     kept.write_text(json.dumps(record | {"accuracies": [0.25, 0.0, 0.5]}))
-    both = ("--recipes", "none", "dr_grpo_cpu", "--seeds", "0", *where)
+    both = ("--recipes", "none", "algorithms/dr_grpo", "--seeds", "0", *where)
     assert "| GRPO | 3 | 0.250 | 0.500 |" in run("algorithms", *both)
     assert "| GRPO | 3 | 0." in first
     assert ">Dr. GRPO</text>" in picture.read_text()

@@ -160,7 +160,7 @@ def test_each_key_that_an_answer_names_exists(answer: str) -> None:
     assert "<" not in answer
     named = set(re.findall(rf"(?<![\w.])(?:{sections})(?:\.\w+)+", answer))
     assert {name for name in named if name.rpartition(".")[0] not in free_keys()} <= OWN
-    chosen = set(re.findall(rf"\b({sections})=(\w+)", answer))
+    chosen = set(re.findall(rf"\b({sections})=([\w/]+)", answer))
     assert named or chosen or answer.startswith("leave it out")
     for section, name in chosen:
         folder = ROOT / ("recipes" if section == "recipes" else f"hydra_configs/{section}")

@@ -26,7 +26,11 @@ SECTIONS = {
 }
 NAMED_BY_USERS = {key.rpartition(".")[2] for key in free_keys()}
 FILES = sorted(ROOT.glob("hydra_configs/*/*.yaml"))
-RECIPES = sorted(path.stem for path in ROOT.glob("recipes/*.yaml"))
+RECIPES = sorted(
+    path.relative_to(ROOT / "recipes").with_suffix("").as_posix()
+    for path in ROOT.rglob("recipes/**/*.yaml")
+    if path.parent.name != "cluster"
+)
 
 
 def keys_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

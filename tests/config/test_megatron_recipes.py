@@ -16,7 +16,7 @@ from hybridrl.main import compose
 from tests.config.test_checks import NO_TENSORS
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
 
-RECIPES = Path(hybridrl.__file__).parents[1] / "recipes"
+RECIPES = Path(hybridrl.__file__).parents[1] / "recipes" / "gpu"
 MODELS = {
     "grpo_qwen3_8b_2x8_megatron": QWEN3_8B,
     "grpo_qwen3_30b_a3b_1x8_megatron": QWEN3_30B_A3B,
@@ -31,7 +31,7 @@ def config_of(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
     (folder / "model.safetensors").write_text(NO_TENSORS)
     (folder / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     rows = [f"data.{split}_files=[{folder}/rows.jsonl]" for split in ("train", "eval")]
-    given = (f"recipes={name}", f"model.path={folder}", *rows, "mode=check", *overrides)
+    given = (f"recipes=gpu/{name}", f"model.path={folder}", *rows, "mode=check", *overrides)
     config, refused = read_config(compose(given))
     assert config is not None
     assert not refused

@@ -20,9 +20,7 @@ from tests.rehearsal.checks import assert_sound, assert_woken_in_order, largest
 from tests.rehearsal.conftest import Rehearse
 
 PACKAGES = Path(__file__).parents[1] / "megatron" / "packages"
-RECIPES = sorted(
-    file.stem for file in (ROOT / "recipes").glob("grpo_*.yaml") if not file.stem.endswith("_cpu")
-)
+RECIPES = sorted(file.stem for file in (ROOT / "recipes" / "gpu").glob("*.yaml"))
 NEEDS_TRANSFORMER_ENGINE = "grpo_qwen3_30b_a3b_1x8_megatron"
 WHOLE = "grpo_gsm8k_qwen2_5_0_5b_1gpu"
 SLOW = "grpo_qwen3_30b_a3b_4x8_megatron"
@@ -50,7 +48,7 @@ def case_of(name: str, *, num_layers: int | None = None, rank: int = 0) -> Case:
     models = {"0_5b": QWEN2_5_0_5B, "8b": QWEN3_8B, "32b": QWEN3_32B, "30b": QWEN3_30B_A3B}
     models |= {"air": GLM4_5_AIR, "20b": GPT_OSS_20B}
     return Case(
-        (f"recipes={name}", "model.path=FOLDER/model"),
+        (f"recipes=gpu/{name}", "model.path=FOLDER/model"),
         {"model": next(model for size, model in models.items() if f"_{size}_" in name)},
         num_layers,
         rank=rank,

@@ -65,7 +65,7 @@ def test_groups_of_any_kind_sleep_with_the_trainer(
 
 @pytest.mark.nightly
 @pytest.mark.shows("4.1", "4.3")
-@pytest.mark.parametrize("recipe", ["colocated_cpu", "mixed_cpu"])
+@pytest.mark.parametrize("recipe", ["cpu/colocated", "cpu/mixed"])
 def test_servers_of_ranks_agree_with_the_trainer(tmp_path: Path, recipe: str) -> None:
     lines = require_agreement(
         tmp_path, f"recipes={recipe}", *SMALL_RUN, num_steps=3, timeout_s=2 * TIMEOUT_S

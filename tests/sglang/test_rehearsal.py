@@ -44,14 +44,15 @@ ARCHITECTURES = {
 
 def recipes_on_sglang() -> list[str]:
     """Recipes whose rollout engine is a server on a GPU."""
-    texts = {path.stem: path.read_text() for path in (ROOT / "recipes").glob("*.yaml")}
+    texts = {path.stem: path.read_text() for path in (ROOT / "recipes/gpu").glob("*.yaml")}
     on_gpus = {name for name, text in texts.items() if "override /cluster: one_gpu" in text}
     return sorted(name for name in on_gpus if "override /rollout: sglang" in texts[name])
 
 
 def model_of(recipe: str) -> str:
     """The family of the model that a recipe names."""
-    path = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())["model"]["path"]
+    text = (ROOT / "recipes" / "gpu" / f"{recipe}.yaml").read_text()
+    path = yaml.safe_load(text)["model"]["path"]
     sizes = {"Qwen2.5-0.5B-Instruct": "qwen2", "Qwen3-8B": "qwen3", "Qwen3-32B": "qwen3"}
     sizes |= {"Qwen3-30B-A3B": "qwen3_moe", "GLM-4.5-Air": "glm4_moe"}
     sizes |= {"gpt-oss-20b-bf16": "gpt_oss"}
@@ -79,7 +80,7 @@ def config_of(folder: Path, model: str, *overrides: str) -> ExperimentConfig:
 
 def config_of_recipe(folder: Path, name: str) -> ExperimentConfig:
     rows = [f"data.{split}_files=[{folder}/rows.jsonl]" for split in ("train", "eval")]
-    given = [f"recipes={name}", f"model.path={folder / model_of(name)}", *rows]
+    given = [f"recipes=gpu/{name}", f"model.path={folder / model_of(name)}", *rows]
     return load_config(compose([*given, "reward=exact_match", "mode=check"]))
 
 
