@@ -218,6 +218,8 @@ class RolloutServer:
                 self._coming.pop(index, None)
                 self._losses.note_ready([index])
                 return ""
+        if start.cancelled():
+            return "its process ended while it started"
         failed = start.exception() if start.done() else None
         return str(failed or "it did not get the weights; see the log")
 
