@@ -67,7 +67,7 @@ def test_a_function_with_bad_rows_is_named(body: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ("mine.py:sumz", "mine.py defines no function 'sumz' at its top level. Fix: did you mean"),
+        ("mine.py:sumz", "mine.py defines no 'sumz' at its top level. Fix: did you mean"),
         ("mine.py:scale", "is called without arguments, which it does not take"),
         ("mine.py:later", "it is asynchronous"),
         ("gone.py:sums", "gone.py does not exist"),
