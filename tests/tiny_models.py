@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -197,6 +200,31 @@ def make_tiny_model(
                 if name.endswith("bias"):  # of a router
                     buffer.normal_(std=initializer_range)
     model.save_pretrained(folder)
+    return folder
+
+
+def make_mxfp4_model(folder: Path) -> Path:
+    """Save a gpt-oss whose experts are blocks of 32 numbers with a scale each, as openai does."""
+    make_tiny_model(folder, "gpt_oss", hidden_size=64, tie_embeddings=False)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+
+    def random(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
+
+    for name in [n for n in weights if n.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_inputs, num_outputs = weights.pop(name).shape
+        packed = (num_experts, num_outputs, num_inputs // 32)
+        weights[f"{name}_blocks"] = random(0, 256, *packed, 16)
+        weights[f"{name}_scales"] = random(120, 128, *packed)
+    floats = {n: t if t.dtype == torch.uint8 else t.bfloat16() for n, t in weights.items()}
+    save_file(floats, folder / "model.safetensors", metadata={"format": "pt"})
+    config = folder / "config.json"
+    kept = [f"model.layers.*.{part}" for part in ("self_attn", "mlp.router")]
+    kept += ["model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    values = json.loads(config.read_text()) | {"quantization_config": quantization}
+    config.write_text(json.dumps(values))
     return folder
 
 

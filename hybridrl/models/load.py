@@ -23,16 +23,26 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from hybridrl.errors import ModelError, first_of
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.experts import StoredNames
-from hybridrl.models.model_folder import CONFIG, INDEX, WEIGHTS, read_settings, read_weight_map
+from hybridrl.models.model_folder import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    is_mxfp4,
+    read_settings,
+    read_weight_map,
+)
 from hybridrl.models.packed_model import PACKED_ATTENTION
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _NUM_NAMED = 20
+_MXFP4 = ("_blocks", "_scales")
+_BLOCK_NUMBERS, _BLOCK_BYTES = 32, 16
 
 
 class WeightSource(Protocol):
@@ -97,9 +107,9 @@ class WeightFiles:
         self._require_finite(name, tensor)
         return tensor
 
-    def require_floats(self) -> None:
-        """Reject quantised weights, whose scales would be ignored."""
-        for name in sorted(self.names):
+    def require_floats(self, but: Collection[str] = ()) -> None:
+        """Reject quantised weights, whose scales would be ignored, but for those named."""
+        for name in sorted(self.names.difference(but)):
             if (dtype := self._file_with(name).get_slice(name).get_dtype()) not in _FLOATS:
                 raise ModelError(
                     f"{self._folder / self._file_of[name]}: {name} is {dtype}, and only "
@@ -118,7 +128,7 @@ class WeightFiles:
         Raises:
             ModelError: tensors are missing, unexpected or of another shape; or one is quantised.
         """
-        self.require_floats()
+        self.require_floats(but={name for name in wanted if name.endswith(_MXFP4)})
         misshapen = [
             f"{name} is {list(stored)}, and by config.json it must be {list(shape)}"
             for name, shape in wanted.items()
@@ -156,7 +166,8 @@ class WeightFiles:
 class ModelFiles:
     """The weights of a folder by the names of transformers' parameters.
 
-    Folders have the matrices of experts apart, or, if somebody saved them so, fused.
+    Folders have the matrices of experts apart, or, if somebody saved them so, fused; those of
+    gpt-oss also as MXFP4, blocks of 32 numbers with a scale each, which are read as bfloat16.
     """
 
     def __init__(self, files: WeightFiles, model_type: str) -> None:
@@ -167,14 +178,19 @@ class ModelFiles:
         """Return the tensors in the files that hold a parameter, or must hold it."""
         if name in self._files.names:
             return {name: shape}
+        blocks, scales = (f"{name}{end}" for end in _MXFP4)
+        if blocks in self._files.names:
+            num_experts, num_inputs, num_outputs = shape
+            packed = torch.Size((num_experts, num_outputs, num_inputs // _BLOCK_NUMBERS))
+            return {blocks: torch.Size((*packed, _BLOCK_BYTES)), scales: packed}
         return dict(self._names.shapes(name, shape))
 
     def read(self, name: str, *, shape: torch.Size) -> Tensor:
         """Read one parameter to host memory; see ``WeightFiles.read``."""
         matrices = () if name in self._files.names else self._names.matrices(name, shape)
         if not matrices:
-            (stored,) = self.shapes_of(name, shape)
-            return self._files.read(stored, shape=shape)
+            stored = [self._files.read(n, shape=s) for n, s in self.shapes_of(name, shape).items()]
+            return stored[0] if len(stored) == 1 else convert_moe_packed_tensors(*stored)
         values = [self._files.read(matrix.name, shape=matrix.shape) for matrix in matrices]
         # The type that holds them all, should they differ. They are views of mapped files.
         dtype = reduce(torch.promote_types, {tensor.dtype for tensor in values})
@@ -182,6 +198,22 @@ class ModelFiles:
         for matrix, tensor in zip(matrices, values, strict=True):
             matrix.of(fused).copy_(tensor)
         return fused
+
+
+def shapes_as_read(files: WeightFiles) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of all weights of a folder, of MXFP4 those of the numbers."""
+    shapes = {}
+    for name in files.names:
+        packed, shape = (
+            next((end for end in _MXFP4 if name.endswith(end)), ""),
+            files.shape_of(name),
+        )
+        if packed == _MXFP4[0]:
+            num_experts, num_outputs, num_blocks, _ = shape
+            shape = (num_experts, num_blocks * _BLOCK_NUMBERS, num_outputs)
+        if packed != _MXFP4[1]:
+            shapes[name.removesuffix(packed)] = shape
+    return shapes
 
 
 def read_model_type(folder: Path) -> str:
@@ -199,6 +231,7 @@ def load_model_config(folder: Path, **changes: object) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, **changes
         )
+        config.__dict__.pop("quantization_config", None)  # MXFP4 is read as bfloat16
     except Exception as err:  # transformers raises anything, depending on the file
         raise ModelError(
             f"transformers cannot read {folder / CONFIG} ({type(err).__name__}: {err}); correct "
@@ -367,10 +400,10 @@ def require_usable_model(folder: Path) -> None:
         ModelError: a file is missing or corrupt, weights are quantised, or the folder's tied output
             embedding differs from its input embedding, and would be ignored.
     """
-    read_settings(folder)
+    is_packed = is_mxfp4(read_settings(folder))
     is_tied = bool(load_model_config(folder).tie_word_embeddings)
     files = WeightFiles(folder)
-    files.require_floats()
+    files.require_floats(but={n for n in files.names if is_packed and n.endswith(_MXFP4)})
     if not (is_tied and {_EMBEDDING, _HEAD} <= files.names):
         return
     shape, other = files.shape_of(_EMBEDDING), files.shape_of(_HEAD)

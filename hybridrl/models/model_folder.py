@@ -137,12 +137,19 @@ def _problems_of_config(values: Mapping[str, object]) -> Iterator[str]:
         size = values.get(name)
         if size is not None and not (_is_whole(size) and size > 0):
             yield f"{name}={_shown(size)} is not an integer above 0"
-    if values.get("quantization_config"):
+    if values.get("quantization_config") and not is_mxfp4(values):
         yield (
             "quantization_config says that the weights are quantised, and their scales would not "
             "be read; take a folder with float weights"
         )
     yield from _problems_of_pad(values.get("pad_token_id"), values.get("vocab_size"))
+
+
+def is_mxfp4(values: Mapping[str, Any]) -> bool:
+    """Whether a folder has the experts of gpt-oss in MXFP4, which are read as bfloat16."""
+    quantization = values.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    return values.get("model_type") == "gpt_oss" and method == "mxfp4"
 
 
 def _problems_of_pad(pad: object, vocab_size: object) -> Iterator[str]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from hybridrl.errors import ModelError
 from hybridrl.models.load import (
@@ -19,7 +19,7 @@ from hybridrl.models.load import (
     finish_model,
     require_usable_model,
 )
-from tests.tiny_models import SPARSE, Family, make_tiny_model
+from tests.tiny_models import SPARSE, Family, make_mxfp4_model, make_tiny_model
 
 CPU = torch.device("cpu")
 
@@ -248,3 +248,29 @@ def test_missing_and_broken_weight_files_are_named(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"has no model-00001-of-00002.safetensors"):
         load(folder)
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    folder = make_mxfp4_model(tmp_path)
+    require_usable_model(folder)
+    read = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    model = build_empty_model(folder, dtype=torch.bfloat16)
+    files = WeightFiles(folder)
+    check_weights(model, files)
+    fill_weights(model, "", ModelFiles(files, "gpt_oss"), torch.device("cpu"))
+    expected = dict(read.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    model.config.save_pretrained(tmp_path / "export")
+    assert "quantization_config" not in (tmp_path / "export" / "config.json").read_text()
+
+
+def test_other_blocks_than_those_of_experts_stay_quantised_weights(tmp_path: Path) -> None:
+    folder = make_mxfp4_model(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.zeros(64, dtype=torch.uint8)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"norm\.weight is U8"):
+        require_usable_model(folder)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import LogprobBatch, RolloutBatch, spread_over_tokens
+from hybridrl.models.load import ModelFiles, WeightFiles, load_model_config
 from hybridrl.sampler import Sample
 from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
@@ -26,7 +27,7 @@ from tests.sglang.engines import (
     sync,
     weights_of,
 )
-from tests.tiny_models import Family, make_tiny_model
+from tests.tiny_models import Family, make_mxfp4_model, make_tiny_model
 from tests.workers.device import largest_mismatch_nats
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 from tests.workers.train.engines import build_fsdp2, make_rows, update
@@ -86,6 +87,25 @@ def make_served(folder: Path, family: Family, *, seed: int = 0) -> Path:
     """A tiny model that SGLang computes as transformers does."""
     is_tied, changes = family not in EXPERTS, CHANGES.get(family, {})
     return make_tiny_model(folder, family, seed=seed, tie_embeddings=is_tied, **changes)
+
+
+@pytest.mark.nightly
+def test_a_folder_in_mxfp4_is_served_with_the_weights_that_come(tmp_path: Path) -> None:
+    folder = make_mxfp4_model(tmp_path / "packed")
+    config = load_model_config(folder)
+    files = ModelFiles(WeightFiles(folder), "gpt_oss")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(files.read(name, shape=parameter.shape))
+    model.save_pretrained(tmp_path / "unpacked")
+    with running_engine(server_spec(folder)) as engine:
+        sync(engine, dict(model.named_parameters()), version=0)
+        found = engine.run(single_turn(PROMPTS, GREEDY))
+    expected = greedy_of_hugging_face(tmp_path / "unpacked", PROMPTS, num_tokens=8)
+    assert tokens_of(found) == tokens_of(expected)
+    for response, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(response.logprobs, reference.logprobs, atol=2e-4, rtol=0)
 
 
 @pytest.mark.shows("3.7")

@@ -55,7 +55,7 @@ def model_of(recipe: str) -> str:
     path = yaml.safe_load(text)["model"]["path"]
     sizes = {"Qwen2.5-0.5B-Instruct": "qwen2", "Qwen3-8B": "qwen3", "Qwen3-32B": "qwen3"}
     sizes |= {"Qwen3-30B-A3B": "qwen3_moe", "GLM-4.5-Air": "glm4_moe"}
-    sizes |= {"gpt-oss-20b-bf16": "gpt_oss"}
+    sizes |= {"gpt-oss-20b": "gpt_oss"}
     return sizes[Path(path).name]
 
 

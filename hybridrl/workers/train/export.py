@@ -25,8 +25,12 @@ from hybridrl.models.model_folder import CONFIG
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.protocol import NamedTensors, WeightSpec
 
-_WRITTEN_ANEW = {"torch_dtype", "rope_theta", "rope_scaling", "num_labels", "auto_map"}
-"""Settings that transformers 5 writes under other names, or that name files beside config.json."""
+_WRITTEN_ANEW = {
+    *("torch_dtype", "rope_theta", "rope_scaling", "num_labels", "auto_map"),
+    "quantization_config",
+}
+"""Settings that transformers 5 writes under other names, that name files beside config.json,
+or that a folder of float weights has not."""
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter

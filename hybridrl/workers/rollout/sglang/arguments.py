@@ -15,6 +15,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import WeightRoute
+from hybridrl.models.model_folder import is_mxfp4, read_settings
 from hybridrl.network import Door, host_and_port
 
 if TYPE_CHECKING:  # mode=check builds arguments too, and imports no torch
@@ -193,6 +194,8 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
             "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + CONTEXT_SLACK),
             "mem_fraction_static": 0.6,  # less fails beside others; the line above sets the limit
         }
+    if is_mxfp4(read_settings(spec.model_folder)):  # the trainer sends bfloat16
+        arguments["json_model_override_args"] = '{"quantization_config": null}'
     if spec.lora is not None:
         arguments |= _adapter_arguments(spec.lora, spec.device)
     # JSON, and SGLang, have no tuples.

@@ -10,7 +10,7 @@ from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.models.architecture import read_architecture
-from hybridrl.models.load import WeightFiles
+from hybridrl.models.load import WeightFiles, shapes_as_read
 from hybridrl.workers.rollout.protocol import MemoryTag
 
 _WEIGHT = ".weight"
@@ -25,11 +25,8 @@ def base_shapes(folder: Path) -> Shapes:
     """Return the shapes of all weights that are sent, by the names in the model's files."""
     files = WeightFiles(folder)
     is_tied = read_architecture(folder).is_tied
-    return {
-        name: files.shape_of(name)
-        for name in sorted(files.names)
-        if not (is_tied and name == _TIED_AWAY)
-    }
+    shapes = shapes_as_read(files)
+    return {name: shapes[name] for name in sorted(shapes) if not (is_tied and name == _TIED_AWAY)}
 
 
 def adapter_shapes(base: Shapes, lora: LoraConfig | None) -> Shapes:
