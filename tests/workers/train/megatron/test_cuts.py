@@ -100,6 +100,17 @@ OVERLAPPED_EXPERTS = _cut(
     expert_parallel_size=2,
     overlap_communication=True,
 )
+SHARED_EXPERTS = [
+    _cut(
+        f"tp2-sp-etp{size}",
+        num_ranks=2,
+        family="qwen3_moe",
+        tensor_parallel_size=2,
+        sequence_parallel=True,
+        expert_tensor_parallel_size=size,
+    )
+    for size in (1, 2)
+]
 BY_NIGHT = (UNEVEN, SELECTIVE, OVERLAPPED)
 """What others show too: with virtual stages, or with experts."""
 
@@ -116,6 +127,7 @@ CASES = [
         (FUSED, BUDGET),
         (OVERLAPPED, BUDGET),
         (OVERLAPPED_EXPERTS, BUDGET),
+        *((layout, BUDGET) for layout in SHARED_EXPERTS),
     )
 ]
 
