@@ -10,39 +10,34 @@ from typing import Any
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import TrainBatch
 from hybridrl.config.actor import ActorConfig
-from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.adapter import Adapter
-from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
-from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
-from tests.megatron.stand_ins import install
+from tests.megatron.engines import build_megatron
 from tests.ranks import run_ranks
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
-    CPU,
-    MODEL,
     assert_same_weights,
+    load,
     make_rows,
     rows_of,
+    save,
     to_rollouts,
     update,
     weights_of,
 )
-from tests.workers.train.lora_engines import LORA, build_lora, randomize, with_lora
+from tests.workers.train.lora_engines import LORA, adapter_of, build_lora, randomize, with_lora
 
-Sizes = Mapping[str, int | bool]
+Sizes = Mapping[str, Any]
 TP2: Sizes = {"tensor_parallel_size": 2}
 SP2: Sizes = {**TP2, "sequence_parallel": True}
 PP2: Sizes = {"pipeline_parallel_size": 2}
@@ -54,26 +49,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 def build(
     folder: Path, sizes: Sizes, lora: LoraConfig = LORA, config: ActorConfig = ACTOR
 ) -> PolicyEngine:
-    install()
-    from hybridrl.workers.train.megatron.backend import MegatronBackend
-
-    backend = MegatronBackend(
-        folder,
-        config=replace(config, engine="megatron"),
-        context=context_of(sizes),
-        num_total_steps=10,
-        adapter=Adapter(lora, seed=0),
-    )
-    return PolicyEngine(backend)
-
-
-def context_of(sizes: Sizes) -> MegatronContext:
-    megatron = replace(MegatronConfig(), **sizes)  # type: ignore[arg-type]
-    return MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
-
-
-def adapter_of(engine: PolicyEngine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.full_weights(WeightSet.ADAPTER)}
+    return build_megatron(folder, config, lora=lora, **sizes)
 
 
 def own_rows(engine: PolicyEngine, seed: int) -> TrainBatch:
@@ -170,9 +146,7 @@ def alone(folder: Path, lora: LoraConfig) -> Trained:
 def _train(_rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, recomputes: bool) -> Trained:
     engine = build(folder, sizes, lora, replace(ACTOR, gradient_checkpointing=recomputes))
     trained = train(engine)
-    from hybridrl.workers.train.megatron.backend import MegatronBackend
-
-    plain = PolicyEngine(MegatronBackend(folder, config=ACTOR, context=context_of(sizes)))
+    plain = build_megatron(folder, **sizes)
     rollouts = to_rollouts(own_rows(engine, 7))
     loaded = plain.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
     if engine.is_output_rank:
@@ -318,11 +292,7 @@ def _save(rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, target: Path)
             assert engine.resident_bytes(part) == 0
         for part in TrainState:
             engine.restore(part)
-    writer = checkpoint.CheckpointWriter()
-    path = target / checkpoint.file_name(rank=rank, world_size=dist.get_world_size())
-    writer.begin(engine, path, notes={})
-    writer.collect(waits=True)
-    writer.close()
+    save(engine, target)
     update(engine, own_rows(engine, 2))
     return adapter_of(engine)
 
@@ -331,7 +301,7 @@ def _resume(
     rank: int, folder: Path, sizes: Sizes | None, lora: LoraConfig, target: Path
 ) -> dict[str, Tensor]:
     engine = build_lora(folder, lora=lora) if sizes is None else build(folder, sizes, lora)
-    checkpoint.load(engine, target, rank=rank, world_size=dist.get_world_size())
+    load(engine, target)
     assert engine.num_updates == 2
     update(engine, own_rows(engine, 2))
     return adapter_of(engine)
