@@ -147,7 +147,6 @@ ENGINES: dict[str, EngineUnderTest] = {
             _fsdp2("2x2", num_ranks=4, num_replicas=2, by_day="steps"),
             _fsdp2("2x1", num_replicas=2, max_share=1.1, by_day="nothing"),
             _fsdp2("offload", cpu_offload=True, max_share=0.0, by_day="steps"),
-            _fsdp2("offload-1", num_ranks=1, cpu_offload=True, max_share=0.0, by_day="nothing"),
             _fsdp2("compile", compile_blocks=True, deadline_s=170.0, by_day="nothing"),
             _fsdp2(
                 "gathered",
@@ -156,7 +155,6 @@ ENGINES: dict[str, EngineUnderTest] = {
                 reduce_gradients="last_microbatch",
                 by_day="steps",
             ),
-            _fsdp2("prefetch", num_prefetched_blocks=2, by_day="nothing"),
             _fsdp2("moe", family="qwen3_moe", by_day="steps"),
             _fsdp2("moe-1", num_ranks=1, family="qwen2_moe", max_share=1.1, by_day="nothing"),
             # Three experts on two ranks: each has half of every matrix.
@@ -187,7 +185,6 @@ ENGINES: dict[str, EngineUnderTest] = {
             ),
             _megatron("dp2", dp_size=2, by_day="steps"),
             _megatron("cp2", context_parallel_size=2, by_day="steps"),
-            _megatron("dp2-overlap", dp_size=2, overlap_communication=True, by_day="nothing"),
             _megatron(
                 "pp2-vp2-overlap",
                 pipeline_parallel_size=2,
@@ -215,13 +212,6 @@ ENGINES: dict[str, EngineUnderTest] = {
                 by_day="nothing",
             ),
             _megatron(
-                "cp2-ep2",
-                context_parallel_size=2,
-                expert_parallel_size=2,
-                family="qwen2_moe",
-                by_day="nothing",
-            ),
-            _megatron(
                 "tp2-pp2",
                 tensor_parallel_size=2,
                 pipeline_parallel_size=2,
@@ -229,21 +219,6 @@ ENGINES: dict[str, EngineUnderTest] = {
                 by_day="nothing",
             ),
             _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe", by_day="steps"),
-            _megatron(
-                "sp2-ep2",
-                tensor_parallel_size=2,
-                sequence_parallel=True,
-                expert_parallel_size=2,
-                family="qwen3_moe",
-                by_day="nothing",
-            ),
-            _megatron(
-                "pp2-dp2",
-                pipeline_parallel_size=2,
-                num_ranks=4,
-                dp_size=2,
-                by_day="nothing",
-            ),
         ),
         families=("qwen3", "qwen2", "llama", "mistral"),
         without_windows=True,
