@@ -6,9 +6,8 @@ fused activations, and weights that arrive while the next step computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +15,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.batch import TrainBatch
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.metrics import Metrics
-from tests.contract.layouts import Layout
+from tests.contract.layouts import cut
 from tests.contract.plain import PlainPolicy
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, merge_metrics, take_step
-from tests.tiny_models import Family, make_tiny_model
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     OPTIMIZER,
     assert_same_weights,
     make_rows,
-    rows_of,
     to_rollouts,
     weights_of,
 )
+from tests.workers.train.megatron.expert_layouts import batches
 
 BUDGET = {"max_tokens_per_microbatch": 30}
 AGAIN = {**BUDGET, "gradient_checkpointing": True}
 
 
-def _cut(
-    name: str,
-    *,
-    num_ranks: int,
-    dp_size: int = 1,
-    num_layers: int = 2,
-    family: Family = "qwen3",
-    **megatron: object,
-) -> Layout:
-    return Layout(
-        name=name,
-        engine="megatron",
-        num_ranks=num_ranks,
-        dp_size=dp_size,
-        num_layers=num_layers,
-        family=family,
-        megatron=megatron,
-    )
-
-
+_cut = partial(cut, "megatron")
 UNEVEN = _cut(
     "pp3-uneven",
     num_ranks=3,
@@ -132,18 +111,6 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Iterator[RanksUnderTest]:
-    ranks = RanksUnderTest(request.param)
-    yield ranks
-    ranks.close()
-
-
-@cache
-def _lessons() -> list[TrainBatch]:
-    return [rows_of(make_rows(12, seed=seed, num_siblings=4), range(11)) for seed in range(2)]
-
-
 Learned = tuple[list[Metrics], dict[str, Tensor], Tensor | None, int]
 
 
@@ -152,7 +119,7 @@ def _train(rank: Rank, folder: Path, changes: dict[str, Any]) -> Learned:
 
     engine = rank.policy(folder, replace(ACTOR, **changes))
     assert isinstance(engine.backend, MegatronBackend)
-    steps = [take_step(engine, batch) for batch in _lessons()]
+    steps = [take_step(engine, batch) for batch in batches()]
     scored = engine.compute_logprobs(to_rollouts(make_rows(4, seed=9)), temperature=0.9)
     names = [
         name.split(".")[2]
@@ -172,7 +139,7 @@ def test_steps_are_those_of_the_plain_model(
     plain = PlainPolicy(folder, OPTIMIZER)
     expected = [
         plain.update(batch, temperature=0.9, aggregation="token_mean", entropy_coefficient=0.0)
-        for batch in _lessons()
+        for batch in batches()
     ]
     answers = ranks.run(_train, folder, changes)
     for number, (loss, norm) in enumerate(expected):
