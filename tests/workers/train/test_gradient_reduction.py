@@ -15,7 +15,6 @@ from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TokenLossInputs, TrainState
 from tests.ranks import run_ranks
-from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     LOSS,
@@ -26,11 +25,6 @@ from tests.workers.train.engines import (
     rows_of,
     weights_of,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 class _LossThatLooksAround:
@@ -86,9 +80,9 @@ def _learn(
 
 
 @pytest.mark.parametrize("num_rows", [pytest.param(6, marks=pytest.mark.nightly), 11])
-def test_gradient_reduction_modes_learn_alike(folder: Path, num_rows: int) -> None:
-    every = run_ranks(2, _learn, folder, "every_microbatch", num_rows)
-    once = run_ranks(2, _learn, folder, "last_microbatch", num_rows)
+def test_gradient_reduction_modes_learn_alike(tiny_model: Path, num_rows: int) -> None:
+    every = run_ranks(2, _learn, tiny_model, "every_microbatch", num_rows)
+    once = run_ranks(2, _learn, tiny_model, "last_microbatch", num_rows)
     for (weights, loss), (same, kept) in zip(every, once, strict=True):
         whole = sum(tensor.nbytes for tensor in weights.values())
         assert len(loss.shares) > 4
