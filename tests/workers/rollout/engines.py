@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -51,15 +52,10 @@ def rollout_config(*, num_slots: int = 8, dtype: str = "float32") -> RolloutConf
     )
 
 
-def unsynced_engine(
-    folder: Path, *, num_slots: int = 8, max_context_tokens: int = 32, dtype: str = "float32"
-) -> HFRolloutEngine:
-    """An engine as it boots: no weights yet."""
+def unsynced_engine(folder: Path, *, max_context_tokens: int = 32, **keys: Any) -> HFRolloutEngine:
+    """An engine as it boots: no weights yet; ``keys`` are those of ``rollout_config``."""
     return HFRolloutEngine(
-        folder,
-        config=rollout_config(num_slots=num_slots, dtype=dtype),
-        max_context_tokens=max_context_tokens,
-        device=CPU,
+        folder, config=rollout_config(**keys), max_context_tokens=max_context_tokens, device=CPU
     )
 
 
@@ -73,13 +69,9 @@ def send_weights(engine: HFRolloutEngine, folder: Path) -> None:
     engine.finish_update(version=0)
 
 
-def ready_engine(
-    folder: Path, *, num_slots: int = 8, max_context_tokens: int = 32, dtype: str = "float32"
-) -> HFRolloutEngine:
-    """An engine with the folder's weights."""
-    engine = unsynced_engine(
-        folder, num_slots=num_slots, max_context_tokens=max_context_tokens, dtype=dtype
-    )
+def ready_engine(folder: Path, **options: Any) -> HFRolloutEngine:
+    """An engine with the folder's weights; see ``unsynced_engine``."""
+    engine = unsynced_engine(folder, **options)
     send_weights(engine, folder)
     return engine
 

@@ -101,13 +101,6 @@ def test_top_k_and_top_p_choose_tokens_and_leave_their_logprobs(
     assert logprob.item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_top_k_before_top_p_renormalises_in_between() -> None:
-    logits_V = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    # Of the two that top-k leaves the first has 0.4 / 0.7 = 0.57 > 0.5: it stays alone.
-    got = frequencies(logits_V, DrawParams(1.0, top_k=2, top_p=0.5))
-    assert got.tolist() == [1.0, 0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("uniform", [0.0, 0.5, LARGEST_UNIFORM])
 def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
     logits_NV = torch.full((1, 1000), -float("inf"))
