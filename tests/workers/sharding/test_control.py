@@ -63,29 +63,6 @@ def test_a_flag_and_a_value_are_agreed_upon() -> None:
     assert run_ranks(3, _true_and_largest) == [(False, True, 2 * 2**40, 5)] * 3
 
 
-def _one_rank_does_not_come(rank: int) -> tuple[str, float]:
-    control = ControlGroup(timeout_s=2.0)
-    control.exchange("greeting", None)
-    started = time.monotonic()
-    if rank == 1:
-        dist.barrier()  # of the other group: this rank is stuck elsewhere
-        return "", 0.0
-    with pytest.raises(DeadlineError) as raised:
-        control.exchange("resume_weights", None)
-    waited_s = time.monotonic() - started
-    dist.barrier()
-    return str(raised.value), waited_s
-
-
-def test_a_rank_that_does_not_come_ends_the_wait_with_a_key() -> None:
-    (text, waited_s), _ = run_ranks(2, _one_rank_does_not_come)
-    assert text == (
-        "resume_weights: not all 2 ranks answered within 3 s; a rank died or is stuck. "
-        "If the stage is only slow, raise rollout.stage_timeout_s"
-    )
-    assert waited_s > 1.0
-
-
 def _one_rank_samples_longer_than_a_stage_may_take(rank: int, late: int) -> str:
     control = ControlGroup(timeout_s=1.0)
     if rank == late:
