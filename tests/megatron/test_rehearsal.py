@@ -203,9 +203,7 @@ def test_missing_transformer_engine_is_logged_once(
     configuration._log_once.cache_clear()
 
 
-def test_check_command_reports_megatrons_answer(
-    tmp_path: Path,
-) -> None:
+def test_check_command_reports_megatrons_answer(tmp_path: Path) -> None:
     refused = call_main(*CHECK, "+megatron.transformer_args.no_such=1", folder=tmp_path)
     assert refused.returncode == 2
     assert "megatron.transformer_args.no_such=1" in refused.stderr

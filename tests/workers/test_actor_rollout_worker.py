@@ -160,7 +160,6 @@ def _keep_seeds(rank: int, folder: Path, config: ExperimentConfig) -> None:
 
 def test_engines_of_two_ranks_draw_other_random_numbers(tmp_path: Path) -> None:
     config = config_of(
-        *("rollout.max_response_tokens=6", "data.max_digits=4"),
-        "cluster.num_ranks_per_node=2",
+        *("rollout.max_response_tokens=6", "data.max_digits=4"), "cluster.num_ranks_per_node=2"
     )
     run_ranks(2, _keep_seeds, make_tiny_model(tmp_path / "model"), config)
