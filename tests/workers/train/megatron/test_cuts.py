@@ -36,14 +36,6 @@ AGAIN = {**BUDGET, "gradient_checkpointing": True}
 
 
 _cut = partial(cut, "megatron")
-UNEVEN = _cut(
-    "pp3-uneven",
-    num_ranks=3,
-    num_layers=6,
-    pipeline_parallel_size=3,
-    num_layers_in_first_stage=1,
-    num_layers_in_last_stage=2,
-)
 UNEVEN_VIRTUAL = _cut(
     "pp3-vp2-uneven",
     num_ranks=3,
@@ -54,7 +46,6 @@ UNEVEN_VIRTUAL = _cut(
     num_layers_in_last_stage=2,
 )
 PART_OF_A_HEAD = _cut("tp4-of-2-heads", num_ranks=4, tensor_parallel_size=4, sequence_parallel=True)
-SELECTIVE = _cut("selective", num_ranks=1, recompute_modules=("core_attn", "mlp"))
 SELECTIVE_EXPERTS = _cut(
     "selective-experts",
     num_ranks=2,
@@ -70,7 +61,6 @@ FUSED = _cut(
     tensor_parallel_size=2,
     transformer_args={"bias_activation_fusion": True, "bias_dropout_fusion": True},
 )
-OVERLAPPED = _cut("dp2-overlap", num_ranks=2, dp_size=2, overlap_communication=True)
 OVERLAPPED_EXPERTS = _cut(
     "dp2-ep2-overlap",
     num_ranks=2,
@@ -90,21 +80,13 @@ SHARED_EXPERTS = [
     )
     for size in (1, 2)
 ]
-BY_NIGHT = (UNEVEN, SELECTIVE, OVERLAPPED)
-"""What others show too: with virtual stages, or with experts."""
-
 CASES = [
-    pytest.param(
-        layout, changes, id=layout.name, marks=[pytest.mark.nightly] * (layout in BY_NIGHT)
-    )
+    pytest.param(layout, changes, id=layout.name)
     for layout, changes in (
-        (UNEVEN, BUDGET),
         (UNEVEN_VIRTUAL, AGAIN),
         (PART_OF_A_HEAD, BUDGET),
-        (SELECTIVE, AGAIN),
         (SELECTIVE_EXPERTS, AGAIN),
         (FUSED, BUDGET),
-        (OVERLAPPED, BUDGET),
         (OVERLAPPED_EXPERTS, BUDGET),
         *((layout, BUDGET) for layout in SHARED_EXPERTS),
     )
