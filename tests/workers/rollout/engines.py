@@ -76,13 +76,13 @@ def ready_engine(folder: Path, **options: Any) -> HFRolloutEngine:
     return engine
 
 
-def make_prompts(lengths: Sequence[int], *, first_seed: int = 100) -> PromptBatch:
+def make_prompts(lengths: Sequence[int]) -> PromptBatch:
     """Random prompts; each depends on its length and place alone."""
     rows = []
     for place, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(place)
         rows.append(torch.randint(0, VOCAB_SIZE, (length,), generator=generator))
-    return prompt_batch(rows, [first_seed + place for place in range(len(rows))])
+    return prompt_batch(rows, [100 + place for place in range(len(rows))])
 
 
 def prompt_batch(rows: Sequence[torch.Tensor], seeds: Sequence[int]) -> PromptBatch:

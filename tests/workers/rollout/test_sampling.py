@@ -53,14 +53,11 @@ def test_uniforms_of_neighbouring_seeds_look_independent() -> None:
         assert abs(torch.corrcoef(pairs)[0, 1].item()) < 0.03
 
 
-def spread_uniforms(count: int) -> Tensor:
-    """Evenly over [0, 1): frequencies then equal probabilities up to 1 / count."""
-    return (torch.arange(count, dtype=torch.float64) + 0.5) / count
-
-
-def frequencies(logits_V: Tensor, sampling: DrawParams, *, count: int = 10_000) -> Tensor:
-    tokens, _ = sample(logits_V.expand(count, -1), spread_uniforms(count), sampling)
-    return torch.bincount(tokens, minlength=len(logits_V)) / count
+def frequencies(logits_V: Tensor, sampling: DrawParams) -> Tensor:
+    """How often each token comes if uniforms are spread evenly over [0, 1)."""
+    uniforms_N = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
+    tokens, _ = sample(logits_V.expand(10_000, -1), uniforms_N, sampling)
+    return torch.bincount(tokens, minlength=len(logits_V)) / 10_000
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

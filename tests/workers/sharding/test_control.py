@@ -7,25 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
-from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError, attempt
+from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError
 from tests.ranks import run_ranks
-
-
-def _fail_on(rank: int, failing: tuple[int, ...]) -> Exception | None:
-    return ValueError(f"no luck on {rank}") if rank in failing else None
-
-
-def _exchange_three_stages(rank: int) -> list[object]:
-    control = ControlGroup(timeout_s=20.0)
-    return [
-        control.exchange(f"stage {n}", _fail_on(rank, f)) for n, f in enumerate(((), (1, 2), ()))
-    ]
-
-
-def test_all_ranks_learn_who_failed_and_why() -> None:
-    for answer in run_ranks(3, _exchange_three_stages):
-        failed = {1: "ValueError: no luck on 1", 2: "ValueError: no luck on 2"}
-        assert answer == [{}, failed, {}]
 
 
 def _everywhere_twice(rank: int) -> tuple[str, str | None, int]:
@@ -119,10 +102,3 @@ def test_the_stage_error_survives_the_way_to_the_driver() -> None:
     assert isinstance(copy, EngineError)
     assert str(copy) == "sync failed on engine 1: OSError: gone; engine 3: LedgerError: lost"
     assert (copy.stage, copy.failures) == (error.stage, error.failures)
-
-
-def test_an_attempt_hands_back_what_came_of_it() -> None:
-    assert attempt(lambda: 3) == (3, None)
-    result, error = attempt(lambda: 1 // 0)
-    assert result is None
-    assert isinstance(error, ZeroDivisionError)

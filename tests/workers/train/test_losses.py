@@ -18,8 +18,8 @@ from hybridrl.workers.train.losses import PolicyGradientLoss, supervised_loss
 from hybridrl.workers.train.protocol import TokenLossInputs
 
 
-def make_inputs(num_tokens: int = 6, *, seed: int = 0) -> TokenLossInputs:
-    source = torch.Generator().manual_seed(seed)
+def make_inputs(num_tokens: int = 6) -> TokenLossInputs:
+    source = torch.Generator().manual_seed(0)
     current_T = torch.log(torch.rand(num_tokens, generator=source) * 0.8 + 0.1).requires_grad_()
     return TokenLossInputs(
         current_logprobs_T=current_T,

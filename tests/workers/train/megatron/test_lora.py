@@ -103,16 +103,16 @@ def _frozen_bits(engine: PolicyEngine) -> list[Tensor]:
     return [p.detach().clone() for _, p in named if not p.requires_grad]
 
 
-def assert_same_training(ranks: list[Trained], wanted: Trained, *, atol: float = 1e-5) -> None:
+def assert_same_training(ranks: list[Trained], wanted: Trained) -> None:
     leading = sorted((t for t in ranks if t.is_output_rank), key=lambda trained: trained.dp_rank)
     for step in range(2):
         logprobs = torch.cat([trained.logprobs[step] for trained in leading])
-        torch.testing.assert_close(logprobs, wanted.logprobs[step], atol=atol, rtol=0)
+        torch.testing.assert_close(logprobs, wanted.logprobs[step], atol=1e-5, rtol=0)
     frozen = torch.cat([trained.frozen for trained in leading])
-    torch.testing.assert_close(frozen, wanted.frozen, atol=atol, rtol=0)
+    torch.testing.assert_close(frozen, wanted.frozen, atol=1e-5, rtol=0)
     for trained in ranks:
-        assert trained.norms == pytest.approx(wanted.norms, rel=atol)
-        assert_same_weights(trained.adapter, wanted.adapter, atol=atol)
+        assert trained.norms == pytest.approx(wanted.norms, rel=1e-5)
+        assert_same_weights(trained.adapter, wanted.adapter, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
