@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,20 @@ from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.megatron.stand_ins import install
 from tests.workers.train.engines import ACTOR, CPU, MODEL
+
+_HERE = Path(__file__).parent
+
+
+def run_with_transformer_engine(module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on whose path is a stand-in with TransformerEngine's names (``packages``)."""
+    paths = [str(_HERE / "packages"), str(_HERE.parents[1])]
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, *words],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def build_megatron(

@@ -5,9 +5,6 @@ Its kernels need CUDA. Here a stand-in with its names and parameters (``packages
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +16,9 @@ from torch import Tensor
 
 from hybridrl.errors import ConfigError
 from tests.config.values import config_of
+from tests.megatron.engines import run_with_transformer_engine
 from tests.megatron.stand_ins import install
 from tests.tiny_models import Family, make_tiny_model
-
-_ROOT = Path(__file__).parents[2]
-_PACKAGES = Path(__file__).parent / "packages"
-
 
 StepsOf = Callable[[Family, str], dict[str, Any]]
 CASES: tuple[tuple[Family, str], ...] = (
@@ -44,13 +38,7 @@ def steps_of(tmp_path_factory: pytest.TempPathFactory) -> StepsOf:
         for family, case in CASES
         for word in (str(folder / family), case, str(folder / f"{family} {case}.pt"))
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.fused_steps", *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGES), str(_ROOT)])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_with_transformer_engine("tests.megatron.fused_steps", *words)
 
     def read(family: Family, case: str) -> dict[str, Any]:
         file = folder / f"{family} {case}.pt"
