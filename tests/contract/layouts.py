@@ -84,28 +84,15 @@ class EngineUnderTest:
     """What a rank's process needs before it builds an engine; called again before every check."""
 
 
-def _megatron(
-    name: str,
-    *,
-    num_ranks: int = 2,
-    dp_size: int = 1,
-    family: Family = "qwen3",
-    num_layers: int = 2,
-    max_share: float = 1.1,
-    by_day: ByDay = "all",
-    **sizes: int | bool,
-) -> Layout:
-    return Layout(
-        name=f"megatron-{name}",
-        engine="megatron",
-        num_ranks=num_ranks,
-        dp_size=dp_size,
-        family=family,
-        num_layers=num_layers,
-        megatron=sizes,
-        max_share=max_share,
-        by_day=by_day,
-    )
+def cut(engine: str, name: str, **options: Any) -> Layout:
+    """A layout; options that are none of its fields change the engine's own section."""
+    fields = Layout.__dataclass_fields__
+    own: dict[str, Any] = {key: options.pop(key) for key in [*options] if key in fields}
+    return Layout(name=name, engine=engine, **(own | {engine: options}))
+
+
+def _megatron(name: str, **options: Any) -> Layout:
+    return cut("megatron", f"megatron-{name}", **{"num_ranks": 2, **options})
 
 
 def _allow_compilation() -> None:
@@ -113,30 +100,10 @@ def _allow_compilation() -> None:
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
 
 
-def _fsdp2(
-    name: str,
-    *,
-    num_ranks: int = 2,
-    family: Family = "qwen3",
-    sizes: Mapping[str, Any] | None = None,
-    max_share: float = 0.6,
-    deadline_s: float = 90.0,
-    by_day: ByDay = "all",
-    **options: int | bool | str,
-) -> Layout:
-    return Layout(
-        name=f"fsdp2-{name}",
-        engine="fsdp2",
-        num_ranks=num_ranks,
-        dp_size=num_ranks,
-        family=family,
-        sizes=sizes or {},
-        adapted=ATTENTION_LINEAR if family in SPARSE else ("all-linear",),
-        fsdp2=options,
-        max_share=max_share,
-        deadline_s=deadline_s,
-        by_day=by_day,
-    )
+def _fsdp2(name: str, *, num_ranks: int = 2, family: Family = "qwen3", **options: Any) -> Layout:
+    adapted = ATTENTION_LINEAR if family in SPARSE else ("all-linear",)
+    given = {"num_ranks": num_ranks, "dp_size": num_ranks, "family": family, "adapted": adapted}
+    return cut("fsdp2", f"fsdp2-{name}", **{"max_share": 0.6, **given, **options})
 
 
 ENGINES: dict[str, EngineUnderTest] = {
@@ -147,7 +114,6 @@ ENGINES: dict[str, EngineUnderTest] = {
             _fsdp2("2x2", num_ranks=4, num_replicas=2, by_day="steps"),
             _fsdp2("2x1", num_replicas=2, max_share=1.1, by_day="nothing"),
             _fsdp2("offload", cpu_offload=True, max_share=0.0, by_day="steps"),
-            _fsdp2("offload-1", num_ranks=1, cpu_offload=True, max_share=0.0, by_day="nothing"),
             _fsdp2("compile", compile_blocks=True, deadline_s=170.0, by_day="nothing"),
             _fsdp2(
                 "gathered",
@@ -156,7 +122,6 @@ ENGINES: dict[str, EngineUnderTest] = {
                 reduce_gradients="last_microbatch",
                 by_day="steps",
             ),
-            _fsdp2("prefetch", num_prefetched_blocks=2, by_day="nothing"),
             _fsdp2("moe", family="qwen3_moe", by_day="steps"),
             _fsdp2("moe-1", num_ranks=1, family="qwen2_moe", max_share=1.1, by_day="nothing"),
             # Three experts on two ranks: each has half of every matrix.
@@ -171,11 +136,7 @@ ENGINES: dict[str, EngineUnderTest] = {
             _megatron("1", num_ranks=1, by_day="nothing"),
             _megatron("tp2", tensor_parallel_size=2, max_share=0.7, by_day="nothing"),
             _megatron(
-                "sp2",
-                tensor_parallel_size=2,
-                sequence_parallel=True,
-                max_share=0.7,
-                by_day="turns",
+                "sp2", tensor_parallel_size=2, sequence_parallel=True, max_share=0.7, by_day="turns"
             ),
             _megatron("pp2", pipeline_parallel_size=2, by_day="nothing"),
             _megatron(
@@ -187,7 +148,6 @@ ENGINES: dict[str, EngineUnderTest] = {
             ),
             _megatron("dp2", dp_size=2, by_day="steps"),
             _megatron("cp2", context_parallel_size=2, by_day="steps"),
-            _megatron("dp2-overlap", dp_size=2, overlap_communication=True, by_day="nothing"),
             _megatron(
                 "pp2-vp2-overlap",
                 pipeline_parallel_size=2,
@@ -215,13 +175,6 @@ ENGINES: dict[str, EngineUnderTest] = {
                 by_day="nothing",
             ),
             _megatron(
-                "cp2-ep2",
-                context_parallel_size=2,
-                expert_parallel_size=2,
-                family="qwen2_moe",
-                by_day="nothing",
-            ),
-            _megatron(
                 "tp2-pp2",
                 tensor_parallel_size=2,
                 pipeline_parallel_size=2,
@@ -229,21 +182,6 @@ ENGINES: dict[str, EngineUnderTest] = {
                 by_day="nothing",
             ),
             _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe", by_day="steps"),
-            _megatron(
-                "sp2-ep2",
-                tensor_parallel_size=2,
-                sequence_parallel=True,
-                expert_parallel_size=2,
-                family="qwen3_moe",
-                by_day="nothing",
-            ),
-            _megatron(
-                "pp2-dp2",
-                pipeline_parallel_size=2,
-                num_ranks=4,
-                dp_size=2,
-                by_day="nothing",
-            ),
         ),
         families=("qwen3", "qwen2", "llama", "mistral"),
         without_windows=True,

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config.model import LINEAR_MODULES
 from hybridrl.errors import ModelError, RunFolderError
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import weights_in
@@ -31,16 +30,12 @@ from tests.workers.train.engines import (
     with_nan_advantage,
     with_optimizer,
 )
-from tests.workers.train.lora_engines import LORA, build_lora, with_lora
+from tests.workers.train.lora_engines import LORA, adapter_of, build_lora, with_lora
 
 # The measure is FSDP2 on one rank, which adapts no experts.
 pytestmark = on_layouts(lambda engine: engine.has_adapters, families=DENSE)
 
 LIVELY = with_optimizer(lr=0.1, eps=1e-3)
-
-
-def _adapter_of(engine: PolicyEngine) -> dict[str, Tensor]:
-    return {name: t.clone() for name, t in engine.full_weights(WeightSet.ADAPTER)}
 
 
 @cache
@@ -51,7 +46,7 @@ def _train_alone(
     engine = build_lora(folder, lora=with_lora(sync=sync), config=LIVELY)
     norms = [update(engine, make_rows(11, seed=s))["policy/grad_norm"] for s in range(3)]
     frozen = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0, use_adapter=False)
-    return weights_of(engine), _adapter_of(engine), norms, frozen.logprobs_BL.values()
+    return weights_of(engine), adapter_of(engine), norms, frozen.logprobs_BL.values()
 
 
 def _train(
@@ -59,19 +54,19 @@ def _train(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Metrics], Tensor | None]:
     lora = with_lora(sync=sync)
     engine = rank.policy(folder, LIVELY, lora=lora)
-    base, start = weights_of(engine), _adapter_of(engine)
+    base, start = weights_of(engine), adapter_of(engine)
     steps = [take_step(engine, make_rows(11, seed=seed), first=8) for seed in range(3)]
-    assert all(not torch.equal(start[n], t) for n, t in _adapter_of(engine).items())
+    assert all(not torch.equal(start[n], t) for n, t in adapter_of(engine).items())
     if sync == "adapter":
         assert_same_weights(weights_of(engine), base)
-    before = _adapter_of(engine)
+    before = adapter_of(engine)
     take_step(engine, with_nan_advantage(make_rows(5), row=4))
-    assert_same_weights(_adapter_of(engine), before)
+    assert_same_weights(adapter_of(engine), before)
     reference = rank.reference(folder, policy=engine, lora=lora)
     assert all(reference.resident_bytes(part) == 0 for part in TrainState)
     frozen = reference.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
     logprobs = frozen.logprobs_BL.values() if engine.is_output_rank else None
-    return weights_of(engine), _adapter_of(engine), steps, logprobs
+    return weights_of(engine), adapter_of(engine), steps, logprobs
 
 
 @pytest.mark.parametrize("sync", ["adapter", "merged"])
@@ -101,11 +96,11 @@ def _begin(rank: Rank, folder: Path, seed: int) -> dict[str, Tensor]:
     rollouts = to_rollouts(make_rows(5))
     one, other = (e.compute_logprobs(rollouts, temperature=1.0) for e in (engine, plain))
     torch.testing.assert_close(one.logprobs_BL.values(), other.logprobs_BL.values())
-    return _adapter_of(engine)
+    return adapter_of(engine)
 
 
 def test_new_adapter_is_the_same_in_every_layout(ranks: RanksUnderTest, folder: Path) -> None:
-    expected = _adapter_of(build_lora(folder))
+    expected = adapter_of(build_lora(folder))
     for adapter in ranks.run(_begin, folder, 0):
         assert_same_weights({name: adapter[name] for name in expected}, expected)
 
@@ -120,7 +115,7 @@ def _stream(rank: Rank, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tens
             assert (spec.name, spec.shape, spec.num_bytes) == (name, t.shape, t.nbytes)
     merged = rank.policy(folder, lora=with_lora(sync="merged"))
     assert merged.weight_sets == (WeightSet.BASE,)
-    return weights_of(engine), _adapter_of(engine)
+    return weights_of(engine), adapter_of(engine)
 
 
 @pytest.mark.shows("1.14")
@@ -146,11 +141,11 @@ def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], 
     with pytest.raises(RunFolderError, match="adapter exists"):
         engine.export_adapter(target / "adapter")
     resumed = rank.policy(folder, lora=with_lora(init_from=str(target / "adapter")))
-    assert_same_weights(_adapter_of(resumed), _adapter_of(engine))
+    assert_same_weights(adapter_of(resumed), adapter_of(engine))
     with pytest.raises(ModelError, match=r"no adapter.*lora\.enabled=true"):
         rank.policy(folder).export_adapter(target / "none")
     scored = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
-    return _adapter_of(engine), scored.logprobs_BL.values() if engine.is_output_rank else None
+    return adapter_of(engine), scored.logprobs_BL.values() if engine.is_output_rank else None
 
 
 def test_both_exports_load_and_an_adapter_starts_a_run(
@@ -183,7 +178,7 @@ def _rest(rank: Rank, folder: Path) -> None:
             assert resting.resident_bytes(part) == 0
         for part in TrainState:
             resting.restore(part)
-    assert_same_weights(_adapter_of(resting), _adapter_of(steady))
+    assert_same_weights(adapter_of(resting), adapter_of(steady))
     assert_same_weights(weights_of(resting), weights_of(steady))
 
 

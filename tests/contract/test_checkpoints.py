@@ -27,7 +27,7 @@ from tests.contract.ranks_under_test import (
     take_step,
 )
 from tests.workers.train.critics import CRITIC, make_lessons
-from tests.workers.train.engines import make_rows, weights_of, with_optimizer
+from tests.workers.train.engines import load, make_rows, save, weights_of, with_optimizer
 from tests.workers.train.lora_engines import LORA, with_lora
 
 COSINE = {"schedule": "cosine", "num_warmup_steps": 1, "lr": 0.1, "eps": 1e-3}
@@ -60,23 +60,13 @@ def _assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def _save(engine: LearningEngine, folder: Path) -> CheckpointWriter:
-    writer = CheckpointWriter()
-    name = checkpoint.file_name(rank=dist.get_rank(), world_size=dist.get_world_size())
-    writer.begin(engine, folder / name, notes={"version": 7})
-    return writer
-
-
-def _load(engine: LearningEngine, folder: Path) -> checkpoint.Notes:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return checkpoint.load(engine, folder, rank=rank, world_size=world_size)
-
-
 def _save_and_load(rank: Rank, folder: Path, target: Path, role: str, num_before: int) -> None:
     engine = _build(rank, folder, role)
     for seed in range(num_before):
         _learn(engine, role, seed)
-    writer = _save(engine, target)
+    writer = CheckpointWriter()
+    name = checkpoint.file_name(rank=dist.get_rank(), world_size=dist.get_world_size())
+    writer.begin(engine, target / name, notes={"version": 7})
     for seed in (2, 3):  # at once: what is written is a copy
         _learn(engine, role, seed)
     writer.collect(waits=True)
@@ -84,7 +74,7 @@ def _save_and_load(rank: Rank, folder: Path, target: Path, role: str, num_before
     dist.barrier()
     loaded = _build(rank, folder, role)
     _learn(loaded, role, 9)  # whatever it was before
-    notes = _load(loaded, target)
+    notes = load(loaded, target)
     assert (notes["version"], loaded.num_updates) == (7, num_before)
     for seed in (2, 3):
         _learn(loaded, role, seed)
@@ -116,14 +106,14 @@ def _save_and_go_on(rank: Rank, folder: Path, target: Path, role: str) -> dict[s
     engine: Any = _build(rank, folder, role)
     for seed in range(2):
         _learn(engine, role, seed)
-    _save(engine, target).close()
+    save(engine, target)
     _learn(engine, role, 2)
     return _weights(engine, role)
 
 
 def _load_and_go_on(rank: Rank, folder: Path, target: Path, role: str) -> dict[str, Tensor]:
     engine: Any = _build(rank, folder, role)
-    _load(engine, target)
+    load(engine, target)
     assert engine.num_updates == 2
     _learn(engine, role, 2)
     return _weights(engine, role)

@@ -16,9 +16,9 @@ from transformers import AutoModel, AutoModelForTokenClassification
 
 from hybridrl.algorithms import aggregate
 from hybridrl.algorithms.load import Part
-from hybridrl.batch import CriticBatch, jagged_from, row_lengths
+from hybridrl.batch import CriticBatch
 from hybridrl.config.model import CRITIC_MODEL_TYPES
-from hybridrl.errors import DataError, PhaseError
+from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.protocol import TrainState
 from hybridrl.workers.train.value_engines import CriticEngine
@@ -27,8 +27,6 @@ from tests.contract.plain import PlainCritic, weights_in
 from tests.contract.ranks_under_test import (
     Rank,
     RanksUnderTest,
-    assert_float32_learns,
-    copy_state,
     merge_metrics,
     output_metrics,
     rows_of_rank,
@@ -147,34 +145,6 @@ def test_steps_and_values_are_those_of_the_plain_model(
         torch.testing.assert_close(computed, values, atol=2e-5, rtol=0)
 
 
-def _skip(rank: Rank, folder: Path, targets: list[Path]) -> list[Metrics]:
-    one, other = rank.critic(folder), rank.critic(folder)
-    skipped = []
-    for seed in range(2):
-        batch = make_lessons(5, seed=seed)
-        spoiled = batch.clone()
-        returns = batch.returns_BL.values().clone()
-        returns[-1] = torch.nan  # of the last rank alone
-        spoiled.returns_BL = jagged_from(returns, row_lengths(batch.returns_BL))
-        skipped.append(_teach(one, spoiled, first=3))
-        for engine in (one, other):
-            _teach(engine, batch, first=3)
-    for engine, target in zip((one, other), targets, strict=True):
-        engine.export_hf(target)
-    return skipped
-
-
-def test_all_ranks_skip_a_step_that_is_not_finite(
-    ranks: RanksUnderTest, folder: Path, tmp_path: Path
-) -> None:
-    targets = [tmp_path / "one", tmp_path / "other"]
-    for answers in zip(*ranks.run(_skip, folder, targets), strict=True):
-        metrics = merge_metrics(list(answers))
-        assert (metrics["critic/skipped_updates"], metrics["critic/updates"]) == (1, 0)
-    one, other = (weights_in(target) for target in targets)
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
 def _rest(rank: Rank, folder: Path, targets: list[Path]) -> None:
     resting, steady = rank.critic(folder), rank.critic(folder)
     for seed in range(3):
@@ -203,21 +173,6 @@ def test_offloaded_critic_rejects_work_and_restores_exactly(
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def _refuse(rank: Rank, folder: Path) -> None:
-    batch = make_lessons(3)
-    everywhere = torch.ones_like(batch.response_mask_BL.values())
-    batch.response_mask_BL = jagged_from(everywhere, row_lengths(batch.token_ids_BL))
-    engine = rank.critic(folder)
-    with pytest.raises(DataError, match="row 0 of the batch begins with a response token"):
-        engine.update(batch)
-
-
-def test_a_row_that_begins_with_a_response_token_is_refused(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
-    ranks.run(_refuse, folder)
-
-
 def _live_beside_a_policy(rank: Rank, folder: Path) -> None:
     critic, policy = rank.critic(folder), rank.policy(folder)
     alone = rank.critic(folder)
@@ -232,17 +187,3 @@ def _live_beside_a_policy(rank: Rank, folder: Path) -> None:
 
 def test_a_critic_and_a_policy_live_in_one_process(ranks: RanksUnderTest, folder: Path) -> None:
     ranks.run(_live_beside_a_policy, folder)
-
-
-def _compute_in_bfloat16(rank: Rank, folder: Path) -> Tensor | None:
-    engine = rank.critic(folder, replace(CRITIC, compute_dtype="bfloat16"))
-    before = copy_state(engine)
-    for seed in range(2):
-        _teach(engine, make_lessons(4, seed=seed), first=2)
-    assert_float32_learns(before, copy_state(engine))
-    return _values(engine, make_rows(3))
-
-
-def test_bfloat16_computes_and_float32_is_kept(ranks: RanksUnderTest, folder: Path) -> None:
-    for values in ranks.run(_compute_in_bfloat16, folder):
-        assert values is None or values.any()

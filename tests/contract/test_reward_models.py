@@ -74,10 +74,6 @@ def test_scores_are_those_of_transformers(
     torch.testing.assert_close(scores, plain_scores(folder, rows, kind), rtol=1e-4, atol=1e-4)
 
 
-def pairs(num_pairs: int, *, seed: int) -> list[list[int]]:
-    return conversations(2 * num_pairs, seed=seed)
-
-
 def to_batch(rows: list[list[int]], margins: list[float] | None = None) -> PreferenceBatch:
     laid_out = lay_out_conversations(rows)
     margins_B = None if margins is None else torch.tensor(margins).repeat_interleave(2)
@@ -128,9 +124,11 @@ def _train(
     )
     steps = []
     for seed in range(NUM_STEPS):
-        batch = pairs_of_rank(to_batch(pairs(3, seed=seed), case.margins), engine, case.first)
+        batch = pairs_of_rank(
+            to_batch(conversations(6, seed=seed), case.margins), engine, case.first
+        )
         steps.append(output_metrics(engine, engine.fit_pairs(batch)))
-    held_out = pairs_of_rank(to_batch(pairs(3, seed=9)), engine, case.first)
+    held_out = pairs_of_rank(to_batch(conversations(6, seed=9)), engine, case.first)
     measured = output_metrics(engine, engine.evaluate_pairs(held_out))
     engine.export_hf(target)
     return steps, measured, _scores_of(engine)
@@ -154,7 +152,7 @@ def test_steps_and_export_are_those_of_the_plain_model(
     center = case.center_coefficient
     margins = case.margins or [0.0] * 3
     expected = [
-        plain.update(pairs(3, seed=n), center_coefficient=center, margins=margins)
+        plain.update(conversations(6, seed=n), center_coefficient=center, margins=margins)
         for n in range(NUM_STEPS)
     ]
     answers = ranks.run(_train, folder, tmp_path / "exported", case)
@@ -169,7 +167,7 @@ def test_steps_and_export_are_those_of_the_plain_model(
     assert scores.std() > 1e-3
     for computed in (answer[2] for answer in answers if answer[2] is not None):
         torch.testing.assert_close(computed, scores, atol=1e-4, rtol=1e-4)
-    chosen, rejected = plain.scores(pairs(3, seed=9)).detach().view(-1, 2).unbind(dim=1)
+    chosen, rejected = plain.scores(conversations(6, seed=9)).detach().view(-1, 2).unbind(dim=1)
     measured = merge_metrics([answer[1] for answer in answers])
     assert measured["eval/accuracy"] == pytest.approx((chosen > rejected).float().mean().item())
     margin = (chosen - rejected).mean().item()

@@ -19,17 +19,13 @@ from typing import Any
 import torch
 
 from hybridrl.config.actor import ActorConfig
-from hybridrl.models.adapter import Adapter
 from hybridrl.workers.checkpointed import end_process_group, start_process_group
 from hybridrl.workers.train.checkpoint import shards_of
-from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
-from tests.config.values import config_of
+from tests.megatron.engines import build_megatron
 from tests.megatron.stand_ins import install
 from tests.workers.train.engines import (
     ACTOR,
-    CPU,
-    MODEL,
     build_fsdp2,
     make_rows,
     to_rollouts,
@@ -41,33 +37,8 @@ from tests.workers.train.lora_engines import LORA
 HALF = replace(ACTOR, compute_dtype="bfloat16", optimizer=replace(ACTOR.optimizer, lr=0.02))
 
 
-def context_of(**megatron: Any) -> Any:
-    install()
-    from hybridrl.workers.train.megatron.context import MegatronContext
-
-    section = replace(config_of().megatron, **megatron)
-    return MegatronContext(megatron=section, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
-
-
 def build(folder: Path, layers: str, config: ActorConfig = ACTOR, **megatron: Any) -> Any:
-    context = context_of(layers=layers, **megatron)
-    from hybridrl.workers.train.megatron.backend import MegatronBackend
-
-    config = replace(config, engine="megatron")
-    backend = MegatronBackend(folder, config=config, context=context, num_total_steps=10)
-    return PolicyEngine(backend)
-
-
-def build_adapted(folder: Path, layers: str) -> Any:
-    context = context_of(layers=layers)
-    from hybridrl.workers.train.megatron.backend import MegatronBackend
-
-    config = replace(ACTOR, engine="megatron")
-    adapter = Adapter(LORA, seed=0)
-    backend = MegatronBackend(
-        folder, config=config, context=context, num_total_steps=10, adapter=adapter
-    )
-    return PolicyEngine(backend)
+    return build_megatron(folder, config, layers=layers, **megatron)
 
 
 def lose_and_restore(engine: Any) -> None:
@@ -119,7 +90,7 @@ def attention(folder: Path) -> tuple[Any, Any]:
 
 
 def adapter(folder: Path) -> tuple[Any, Any]:
-    return build_adapted(folder, "transformer_engine"), build_adapted(folder, "local")
+    return build(folder, "transformer_engine", lora=LORA), build(folder, "local", lora=LORA)
 
 
 def small_state(folder: Path) -> tuple[Any, Any]:
@@ -129,12 +100,12 @@ def small_state(folder: Path) -> tuple[Any, Any]:
     return fused, build(folder, "transformer_engine", HALF)
 
 
-def offloaded(folder: Path, fraction: float) -> tuple[Any, Any]:
-    """Masters and moments on the host, all or some, as slime has them for Qwen3-30B-A3B."""
+def half_offloaded(folder: Path) -> tuple[Any, Any]:
+    """Half of masters and moments on the host, all of which slime has there for Qwen3-30B-A3B."""
     given = {
         "use_precision_aware_optimizer": True,
         "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": fraction,
+        "optimizer_offload_fraction": 0.5,
         "overlap_cpu_optimizer_d2h_h2d": True,
         "pin_cpu_grads": False,
     }
@@ -148,8 +119,7 @@ CASES: dict[str, Callable[[Path], tuple[Any, Any]]] = {
     "attention": attention,
     "adapter": adapter,
     "small state": small_state,
-    "offloaded": lambda folder: offloaded(folder, 1.0),
-    "half offloaded": lambda folder: offloaded(folder, 0.5),
+    "half offloaded": half_offloaded,
 }
 
 
@@ -178,7 +148,7 @@ def main(folder: Path, case: str, target: Path) -> None:
 
 def main_of_all(words: Sequence[str]) -> None:
     """Learn each case in a process of its own; what one of them raises is printed."""
-    context_of()
+    install()
     importlib.import_module("hybridrl.workers.train.megatron.lora")  # once for all forks
     for at in range(0, len(words), 3):
         folder, case, target = words[at : at + 3]

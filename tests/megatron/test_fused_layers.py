@@ -5,12 +5,8 @@ Its kernels need CUDA. Here a stand-in with its names and parameters (``packages
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,60 +16,37 @@ from torch import Tensor
 
 from hybridrl.errors import ConfigError
 from tests.config.values import config_of
+from tests.megatron.engines import run_with_transformer_engine
 from tests.megatron.stand_ins import install
 from tests.tiny_models import Family, make_tiny_model
 
-_ROOT = Path(__file__).parents[2]
-_PACKAGES = Path(__file__).parent / "packages"
-
-
 StepsOf = Callable[[Family, str], dict[str, Any]]
-Cases = tuple[tuple[Family, str], ...]
-BY_DAY: Cases = (
+CASES: tuple[tuple[Family, str], ...] = (
     *(("qwen3", "fsdp2"), ("qwen2_moe", "local"), ("qwen3", "attention")),
     *(("qwen2_moe", "adapter"), ("qwen3", "small state"), ("qwen3", "half offloaded")),
 )
-BY_NIGHT: Cases = (("qwen2", "fsdp2"), ("qwen3", "adapter"), ("qwen3", "offloaded"))
 
 
 @pytest.fixture(scope="module")
 def steps_of(tmp_path_factory: pytest.TempPathFactory) -> StepsOf:
-    """What a family learnt with TransformerEngine's layers in a case."""
+    """What a family learnt with TransformerEngine's layers in a case: one program learns all."""
     folder = tmp_path_factory.mktemp("fused")
-
-    @cache
-    def learn(cases: Cases) -> str:
-        return _learn(folder, cases)
+    for family in {family for family, _ in CASES}:
+        make_tiny_model(folder / family, family)
+    words = [
+        word
+        for family, case in CASES
+        for word in (str(folder / family), case, str(folder / f"{family} {case}.pt"))
+    ]
+    done = run_with_transformer_engine("tests.megatron.fused_steps", *words)
 
     def read(family: Family, case: str) -> dict[str, Any]:
-        errors = learn(BY_DAY if (family, case) in BY_DAY else BY_NIGHT)
         file = folder / f"{family} {case}.pt"
-        assert file.is_file(), errors[-4000:]
+        assert file.is_file(), done.stderr[-4000:]
         steps: dict[str, Any] = torch.load(file)
         return steps
 
     return read
-
-
-def _learn(folder: Path, cases: Cases) -> str:
-    """Have one program learn all of the cases; return what it said of errors."""
-    for family in dict.fromkeys(family for family, _ in cases):
-        if not (folder / family).is_dir():
-            make_tiny_model(folder / family, family)
-    words = [
-        word
-        for family, case in cases
-        for word in (str(folder / family), case, str(folder / f"{family} {case}.pt"))
-    ]
-    paths = [str(_PACKAGES), str(_ROOT)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.fused_steps", *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stderr
 
 
 def assert_same_steps(found: dict[str, Any], *, atol: float = 1e-5) -> None:
@@ -87,14 +60,7 @@ def assert_same_steps(found: dict[str, Any], *, atol: float = 1e-5) -> None:
         torch.testing.assert_close(weight, found["plain"]["weights"][name], atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("family", "other"),
-    [
-        ("qwen3", "fsdp2"),
-        ("qwen2_moe", "local"),
-        pytest.param("qwen2", "fsdp2", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("family", "other"), [("qwen3", "fsdp2"), ("qwen2_moe", "local")])
 def test_fused_layers_learn_what_others_learn(
     steps_of: StepsOf, family: Family, other: str
 ) -> None:
@@ -118,9 +84,8 @@ def test_attention_may_be_transformer_engines(steps_of: StepsOf) -> None:
     assert found["attended"] > 0
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.nightly), "qwen2_moe"])
-def test_adapters_learn_beside_fused_layers(steps_of: StepsOf, family: Family) -> None:
-    found = steps_of(family, "adapter")
+def test_adapters_learn_beside_fused_layers(steps_of: StepsOf) -> None:
+    found = steps_of("qwen2_moe", "adapter")
     assert_same_steps(found)
     assert found["fields"]["gradient_accumulation_fusion"] is False
     assert any(name.endswith("linear_qkv.layer_norm_weight") for name in found["names"])
@@ -130,9 +95,7 @@ def test_adapters_learn_beside_fused_layers(steps_of: StepsOf, family: Family) -
         torch.testing.assert_close(tensor, plain[name], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "case", ["small state", pytest.param("offloaded", marks=pytest.mark.nightly), "half offloaded"]
-)
+@pytest.mark.parametrize("case", ["small state", "half offloaded"])
 def test_optimizer_state_placement_changes_no_step(steps_of: StepsOf, case: str) -> None:
     found = steps_of("qwen3", case)
     assert_same_steps(found, atol=2e-3)  # of weights of 16 bits
@@ -168,10 +131,7 @@ def test_microbatch_lengths_suit_eight_bit_products(
     install()
     from hybridrl.models.architecture import read_architecture
     from hybridrl.workers.train.megatron import configuration
-    from hybridrl.workers.train.megatron.configuration import (
-        token_multiple,
-        transformer_config,
-    )
+    from hybridrl.workers.train.megatron.configuration import token_multiple, transformer_config
     from hybridrl.workers.train.megatron.context import MegatronContext
     from tests.workers.train.engines import ACTOR, CPU
 

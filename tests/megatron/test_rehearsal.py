@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +17,11 @@ from tests.command_line import call_main
 from tests.config.test_megatron_recipes import MODELS
 from tests.config.test_megatron_recipes import config_of as recipe_of
 from tests.config.values import config_of
+from tests.megatron.engines import run_with_transformer_engine
 from tests.megatron.stand_ins import install
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR
 
-_ROOT = Path(__file__).parents[2]
-_PACKAGES = Path(__file__).parent / "packages"
 CHECK = ("actor=megatron", "mode=check")
 
 
@@ -145,21 +141,10 @@ def test_cpu_recipe_passes_without_a_missing_kernel() -> None:
     assert line.endswith("takes the configuration of: policy")
 
 
-def rehearsed_with_transformer_engine(folder: Path, *names: str) -> list[dict[str, Any]]:
-    paths = [str(_PACKAGES), str(_ROOT)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.megatron.rehearsed", str(folder), *names],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def test_recipes_use_all_fusions_of_transformer_engine(tmp_path: Path) -> None:
-    found = rehearsed_with_transformer_engine(tmp_path, *MODELS)
+    done = run_with_transformer_engine("tests.megatron.rehearsed", str(tmp_path), *MODELS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
     for name, recipe in zip(MODELS, found, strict=True):
         assert len(recipe["lines"]) == 1, recipe["lines"]
         [fields] = recipe["fields"]
@@ -203,9 +188,7 @@ def test_missing_transformer_engine_is_logged_once(
     configuration._log_once.cache_clear()
 
 
-def test_check_command_reports_megatrons_answer(
-    tmp_path: Path,
-) -> None:
+def test_check_command_reports_megatrons_answer(tmp_path: Path) -> None:
     refused = call_main(*CHECK, "+megatron.transformer_args.no_such=1", folder=tmp_path)
     assert refused.returncode == 2
     assert "megatron.transformer_args.no_such=1" in refused.stderr

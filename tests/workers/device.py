@@ -20,11 +20,10 @@ from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.protocol import WeightSet
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.sharding.managers import sharding_manager
-from tests.workers.train.engines import CPU, make_rows, update
+from tests.workers.train.engines import make_rows, update
 from tests.workers.train.lora_engines import LORA, build_lora
 
 PROMPTS = make_prompts((4, 9, 5))
@@ -67,13 +66,7 @@ class Device:
         self.trainer = trainer
         self.version = 0
         self.control = ControlGroup(timeout_s=150.0)
-        self.manager = sharding_manager(
-            engine,
-            config=config,
-            meter=PeakMeter(CPU),
-            control=self.control,
-            lora=lora,
-        )
+        self.manager = sharding_manager(engine, config=config, control=self.control, lora=lora)
         self.manager.attach_policy(trainer)
         self._prompts = prompts
         self._sampling = sampling

@@ -31,7 +31,7 @@ from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.train.engines import make_rows, update
 
 
-def _build(config: ExperimentConfig, folder: Path) -> ActorRolloutWorker:
+def start_worker(config: ExperimentConfig, folder: Path) -> ActorRolloutWorker:
     worker = ActorRolloutWorker.__new__(ActorRolloutWorker, config, folder)
     worker.fused = {"actor": worker}
     worker.__init__(config, folder)  # type: ignore[misc]
@@ -43,7 +43,7 @@ def _sums(engine: PolicyEngine) -> dict[str, int]:
 
 
 def _two_steps(rank: int, folder: Path, config: ExperimentConfig) -> None:
-    worker = _build(config, folder)
+    worker = start_worker(config, folder)
     reference, actor = worker._reference, worker._actor
     assert isinstance(reference, PolicyEngine)
     frozen = _sums(reference)
@@ -110,7 +110,7 @@ def _sample_from_wrong_weights(worker: ActorRolloutWorker) -> RolloutBatch:
 
 
 def _learn_every_second_step(rank: int, folder: Path, config: ExperimentConfig) -> None:
-    worker = _build(config, folder)
+    worker = start_worker(config, folder)
     _learn(worker, _sample(worker))  # looked at, and well
     _learn(worker, _sample_from_wrong_weights(worker))  # not looked at
     rollouts, before = _sample_from_wrong_weights(worker), _sums(worker._actor)
@@ -152,7 +152,7 @@ def _keep_seeds(rank: int, folder: Path, config: ExperimentConfig) -> None:
         return build_rollout_engine(config, *args, **options)
 
     build_module.build_rollout_engine = build
-    worker = _build(config, folder)
+    worker = start_worker(config, folder)
     gathered = worker.sharding._control.gather("seeds", str(seeds))
     assert gathered == [f"[{config.seed}]", f"[{config.seed + 1}]"]
     worker.close()
@@ -160,7 +160,6 @@ def _keep_seeds(rank: int, folder: Path, config: ExperimentConfig) -> None:
 
 def test_engines_of_two_ranks_draw_other_random_numbers(tmp_path: Path) -> None:
     config = config_of(
-        *("rollout.max_response_tokens=6", "data.max_digits=4"),
-        "cluster.num_ranks_per_node=2",
+        *("rollout.max_response_tokens=6", "data.max_digits=4"), "cluster.num_ranks_per_node=2"
     )
     run_ranks(2, _keep_seeds, make_tiny_model(tmp_path / "model"), config)

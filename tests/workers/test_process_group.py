@@ -11,10 +11,10 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from tests.config.values import config_of
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
+from tests.workers.test_actor_rollout_worker import start_worker
 
 NUM_RANKS = 4
 
@@ -42,10 +42,7 @@ def _splits_of_a_start(rank: int, folder: Path, config: ExperimentConfig) -> lis
         return make(ranks, *args, **options)
 
     distributed_c10d._new_group_with_tag = record
-    worker = ActorRolloutWorker.__new__(ActorRolloutWorker, config, folder)
-    worker.fused = {"actor": worker}
-    worker.__init__(config, folder)  # type: ignore[misc]
-    worker.close()
+    start_worker(config, folder).close()
     return splits
 
 

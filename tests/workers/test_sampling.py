@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import random
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,22 +19,17 @@ from hybridrl.metrics import Metrics
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.sampling import LentSampling
-from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent
-from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
 from tests.workers.rollout.engines import make_prompts, sampling_params
-from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
-    CPU,
     TENANT,
     Journal,
     RecordingDevice,
     RecordingEngine,
-    RecordingTrainEngine,
     recording_device,
-    rollout_config,
 )
 from tests.workers.sharding.test_publishing import RecordingServers, require_sent
 from tests.workers.sharding.test_random_fire import ENGINE_CALLS, TENANT_CALLS
@@ -81,12 +74,7 @@ class Manager(RecordingServers):
         RecordingServers.__init__(self)
 
     def sample(
-        self,
-        prompts: PromptBatch,
-        sampling: SamplingParams,
-        *,
-        version: int,
-        lent: Lent = NOBODY,
+        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int, lent: Lent = NOBODY
     ) -> tuple[list[Sample], Metrics]:
         with self.journal.entry(0, "sample"):
             self.calls.append((version, list(lent[""])))
@@ -196,61 +184,12 @@ def test_an_error_of_the_manager_is_raised_and_engines_sleep() -> None:
     assert second == ["well"] * 3
 
 
-def _fire(rank: int, seeds: range) -> list[list[str]]:
-    logging.disable(logging.WARNING)
-    return [_phases_under_fire(rank, random.Random(seed)) for seed in seeds]
-
-
-def _phases_under_fire(rank: int, chance: random.Random) -> list[str]:
-    device = recording_device(rank, sleep=chance.random() < 0.75)
-    manager = Manager(journal=device.journal)
-    lent = lend(device, manager, rank=rank)
-    endings = []
-    for _ in range(3):
-        for _ in range(chance.randint(0, 2)):
-            call = chance.choice([*ENGINE_CALLS, *TENANT_CALLS, ("open", "")])
-            victim, when = chance.randrange(2), chance.choice(["before", "after"])
-            if victim == rank:
-                target = TENANT if call in TENANT_CALLS else rank
-                device.journal.fail(target, *call, when=when, times=1)
-        manager.lost = chance.choice([(), (), (0,), (1,), (0, 1)])
-        try:
-            phase(device, lent)
-        except StageError as error:
-            endings.append(str(error))
-        else:
-            endings.append("well")
-        device.journal.faults.clear()
-        assert not lent._listener.is_open  # type: ignore[union-attr]
-        manager.lost = ()
-        assert device.serve(), endings
-        device.train()
-    return endings
-
-
-def test_random_faults_take_ranks_with_a_manager_out_alike() -> None:
-    first, second = run_ranks(2, _fire, range(6))
-    assert first == second
-    assert any(ending != "well" for endings in first for ending in endings)
-
-
 class Mixed:
     """A rank with an engine, beside servers with others."""
 
-    def __init__(self, *, sleep: bool = True) -> None:
+    def __init__(self) -> None:
         self.servers = RecordingServers()
-        journal = Journal()
-        engine = RecordingEngine(0, journal)
-        manager = sharding_manager(
-            engine,
-            servers=self.servers,
-            config=rollout_config(sleep=sleep),
-            meter=PeakMeter(CPU),
-            control=ControlGroup(timeout_s=20.0),
-        )
-        trainer = RecordingTrainEngine(journal)
-        manager.attach_policy(trainer)
-        self.device = RecordingDevice(journal, engine, trainer, manager)
+        self.device = recording_device(servers=self.servers)
 
     def cycle(self) -> None:
         assert self.device.serve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -51,15 +52,10 @@ def rollout_config(*, num_slots: int = 8, dtype: str = "float32") -> RolloutConf
     )
 
 
-def unsynced_engine(
-    folder: Path, *, num_slots: int = 8, max_context_tokens: int = 32, dtype: str = "float32"
-) -> HFRolloutEngine:
-    """An engine as it boots: no weights yet."""
+def unsynced_engine(folder: Path, *, max_context_tokens: int = 32, **keys: Any) -> HFRolloutEngine:
+    """An engine as it boots: no weights yet; ``keys`` are those of ``rollout_config``."""
     return HFRolloutEngine(
-        folder,
-        config=rollout_config(num_slots=num_slots, dtype=dtype),
-        max_context_tokens=max_context_tokens,
-        device=CPU,
+        folder, config=rollout_config(**keys), max_context_tokens=max_context_tokens, device=CPU
     )
 
 
@@ -73,24 +69,20 @@ def send_weights(engine: HFRolloutEngine, folder: Path) -> None:
     engine.finish_update(version=0)
 
 
-def ready_engine(
-    folder: Path, *, num_slots: int = 8, max_context_tokens: int = 32, dtype: str = "float32"
-) -> HFRolloutEngine:
-    """An engine with the folder's weights."""
-    engine = unsynced_engine(
-        folder, num_slots=num_slots, max_context_tokens=max_context_tokens, dtype=dtype
-    )
+def ready_engine(folder: Path, **options: Any) -> HFRolloutEngine:
+    """An engine with the folder's weights; see ``unsynced_engine``."""
+    engine = unsynced_engine(folder, **options)
     send_weights(engine, folder)
     return engine
 
 
-def make_prompts(lengths: Sequence[int], *, first_seed: int = 100) -> PromptBatch:
+def make_prompts(lengths: Sequence[int]) -> PromptBatch:
     """Random prompts; each depends on its length and place alone."""
     rows = []
     for place, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(place)
         rows.append(torch.randint(0, VOCAB_SIZE, (length,), generator=generator))
-    return prompt_batch(rows, [first_seed + place for place in range(len(rows))])
+    return prompt_batch(rows, [100 + place for place in range(len(rows))])
 
 
 def prompt_batch(rows: Sequence[torch.Tensor], seeds: Sequence[int]) -> PromptBatch:

@@ -78,18 +78,13 @@ def test_engines_that_do_not_say_it_leave_the_column_out() -> None:
     assert concat_rows([batch[:2], batch[2:]]).routed_experts_BLJK is None
 
 
-@pytest.mark.parametrize("row", range(4))
-def test_a_response_without_its_experts_is_named(row: int) -> None:
-    responses = _routed()
-    responses[row] = replace(responses[row], routed_experts_LJK=None)
-    with pytest.raises(EngineError, match=f"of 0 tokens of response {row}, which has"):
-        assemble_rollouts(PROMPTS, responses, policy_version=0)
-
-
-def test_experts_of_another_number_of_tokens_are_refused() -> None:
-    responses = _routed()
-    responses[2] = _respond(2, 1, num_routed=4)
-    with pytest.raises(EngineError, match="of 4 tokens of response 2, which has 4 with its"):
+@pytest.mark.parametrize(("row", "num_routed"), [*((row, 0) for row in range(4)), (2, 4)])
+def test_a_response_without_its_experts_is_named(row: int, num_routed: int) -> None:
+    responses, num_tokens = _routed(), RESPONSES[row]
+    routed = _respond(row, num_tokens, num_routed=num_routed)
+    responses[row] = routed if num_routed else replace(routed, routed_experts_LJK=None)
+    words = f"of {num_routed} tokens of response {row}, which has {LENGTHS[row]} with its"
+    with pytest.raises(EngineError, match=words):
         assemble_rollouts(PROMPTS, responses, policy_version=0)
 
 

@@ -24,10 +24,7 @@ def _shared(num_ranks: int) -> Transport:
     )
 
 
-TRANSPORTS = {
-    "shared": lambda: _shared(1),
-    "shared by two ranks": lambda: _shared(2),
-}
+TRANSPORTS = {"shared": lambda: _shared(1), "shared by two ranks": lambda: _shared(2)}
 
 
 class LateReader:
@@ -85,11 +82,7 @@ def test_a_bucket_is_whole_for_the_last_who_reads_it(name: str) -> None:
     reader = LateReader(TRANSPORTS[name](), num_ranks=num_ranks)
     control = ControlGroup(timeout_s=20.0)
     report = stream_weights(
-        _weights(),
-        reader.load,
-        sender=reader,
-        bucket_bytes=32,
-        control=control,
+        _weights(), reader.load, sender=reader, bucket_bytes=32, control=control
     )
     assert not report.failures
     sent = [[float(number)] * 8 for number in range(NUM_BUCKETS)]

@@ -37,11 +37,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 def lora_engine(folder: Path, *, dtype: str = "float32") -> HFRolloutEngine:
     """An engine with the folder's weights and no adapter yet."""
     engine = HFRolloutEngine(
-        folder,
-        config=rollout_config(dtype=dtype),
-        max_context_tokens=32,
-        device=CPU,
-        lora=TARGETS,
+        folder, config=rollout_config(dtype=dtype), max_context_tokens=32, device=CPU, lora=TARGETS
     )
     send_weights(engine, folder)
     return engine
@@ -73,9 +69,7 @@ def merged_engine(folder: Path, adapter: dict[str, Tensor]) -> HFRolloutEngine:
 
 
 @pytest.mark.shows("1.11")
-def test_an_adapter_samples_what_merged_weights_sample(
-    tiny_model: Path,
-) -> None:
+def test_an_adapter_samples_what_merged_weights_sample(tiny_model: Path) -> None:
     engine = lora_engine(tiny_model)
     plain = tokens_of(ready_engine(tiny_model).run(single_turn(PROMPTS, SAMPLING)))
     for seed in range(2):
@@ -119,9 +113,7 @@ def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
 
 
 @pytest.mark.shows("1.12")
-def test_an_adapter_is_loaded_completely_or_refused_by_name(
-    tiny_model: Path,
-) -> None:
+def test_an_adapter_is_loaded_completely_or_refused_by_name(tiny_model: Path) -> None:
     engine = lora_engine(tiny_model)
     good = make_adapter(engine)
     engine.load_adapter(good)
@@ -162,9 +154,7 @@ def test_an_adapter_is_not_loaded_into_released_memory(tiny_model: Path) -> None
         engine.load_adapter({})
 
 
-def test_base_weights_keep_their_names_and_adapters_are_counted(
-    tiny_model: Path,
-) -> None:
+def test_base_weights_keep_their_names_and_adapters_are_counted(tiny_model: Path) -> None:
     engine, plain = lora_engine(tiny_model), ready_engine(tiny_model)
     adapter = make_adapter(engine)
     names = [memory.name for memory in engine.weight_memory()]

@@ -138,30 +138,6 @@ def test_slots_are_free_after_an_interrupt(engine: HFRolloutEngine) -> None:
         require_equal(one, other)
 
 
-def test_each_token_has_the_version_that_sampled_it(tiny_model: Path) -> None:
-    engine = ready_engine(tiny_model, num_slots=2)
-    first = engine.version
-
-    async def begin(sampler: Sampler) -> Sample:
-        answer = asyncio.ensure_future(sampler.sample(context(0), LONG, key=7))
-        await sampler.sample(context(1), replace(LONG, max_new_tokens=4), key=8)
-        engine.interrupt()
-        return await answer
-
-    begun = engine.run(begin)
-    assert begun.is_interrupted
-    engine.pause()
-    engine.drain(timeout_s=1)
-    engine.finish_update(version=first + 4)
-    engine.continue_generation()
-    left = replace(LONG, max_new_tokens=20 - len(begun.token_ids))
-    tokens = [*context(0), *begun.token_ids.tolist()]
-    both = join_parts(begun, engine.run(lambda sampler: sampler.sample(tokens, left, key=7)))
-    num_old = len(begun.token_ids)
-    assert both.weight_version == first
-    assert both.versions_L.tolist() == [first] * num_old + [first + 4] * (20 - num_old)
-
-
 def test_requests_of_threads_are_interrupted_and_served_again(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model, num_slots=2)
     server = RequestProgram(engine)

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.metrics import Sum
-from hybridrl.sampler import Sample, SamplingParams
+from hybridrl.sampler import Sample
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.single_turn import OpenResponses, single_turn
@@ -126,15 +125,3 @@ def test_responses_to_prompts_that_are_gone_are_forgotten(engine: HFRolloutEngin
     phase(engine, responses, [0, 1, 2], 1)
     phase(engine, responses, [5, 6], 1)
     assert responses.metrics()["rollout/open_prompts"] == Sum(1)
-
-
-def test_without_a_limit_all_prompts_are_answered(
-    engine: HFRolloutEngine, uncut: list[Sample]
-) -> None:
-    sampling: SamplingParams = replace(SAMPLING, num_complete=NUM_PROMPTS)
-    responses = OpenResponses()
-    answered = engine.run(responses.program(PROMPTS, sampling, interrupt=engine.interrupt))
-    for one, other in zip(answered.samples, uncut, strict=True):
-        require_equal(one, other)
-    assert torch.equal(answered.prompts.prompt_index_P, PROMPTS.prompt_index_P)
-    assert responses.metrics()["rollout/open_prompts"] == Sum(0)

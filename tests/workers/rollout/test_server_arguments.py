@@ -76,18 +76,15 @@ def test_a_cpu_gets_no_memory_saver_and_no_graphs() -> None:
         ("resend", "ledger", True, False),
         ("resident", "always", True, True),
         ("backup", "always", False, False),
+        (None, "ledger", True, False),
     ],
 )
 def test_a_host_copy_is_kept_only_where_the_ledger_needs_one(
     base: Any, backup_weights: str, sleep: bool, keeps: bool
 ) -> None:
-    lora = replace(config_of("lora=default").lora, base=base)
+    lora = None if base is None else replace(config_of("lora=default").lora, base=base)
     spec = spec_of(lora=lora, backup_weights=backup_weights, sleep=sleep)
     assert arguments_of(spec)["enable_weights_cpu_backup"] is keeps
-
-
-def test_full_fine_tuning_keeps_no_host_copy() -> None:
-    assert arguments_of(spec_of())["enable_weights_cpu_backup"] is False
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,7 @@ from hybridrl.sampler import Program, Sample, Sampler, SamplingParams, response_
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
-from hybridrl.workers.rollout.sglang.sampling import (
-    HttpSampler,
-    ServedModel,
-    read_sample,
-)
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel, read_sample
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answering, Body, answering
 from tests.workers.rollout.engines import tokens_of

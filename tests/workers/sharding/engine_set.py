@@ -104,11 +104,7 @@ class LocalSet:
             rank.trained_version = version
 
     def run(
-        self,
-        stage: str,
-        action: Callable[[ManagedEngine], object],
-        *,
-        members: Collection[int],
+        self, stage: str, action: Callable[[ManagedEngine], object], *, members: Collection[int]
     ) -> Failures:
         errors = {index: attempt(lambda: action(self.engines[index]))[1] for index in members}  # noqa: B023
         return {index: str(error) for index, error in errors.items() if error is not None}

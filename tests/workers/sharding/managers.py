@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.topology import Fused, LedEngine
@@ -14,13 +16,15 @@ from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.publishing import Publisher
 
+CPU = torch.device("cpu")
+
 
 def sharding_manager(
     engine: RolloutEngine | None,
     *,
     config: RolloutConfig,
-    meter: PeakMeter,
-    control: ControlGroup,
+    meter: PeakMeter | None = None,
+    control: ControlGroup | None = None,
     call_timeout_s: float = 60.0,
     engines: tuple[LedEngine, ...] | None = None,
     servers: ManagerClient | None = None,
@@ -33,6 +37,7 @@ def sharding_manager(
         engines: of all ranks; None: each ``rollout.tensor_parallel_size`` ranks share one.
         servers: that get the weights, too.
     """
+    meter, control = meter or PeakMeter(CPU), control or ControlGroup(timeout_s=20.0)
     device = meter.device
     if engines is None:
         engines = Fused(control.world_size, config.tensor_parallel_size).engines

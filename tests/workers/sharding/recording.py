@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridrl.batch import PreferenceBatch, RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.topology import LedEngine
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import Program, T
@@ -29,8 +30,8 @@ from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.memory import DeviceMemory
-from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.offloadable_models import OffloadableModels
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
@@ -537,21 +538,21 @@ class Rig:
             assert not (has_cache and is_training_in), f"{state}: KV cache beside training state"
 
     def train(self) -> None:
-        """One optimizer step."""
         assert self.life.may_train
         self.trainer.step()
         self.set.trained_version += 1
 
     def check_serving(self) -> None:
-        """Every engine answers with the trainer's weights, true buffers, and the right version."""
         assert set(self.life.states) == {State.READY}
         for engine in self.engines:
-            served = engine.serve()
-            assert served.pop(BUFFER).tolist() == [0.0, 1.0, 2.0]
-            for name, tensor in served.items():
-                expected = self.policy.truth(name, self.set.trained_version)
-                assert tensor.tolist() == expected, f"engine {engine.index}: {name} is {tensor}"
-            assert engine.version == self.set.trained_version
+            self.check_answer(engine)
+
+    def check_answer(self, engine: RecordingEngine) -> None:
+        """The answer is the trainer's weights of the version stamped on it."""
+        assert engine.version == self.set.trained_version
+        for name, tensor in engine.serve().items():
+            expected = self.policy.truth(name, engine.version)
+            assert tensor.tolist() == expected, f"{name} of {engine.index}"
 
     def check_training(self) -> None:
         """The trainer has the device and no engine answers."""
@@ -606,19 +607,23 @@ class RecordingDevice:
 def recording_device(
     rank: int = 0,
     *,
-    kind: type[RecordingEngine] = RecordingEngine,
+    kind: type[RecordingEngine] | None = RecordingEngine,
     timeout_s: float = 20.0,
+    engines: tuple[LedEngine, ...] | None = None,
+    servers: ManagerClient | None = None,
     **keys: Any,
 ) -> RecordingDevice:
     """A rank's device; ``keys`` are those of ``rollout_config``."""
     journal = Journal()
     config = rollout_config(**keys)
-    engine = None if rank % config.tensor_parallel_size else kind(rank, journal)
+    is_leader = rank % config.tensor_parallel_size == 0
+    engine = kind(rank, journal) if kind is not None and is_leader else None
     manager = sharding_manager(
         engine,
         config=config,
-        meter=PeakMeter(CPU),
         control=ControlGroup(timeout_s=timeout_s),
+        engines=engines,
+        servers=servers,
     )
     trainer = RecordingTrainEngine(journal)
     manager.attach_policy(trainer)

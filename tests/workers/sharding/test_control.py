@@ -7,25 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
-from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError, attempt
+from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError
 from tests.ranks import run_ranks
-
-
-def _fail_on(rank: int, failing: tuple[int, ...]) -> Exception | None:
-    return ValueError(f"no luck on {rank}") if rank in failing else None
-
-
-def _exchange_three_stages(rank: int) -> list[object]:
-    control = ControlGroup(timeout_s=20.0)
-    return [
-        control.exchange(f"stage {n}", _fail_on(rank, f)) for n, f in enumerate(((), (1, 2), ()))
-    ]
-
-
-def test_all_ranks_learn_who_failed_and_why() -> None:
-    for answer in run_ranks(3, _exchange_three_stages):
-        failed = {1: "ValueError: no luck on 1", 2: "ValueError: no luck on 2"}
-        assert answer == [{}, failed, {}]
 
 
 def _everywhere_twice(rank: int) -> tuple[str, str | None, int]:
@@ -61,29 +44,6 @@ def _true_and_largest(rank: int) -> tuple[bool, bool, int, int]:
 
 def test_a_flag_and_a_value_are_agreed_upon() -> None:
     assert run_ranks(3, _true_and_largest) == [(False, True, 2 * 2**40, 5)] * 3
-
-
-def _one_rank_does_not_come(rank: int) -> tuple[str, float]:
-    control = ControlGroup(timeout_s=2.0)
-    control.exchange("greeting", None)
-    started = time.monotonic()
-    if rank == 1:
-        dist.barrier()  # of the other group: this rank is stuck elsewhere
-        return "", 0.0
-    with pytest.raises(DeadlineError) as raised:
-        control.exchange("resume_weights", None)
-    waited_s = time.monotonic() - started
-    dist.barrier()
-    return str(raised.value), waited_s
-
-
-def test_a_rank_that_does_not_come_ends_the_wait_with_a_key() -> None:
-    (text, waited_s), _ = run_ranks(2, _one_rank_does_not_come)
-    assert text == (
-        "resume_weights: not all 2 ranks answered within 3 s; a rank died or is stuck. "
-        "If the stage is only slow, raise rollout.stage_timeout_s"
-    )
-    assert waited_s > 1.0
 
 
 def _one_rank_samples_longer_than_a_stage_may_take(rank: int, late: int) -> str:
@@ -142,10 +102,3 @@ def test_the_stage_error_survives_the_way_to_the_driver() -> None:
     assert isinstance(copy, EngineError)
     assert str(copy) == "sync failed on engine 1: OSError: gone; engine 3: LedgerError: lost"
     assert (copy.stage, copy.failures) == (error.stage, error.failures)
-
-
-def test_an_attempt_hands_back_what_came_of_it() -> None:
-    assert attempt(lambda: 3) == (3, None)
-    result, error = attempt(lambda: 1 // 0)
-    assert result is None
-    assert isinstance(error, ZeroDivisionError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,10 @@ from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineErro
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.fused_engines import start_engine
-from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
 from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (
-    CPU,
     WEIGHTS,
     Journal,
     RecordingEngine,
@@ -76,7 +75,7 @@ def _two_ranks_of_an_engine_that_starts_late(rank: int) -> bool:
     )
     assert (engine is None) == (rank == 1)
     assert engine is None or isinstance(engine, SlowEngine)
-    manager = sharding_manager(engine, config=config, meter=PeakMeter(CPU), control=control)
+    manager = sharding_manager(engine, config=config, control=control)
     manager.attach_policy(RecordingTrainEngine(Journal()))
     with manager.rollout_phase():
         served = {} if engine is None else engine.serve()
@@ -106,7 +105,11 @@ class SlowReader(RecordingEngine):
 
 def _two_ranks_of_an_engine_that_loads_files(rank: int, transport: str) -> bool:
     verified = "never" if transport == "disk" else "first"
-    keys = {"tensor_parallel_size": 2, "transport": transport, "verify_weights": verified}
+    keys: dict[str, Any] = {
+        "tensor_parallel_size": 2,
+        "transport": transport,
+        "verify_weights": verified,
+    }
     device = recording_device(rank, kind=SlowReader, timeout_s=STAGE_S, **keys)
     if device.engine is not None:
         device.engine.is_disk = transport == "disk"  # type: ignore[attr-defined]
@@ -192,15 +195,9 @@ def test_all_ranks_raise_what_one_engine_did_not_start_for(error: Exception, tex
 
 def _phases_of_slow_engines(rank: int, fault: str) -> tuple[list[str], list[State], int]:
     """Two phases, in the first of which rank 1 is at fault; both ranks must come through both."""
-    engine = SlowEngine(rank, Journal())
-    config = rollout_config(stage_timeout_s=STAGE_S)
-    manager = sharding_manager(
-        engine,
-        config=config,
-        meter=PeakMeter(CPU),
-        control=ControlGroup(timeout_s=STAGE_S),
-    )
-    manager.attach_policy(RecordingTrainEngine(Journal()))
+    device = recording_device(rank, kind=SlowEngine, timeout_s=STAGE_S, stage_timeout_s=STAGE_S)
+    engine, manager = device.engine, device.manager
+    assert isinstance(engine, SlowEngine)
     endings = []
     for phase in range(2):
         is_at_fault = rank == 1 and phase == 0

@@ -10,17 +10,8 @@ from torch import Tensor
 
 from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.memory import ordinary_segments
-from hybridrl.workers.sharding.meter import PeakMeter
-from tests.workers.sharding.managers import sharding_manager
-from tests.workers.sharding.recording import (
-    CPU,
-    Journal,
-    RecordingEngine,
-    RecordingTrainEngine,
-    rollout_config,
-)
+from tests.workers.sharding.recording import RecordingEngine, recording_device
 
 ON = "expandable_segments:True,max_split_size_mb:128"
 OFF = "expandable_segments:False,max_split_size_mb:128"
@@ -76,14 +67,9 @@ class Looking(RecordingEngine):
 
 @pytest.mark.shows("3.12")
 def test_in_a_phase_memory_is_ordinary_and_in_training_as_it_was_set() -> None:
-    engine = Looking(0, Journal())
-    manager = sharding_manager(
-        engine,
-        config=rollout_config(),
-        meter=PeakMeter(CPU),
-        control=ControlGroup(timeout_s=5.0),
-    )
-    manager.attach_policy(RecordingTrainEngine(engine.journal))
+    device = recording_device(kind=Looking)
+    engine, manager = device.engine, device.manager
+    assert isinstance(engine, Looking)
     torch._C._accelerator_setAllocatorSettings(ON)
     for version in range(2):
         manager.weights_changed(version=version)

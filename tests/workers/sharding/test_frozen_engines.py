@@ -11,37 +11,17 @@ from safetensors.torch import save_file
 from hybridrl.config.serving import PlacedGroup, ServerGroupConfig
 from hybridrl.config.topology import LedEngine
 from hybridrl.errors import EngineError
-from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.meter import PeakMeter
+from hybridrl.workers.sharding.control import StageError
 from tests.ranks import run_ranks
-from tests.workers.sharding.managers import sharding_manager
-from tests.workers.sharding.recording import (
-    CPU,
-    WEIGHTS,
-    Journal,
-    RecordingDevice,
-    RecordingEngine,
-    RecordingTrainEngine,
-    rollout_config,
-)
+from tests.workers.sharding.recording import WEIGHTS, RecordingDevice, recording_device
 
 JUDGE = PlacedGroup("judge", "main", ServerGroupConfig(num_devices=1), 1)
 
 
 def device_of(rank: int, folder: Path) -> RecordingDevice:
     """Rank 0 owns the engine of the policy, rank 1 that of a judge."""
-    journal = Journal()
-    engine = RecordingEngine(rank, journal)
-    manager = sharding_manager(
-        engine,
-        engines=(LedEngine(range(1)), LedEngine(range(1, 2), JUDGE, folder)),
-        config=rollout_config(sleep=True, verify_weights="never"),
-        meter=PeakMeter(CPU),
-        control=ControlGroup(timeout_s=20.0),
-    )
-    trainer = RecordingTrainEngine(journal)
-    manager.attach_policy(trainer)
-    return RecordingDevice(journal, engine, trainer, manager)
+    engines = (LedEngine(range(1)), LedEngine(range(1, 2), JUDGE, folder))
+    return recording_device(rank, engines=engines, sleep=True, verify_weights="never")
 
 
 def require_weights(device: RecordingDevice, rank: int) -> None:

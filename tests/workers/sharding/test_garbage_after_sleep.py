@@ -1,4 +1,4 @@
-"""Garbage after sleep, with real engines: reproduced without the ledger, refused by name with it.
+"""Garbage after sleep, with real engines: what is lost is refused by name.
 
 The bug that the ledger is there for: weights memory is released without a copy, comes back with
 whatever it holds, and the sync sends only a part (adapters, say). Nothing fails, and the engine
@@ -18,11 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.managed_engine import WeightLedger
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet
@@ -59,15 +57,6 @@ class ForgetfulTrainer(PolicyEngine):
                 yield name, tensor
 
 
-class BlindLedger(WeightLedger):
-    """The ledger switched off: it keeps nothing and refuses nothing. Only tests have this."""
-
-    is_covered = False  # so that each sync sends what the trainer has
-
-    def require_covered(self) -> None:
-        pass
-
-
 def _fresh_memory(folder: Path, config: RolloutConfig) -> HFRolloutEngine:
     return HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
 
@@ -83,18 +72,12 @@ def _device(
     folder: Path,
     memory: Callable[[Path, RolloutConfig], HFRolloutEngine],
     *,
-    keeps_books: bool = True,
     backup_weights: Literal["ledger", "always"] = "ledger",
 ) -> Device:
-    """Both real engines, with or without a ledger that looks."""
+    """Both real engines."""
     config = replace(rollout_config(), backup_weights=backup_weights)
     backend = FSDP2Backend(folder, config=ACTOR, model_config=MODEL, num_total_steps=10, device=CPU)
-    device = Device(memory(folder, config), ForgetfulTrainer(backend), config=config)
-    if not keeps_books:
-        managed = device.manager._engines.managed
-        assert managed is not None
-        managed.ledger = BlindLedger(device.engine.weight_memory())
-    return device
+    return Device(memory(folder, config), ForgetfulTrainer(backend), config=config)
 
 
 def _train_and_forget(device: Device) -> None:
@@ -105,27 +88,6 @@ def _train_and_forget(device: Device) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path)
-
-
-def test_without_a_ledger_lost_weights_are_seen_only_if_nan(
-    folder: Path,
-) -> None:
-    device = _device(folder, _fresh_memory, keeps_books=False)
-    assert device.mismatch_nats() < 1e-4
-    _train_and_forget(device)
-    with pytest.raises(EngineError, match=r"logits .*not finite.*lost in a release"):
-        device.mismatch_nats()
-
-
-def test_without_a_ledger_recycled_memory_is_fluent_garbage(
-    folder: Path,
-) -> None:
-    device = _device(folder, _recycled_memory, keeps_books=False)
-    assert device.mismatch_nats() < 1e-4
-    _train_and_forget(device)
-    for _ in range(2):
-        apart = device.mismatch_nats()  # no error: every log-prob is finite
-        assert 0.5 < apart < 100.0
 
 
 @pytest.mark.shows("1.2", "R9.4")

@@ -14,9 +14,8 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Sum
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.lifecycle import SleepLevel
-from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import DeviceMemory
-from hybridrl.workers.sharding.states import EDGES, PAUSE, Edge, State
+from hybridrl.workers.sharding.states import EDGES, Edge, State
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import (
     CPU,
@@ -70,14 +69,6 @@ def test_an_edge_is_taken_from_its_sources_and_refused_elsewhere(state: State, e
         f"engine 1 is {state.name}: {edge.name} is not legal there; legal are {legal}"
     )
     assert rig.life.states == (state, state)
-
-
-def test_a_single_edge_is_not_idempotent() -> None:
-    rig = Rig()
-    rig.life.wake()
-    rig.life._transition(PAUSE, ManagedEngine.pause, members=[0, 1])
-    with pytest.raises(PhaseError, match="engine 0 is PAUSED: pause is not legal there"):
-        rig.life._transition(PAUSE, ManagedEngine.pause, members=[0, 1])
 
 
 @pytest.mark.shows("2.1", "2.2", "2.5")
@@ -138,16 +129,6 @@ def test_sleeping_or_waking_twice_is_a_no_op() -> None:
         rig.life.sleep()
         assert len(rig.journal.events) == num_events
         rig.check_training()
-
-
-def test_engines_start_asleep_and_admit_nothing() -> None:
-    rig = Rig()
-    assert rig.life.states == (State.ASLEEP, State.ASLEEP)
-    for engine in rig.engines:
-        assert not engine.is_admitting
-        assert not any(engine.resident_bytes(part) for part in MemoryTag)
-        with pytest.raises(EngineError, match="paused"):
-            engine.serve()
 
 
 @pytest.mark.shows("3.7")

@@ -106,29 +106,6 @@ def test_if_an_engine_does_not_stop_all_serve_again(
     rig.cycle()
 
 
-@pytest.mark.parametrize("depth", [SleepLevel.RELEASE_ALL, SleepLevel.KEEP_ALL])
-@each_engine
-@both_sides_of_the_work
-def test_an_engine_that_neither_stops_nor_continues_is_broken(
-    depth: SleepLevel, engine: int, when: str
-) -> None:
-    rig = _rig_after_one_cycle(depth)
-    rig.life.wake()
-    rig.journal.fail(engine, "drain")
-    rig.journal.fail(engine, "continue_generation", when=when)
-    with pytest.raises(StageError, match=f"drain failed on engine {engine}"):
-        rig.life.sleep()
-    expected = [State.READY] * 3
-    expected[engine] = State.BROKEN
-    assert rig.life.states == tuple(expected)
-    for index in {0, 1, 2} - {engine}:
-        rig.engines[index].serve()
-    rig.life.sleep()
-    assert rig.journal.calls(engine).count("restart") == 1
-    rig.check_training()
-    rig.cycle()
-
-
 @pytest.mark.shows("4.12")
 @pytest.mark.parametrize("call", RELEASE, ids=" ".join)
 @each_engine
@@ -204,38 +181,6 @@ def test_a_broken_engine_boots_on_an_empty_device() -> None:
     assert "restore parameters" in calls[booted : calls.index("full_weights")]
 
 
-@pytest.mark.parametrize("call", FALLING_ASLEEP, ids=" ".join)
-def test_an_engine_that_does_not_stop_in_unwinding_restarts(
-    call: tuple[str, str],
-) -> None:
-    rig = _rig_after_one_cycle()
-    rig.journal.fail(0, "continue_generation")  # when the others serve already
-    rig.journal.fail(2, *call)
-    with pytest.raises(StageError, match="continue failed on engine 0: continue_generation"):
-        rig.life.wake()
-    rig.check_training()
-    assert [rig.journal.calls(engine).count("restart") for engine in range(3)] == [1, 0, 1]
-    rig.cycle()
-
-
-@pytest.mark.parametrize("call", COME_BACK, ids=" ".join)
-@both_sides_of_the_work
-def test_training_is_refused_until_its_state_came_back(call: tuple[str, str], when: str) -> None:
-    rig = _rig_after_one_cycle()
-    rig.life.wake()
-    rig.journal.fail(TENANT, *call, when=when, times=2)
-    for _ in range(2):
-        with pytest.raises(
-            StageError, match="onload_training failed on rank 0: InjectedFault: restore"
-        ):
-            rig.life.sleep()
-        assert set(rig.life.states) == {State.ASLEEP}
-        assert not rig.life.may_train
-    rig.life.sleep()
-    rig.check_training()
-    rig.cycle()
-
-
 def test_the_first_of_two_failures_is_raised() -> None:
     rig = _rig_after_one_cycle()
     rig.journal.fail(0, "resume", "kv_cache")
@@ -245,16 +190,6 @@ def test_the_first_of_two_failures_is_raised() -> None:
         rig.life.wake()
     assert not rig.life.may_train
     rig.life.sleep()
-    rig.check_training()
-    rig.cycle()
-
-
-def test_all_engines_at_fault_are_named() -> None:
-    rig = _rig_after_one_cycle()
-    for engine in (2, 0):
-        rig.journal.fail(engine, "resume", "weights")
-    with pytest.raises(StageError, match=r"^resume_weights failed on engine 0: .*; engine 2: "):
-        rig.life.wake()
     rig.check_training()
     rig.cycle()
 
@@ -426,7 +361,8 @@ def _one_rank_hangs_in_a_sync(rank: int, sleep: bool) -> list[str]:
 @pytest.mark.parametrize("sleep", [True, False])
 def test_when_a_rank_hangs_in_a_wake_up_no_rank_goes_on(sleep: bool) -> None:
     for missed, again, training in run_ranks(2, _one_rank_hangs_in_a_sync, sleep):
-        assert missed.startswith("DeadlineError: stream: not all 2 ranks answered within 1.5 s")
+        assert missed.startswith("DeadlineError: stream: not all 2 ranks answered within 1.5 s;")
+        assert missed.endswith("If the stage is only slow, raise rollout.stage_timeout_s")
         assert again.startswith("PhaseError: stage sync did not end, so no rank knows where the ")
         assert again.endswith("; end the worker group and start a new one")
         assert "sync did not end" in training

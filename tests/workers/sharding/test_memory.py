@@ -93,26 +93,6 @@ def test_what_tenants_do_not_list_keeps_them_from_having_left() -> None:
         tenants.onload_training()
 
 
-def test_all_tenants_leave_and_come_back_in_every_cycle() -> None:
-    tenants = OffloadableModels(device=CPU, control=ControlGroup(timeout_s=1.0))
-    both = [RecordingTenant(Journal()), RecordingTenant(Journal())]
-    for name, tenant in zip(("actor", "critic"), both, strict=True):
-        tenants.register(name, tenant)
-    for _ in range(2):
-        for _twice in range(2):
-            tenants.offload_optimizer()
-        for tenant in both:
-            assert tenant.resident_bytes(TrainState.PARAMETERS)
-            assert not tenant.resident_bytes(TrainState.OPTIMIZER)
-            assert not tenant.resident_bytes(TrainState.GRADIENTS)
-        tenants.offload_parameters()
-        assert not any(tenant.resident_bytes(part) for tenant in both for part in TrainState)
-        for _twice in range(2):
-            tenants.onload_training()
-        assert all(tenant.is_home() for tenant in both)
-        assert both[0].state[TrainState.PARAMETERS]["embed.weight"].tolist() == [6.0] * 6
-
-
 def test_two_tenants_may_not_have_one_name() -> None:
     tenants = OffloadableModels(device=CPU, control=ControlGroup(timeout_s=1.0))
     tenants.register("actor", RecordingTenant(Journal()))

@@ -6,17 +6,9 @@ import pytest
 
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.memory import DeviceMemory, Holder, memory_table
-from hybridrl.workers.sharding.meter import PeakMeter
-from tests.workers.sharding.managers import sharding_manager
-from tests.workers.sharding.recording import (
-    CPU,
-    Journal,
-    RecordingEngine,
-    RecordingTrainEngine,
-    rollout_config,
-)
+from tests.workers.sharding.recording import CPU, RecordingEngine, recording_device
 
 
 class CrampedEngine(RecordingEngine):
@@ -47,15 +39,9 @@ def test_the_largest_holder_of_each_section_comes_first() -> None:
 
 @pytest.mark.shows("3.13")
 def test_a_resume_without_room_names_who_holds_the_memory() -> None:
-    journal = Journal()
-    engine = CrampedEngine(0, journal)
-    manager = sharding_manager(
-        engine,
-        config=rollout_config(),
-        meter=PeakMeter(CPU),
-        control=ControlGroup(timeout_s=1.0),
-    )
-    manager.attach_policy(RecordingTrainEngine(journal))
+    device = recording_device(kind=CrampedEngine)
+    engine, manager = device.engine, device.manager
+    assert isinstance(engine, CrampedEngine)
     for num_phases in (1, 2):
         match = "could not resume its kv_cache"
         with pytest.raises(StageError, match=match) as raised, manager.rollout_phase():

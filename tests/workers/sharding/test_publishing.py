@@ -20,19 +20,11 @@ from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout import weight_folder
 from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.sharding import weight_stream
-from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
-from hybridrl.workers.sharding.meter import PeakMeter
 from tests.ranks import run_ranks
-from tests.workers.sharding.managers import sharding_manager
-from tests.workers.sharding.recording import (
-    CPU,
-    WEIGHTS,
-    Journal,
-    RecordingTrainEngine,
-    rollout_config,
-)
+from tests.workers.sharding.recording import WEIGHTS, RecordingTrainEngine, recording_device
 
 
 class RecordingServers(ManagerClient):
@@ -92,12 +84,7 @@ class RecordingServers(ManagerClient):
         return [source for source, _ in self.updates]
 
     def sample(
-        self,
-        prompts: PromptBatch,
-        sampling: SamplingParams,
-        *,
-        version: int,
-        lent: Lent = NOBODY,
+        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int, lent: Lent = NOBODY
     ) -> tuple[list[Sample], Metrics]:
         raise NotImplementedError
 
@@ -105,17 +92,10 @@ class RecordingServers(ManagerClient):
 def rank_with(
     servers: ManagerClient, *, stage_timeout_s: float = 20.0
 ) -> tuple[ShardingManager, RecordingTrainEngine]:
-    manager = sharding_manager(
-        None,
-        engines=(),
-        servers=servers,
-        config=rollout_config(sleep=False),
-        meter=PeakMeter(CPU),
-        control=ControlGroup(timeout_s=stage_timeout_s),
+    device = recording_device(
+        kind=None, engines=(), servers=servers, timeout_s=stage_timeout_s, sleep=False
     )
-    trainer = RecordingTrainEngine(Journal())
-    manager.attach_policy(trainer)
-    return manager, trainer
+    return device.manager, device.trainer
 
 
 def pass_phase(manager: ShardingManager) -> None:
@@ -158,13 +138,14 @@ def test_servers_get_weights_that_they_lack(weights: WeightRoute) -> None:
     assert servers.has_left
 
 
-def test_an_update_is_tried_three_times() -> None:
-    servers = RecordingServers()
-    servers.errors = [StageError("sync", {0: "gone"}, of="engine") for _ in range(3)]
+@pytest.mark.parametrize("weights", ["files", "broadcast"])
+def test_an_update_is_tried_three_times(weights: WeightRoute) -> None:
+    servers = RecordingServers(weights)
+    servers.errors = [StageError("sync", {1: "gone again"}, of="engine") for _ in range(4)]
     manager, _ = rank_with(servers)
-    with pytest.raises(StageError, match=r"sync failed on rank 0: StageError: .* engine 0: gone"):
+    with pytest.raises(StageError, match=r"sync failed on rank 0: .* engine 1: .*gone again"):
         pass_phase(manager)
-    assert len(servers.updates) == 3
+    assert len(versions_of(servers)) == 3
     manager.shutdown()
 
 
@@ -179,36 +160,29 @@ def test_a_broadcast_is_tried_again_from_its_first_bucket() -> None:
     manager.shutdown()
 
 
-def test_a_broadcast_is_given_up_after_three_tries() -> None:
-    servers = RecordingServers("broadcast")
-    servers.errors = [EngineError("gone again") for _ in range(4)]
-    manager, _ = rank_with(servers)
-    with pytest.raises(StageError, match=r"sync failed on rank 0: .* engine 1: .*gone again"):
-        pass_phase(manager)
-    assert len(servers.ended) == 3
-    manager.shutdown()
-
-
-def _broadcast_from_a_rank(rank: int) -> tuple[int, str]:
-    servers = RecordingServers("broadcast")
-    servers.errors += [EngineError("gone")] * (rank == 0)
+def _send_from_a_rank(rank: int, weights: WeightRoute) -> tuple[int, str]:
+    servers = RecordingServers(weights)
+    servers.errors += [EngineError("gone")] * (rank == 0 and weights == "broadcast")
     manager, trainer = rank_with(servers)
     pass_phase(manager)
     if rank == 0:
         require_sent(servers, trainer)
-    servers.errors += [EngineError("gone")] * 3 * (rank == 0)
+    servers.errors += [ServerDiedError("gone")] * 3 * (rank == 0)
     servers.version = -1
-    try:
+    with pytest.raises(StageError) as raised:
         pass_phase(manager)
-    except StageError as error:
-        return len(servers.begun), str(error)
-    return len(servers.begun), ""
+    manager.shutdown()
+    return len(versions_of(servers)), str(raised.value)
 
 
-def test_one_rank_broadcasts_and_all_fail_and_try_again_alike() -> None:
-    first, second = run_ranks(2, _broadcast_from_a_rank)
-    assert (first[0], second[0]) == (5, 0)
-    assert first[1] == second[1] != ""
+@pytest.mark.parametrize(("weights", "num_tries"), [("files", 2), ("broadcast", 5)])
+def test_one_rank_sends_and_all_fail_and_try_again_alike(
+    weights: WeightRoute, num_tries: int
+) -> None:
+    first, second = run_ranks(2, _send_from_a_rank, weights)
+    assert (first[0], second[0]) == (num_tries, 0)
+    assert first[1] == second[1]
+    assert "ServerDiedError: gone" in first[1]
 
 
 def test_a_failed_update_is_raised_and_leaves_no_files() -> None:
@@ -223,25 +197,6 @@ def test_a_failed_update_is_raised_and_leaves_no_files() -> None:
     require_sent(servers, trainer)
     manager.shutdown()
     assert not servers.folders()[1].exists()
-
-
-def _serve_on_a_rank(rank: int) -> tuple[int, str]:
-    servers = RecordingServers()
-    manager, _ = rank_with(servers)
-    pass_phase(manager)
-    servers.errors, servers.version = [ServerDiedError("gone")], -1
-    try:
-        pass_phase(manager)
-    except StageError as error:
-        manager.shutdown()
-        return len(servers.updates), str(error)
-    return len(servers.updates), ""
-
-
-def test_one_rank_sends_and_all_fail_alike() -> None:
-    first, second = run_ranks(2, _serve_on_a_rank)
-    assert (first[0], second[0]) == (2, 0)
-    assert first[1] == second[1] == "sync failed on rank 0: ServerDiedError: gone"
 
 
 def test_servers_that_are_gone_before_a_sync_end_the_phase() -> None:

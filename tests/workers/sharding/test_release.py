@@ -13,12 +13,7 @@ from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding import memory as memory_module
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import Holder, demanded_bytes
-from tests.workers.sharding.recording import (
-    CountedMemory,
-    Journal,
-    RecordingEngine,
-    managed_engine,
-)
+from tests.workers.sharding.recording import CountedMemory, Journal, RecordingEngine, managed_engine
 
 TOTAL = 1000
 

@@ -17,7 +17,6 @@ from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.weight_files import WeightCopy, WeightSource, load_weights
-from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import rollout_config
 from tests.workers.train.engines import CPU
 
@@ -49,20 +48,15 @@ def managed_engine(folder: Path, verified: Verified) -> tuple[ManagedEngine, Cou
     return managed, engine
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def load(managed: ManagedEngine, source: WeightSource, *, version: int) -> None:
     load_weights(managed, source=source, version=version, bucket_bytes=2**14)
 
 
 @pytest.fixture(scope="module", params=["files", "broadcast"])
-def source(request: pytest.FixtureRequest, folder: Path) -> WeightSource:
+def source(request: pytest.FixtureRequest, tiny_model: Path) -> WeightSource:
     if request.param == "files":
-        return folder
-    weights = list(load_file(folder / "model.safetensors").items())
+        return tiny_model
+    weights = list(load_file(tiny_model / "model.safetensors").items())
     buckets = (weights[:7], weights[7:])
     return WeightCopy(frozenset(dict(weights)), tuple(partial(list, each) for each in buckets))
 
@@ -70,7 +64,7 @@ def source(request: pytest.FixtureRequest, folder: Path) -> WeightSource:
 @pytest.mark.parametrize(("verified", "counts"), [("never", 0), ("first", 1), ("always", 3)])
 @pytest.mark.shows("4.24")
 def test_weights_are_compared_as_often_as_asked(
-    folder: Path,
+    tiny_model: Path,
     source: WeightSource,
     verified: Verified,
     counts: int,
@@ -78,13 +72,13 @@ def test_weights_are_compared_as_often_as_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    managed, engine = managed_engine(folder, verified)
+    managed, engine = managed_engine(tiny_model, verified)
     for version in range(3):
         load(managed, source, version=version)
         assert engine.version == version
     assert engine.num_compared == counts
     assert not list(tmp_path.glob("hybridrl-received-*"))
-    expected = load_file(folder / "model.safetensors")
+    expected = load_file(tiny_model / "model.safetensors")
     served = dict(engine._model.named_parameters())
     for name, tensor in expected.items():
         torch.testing.assert_close(served[name].data, tensor, atol=0, rtol=0)
@@ -97,9 +91,9 @@ def test_weights_are_compared_as_often_as_asked(
 
 @pytest.mark.shows("4.24")
 def test_a_tensor_that_differs_is_named_and_compared_again(
-    folder: Path, source: WeightSource
+    tiny_model: Path, source: WeightSource
 ) -> None:
-    managed, engine = managed_engine(folder, "first")
+    managed, engine = managed_engine(tiny_model, "first")
     for _ in range(2):
         engine.spoils = "layers.1.mlp.down_proj"
         with pytest.raises(LedgerError, match=r"1 weights .*model\.layers\.1\.mlp\.down_proj"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -21,10 +20,6 @@ CRITIC = CriticConfig(
     placement="fused",
     num_ranks_per_node=1,
 )
-
-
-def with_optimizer(**changes: Any) -> CriticConfig:
-    return replace(CRITIC, optimizer=replace(CRITIC.optimizer, **changes))
 
 
 def make_lessons(num_rows: int, *, seed: int = 0, num_siblings: int = 1) -> CriticBatch:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.algorithms.load import Part
@@ -22,6 +23,8 @@ from hybridrl.batch import (
 )
 from hybridrl.config.actor import ActorConfig, FSDP2Config, OptimizerConfig
 from hybridrl.config.model import ModelConfig
+from hybridrl.workers.train import checkpoint
+from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
@@ -152,6 +155,26 @@ def update(
         batch, loss=LOSS, aggregation=aggregation, temperature=0.9, max_response_tokens=8
     )
     return {name: metric.value for name, metric in metrics.items()}
+
+
+def save(engine: LearningEngine, folder: Path) -> None:
+    """Write this rank's file of a checkpoint."""
+    writer = CheckpointWriter()
+    rank, world_size = _place()
+    name = checkpoint.file_name(rank=rank, world_size=world_size)
+    writer.begin(engine, folder / name, notes={})
+    writer.collect(waits=True)
+    writer.close()
+
+
+def load(engine: LearningEngine, folder: Path) -> checkpoint.Notes:
+    """Load the checkpoint of all ranks."""
+    rank, world_size = _place()
+    return checkpoint.load(engine, folder, rank=rank, world_size=world_size)
+
+
+def _place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def weights_of(engine: PolicyEngine) -> dict[str, Tensor]:

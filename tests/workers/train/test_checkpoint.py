@@ -26,16 +26,11 @@ def _policy(folder: Path) -> LearningEngine:
     return build_fsdp2(folder, config=with_optimizer(**COSINE))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.shows("R2.1")
-def test_random_generators_resume_their_state(folder: Path, tmp_path: Path) -> None:
+def test_random_generators_resume_their_state(tiny_model: Path, tmp_path: Path) -> None:
     checkpoint.seed_generators(3, rank=1)
     _draw()
-    engine = _policy(folder)
+    engine = _policy(tiny_model)
     writer = CheckpointWriter()
     writer.begin(engine, tmp_path / "rank-0.safetensors", notes={})
     writer.close()
@@ -46,8 +41,8 @@ def test_random_generators_resume_their_state(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.shows("R1.7")
-def test_full_disk_fails_one_save_and_the_next_works(folder: Path, tmp_path: Path) -> None:
-    engine, writer = _policy(folder), CheckpointWriter()
+def test_full_disk_fails_one_save_and_the_next_works(tiny_model: Path, tmp_path: Path) -> None:
+    engine, writer = _policy(tiny_model), CheckpointWriter()
     with pytest.raises(CheckpointError, match="call save"):
         writer.collect(waits=False)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

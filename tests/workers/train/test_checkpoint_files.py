@@ -71,10 +71,7 @@ def test_overlapping_copies_do_not_hide_missing_values(tmp_path: Path) -> None:
     for rank, (begin, end) in enumerate([(0, 2), (1, 3)]):  # 2 + 2 values, but not the last one
         held = {"w": TensorShard(torch.ones(end - begin), ShardSpec((4,), ((begin, end),)))}
         write_shards(tmp_path / f"rank-{rank}.safetensors", held, notes={})
-    with (
-        ShardReader(tmp_path) as reader,
-        pytest.raises(CheckpointError, match="3 of the 4 values"),
-    ):
+    with ShardReader(tmp_path) as reader, pytest.raises(CheckpointError, match="3 of the 4 values"):
         reader.fill({"w": rank_shards(torch.zeros(4))})
 
 
@@ -156,10 +153,7 @@ def test_error_lists_all_wrong_names_and_shapes(tmp_path: Path) -> None:
 def test_missing_file_is_not_read_as_zeros(tmp_path: Path) -> None:
     part = TensorShard(torch.ones(1, 2), ShardSpec((2, 2), ((0, 1), (0, 2))))
     write_shards(tmp_path / "rank-0.safetensors", {"w": part}, notes={})
-    with (
-        ShardReader(tmp_path) as reader,
-        pytest.raises(CheckpointError, match="2 of the 4 values"),
-    ):
+    with ShardReader(tmp_path) as reader, pytest.raises(CheckpointError, match="2 of the 4 values"):
         reader.fill({"w": rank_shards(torch.zeros(2, 2))})
 
 

@@ -65,7 +65,7 @@ class _LossThatCountsShards:
         return LOSS(inputs)
 
 
-def _count_whole(rank: int, folder: Path, *, reshards: bool) -> list[int]:
+def _count_whole(rank: int, folder: Path, reshards: bool) -> list[int]:
     engine = _build(folder, reshard_after_forward=reshards)
     loss = _LossThatCountsShards(engine)
     engine.update(
@@ -75,17 +75,9 @@ def _count_whole(rank: int, folder: Path, *, reshards: bool) -> list[int]:
     return loss.num_whole
 
 
-def _count_kept(rank: int, folder: Path) -> list[int]:
-    return _count_whole(rank, folder, reshards=False)
-
-
-def _count_freed(rank: int, folder: Path) -> list[int]:
-    return _count_whole(rank, folder, reshards=True)
-
-
 def test_reshard_option_frees_gathered_blocks(folder: Path) -> None:
-    assert run_ranks(2, _count_freed, folder) == [[0], [0]]
-    assert run_ranks(2, _count_kept, folder) == [[-1], [-1]]  # all of them
+    assert run_ranks(2, _count_whole, folder, True) == [[0], [0]]
+    assert run_ranks(2, _count_whole, folder, False) == [[-1], [-1]]  # all of them
 
 
 def _policies(rank: int, folder: Path) -> list[set[type]]:
@@ -107,8 +99,7 @@ def test_offload_is_asked_of_every_block_and_the_root(folder: Path) -> None:
 
 
 def _save(rank: int, folder: Path, target: Path, num_replicas: int) -> FileEntry | None:
-    writer = CheckpointWriter()
-    engine = _build(folder, num_replicas=num_replicas)
+    writer, engine = CheckpointWriter(), _build(folder, num_replicas=num_replicas)
     writer.begin(engine, target / f"rank-{rank}.safetensors", notes={})
     entry = writer.collect(waits=True)
     writer.close()

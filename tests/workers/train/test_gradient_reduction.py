@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -15,7 +14,6 @@ from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TokenLossInputs, TrainState
 from tests.ranks import run_ranks
-from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     LOSS,
@@ -26,11 +24,6 @@ from tests.workers.train.engines import (
     rows_of,
     weights_of,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 class _LossThatLooksAround:
@@ -65,14 +58,14 @@ def _bytes_of_whole_gradients(engine: PolicyEngine) -> int:
 
 
 def _learn(
-    rank: int, folder: Path, reduce_gradients: Any, num_rows: int
+    rank: int, folder: Path, reduce_gradients: Any
 ) -> tuple[dict[str, Tensor], _LossThatLooksAround]:
     options = replace(ACTOR.fsdp2, reduce_gradients=reduce_gradients)
     config = replace(ACTOR, fsdp2=options, max_tokens_per_microbatch=20)
     engine = build_fsdp2(folder, config=config)
     loss = _LossThatLooksAround(engine)
     # Few rows on one rank: it computes dummies while the other still has micro-batches.
-    rows = range(num_rows) if rank == 0 else range(num_rows, 12)
+    rows = range(11) if rank == 0 else range(11, 12)
     for seed in range(2):
         engine.update(
             rows_of(make_rows(12, seed=seed), rows),
@@ -85,10 +78,9 @@ def _learn(
     return weights_of(engine), loss
 
 
-@pytest.mark.parametrize("num_rows", [pytest.param(6, marks=pytest.mark.nightly), 11])
-def test_gradient_reduction_modes_learn_alike(folder: Path, num_rows: int) -> None:
-    every = run_ranks(2, _learn, folder, "every_microbatch", num_rows)
-    once = run_ranks(2, _learn, folder, "last_microbatch", num_rows)
+def test_gradient_reduction_modes_learn_alike(tiny_model: Path) -> None:
+    every = run_ranks(2, _learn, tiny_model, "every_microbatch")
+    once = run_ranks(2, _learn, tiny_model, "last_microbatch")
     for (weights, loss), (same, kept) in zip(every, once, strict=True):
         whole = sum(tensor.nbytes for tensor in weights.values())
         assert len(loss.shares) > 4

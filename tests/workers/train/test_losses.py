@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from hybridrl.workers.train.losses import PolicyGradientLoss, supervised_loss
 from hybridrl.workers.train.protocol import TokenLossInputs
 
 
-def make_inputs(num_tokens: int = 6, *, seed: int = 0) -> TokenLossInputs:
-    source = torch.Generator().manual_seed(seed)
+def make_inputs(num_tokens: int = 6) -> TokenLossInputs:
+    source = torch.Generator().manual_seed(0)
     current_T = torch.log(torch.rand(num_tokens, generator=source) * 0.8 + 0.1).requires_grad_()
     return TokenLossInputs(
         current_logprobs_T=current_T,
@@ -34,17 +34,9 @@ def make_inputs(num_tokens: int = 6, *, seed: int = 0) -> TokenLossInputs:
 
 
 def part(inputs: TokenLossInputs, at: slice) -> TokenLossInputs:
-    assert inputs.reference_logprobs_T is not None
-    return TokenLossInputs(
-        current_logprobs_T=inputs.current_logprobs_T[at],
-        entropy_T=inputs.entropy_T[at],
-        weights_T=inputs.weights_T[at],
-        advantages_T=inputs.advantages_T[at],
-        sampler_logprobs_T=inputs.sampler_logprobs_T[at],
-        old_logprobs_T=inputs.old_logprobs_T[at],
-        reference_logprobs_T=inputs.reference_logprobs_T[at],
-        rows=TokenRows.on_one_rank(inputs.rows.row_T[at], 1),
-    )
+    columns = {column.name: getattr(inputs, column.name) for column in fields(inputs)}
+    columns = {name: of_T[at] for name, of_T in columns.items() if isinstance(of_T, Tensor)}
+    return replace(inputs, **columns, rows=TokenRows.on_one_rank(inputs.rows.row_T[at], 1))
 
 
 def values(metrics: Metrics) -> dict[str, float]:

@@ -76,7 +76,10 @@ def test_pinned_offload_is_bitwise_exact_in_two_cycles(monkeypatch: pytest.Monke
     ]
     expected = [tensor.cpu() for tensor in tensors]
     for _cycle in range(2):
-        OffloadedTensors(tensors).restore()
+        before = torch.cuda.memory_allocated()
+        parked = OffloadedTensors(tensors)
+        assert before - torch.cuda.memory_allocated() >= 4 * sum(sizes)
+        parked.restore()
         assert all(torch.equal(t.cpu(), e) for t, e in zip(tensors, expected, strict=True))
 
 
@@ -89,17 +92,6 @@ def test_pinned_host_memory_wastes_at_most_one_slab(monkeypatch: pytest.MonkeyPa
     taken = torch.cuda.host_memory_stats()["active_bytes.current"] - before
     parked.restore()
     assert taken <= 8 * (5 * 2**20 + 1) + 2**22
-
-
-@pytest.mark.gpu
-def test_device_memory_is_given_back() -> None:
-    tensor = torch.arange(2**24, device="cuda")
-    expected = tensor.sum().item()
-    before = torch.cuda.memory_allocated()
-    parked = OffloadedTensors([tensor])
-    assert before - torch.cuda.memory_allocated() >= 2**27
-    parked.restore()
-    assert tensor.sum().item() == expected
 
 
 def test_weights_are_cut_into_files_that_load_as_one(tmp_path: Path) -> None:

@@ -54,10 +54,7 @@ def test_steps_are_those_of_adamw_and_vectors_do_not_decay() -> None:
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     guarded = GuardedAdamW(ours, config=config, num_total_steps=4, ranks=Ranks(CPU))
     reference = torch.optim.AdamW(
-        [
-            {"params": theirs[:1], "weight_decay": 0.5},
-            {"params": theirs[1:], "weight_decay": 0.0},
-        ],
+        [{"params": theirs[:1], "weight_decay": 0.5}, {"params": theirs[1:], "weight_decay": 0.0}],
         betas=(config.beta1, config.beta2),
         eps=config.eps,
     )

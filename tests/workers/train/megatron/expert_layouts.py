@@ -5,33 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
-from tests.contract.layouts import Layout
+from hybridrl.batch import TrainBatch
+from tests.contract.layouts import Layout, cut
 from tests.contract.ranks_under_test import RanksUnderTest
 from tests.tiny_models import Family, make_tiny_model
+from tests.workers.train.engines import make_rows, rows_of
 
 
-def _cut(
-    name: str,
-    *,
-    num_ranks: int,
-    dp_size: int = 1,
-    engine: Literal["fsdp2", "megatron"] = "megatron",
-    **megatron: int | bool,
-) -> Layout:
-    return Layout(
-        name=name,
-        engine=engine,
-        num_ranks=num_ranks,
-        dp_size=dp_size,
-        family="qwen3_moe",
-        num_layers=4,
-        megatron=megatron,
-    )
+def _cut(name: str, *, engine: str = "megatron", **options: Any) -> Layout:
+    return cut(engine, name, family="qwen3_moe", num_layers=4, **options)
 
 
 LAYOUTS = {
@@ -83,6 +71,12 @@ def running(
         yield ranks
     finally:
         ranks.close()
+
+
+@cache
+def batches() -> list[TrainBatch]:
+    """Eleven rows a step, whose prompts are shared by up to four."""
+    return [rows_of(make_rows(12, seed=seed, num_siblings=4), range(11)) for seed in range(2)]
 
 
 def make_expert_model(folder: Path, family: Family = "qwen3_moe", **changes: Any) -> Path:

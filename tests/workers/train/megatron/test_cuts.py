@@ -6,9 +6,8 @@ fused activations, and weights that arrive while the next step computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,55 +15,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.batch import TrainBatch
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.metrics import Metrics
-from tests.contract.layouts import Layout
+from tests.contract.layouts import cut
 from tests.contract.plain import PlainPolicy
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, merge_metrics, take_step
-from tests.tiny_models import Family, make_tiny_model
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     OPTIMIZER,
     assert_same_weights,
     make_rows,
-    rows_of,
     to_rollouts,
     weights_of,
 )
+from tests.workers.train.megatron.expert_layouts import batches
 
 BUDGET = {"max_tokens_per_microbatch": 30}
 AGAIN = {**BUDGET, "gradient_checkpointing": True}
 
 
-def _cut(
-    name: str,
-    *,
-    num_ranks: int,
-    dp_size: int = 1,
-    num_layers: int = 2,
-    family: Family = "qwen3",
-    **megatron: object,
-) -> Layout:
-    return Layout(
-        name=name,
-        engine="megatron",
-        num_ranks=num_ranks,
-        dp_size=dp_size,
-        num_layers=num_layers,
-        family=family,
-        megatron=megatron,
-    )
-
-
-UNEVEN = _cut(
-    "pp3-uneven",
-    num_ranks=3,
-    num_layers=6,
-    pipeline_parallel_size=3,
-    num_layers_in_first_stage=1,
-    num_layers_in_last_stage=2,
-)
+_cut = partial(cut, "megatron")
 UNEVEN_VIRTUAL = _cut(
     "pp3-vp2-uneven",
     num_ranks=3,
@@ -75,7 +46,6 @@ UNEVEN_VIRTUAL = _cut(
     num_layers_in_last_stage=2,
 )
 PART_OF_A_HEAD = _cut("tp4-of-2-heads", num_ranks=4, tensor_parallel_size=4, sequence_parallel=True)
-SELECTIVE = _cut("selective", num_ranks=1, recompute_modules=("core_attn", "mlp"))
 SELECTIVE_EXPERTS = _cut(
     "selective-experts",
     num_ranks=2,
@@ -91,7 +61,6 @@ FUSED = _cut(
     tensor_parallel_size=2,
     transformer_args={"bias_activation_fusion": True, "bias_dropout_fusion": True},
 )
-OVERLAPPED = _cut("dp2-overlap", num_ranks=2, dp_size=2, overlap_communication=True)
 OVERLAPPED_EXPERTS = _cut(
     "dp2-ep2-overlap",
     num_ranks=2,
@@ -100,36 +69,28 @@ OVERLAPPED_EXPERTS = _cut(
     expert_parallel_size=2,
     overlap_communication=True,
 )
-BY_NIGHT = (UNEVEN, SELECTIVE, OVERLAPPED)
-"""What others show too: with virtual stages, or with experts."""
-
-CASES = [
-    pytest.param(
-        layout, changes, id=layout.name, marks=[pytest.mark.nightly] * (layout in BY_NIGHT)
+SHARED_EXPERTS = [
+    _cut(
+        f"tp2-sp-etp{size}",
+        num_ranks=2,
+        family="qwen3_moe",
+        tensor_parallel_size=2,
+        sequence_parallel=True,
+        expert_tensor_parallel_size=size,
     )
+    for size in (1, 2)
+]
+CASES = [
+    pytest.param(layout, changes, id=layout.name)
     for layout, changes in (
-        (UNEVEN, BUDGET),
         (UNEVEN_VIRTUAL, AGAIN),
         (PART_OF_A_HEAD, BUDGET),
-        (SELECTIVE, AGAIN),
         (SELECTIVE_EXPERTS, AGAIN),
         (FUSED, BUDGET),
-        (OVERLAPPED, BUDGET),
         (OVERLAPPED_EXPERTS, BUDGET),
+        *((layout, BUDGET) for layout in SHARED_EXPERTS),
     )
 ]
-
-
-@pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Iterator[RanksUnderTest]:
-    ranks = RanksUnderTest(request.param)
-    yield ranks
-    ranks.close()
-
-
-@cache
-def _lessons() -> list[TrainBatch]:
-    return [rows_of(make_rows(12, seed=seed, num_siblings=4), range(11)) for seed in range(2)]
 
 
 Learned = tuple[list[Metrics], dict[str, Tensor], Tensor | None, int]
@@ -140,7 +101,7 @@ def _train(rank: Rank, folder: Path, changes: dict[str, Any]) -> Learned:
 
     engine = rank.policy(folder, replace(ACTOR, **changes))
     assert isinstance(engine.backend, MegatronBackend)
-    steps = [take_step(engine, batch) for batch in _lessons()]
+    steps = [take_step(engine, batch) for batch in batches()]
     scored = engine.compute_logprobs(to_rollouts(make_rows(4, seed=9)), temperature=0.9)
     names = [
         name.split(".")[2]
@@ -160,7 +121,7 @@ def test_steps_are_those_of_the_plain_model(
     plain = PlainPolicy(folder, OPTIMIZER)
     expected = [
         plain.update(batch, temperature=0.9, aggregation="token_mean", entropy_coefficient=0.0)
-        for batch in _lessons()
+        for batch in batches()
     ]
     answers = ranks.run(_train, folder, changes)
     for number, (loss, norm) in enumerate(expected):

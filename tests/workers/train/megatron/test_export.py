@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
@@ -15,65 +14,21 @@ from torch import Tensor
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.train.megatron.architecture import hf_tensors
 from hybridrl.workers.train.megatron.checkpoint import load_weights
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.export import WeightExport
 from hybridrl.workers.train.megatron.shard_map import ShardMap
-from hybridrl.workers.train.shard_spec import full_range, relative_slices
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.megatron.shards import local_shapes
 
 
-def _loaded(folder: Path, rank: ParallelRank, *, lora_rank: int = 0) -> dict[str, Tensor]:
+def _loaded(folder: Path, rank: ParallelRank) -> dict[str, Tensor]:
     architecture = read_architecture(folder)
-    shapes = local_shapes(architecture, rank, is_fused=True, lora_rank=lora_rank)
+    shapes = local_shapes(architecture, rank, is_fused=True, lora_rank=0)
     local = {name: torch.empty(shape) for name, shape in shapes.items()}
     load_weights(local, WeightFiles(folder), ShardMap(architecture, rank))
     return local
-
-
-def _number(local: dict[str, Tensor], shard_map: ShardMap) -> None:
-    """Number each value of an adapter by its position in the full matrix."""
-    for name, tensor in local.items():
-        for shard in shard_map.shards_of(name, tensor.shape):
-            full_shape = shard.spec.full_shape
-            full = torch.arange(float(math.prod(full_shape))).view(full_shape) + len(shard.name)
-            own = relative_slices(shard.spec.range, outer=full_range(full_shape))
-            shard.view(tensor.view(-1)).copy_(full[own])
-
-
-def _export_adapters(rank: int, folder: Path) -> list[str]:
-    parallel = ParallelRank(tp_rank=rank, tp_size=2)
-    shard_map = ShardMap(read_architecture(folder), parallel)
-    everything = _loaded(folder, parallel, lora_rank=3)
-    adapters = {name: tensor for name, tensor in everything.items() if ".lora." in name}
-    _number(adapters, shard_map)
-    export = WeightExport(adapters, shard_map, group=dist.group.WORLD, batch_bytes=1000)
-    for name, tensor in export.full_weights(adapters.__getitem__):
-        wanted = torch.arange(float(tensor.numel())).view(tensor.shape) + len(name)
-        assert torch.equal(tensor, wanted), name
-    joint = WeightExport(everything, shard_map, group=dist.group.WORLD)
-    assert sorted(spec.name for spec in joint.specs) == sorted(
-        [*hf_tensors(shard_map.architecture), *(spec.name for spec in export.specs)]
-    )
-    return [spec.name for spec in export.specs]
-
-
-def test_export_yields_full_adapters_beside_their_weights(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _export_adapters, make_tiny_model(tmp_path, num_layers=1))
-    leaves = [f"self_attn.{x}_proj" for x in "qkvo"]
-    leaves += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-    assert (
-        first
-        == second
-        == [
-            f"model.layers.0.{leaf}.lora_{matrix}.default.weight"
-            for leaf in leaves
-            for matrix in "AB"
-        ]
-    )
 
 
 def _measure_batches(rank: int, folder: Path) -> list[int]:
@@ -117,9 +72,7 @@ def _miss_a_layer(rank: int, folder: Path) -> str:
     return "both"
 
 
-def test_missing_shards_are_reported_before_the_first_tensor(
-    tmp_path: Path,
-) -> None:
+def test_missing_shards_are_reported_before_the_first_tensor(tmp_path: Path) -> None:
     assert run_ranks(2, _miss_a_layer, make_tiny_model(tmp_path)) == ["both"] * 2
 
 

@@ -58,22 +58,6 @@ def test_copies_of_tied_weights_and_old_frequencies_do_no_harm(tmp_path: Path) -
         load_nothing(untied)
 
 
-def test_load_casts_values_and_keeps_tensors_in_no_file(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path, "qwen2", vocab_size=61)
-    architecture, parallel = read_architecture(folder), ParallelRank(tp_rank=1, tp_size=2)
-    shapes = local_shapes(architecture, parallel, is_fused=True, lora_rank=2)
-    local = {name: torch.full(s, 7.0, dtype=torch.bfloat16) for name, s in shapes.items()}
-    local["score.weight"] = torch.full((1, 32), 7.0)
-    load_weights(local, WeightFiles(folder), ShardMap(architecture, parallel))
-    wanted = load_file(folder / "model.safetensors")
-    embedding = local["embedding.word_embeddings.weight"]
-    assert torch.equal(embedding[:29], wanted["model.embed_tokens.weight"][32:].bfloat16())
-    assert not embedding[29:].any()
-    for name, tensor in local.items():
-        is_elsewhere = ".lora." in name or name == "score.weight"
-        assert bool((tensor == 7.0).all()) is is_elsewhere, name
-
-
 def test_load_reads_only_the_values_of_the_rank(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "llama")
     architecture, parallel = read_architecture(folder), ParallelRank(tp_rank=3, tp_size=4)

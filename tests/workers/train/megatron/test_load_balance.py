@@ -16,17 +16,12 @@ from hybridrl.metrics import Metrics
 from tests.contract.plain import PlainPolicy
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, merge_metrics, mute, take_step
 from tests.workers.train.engines import ACTOR, OPTIMIZER, make_rows, rows_of, weights_of
-from tests.workers.train.megatron.expert_layouts import MODELS, cut_as, make_expert_model
+from tests.workers.train.megatron.expert_layouts import cut_as
 
 COEFFICIENT = 0.7
 ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2", "cp2-ep2")
 # Every row is a pack, on all layouts the same.
 ALONE: dict[str, Any] = {"max_tokens_per_microbatch": 1}
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_expert_model(tmp_path_factory.mktemp("model"), **MODELS[request.param])
 
 
 def _lessons() -> list[TrainBatch]:

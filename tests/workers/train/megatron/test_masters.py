@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,13 +25,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.name)
-def ranks(request: pytest.FixtureRequest) -> Iterator[RanksUnderTest]:
-    ranks = RanksUnderTest(request.param)
-    yield ranks
-    ranks.close()
-
-
 def _compare(rank: Rank, folder: Path) -> int:
     """Compare this rank's masters with the files; return how many numbers there were."""
     engine = rank.policy(folder, replace(ACTOR, compute_dtype="bfloat16"))
@@ -50,6 +42,7 @@ def _compare(rank: Rank, folder: Path) -> int:
     return count
 
 
+@pytest.mark.parametrize("ranks", LAYOUTS, ids=lambda layout: layout.name, indirect=True)
 def test_masters_begin_as_the_values_of_the_files(ranks: RanksUnderTest, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
     stored = load_file(folder / "model.safetensors")

@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.batch import TrainBatch
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train import checkpoint
-from hybridrl.workers.train.checkpoint import CheckpointWriter
 from tests.contract.plain import PlainPolicy, weights_in
 from tests.contract.ranks_under_test import (
     Rank,
@@ -29,25 +25,15 @@ from tests.workers.train.engines import (
     OPTIMIZER,
     after,
     assert_same_weights,
-    make_rows,
-    rows_of,
+    load,
+    save,
     to_rollouts,
     weights_of,
     with_optimizer,
 )
-from tests.workers.train.megatron.expert_layouts import MODELS, cut_as, make_expert_model, running
+from tests.workers.train.megatron.expert_layouts import batches, cut_as, running
 
 ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-ep2", "cp2-ep2")
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_expert_model(tmp_path_factory.mktemp("model"), **MODELS[request.param])
-
-
-@cache
-def _lessons() -> list[TrainBatch]:
-    return [rows_of(make_rows(12, seed=seed, num_siblings=4), range(11)) for seed in range(2)]
 
 
 @cache
@@ -55,7 +41,7 @@ def _plain(folder: Path) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     model = PlainPolicy(folder, OPTIMIZER)
     steps = [
         model.update(batch, temperature=0.9, aggregation="token_mean", entropy_coefficient=0.0)
-        for batch in _lessons()
+        for batch in batches()
     ]
     return steps, model.weights()
 
@@ -63,28 +49,25 @@ def _plain(folder: Path) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
 Learned = tuple[list[Metrics], dict[str, Tensor]]
 
 
-def _score(rank: Rank, folder: Path, budget: int) -> tuple[int, Tensor] | None:
-    engine = rank.policy(folder, replace(ACTOR, max_tokens_per_microbatch=budget))
-    rows = to_rollouts(rows_of_rank(_lessons()[0], engine, 8))
+def _score(rank: Rank, folder: Path) -> tuple[int, Tensor] | None:
+    engine = rank.policy(folder, replace(ACTOR, max_tokens_per_microbatch=30))
+    rows = to_rollouts(rows_of_rank(batches()[0], engine, 8))
     scored = engine.compute_logprobs(rows, temperature=0.9).logprobs_BL.values()
     return (engine.dp_rank, scored) if engine.is_output_rank else None
 
 
 @cut_as(*ALL)
-@pytest.mark.parametrize("budget", [pytest.param(10_000, marks=pytest.mark.nightly), 30])
-def test_log_probs_are_those_of_hugging_face(
-    ranks: RanksUnderTest, folder: Path, budget: int
-) -> None:
+def test_log_probs_are_those_of_hugging_face(ranks: RanksUnderTest, folder: Path) -> None:
     with torch.no_grad():
-        expected, _ = PlainPolicy(folder, OPTIMIZER).score(_lessons()[0], temperature=0.9)
-    found = sorted((a for a in ranks.run(_score, folder, budget) if a), key=lambda a: a[0])
+        expected, _ = PlainPolicy(folder, OPTIMIZER).score(batches()[0], temperature=0.9)
+    found = sorted((a for a in ranks.run(_score, folder) if a), key=lambda a: a[0])
     scored = torch.cat([logprobs for _, logprobs in found])
     torch.testing.assert_close(scored, expected, atol=2e-5, rtol=0)
 
 
 def _train(rank: Rank, folder: Path, changes: dict[str, Any], first: int) -> Learned:
     engine = rank.policy(folder, replace(ACTOR, **changes))
-    return [take_step(engine, batch, first=first) for batch in _lessons()], weights_of(engine)
+    return [take_step(engine, batch, first=first) for batch in batches()], weights_of(engine)
 
 
 @pytest.mark.shows("6.1")
@@ -118,7 +101,7 @@ def test_two_steps_equal_the_plain_model_with_its_routers(
 
 def _export(rank: Rank, folder: Path, target: Path) -> dict[str, Tensor]:
     engine = rank.policy(folder)
-    for number, batch in enumerate(_lessons()):
+    for number, batch in enumerate(batches()):
         engine.export_hf(target / str(number))
         take_step(engine, batch, first=8)
     engine.export_hf(target / "end")
@@ -142,19 +125,16 @@ COSINE = {"schedule": "cosine", "num_warmup_steps": 1, "lr": 0.1, "eps": 1e-3}
 
 def _save_and_go_on(rank: Rank, folder: Path, target: Path) -> dict[str, Tensor]:
     engine = rank.policy(folder, with_optimizer(**COSINE))
-    take_step(engine, _lessons()[0], first=8)
-    writer = CheckpointWriter()
-    name = checkpoint.file_name(rank=dist.get_rank(), world_size=dist.get_world_size())
-    writer.begin(engine, target / name, notes={})
-    writer.close()
-    take_step(engine, _lessons()[1], first=8)
+    take_step(engine, batches()[0], first=8)
+    save(engine, target)
+    take_step(engine, batches()[1], first=8)
     return weights_of(engine)
 
 
 def _load_and_go_on(rank: Rank, folder: Path, source: Path) -> dict[str, Tensor]:
     engine = rank.policy(folder, with_optimizer(**COSINE))
-    checkpoint.load(engine, source, rank=dist.get_rank(), world_size=dist.get_world_size())
-    take_step(engine, _lessons()[1], first=8)
+    load(engine, source)
+    take_step(engine, batches()[1], first=8)
     return weights_of(engine)
 
 

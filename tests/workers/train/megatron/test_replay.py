@@ -23,26 +23,15 @@ from tests.contract.ranks_under_test import (
 from tests.workers.train.engines import (
     ACTOR,
     assert_same_weights,
-    make_rows,
-    rows_of,
     to_rollouts,
     to_supervised,
     weights_of,
 )
-from tests.workers.train.megatron.expert_layouts import MODELS, cut_as, make_expert_model
+from tests.workers.train.megatron.expert_layouts import batches, cut_as
 from tests.workers.train.megatron.routes import RoutedPolicy
 
 ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2", "cp2-ep2", "fsdp2", "fsdp2 x 2")
 FIRST = 5  # rows of the first of two data-parallel ranks, of eleven
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_expert_model(tmp_path_factory.mktemp("model"), **MODELS[request.param])
-
-
-def _lessons() -> list[TrainBatch]:
-    return [rows_of(make_rows(12, seed=seed, num_siblings=4), range(11)) for seed in range(2)]
 
 
 def _update_plainly(model: RoutedPolicy, batch: TrainBatch) -> tuple[float, float]:
@@ -75,12 +64,12 @@ def test_replay_of_own_routes_is_bitwise_identical(
     ranks: RanksUnderTest, folder: Path, budget: int
 ) -> None:
     model, lessons = RoutedPolicy(folder), []
-    for batch in _lessons():
+    for batch in batches():
         lessons.append(model.with_own_routes(batch))
         _update_plainly(model, batch)
     changes = {"max_tokens_per_microbatch": budget}
     replayed = ranks.run(_train, folder, lessons, changes)
-    free = ranks.run(_train_freely, folder, _lessons(), changes)
+    free = ranks.run(_train_freely, folder, batches(), changes)
     for one, other in zip(replayed, free, strict=True):
         assert one[0] == other[0]
         assert all(map(torch.equal, one[1], other[1]))
@@ -109,9 +98,9 @@ def test_replay_of_other_routes_equals_a_forced_plain_model(
     ranks: RanksUnderTest, folder: Path, changes: dict[str, Any]
 ) -> None:
     model = RoutedPolicy(folder)
-    lessons = [model.with_random_routes(batch, seed=seed) for seed, batch in enumerate(_lessons())]
+    lessons = [model.with_random_routes(batch, seed=seed) for seed, batch in enumerate(batches())]
     with torch.no_grad():
-        free, _ = model.score(_lessons()[0], temperature=0.9)
+        free, _ = model.score(batches()[0], temperature=0.9)
     answers = ranks.run(_train, folder, lessons, changes)
     for step, batch in enumerate(lessons):
         with torch.no_grad():
@@ -140,7 +129,7 @@ def _score_by_both(rank: Rank, folder: Path, batch: TrainBatch) -> tuple[Tensor,
 
 @cut_as("1", replays_routes=True)
 def test_the_reference_chooses_its_own_experts(ranks: RanksUnderTest, folder: Path) -> None:
-    batch = RoutedPolicy(folder).with_random_routes(_lessons()[0], seed=3)
+    batch = RoutedPolicy(folder).with_random_routes(batches()[0], seed=3)
     for policy, reference, free in ranks.run(_score_by_both, folder, batch):
         assert torch.equal(reference, free)
         assert not torch.equal(policy, free)
@@ -151,11 +140,11 @@ def _be_refused(rank: Rank, folder: Path, batch: TrainBatch) -> None:
     assert batch.routed_experts_BLJK is not None
     width = len(batch.routed_experts_BLJK.values()[0, 0])
     with pytest.raises(DataError, match=r"not contain the experts.*rollout\.routed_experts=true"):
-        take_step(engine, _lessons()[0])
+        take_step(engine, batches()[0])
     with pytest.raises(DataError, match="do not contain the experts"):
-        engine.compute_logprobs(to_rollouts(_lessons()[0]), temperature=0.9)
+        engine.compute_logprobs(to_rollouts(batches()[0]), temperature=0.9)
     with pytest.raises(DataError, match="do not contain the experts"):
-        engine.fit(to_supervised(_lessons()[0]))
+        engine.fit(to_supervised(batches()[0]))
     with pytest.raises(DataError, match=f"3 layers, {width} per token, and the model has 4"):
         take_step(engine, _change(batch, lambda experts: experts[:, :3]))
     for wrong in (-1, 6):
@@ -182,5 +171,5 @@ def _spoil(experts_TJK: Tensor, wrong: int) -> Tensor:
 
 @cut_as("1", replays_routes=True)
 def test_rows_without_experts_are_rejected(ranks: RanksUnderTest, folder: Path) -> None:
-    batch = RoutedPolicy(folder).with_own_routes(_lessons()[0])
+    batch = RoutedPolicy(folder).with_own_routes(batches()[0])
     ranks.run(_be_refused, folder, batch)

@@ -115,28 +115,6 @@ MODEL = Architecture(
 )
 
 
-def _rows(name: str, shape: tuple[int, ...], rank: ParallelRank) -> list[tuple[str, int, int]]:
-    shards = ShardMap(MODEL, rank).shards_of(name, shape)
-    return [(shard.name.split(".", 3)[-1], *shard.spec.range[0]) for shard in shards]
-
-
-def test_queries_keys_and_values_interleave_by_group() -> None:
-    second = ParallelRank(tp_rank=1, tp_size=2)
-    assert _rows("decoder.layers.0.self_attention.linear_qkv.bias", (8,), second) == [
-        ("self_attn.q_proj.bias", 4, 8),
-        ("self_attn.k_proj.bias", 2, 4),
-        ("self_attn.v_proj.bias", 2, 4),
-    ]
-
-
-def test_rank_has_its_gate_rows_before_its_up_rows() -> None:
-    second = ParallelRank(tp_rank=1, tp_size=2)
-    assert _rows("decoder.layers.0.mlp.linear_fc1.weight", (6, 8), second) == [
-        ("mlp.gate_proj.weight", 3, 6),
-        ("mlp.up_proj.weight", 3, 6),
-    ]
-
-
 def test_vocabulary_padding_belongs_to_no_shard() -> None:
     assert padded_vocab_size(MODEL, tp_size=2) == 16
     name = "embedding.word_embeddings.weight"

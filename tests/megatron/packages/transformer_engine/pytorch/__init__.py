@@ -148,9 +148,7 @@ class GroupedLinear(nn.Module):
         return torch.cat(
             [
                 _multiply(
-                    part,
-                    self.get_parameter(f"weight{number}"),
-                    sums=self.fuse_wgrad_accumulation,
+                    part, self.get_parameter(f"weight{number}"), sums=self.fuse_wgrad_accumulation
                 )
                 for number, part in enumerate(parts)
             ]

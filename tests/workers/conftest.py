@@ -1,4 +1,4 @@
-"""One tiny model per session for all tests of the embedded engine."""
+"""One tiny model per session for all tests that only read it."""
 
 from __future__ import annotations
 
