@@ -1,4 +1,4 @@
-"""A conversation while it is held: the only way of an agent to tokens and tools.
+"""Agents, and the conversations that they hold: to an end, to a limit, or to an error.
 
 Whatever the agent does, the tokens here are those that the sampler returned, in order, and what was
 appended between them.
@@ -12,22 +12,78 @@ of them (``sample_turn``). All of them become one trajectory.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.setting import Prompt, Setting
+from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
-from hybridrl.agents.tools import ToolResult
-from hybridrl.agents.trajectory import Ended, OpenSequence, TokenSequence, Trajectory, Turn
-from hybridrl.agents.turn_records import CallRecord, call_record
+from hybridrl.agents.tools import Toolbox, ToolResult
+from hybridrl.agents.trajectory import (
+    CallRecord,
+    Ended,
+    OpenSequence,
+    TokenSequence,
+    Trajectory,
+    Turn,
+    call_record,
+)
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
-from hybridrl.sampler import Sample, request_key
+from hybridrl.loop_thread import is_cancelled
+from hybridrl.processes.child import last_line
+from hybridrl.sampler import RequestParams, Sample, Sampler, request_key
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """The beginning of a conversation."""
+
+    row: Row
+    """With the reference answer, for agents that play an environment."""
+
+    token_ids: Tensor
+    """int64 [n], n >= 1, of the rendered prompt."""
+
+    seed: int
+    """Of the prompt (``PromptBatch.seed_P``)."""
+
+    response_index: int
+    """Index of the conversation among those that start with the same prompt, from 0."""
+
+    number: int
+    """Of the conversation in its call, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """The setting that all conversations of a rank share."""
+
+    sampler: Sampler
+    params: RequestParams
+    """``max_new_tokens`` limits all tokens behind the prompt, tool results among them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: TurnTemplate
+    history: History = "strict"
+    toolbox: Toolbox
+    parse: Callable[[str], Calls]
+    """Reads calls in the format of ``agent.tool_format``."""
+
+    max_turns: int
+    """Turns of the assistant."""
+
+    timeout_s: float
+    """Seconds from the first request to the end."""
 
 
 class ConversationEnded(BaseException):
@@ -337,3 +393,60 @@ def _record_of(call: ToolCall | BrokenCall) -> CallRecord:
     if isinstance(call, ToolCall):
         return call_record(call.name, dict(call.arguments), is_error=True)
     return call_record("", call.reason, is_error=True)
+
+
+class Agent(Protocol):
+    """Holds conversations: any program over ``Conversation``. Made without arguments."""
+
+    @property
+    def appended_roles(self) -> Sequence[str]:
+        """Return the roles of the messages that it appends, ``tool`` or ``user``.
+
+        A class attribute: the chat template's form of them is checked before the run begins.
+        """
+        ...
+
+    async def run(self, conversation: Conversation) -> None:
+        """Sample turns and append messages until there is an answer.
+
+        It returns when the last sampled turn is the answer. Errors that it raises end the
+        conversation, not the run.
+        """
+        ...
+
+
+async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:
+    """Let an agent hold one conversation, to its end or to a limit.
+
+    Raises:
+        EngineError: the engine failed.
+    """
+    conversation = Conversation(prompt, setting)
+    begin_ns = time.perf_counter_ns()
+    deadline = asyncio.timeout(setting.timeout_s)
+    try:
+        async with deadline:
+            await agent.run(conversation)
+    except ConversationEnded:
+        pass
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # any user code
+        if is_cancelled(error):
+            raise
+        if conversation.sampler_error is not None:
+            raise conversation.sampler_error from error
+        if deadline.expired():
+            conversation.end("time")
+        else:
+            conversation.end("error", failure=last_line(error))
+            log.warning("an agent failed, and its conversation ends there: %s", last_line(error))
+    if conversation.sampler_error is not None:
+        raise conversation.sampler_error
+    trajectory = conversation.to_trajectory()
+    trace.add(
+        "conversation",
+        begin_ns,
+        track=prompt.number,
+        turns=trajectory.num_sampled_turns,
+        ended=trajectory.ended,
+    )
+    return trajectory

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.agents import built_in_environments
+from hybridrl.agents import built_in
 from hybridrl.agents.conversation import Conversation
 from hybridrl.agents.observations import Observed, Question
 from hybridrl.agents.tool_process import BYTES_PER_CHAR, ToolLimits
@@ -23,9 +23,8 @@ from hybridrl.config.agent import BUILT_IN_ENVIRONMENTS
 from hybridrl.data.rows import Message
 from hybridrl.diagnostics import trace
 from hybridrl.errors import AgentError, suggest_name
-from hybridrl.processes.channel import CallFailed
 from hybridrl.processes.child import last_line, load_module
-from hybridrl.processes.pool import Child, Copy, LoadFailed
+from hybridrl.processes.pool import CallFailed, Child, Copy, LoadFailed
 
 _ANSWER_BYTES = 1 << 16
 _USUAL_MESSAGES = 8
@@ -56,7 +55,7 @@ def load_environment(spelled: str) -> EnvironmentKind:
             f"{suggest_name(name, BUILT_IN_ENVIRONMENTS)} "
             "For your own set agent.environment=path/to/file.py:Class"
         )
-    file = file or str(built_in_environments.__file__)
+    file = file or str(built_in.__file__)
     try:
         factory: Any = vars(load_module(file))[name]
         kind = factory

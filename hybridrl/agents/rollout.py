@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.agent import Agent, hold
-from hybridrl.agents.conversation import Conversation
+from hybridrl.agents.conversation import Agent, Conversation, Prompt, Setting, hold
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
-from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
-from hybridrl.processes.channel import CallFailed, Garbage
 from hybridrl.processes.child import Emit, Message, Service, declined_as, load_function
-from hybridrl.processes.pool import Child, LoadFailed
+from hybridrl.processes.pool import CallFailed, Child, Garbage, LoadFailed
 
 BYTES_PER_CHAR = 12  # of a character that JSON writes as two escapes
 _ANSWER_BYTES = 1 << 12

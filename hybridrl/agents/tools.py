@@ -17,8 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers.utils import get_json_schema
 
-from hybridrl.agents import built_in_tools, search
-from hybridrl.agents.search import SearchIndex
+from hybridrl.agents import built_in
+from hybridrl.agents.built_in import SearchIndex
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.agents.tool_process import ToolFailed, ToolLimits, ToolProcess, to_text
 from hybridrl.config.agent import BUILT_IN_TOOLS, SEARCH
@@ -115,10 +115,10 @@ def _load_tool(spelled: str) -> Tool:
             )
         if name == SEARCH:
             method = SearchIndex.search  # of the index that a rank makes: see `with_index`
-            return Tool(spelled, Path(search.__file__), method, schema_of(method, spelled=name))
+            return Tool(spelled, Path(built_in.__file__), method, schema_of(method, spelled=name))
         if name == "python":
             Sandbox(SandboxLimits()).check()
-        file = str(built_in_tools.__file__)
+        file = str(built_in.__file__)
     try:
         function = load_function(file, name)
     except (Exception, SystemExit) as error:  # any user code

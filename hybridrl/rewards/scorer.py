@@ -21,10 +21,9 @@ from hybridrl.processes.guard import usual_num_processes
 from hybridrl.processes.pool import CallHung
 from hybridrl.rewards import functions
 from hybridrl.rewards.child import Reward, RewardFunction
+from hybridrl.rewards.functions import model
 from hybridrl.rewards.judge_reader import JudgeAnswer, judge_arguments
-from hybridrl.rewards.pool import RewardPool
-from hybridrl.rewards.reward_model import model
-from hybridrl.rewards.runner import RewardInputs, check_sandbox, find_function
+from hybridrl.rewards.runner import RewardInputs, RewardPool, check_sandbox, find_function
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.agents.trajectory import TokenSequence, Trajectory, Turn
-from hybridrl.agents.turn_records import (
+from hybridrl.agents.trajectory import (
     CallRecord,
+    TokenSequence,
+    Trajectory,
+    Turn,
     TurnRecord,
     call_record,
     decode_turns,
