@@ -27,7 +27,6 @@ from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
 from hybridrl.agents.trajectory import (
-    CallRecord,
     Ended,
     OpenSequence,
     TokenSequence,
@@ -316,7 +315,7 @@ class Conversation:
         self._busy_lanes.add(lane)
         records = self._sequences[-1].calls_behind_last_turn()
         at = len(records)  # calls keep the order in which they began
-        records.append(_record_of(call))
+        records.append(call_record(call, is_error=True))
         try:
             result = await self._setting.toolbox.call(call)
         finally:
@@ -335,7 +334,7 @@ class Conversation:
 
     def note_call(self, call: ToolCall | BrokenCall, result: ToolResult) -> None:
         """Count a call that others answered, and keep it with the last turn."""
-        record = replace(_record_of(call), is_error=result.is_error)
+        record = call_record(call, is_error=result.is_error)
         self._sequences[-1].calls_behind_last_turn().append(record)
         self._results.append(result)
 
@@ -386,13 +385,6 @@ class Conversation:
             self.end(limit)
         if self._ended is not None:
             raise ConversationEnded(f"the conversation has ended: {self._ended}")
-
-
-def _record_of(call: ToolCall | BrokenCall) -> CallRecord:
-    """Describe a call that has no result yet."""
-    if isinstance(call, ToolCall):
-        return call_record(call.name, dict(call.arguments), is_error=True)
-    return call_record("", call.reason, is_error=True)
 
 
 class Agent(Protocol):

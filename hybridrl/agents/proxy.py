@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import env
-from hybridrl.agents.conversation import Agent, Conversation, Setting
+from hybridrl.agents.conversation import Conversation, Setting
 from hybridrl.agents.proxy_server import HOST, MODEL, Chats, serve
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.config.agent import AgentConfig
@@ -139,10 +139,6 @@ class Proxy:
         self._tokenizer = tokenizer
         self._running: set[AgentProgram] = set()
         self._num_refused = 0
-
-    def agent(self) -> Agent:
-        """Return the agent of one conversation."""
-        return self
 
     def take_num_refused(self) -> int:
         """Return the requests that were answered with an error since the last time."""

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from aiohttp import web
@@ -258,7 +258,7 @@ class Chats:
         return ChatAnswer(
             message=message,
             first_call=self._num_calls - len(message.calls),
-            finish_reason=_finish_reason(message, is_limited=is_limited),
+            finish_reason="tool_calls" if message.calls else "length" if is_limited else "stop",
             tokens=self._tokenizer.batch_decode(sample.token_ids[:, None]),
             logprobs=sample.logprobs.tolist(),
             num_prompt_tokens=num_prompt_tokens,
@@ -370,11 +370,3 @@ def _has_json_form(call: ToolCall) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _finish_reason(
-    message: ChatMessage, *, is_limited: bool
-) -> Literal["stop", "length", "tool_calls"]:
-    if message.calls:
-        return "tool_calls"
-    return "length" if is_limited else "stop"

@@ -135,10 +135,11 @@ class AgentRollout:
         self._proxy: Proxy | None = None
         self._environments: Environments | None = None
         if config.loop == PROXY:
-            self._proxy = import_module(_PROXY).Proxy(
+            proxy = import_module(_PROXY).Proxy(
                 config, self._template, tokenizer, hidden_variables=hidden_variables
             )
-            self._agent: Callable[[], Agent] = self._proxy.agent
+            self._proxy = proxy
+            self._agent: Callable[[], Agent] = lambda: proxy
         elif config.loop == ENVIRONMENT:
             kind = load_environment(str(config.environment))
             self._environments = Environments(kind, limits=limits)
@@ -181,7 +182,17 @@ class AgentRollout:
                 sampling.reporter.report(index, prompt.response_index, sample)
 
         async def program(sampler: Sampler) -> list[Sample]:
-            setting = self._setting(sampler, sampling)
+            setting = Setting(
+                sampler=sampler,
+                params=sampling.request_params(),
+                tokenizer=self._tokenizer,
+                template=self._template,
+                history=self._config.history,
+                toolbox=self._toolbox,
+                parse=PARSERS[self._config.tool_format],
+                max_turns=self._config.max_turns,
+                timeout_s=self._config.timeout_s,
+            )
             async with self._proxy.open(setting) if self._proxy else nullcontext():
                 held = await self._hold_all(beginnings, setting, report)
             described = describe([trajectory for trajectory, _ in held])
@@ -224,19 +235,6 @@ class AgentRollout:
         finally:
             for task in tasks:
                 task.cancel()
-
-    def _setting(self, sampler: Sampler, sampling: SamplingParams) -> Setting:
-        return Setting(
-            sampler=sampler,
-            params=sampling.request_params(),
-            tokenizer=self._tokenizer,
-            template=self._template,
-            history=self._config.history,
-            toolbox=self._toolbox,
-            parse=PARSERS[self._config.tool_format],
-            max_turns=self._config.max_turns,
-            timeout_s=self._config.timeout_s,
-        )
 
 
 def describe(trajectories: Sequence[Trajectory]) -> Metrics:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.batch import RolloutBatch, row_offsets
 from hybridrl.data.rows import Message
 from hybridrl.json_text import to_json_text
@@ -140,13 +141,16 @@ def messages_of(
     return said
 
 
-def call_record(name: str, arguments: object, *, is_error: bool) -> CallRecord:
+def call_record(call: ToolCall | BrokenCall, *, is_error: bool) -> CallRecord:
     """Describe a call; arguments that JSON has no form for are shown as Python writes them."""
+    if isinstance(call, BrokenCall):
+        return CallRecord("", call.reason, is_error)
+    arguments = dict(call.arguments)
     try:
-        text = arguments if isinstance(arguments, str) else to_json_text(arguments)
+        text = to_json_text(arguments)
     except TypeError:
         text = repr(arguments)
-    return CallRecord(name, text, is_error)
+    return CallRecord(call.name, text, is_error)
 
 
 Ended = Literal["answer", "turns", "tokens", "time", "error"]

@@ -184,9 +184,8 @@ class RewardProcess(Child):
 
 def _rewards_of(answer: Message) -> tuple[int, list[Reward]]:
     row, rewards = answer.get("row", 0), answer.get("rewards")
-    if not isinstance(row, int) or not isinstance(rewards, list):
-        raise Garbage("answered with text that is not a list of rewards")
-    if not all(type(value) in (float, str) for value in rewards):
+    is_list = isinstance(rewards, list) and all(type(each) in (float, str) for each in rewards)
+    if not is_list or not isinstance(row, int):
         raise Garbage("answered with text that is not a list of rewards")
     return row, rewards
 
