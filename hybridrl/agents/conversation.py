@@ -147,21 +147,16 @@ class Conversation:
     def begin_with(self, messages: Sequence[Message]) -> None:
         """Put messages in place of the row's prompt, before the first turn.
 
-        Raises:
-            AgentError: the chat template rejects them.
+        AgentError: the chat template rejects them.
         """
         template = self._setting.template
         self._messages = template.harmless(messages)
         self.begin(torch.tensor(template.beginning(self._messages)))
 
     async def sample(self) -> str:
-        """Sample the assistant's next turn.
+        """Sample the assistant's next turn: its text, without the token that ended it.
 
-        Returns:
-            Its text with special tokens, without the token that ended it.
-
-        Raises:
-            ConversationEnded: a limit was reached, before the turn or in it.
+        It has special tokens. ConversationEnded: a limit was reached, before the turn or in it.
         """
         sample = await self.sample_turn(self._sequences[-1])
         self._end_if("tokens", reached=sample.is_truncated)
@@ -206,12 +201,8 @@ class Conversation:
         Turns of a conversation are sampled one after the other, whichever tasks ask for them: so
         limits and random streams do not depend on time.
 
-        Args:
-            max_new_tokens: of the turn; None leaves it to the conversation's limits.
-            shorten: drops last tokens, as if they had not been sampled.
-
-        Raises:
-            ConversationEnded: a limit was reached before the turn.
+        ``max_new_tokens=None`` leaves it to the conversation's limits; ``shorten`` drops last
+        tokens, as if they had not been sampled. ConversationEnded: a limit was reached before it.
         """
         self._is_begun = True
         async with self._turn_lock:
@@ -259,10 +250,8 @@ class Conversation:
     ) -> None:
         """Append tokens that the policy did not choose, int64 [n], to a sequence.
 
-        Args:
-            sequence: behind its last turn.
-            token_ids: with the beginning of the assistant's next turn.
-            messages: their content, for samples, the report and rewards.
+        They end with the beginning of the assistant's next turn. ``messages`` are their content,
+        for samples, the report and rewards.
         """
         self._is_begun = True
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
@@ -272,10 +261,8 @@ class Conversation:
         """Give the last sampled turn a reward; several rewards of a turn add up.
 
         The reward of the conversation is the sum over its turns. So an agent that rewards the
-        conversation alone does that behind the last turn.
-
-        Args:
-            value: of the turn, or one of each of its tokens (``last_turn``).
+        conversation alone does that behind the last turn. ``value`` is of the turn, or one of each
+        of its tokens (``last_turn``).
 
         Raises:
             ValueError: not a finite number, another number of tokens, or no turn was sampled.
@@ -285,11 +272,7 @@ class Conversation:
 
     @property
     def last_turn(self) -> Turn:
-        """Return the tokens of the last sampled turn.
-
-        Raises:
-            ValueError: no turn was sampled.
-        """
+        """The tokens of the last sampled turn; ValueError before the first."""
         sequence, index = self._find_last_turn()
         return sequence.turns[index]
 
@@ -339,11 +322,7 @@ class Conversation:
         self._results.append(result)
 
     def end(self, ended: Ended, *, failure: str = "") -> None:
-        """End it; the first reason counts.
-
-        Args:
-            failure: what broke, if it ends by an error.
-        """
+        """End it; the first reason counts. ``failure`` is what broke, if it ends by an error."""
         if self._ended is None:
             self._ended, self._failure = ended, failure
 
@@ -408,11 +387,7 @@ class Agent(Protocol):
 
 
 async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:
-    """Let an agent hold one conversation, to its end or to a limit.
-
-    Raises:
-        EngineError: the engine failed.
-    """
+    """Let an agent hold one conversation, to its end or to a limit; EngineError ends the run."""
     conversation = Conversation(prompt, setting)
     begin_ns = time.perf_counter_ns()
     deadline = asyncio.timeout(setting.timeout_s)

@@ -44,11 +44,7 @@ class EnvironmentKind:
 
 
 def load_environment(spelled: str) -> EnvironmentKind:
-    """Import the class of an environment, or the function that makes one.
-
-    Raises:
-        AgentError: it cannot be imported, or lacks a method.
-    """
+    """Import an environment's class or factory; AgentError if that fails, or lacks a method."""
     file, _, name = spelled.rpartition(":")
     if not file and name not in BUILT_IN_ENVIRONMENTS:
         raise AgentError(
@@ -129,11 +125,7 @@ class Environments:
     """
 
     def __init__(self, kind: EnvironmentKind, *, limits: ToolLimits) -> None:
-        """Start the process that makes plain ones.
-
-        Raises:
-            AgentError: the file cannot be loaded there.
-        """
+        """Start the process that makes plain ones; AgentError if it cannot load the file."""
         self.kind = kind
         self._limits = limits
         self._process: Child | None = None
@@ -149,11 +141,7 @@ class Environments:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
-        """Make an environment, and let it close what it opened.
-
-        Raises:
-            AgentError: the process had to be started again, and that failed.
-        """
+        """Make an environment, and let it close what it opened."""
         if self._process is None:
             ask = partial(_ask_in_loop, self.kind.factory(), self._limits)
             try:

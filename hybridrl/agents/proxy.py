@@ -60,13 +60,9 @@ class AgentProgram:
         input_text: str,
         threads: Executor,
     ) -> None:
-        """Start it.
+        """Start it, with this process's environment but ``hidden_variables``, and ``variables``.
 
-        Args:
-            variables: of its environment, besides this process's own.
-            hidden_variables: names of this process's own that it does not get.
-            input_text: its standard input.
-            threads: holds a thread for as long as the program runs.
+        One of ``threads`` is held for as long as the program runs.
         """
         descriptor = os.memfd_create("input")
         try:
@@ -160,13 +156,7 @@ class Proxy:
                     program.kill()
 
     async def run(self, conversation: Conversation) -> None:
-        """Run a program to its end: the last sampled turn is the answer.
-
-        Raises:
-            ProgramFailed: it sampled nothing, or ended with an error.
-            ConversationEnded: a limit refused a request of it.
-            EngineError: the engine failed.
-        """
+        """Run a program to its end: the last sampled turn is the answer."""
         chats = Chats(conversation, self._template, self._tokenizer, history=self._config.history)
         key = self._server.open(chats.ask)
         program = self._start(conversation.row, key)

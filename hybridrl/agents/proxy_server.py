@@ -147,9 +147,7 @@ class ProxyServer:
 async def serve(params: RequestParams, *, max_context_tokens: int) -> AsyncIterator[ProxyServer]:
     """Listen on a free port of the loopback address, in the running event loop.
 
-    Args:
-        params: temperature and top-p of all requests; a request may not ask for others.
-        max_context_tokens: limits bodies: tokenizing one holds up all other conversations.
+    ``max_context_tokens`` limits bodies: tokenizing one holds up all other conversations.
     """
     server = ProxyServer(params)
     max_bytes = _BYTES_PER_TOKEN * max_context_tokens + _MORE_BYTES
@@ -334,13 +332,7 @@ def _cut_behind(sample: Sample, stops: Sequence[str], decode: Callable[[Tensor],
     """Drop the tokens behind the one that completes the first stop string.
 
     The engine samples to the end of the turn, and knows nothing of strings: the tokens up to here
-    do not depend on those behind them.
-
-    Args:
-        stops: not empty strings; may be none.
-
-    Returns:
-        The sample itself if its text has none of the strings; else one that lacks a stop token.
+    do not depend on those behind them. A sample that was cut lacks a stop token.
     """
     token_ids = sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
 

@@ -50,11 +50,7 @@ _PROXY = "hybridrl.agents.proxy"
 
 
 def tool_schemas(config: AgentConfig) -> tuple[Schema, ...]:
-    """Return the schemas that chat templates show; none without an agent.
-
-    Raises:
-        AgentError: a tool cannot be loaded, or has no schema.
-    """
+    """Return the schemas that chat templates show; none without an agent."""
     if config.is_single_turn:
         return ()
     return tuple(tool.schema for tool in load_tools(config.tools))
@@ -63,11 +59,7 @@ def tool_schemas(config: AgentConfig) -> tuple[Schema, ...]:
 def require_usable_agent(
     config: AgentConfig, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[int]
 ) -> None:
-    """Check agent and chat template before the run begins.
-
-    Raises:
-        AgentError: the agent cannot be loaded, or the template cannot carry its messages.
-    """
+    """Raise AgentError if the agent cannot be loaded, or the chat template carry its messages."""
     if not config.is_single_turn:
         template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
         template.require_increments(history=config.history, roles=_roles_of(config))
@@ -82,11 +74,7 @@ def _roles_of(config: AgentConfig) -> Sequence[str]:
 
 
 def load_agent(spelled: str) -> Callable[[], Agent]:
-    """Import the class of an agent.
-
-    Raises:
-        AgentError: it cannot be imported, or has no coroutine ``run``.
-    """
+    """Import the class of an agent; AgentError if that fails, or it has no coroutine ``run``."""
     if spelled in _BUILT_IN:
         return _BUILT_IN[spelled]
     file, _, name = spelled.rpartition(":")
@@ -117,13 +105,9 @@ class AgentRollout:
         stop_token_ids: Sequence[int],
         hidden_variables: Collection[str] = (),
     ) -> None:
-        """Load the agent and its tools.
+        """Load the agent and its tools; AgentError as of ``load_agent`` and ``load_tools``.
 
-        Args:
-            hidden_variables: of the environment, which programs (``proxy``) do not get.
-
-        Raises:
-            AgentError: see ``load_agent`` and ``load_tools``.
+        ``hidden_variables`` of the environment are not passed to programs (``proxy``).
         """
         self._config = config
         self._tokenizer = tokenizer
@@ -153,9 +137,6 @@ class AgentRollout:
         """Return the program that holds G conversations from each of P prompts.
 
         It returns P * G samples in prompt order, those to the same prompt adjacent.
-
-        Raises:
-            AgentError: the batch has no rows.
         """
         size = sampling.num_responses_per_prompt
         if prompts.row_PN is None:

@@ -34,11 +34,8 @@ class ToolLimits:
 def to_text(value: object, *, max_chars: int) -> str:
     """Return the result of a tool as the model reads it: a text as it is, others as JSON.
 
-    Long text loses its middle; text that UTF-8 cannot hold gets question marks.
-
-    Raises:
-        TypeError: JSON cannot hold the value.
-        ValueError: likewise: it contains itself, or a number with thousands of digits.
+    Long text loses its middle; text that UTF-8 cannot hold gets question marks. TypeError or
+    ValueError: JSON cannot hold the value, which contains itself or a number of 1000s of digits.
     """
     text = value if isinstance(value, str) else to_json_text(value, keeps_unicode=True)
     if len(text) > max_chars:
@@ -77,12 +74,7 @@ class ToolProcess(Child):
         self._max_chars = limits.max_chars
 
     def run(self, function: int, arguments: Mapping[str, object]) -> str:
-        """Return the result as text.
-
-        Raises:
-            ToolFailed: the call raised, hung, or ended its process.
-            AgentError: the functions cannot be loaded.
-        """
+        """Return the result as text; ToolFailed if the call raised, hung, or ended its process."""
         message = {"function": function, "arguments": arguments}
         max_bytes = _ANSWER_BYTES + BYTES_PER_CHAR * self._max_chars
         try:

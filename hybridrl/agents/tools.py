@@ -78,11 +78,9 @@ class ToolResult:
 
 
 def load_tools(spelled_names: Sequence[str]) -> tuple[Tool, ...]:
-    """Import tools and derive their schemas.
+    """Import tools and derive their schemas; AgentError names the tool, and what it lacks.
 
-    Raises:
-        AgentError: names the tool, and what it lacks.
-        SandboxError: this machine cannot hold programs of the tool ``python``.
+    SandboxError: this machine cannot hold programs of the tool ``python``.
     """
     tools = tuple(_load_tool(spelled) for spelled in spelled_names)
     names = [tool.name for tool in tools]
@@ -92,11 +90,7 @@ def load_tools(spelled_names: Sequence[str]) -> tuple[Tool, ...]:
 
 
 def with_index(tools: Sequence[Tool], folder: str | None) -> tuple[Tool, ...]:
-    """Give the tool ``search`` an index of the folder, if it is among the tools.
-
-    Raises:
-        AgentError: the folder cannot be read, or holds no text.
-    """
+    """Give the tool ``search`` an index of the folder, if it is among the tools."""
     return tuple(
         replace(tool, function=SearchIndex(Path(str(folder))).search)
         if tool.spelled == SEARCH
@@ -131,9 +125,8 @@ def _load_tool(spelled: str) -> Tool:
 def schema_of(function: Callable[..., Any], *, spelled: str) -> Schema:
     """Derive the schema from hints and docstring, without a return value.
 
-    Raises:
-        AgentError: a hint or text is missing, or an argument has no form in JSON, for which
-            transformers would silently write a wrong schema.
+    AgentError: a hint or text is missing, or an argument has no form in JSON, for which
+    transformers would silently write a wrong schema.
     """
     where = f"agent.tools={spelled}"
     for parameter in inspect.signature(function).parameters.values():
@@ -186,11 +179,7 @@ class Toolbox:
         self._loop = LoopThread("asynchronous tools")
 
     async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
-        """Call a tool; a failure is a result, too.
-
-        Raises:
-            AgentError: the file of a tool cannot be loaded any more.
-        """
+        """Call a tool; a failure is a result, too. AgentError: its file no longer loads."""
         begin = time.perf_counter()
         try:
             if isinstance(call, BrokenCall):

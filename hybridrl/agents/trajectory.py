@@ -180,11 +180,7 @@ class Turn:
     """Calls of tools behind a sampled turn."""
 
     def rewarded(self, value: float | Sequence[float]) -> Turn:
-        """Return the turn with one more reward: on its last token, or one for each token.
-
-        Raises:
-            ValueError: not finite, or another number of tokens.
-        """
+        """Return the turn with one more reward: on its last token, or one for each token."""
         rewards = torch.zeros(len(self.token_ids))
         if isinstance(value, Sequence):
             rewards = torch.tensor([float(each) for each in value])

@@ -248,11 +248,7 @@ class Child:
         self._numbers = count()
 
     def start(self) -> None:
-        """Start the process and load the service, unless it runs.
-
-        Raises:
-            LoadFailed: that failed, or took too long.
-        """
+        """Start the process and load the service, unless it runs; LoadFailed if that fails."""
         if self._process is not None:
             status = self._process.poll()
             if status is None:
@@ -286,15 +282,11 @@ class Child:
     ) -> Iterator[Callable[[], Message]]:
         """Begin a call; yield a function that returns its next answer.
 
-        Args:
-            message: as JSON holds it.
-            max_bytes: of an answer.
-            timeout_s: what is left of ``self.timeout_s``; None: all of it.
-            grace_s: added to the wait for answers.
+        ``timeout_s`` is what is left of ``self.timeout_s``, None all of it; ``grace_s`` is added to
+        the wait for answers.
 
-        Raises:
-            CallFailed: there is no result. So is a Garbage that the block raises. If the process
-                hung, or sent something else, it was ended.
+        CallFailed: there is no result. So is a Garbage that the block raises. If the process hung,
+        or sent something else, it was ended.
         """
         if self._channel is None:
             raise CallFailed("its process has ended")
@@ -306,11 +298,7 @@ class Child:
             yield partial(self._channel.receive, max_bytes=max_bytes, timeout_s=remaining_s)
 
     def fork(self) -> Copy:
-        """Make a copy of the process, which has the service loaded. It is made in milliseconds.
-
-        Raises:
-            CallFailed: the process has ended.
-        """
+        """Copy the process, loaded service included, in milliseconds; CallFailed if it ended."""
         if self._channel is None:
             raise CallFailed("its process has ended")
         number = next(self._numbers)

@@ -72,11 +72,7 @@ class Sandbox:
     level: Level = "namespaces"
 
     def check(self) -> None:
-        """Try whether this machine can enforce the level.
-
-        Raises:
-            SandboxError: it cannot; says why.
-        """
+        """Raise SandboxError, with the reason, if this machine cannot enforce the level."""
         if reason := _refusal(self.level):
             raise SandboxError(
                 f"programs cannot be held in a sandbox on this machine: {reason}; "

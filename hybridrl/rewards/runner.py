@@ -89,12 +89,10 @@ class RewardProcess(Child):
     """Runs users' functions in a process of its own, with a deadline for every call."""
 
     def __init__(self, functions: Sequence[FunctionFile], *, timeout_s: float) -> None:
-        """Start nothing yet.
+        """Start nothing yet. Functions are called by their number.
 
-        Args:
-            functions: called by their number in this list.
-            timeout_s: seconds for one call, from the first byte of its input on; of a function of
-                one row for each row.
+        ``timeout_s`` are seconds for one call, from the first byte of its input on; of a function
+        of one row for each row.
         """
         files = [
             {"path": str(each.path), "name": each.name, "args": dict(each.args)}
@@ -113,11 +111,7 @@ class RewardProcess(Child):
         return tuple(map(str, self.loaded)) if isinstance(self.loaded, list) else ()
 
     def start(self) -> None:
-        """Start the process, unless it runs.
-
-        Raises:
-            RewardError: a function cannot be loaded within 60 s.
-        """
+        """Start the process, unless it runs; RewardError if a function does not load in 60 s."""
         try:
             super().start()
         except LoadFailed as failure:
@@ -128,16 +122,10 @@ class RewardProcess(Child):
     def score(
         self, inputs: RewardInputs, function: int = 0
     ) -> tuple[dict[int, Reward], CallFailed | None]:
-        """Return the rewards of a function by row, or reasons why there is none.
+        """Return rewards by row, and why those of other rows are missing: the call failed or hung.
 
         A process that somebody killed, the kernel for want of memory for example, is started again
         and asked again, twice at most; all attempts share the ``timeout_s`` seconds.
-
-        Returns:
-            Rewards, and why those of other rows are missing: the call raised, died or hung.
-
-        Raises:
-            RewardError: functions had to be loaded again, and that failed.
         """
         rewards: dict[int, Reward] = {}
         remaining_s, num_restarts = self.timeout_s, 0
@@ -191,11 +179,7 @@ def _rewards_of(answer: Message) -> tuple[int, list[Reward]]:
 
 
 def find_function(part: RewardPart) -> FunctionFile:
-    """Find the file of a function.
-
-    Raises:
-        RewardError: no such name or file.
-    """
+    """Find the file of a function; RewardError if there is no such name or file."""
     spelled = part.function
     if spelled in BUILT_IN_REWARDS:
         path = Path(__file__).with_name(f"{BUILT_IN_REWARDS[spelled]}.py")
@@ -215,22 +199,14 @@ def find_function(part: RewardPart) -> FunctionFile:
 
 
 def check_sandbox(part: RewardPart) -> None:
-    """Try the sandbox of a function that runs code.
-
-    Raises:
-        SandboxError: this machine cannot enforce it.
-    """
+    """Try the sandbox of a function that runs code; SandboxError if it cannot be enforced here."""
     if part.function == "code":
         level: Level = "limits" if part.args.get("sandbox") == "limits" else "namespaces"
         Sandbox(SandboxLimits(), level).check()
 
 
 def find_reward_flaws(reward: RewardConfig) -> list[ConfigError]:
-    """Load the functions in processes, as a run would, and end these; try the sandbox of code.
-
-    Returns:
-        An error for each that cannot be loaded, or not run in its sandbox.
-    """
+    """Return an error for each function that a process cannot load, or not run in its sandbox."""
     flaws = []
     for name, part in reward.parts.items():
         path, colon, _ = part.function.rpartition(":")
@@ -310,11 +286,7 @@ class RewardPool:
     def __init__(
         self, functions: Sequence[FunctionFile], *, num_processes: int, timeout_s: float
     ) -> None:
-        """Start the processes, all at a time.
-
-        Raises:
-            RewardError: a function cannot be loaded.
-        """
+        """Start the processes, all at a time; RewardError if a function cannot be loaded."""
         self._num_processes = num_processes
         children = [RewardProcess(functions, timeout_s=timeout_s) for _ in range(num_processes)]
         self._pool = Pool(children, name="reward")
@@ -338,15 +310,12 @@ class RewardPool:
         """Score B rows with every function.
 
         Rows of a failed call are tried again alone. The time is bounded: after three hangs in a row
-        for each process, or sixteen in all, rows not yet tried are given up.
+        for each process, or sixteen in all, rows not yet tried are given up; with
+        ``stop_at_failure`` once a row was found that fails alone.
 
         Args:
             inputs: of each function B rows, those of the same prompt adjacent.
-            stop_at_failure: do not try the others once a row was found that fails alone.
             known: results by function and row of earlier calls; those rows are not scored.
-
-        Raises:
-            RewardError: a function had to be loaded again, and that failed.
         """
         outcomes = Outcomes([dict(rewards) for rewards in known or [{}] * len(inputs)])
         failed = (isinstance(r, str) for rewards in outcomes.by_function for r in rewards.values())

@@ -169,11 +169,9 @@ class RewardScorer:
         ]
 
     def score_early(self, inputs: RewardInputs) -> tuple[list[list[Reward | None]], int]:
-        """Score rows by ``early_functions`` in one process.
+        """Score rows by ``early_functions`` in one process, and count the calls that hung.
 
-        Returns:
-            Of each row the rewards by function of the pool, None where there is none yet; and the
-            number of calls that hung.
+        Of each row the rewards are by function of the pool, None where there is none yet.
         """
         rewards: list[list[Reward | None]] = [
             [None] * len(self._scored) for _ in range(len(inputs))
