@@ -49,13 +49,9 @@ class Observed:
     is_truncated: bool = False
     """Whether a limit of the environment ended it."""
 
-    def to_json(self) -> Mapping[str, Any]:
-        """Return a form for ``from_json``."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
-        """Read what ``to_json`` returned; TypeError or KeyError if it is of another form."""
+        """Read what ``asdict`` returned; TypeError or KeyError if it is of another form."""
         messages = tuple(Message(**message) for message in form["messages"])
         return cls(**{**form, "messages": messages})
 
@@ -107,7 +103,7 @@ def load(path: str, name: str, max_chars: int) -> tuple[Service, None]:
         if not made:
             made.append(factory())
         value, read = Question.from_json(message).put_to(made[0], max_chars=max_chars)
-        emit(observed=read(value).to_json())
+        emit(observed=asdict(read(value)))
 
     return play, None
 

@@ -77,8 +77,7 @@ class TurnTemplate:
         turn that ``is_cut`` the stop token comes first. AgentError: the template cannot render
         tool results, or a user's turn, after an assistant's.
         """
-        new = [{"role": m.role, "content": m.content} for m in self.harmless(messages)]
-        stop, suffix = self._suffix(new)
+        stop, suffix = self._suffix([*map(_fields_of, self.harmless(messages))])
         return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix)
 
     def rewritten(
@@ -124,7 +123,7 @@ class TurnTemplate:
     def _require_increment(
         self, case: str, messages: Sequence[Message], *, history: History
     ) -> None:
-        new = [{"role": message.role, "content": message.content} for message in messages]
+        new = [*map(_fields_of, messages)]
         stop, suffix = self._suffix(new)
         assistant = self._assistant(new, _OTHER)
         if self._render([_QUESTION, assistant, *new], is_complete=True).endswith(suffix):
@@ -135,8 +134,8 @@ class TurnTemplate:
         full = self._encode(self._render([_QUESTION, assistant, *new]))
         before = self._render([_QUESTION, assistant], is_complete=True)
         end = max(before.rfind(text) + len(text) for text in self._stops if text in before)
-        appended = self._encode(before[:end]) + self._encode_behind(stop, suffix)
         tail = self._encode_behind(stop, suffix)
+        appended = self._encode(before[:end]) + tail
         if full[-len(tail) :] != tail or (history == "strict" and full != appended):
             raise AgentError(self._describe_difference(case, full, appended))
         if history == "branch":

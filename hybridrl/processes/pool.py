@@ -133,8 +133,11 @@ class Channel:
             answer = _parse(bytes(self._received[HEADER.size : end]))
             del self._received[:end]
             number = answer.get("call")
+            if number == self._number and isinstance(reason := answer.get("failed"), str):
+                function = answer.get("number")
+                raise Refused(reason, function if isinstance(function, int) else 0)
             if number == self._number:
-                return _accepted(answer)
+                return answer
             if not isinstance(number, int) or not 0 <= number < self._number:
                 raise Garbage(_NO_CALL)
             # The answer to an earlier call, which timed out or was answered twice.
@@ -169,13 +172,6 @@ def _parse(data: bytes) -> Message:
         raise Garbage("answered with text that is not JSON") from error
     if not isinstance(answer, dict):
         raise Garbage(_NO_CALL)
-    return answer
-
-
-def _accepted(answer: Message) -> Message:
-    if isinstance(reason := answer.get("failed"), str):
-        number = answer.get("number")
-        raise Refused(reason, number if isinstance(number, int) else 0)
     return answer
 
 
