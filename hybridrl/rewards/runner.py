@@ -171,9 +171,9 @@ class RewardProcess(Child):
 
 
 def _rewards_of(answer: Message) -> tuple[int, list[Reward]]:
-    row, rewards = answer.get("row", 0), answer.get("rewards")
-    is_list = isinstance(rewards, list) and all(type(each) in (float, str) for each in rewards)
-    if not is_list or not isinstance(row, int):
+    row, rewards = answer.get("row", 0), answer.get("rewards", "none")
+    is_list = isinstance(row, int) and isinstance(rewards, list)
+    if not is_list or not all(type(value) in (float, str) for value in rewards):
         raise Garbage("answered with text that is not a list of rewards")
     return row, rewards
 

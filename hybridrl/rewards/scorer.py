@@ -92,7 +92,7 @@ class Scores:
     def join(rounds: Sequence[Scores]) -> Scores:
         """Return the scores of all rows, in order."""
         parts = [scores._by_row() for scores in rounds]
-        joined = {
+        joined: dict[str, Any] = {
             name: torch.cat([part[name] for part in parts if name in part])
             for name in ChainMap(*parts)
         }
