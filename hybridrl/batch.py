@@ -57,7 +57,7 @@ class RolloutBatch(TensorClass):
     routed_experts_at_B: Any = None  # the same, left where it was sampled: see `leave_experts`
     # int64, jagged, tokens of each of a row's Q sequences. None: every row is one sequence.
     sequence_lengths_BQ: Tensor | None = None
-    # uint8, jagged, the turns as JSON (agents/turn_records.py), with lengths of its own. None
+    # uint8, jagged, the turns as JSON (agents/trajectory.py), with lengths of its own. None
     # without an agent. Nothing that learns reads it.
     turns_BN: Tensor | None = None
     # float32, jagged, rewards that an agent gave, 0 where the mask is False. None without an agent.

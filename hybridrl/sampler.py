@@ -84,7 +84,7 @@ class Sample:
     whose history was rewritten. Their contexts are not sampled."""
 
     turns: Tensor | None = None
-    """uint8 [n], the turns of a conversation (``agents/turn_records.py``). None: a single turn."""
+    """uint8 [n], the turns of a conversation (``agents/trajectory.py``). None: a single turn."""
 
     @property
     def is_truncated(self) -> bool:

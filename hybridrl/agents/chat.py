@@ -100,15 +100,9 @@ class ChatAnswer:
 
 
 def read_request(data: bytes, *, model: str, temperature: float, top_p: float) -> ChatRequest:
-    """Read the body of a request.
+    """Read the JSON body of a request; RefusedRequest names the field that is wrong.
 
-    Args:
-        data: JSON.
-        model: name of the only model.
-        temperature: at which the policy samples; no other is possible.
-
-    Raises:
-        RefusedRequest: names the field.
+    A request may name no other model, temperature and top-p than these.
     """
     try:
         fields = json.loads(data)

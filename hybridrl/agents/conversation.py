@@ -1,4 +1,4 @@
-"""A conversation while it is held: the only way of an agent to tokens and tools.
+"""Agents, and the conversations that they hold: to an end, to a limit, or to an error.
 
 Whatever the agent does, the tokens here are those that the sampler returned, in order, and what was
 appended between them.
@@ -12,22 +12,77 @@ of them (``sample_turn``). All of them become one trajectory.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.setting import Prompt, Setting
+from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
-from hybridrl.agents.tools import ToolResult
-from hybridrl.agents.trajectory import Ended, OpenSequence, TokenSequence, Trajectory, Turn
-from hybridrl.agents.turn_records import CallRecord, call_record
+from hybridrl.agents.tools import Toolbox, ToolResult
+from hybridrl.agents.trajectory import (
+    Ended,
+    OpenSequence,
+    TokenSequence,
+    Trajectory,
+    Turn,
+    call_record,
+)
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
-from hybridrl.sampler import Sample, request_key
+from hybridrl.loop_thread import is_cancelled
+from hybridrl.processes.child import last_line
+from hybridrl.sampler import RequestParams, Sample, Sampler, request_key
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """The beginning of a conversation."""
+
+    row: Row
+    """With the reference answer, for agents that play an environment."""
+
+    token_ids: Tensor
+    """int64 [n], n >= 1, of the rendered prompt."""
+
+    seed: int
+    """Of the prompt (``PromptBatch.seed_P``)."""
+
+    response_index: int
+    """Index of the conversation among those that start with the same prompt, from 0."""
+
+    number: int
+    """Of the conversation in its call, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """The setting that all conversations of a rank share."""
+
+    sampler: Sampler
+    params: RequestParams
+    """``max_new_tokens`` limits all tokens behind the prompt, tool results among them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: TurnTemplate
+    history: History = "strict"
+    toolbox: Toolbox
+    parse: Callable[[str], Calls]
+    """Reads calls in the format of ``agent.tool_format``."""
+
+    max_turns: int
+    """Turns of the assistant."""
+
+    timeout_s: float
+    """Seconds from the first request to the end."""
 
 
 class ConversationEnded(BaseException):
@@ -92,21 +147,16 @@ class Conversation:
     def begin_with(self, messages: Sequence[Message]) -> None:
         """Put messages in place of the row's prompt, before the first turn.
 
-        Raises:
-            AgentError: the chat template rejects them.
+        AgentError: the chat template rejects them.
         """
         template = self._setting.template
         self._messages = template.harmless(messages)
         self.begin(torch.tensor(template.beginning(self._messages)))
 
     async def sample(self) -> str:
-        """Sample the assistant's next turn.
+        """Sample the assistant's next turn: its text, without the token that ended it.
 
-        Returns:
-            Its text with special tokens, without the token that ended it.
-
-        Raises:
-            ConversationEnded: a limit was reached, before the turn or in it.
+        It has special tokens. ConversationEnded: a limit was reached, before the turn or in it.
         """
         sample = await self.sample_turn(self._sequences[-1])
         self._end_if("tokens", reached=sample.is_truncated)
@@ -151,12 +201,8 @@ class Conversation:
         Turns of a conversation are sampled one after the other, whichever tasks ask for them: so
         limits and random streams do not depend on time.
 
-        Args:
-            max_new_tokens: of the turn; None leaves it to the conversation's limits.
-            shorten: drops last tokens, as if they had not been sampled.
-
-        Raises:
-            ConversationEnded: a limit was reached before the turn.
+        ``max_new_tokens=None`` leaves it to the conversation's limits; ``shorten`` drops last
+        tokens, as if they had not been sampled. ConversationEnded: a limit was reached before it.
         """
         self._is_begun = True
         async with self._turn_lock:
@@ -204,10 +250,8 @@ class Conversation:
     ) -> None:
         """Append tokens that the policy did not choose, int64 [n], to a sequence.
 
-        Args:
-            sequence: behind its last turn.
-            token_ids: with the beginning of the assistant's next turn.
-            messages: their content, for samples, the report and rewards.
+        They end with the beginning of the assistant's next turn. ``messages`` are their content,
+        for samples, the report and rewards.
         """
         self._is_begun = True
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
@@ -217,10 +261,8 @@ class Conversation:
         """Give the last sampled turn a reward; several rewards of a turn add up.
 
         The reward of the conversation is the sum over its turns. So an agent that rewards the
-        conversation alone does that behind the last turn.
-
-        Args:
-            value: of the turn, or one of each of its tokens (``last_turn``).
+        conversation alone does that behind the last turn. ``value`` is of the turn, or one of each
+        of its tokens (``last_turn``).
 
         Raises:
             ValueError: not a finite number, another number of tokens, or no turn was sampled.
@@ -230,11 +272,7 @@ class Conversation:
 
     @property
     def last_turn(self) -> Turn:
-        """Return the tokens of the last sampled turn.
-
-        Raises:
-            ValueError: no turn was sampled.
-        """
+        """The tokens of the last sampled turn; ValueError before the first."""
         sequence, index = self._find_last_turn()
         return sequence.turns[index]
 
@@ -260,7 +298,7 @@ class Conversation:
         self._busy_lanes.add(lane)
         records = self._sequences[-1].calls_behind_last_turn()
         at = len(records)  # calls keep the order in which they began
-        records.append(_record_of(call))
+        records.append(call_record(call, is_error=True))
         try:
             result = await self._setting.toolbox.call(call)
         finally:
@@ -279,16 +317,12 @@ class Conversation:
 
     def note_call(self, call: ToolCall | BrokenCall, result: ToolResult) -> None:
         """Count a call that others answered, and keep it with the last turn."""
-        record = replace(_record_of(call), is_error=result.is_error)
+        record = call_record(call, is_error=result.is_error)
         self._sequences[-1].calls_behind_last_turn().append(record)
         self._results.append(result)
 
     def end(self, ended: Ended, *, failure: str = "") -> None:
-        """End it; the first reason counts.
-
-        Args:
-            failure: what broke, if it ends by an error.
-        """
+        """End it; the first reason counts. ``failure`` is what broke, if it ends by an error."""
         if self._ended is None:
             self._ended, self._failure = ended, failure
 
@@ -332,8 +366,54 @@ class Conversation:
             raise ConversationEnded(f"the conversation has ended: {self._ended}")
 
 
-def _record_of(call: ToolCall | BrokenCall) -> CallRecord:
-    """Describe a call that has no result yet."""
-    if isinstance(call, ToolCall):
-        return call_record(call.name, dict(call.arguments), is_error=True)
-    return call_record("", call.reason, is_error=True)
+class Agent(Protocol):
+    """Holds conversations: any program over ``Conversation``. Made without arguments."""
+
+    @property
+    def appended_roles(self) -> Sequence[str]:
+        """Return the roles of the messages that it appends, ``tool`` or ``user``.
+
+        A class attribute: the chat template's form of them is checked before the run begins.
+        """
+        ...
+
+    async def run(self, conversation: Conversation) -> None:
+        """Sample turns and append messages until there is an answer.
+
+        It returns when the last sampled turn is the answer. Errors that it raises end the
+        conversation, not the run.
+        """
+        ...
+
+
+async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:
+    """Let an agent hold one conversation, to its end or to a limit; EngineError ends the run."""
+    conversation = Conversation(prompt, setting)
+    begin_ns = time.perf_counter_ns()
+    deadline = asyncio.timeout(setting.timeout_s)
+    try:
+        async with deadline:
+            await agent.run(conversation)
+    except ConversationEnded:
+        pass
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # any user code
+        if is_cancelled(error):
+            raise
+        if conversation.sampler_error is not None:
+            raise conversation.sampler_error from error
+        if deadline.expired():
+            conversation.end("time")
+        else:
+            conversation.end("error", failure=last_line(error))
+            log.warning("an agent failed, and its conversation ends there: %s", last_line(error))
+    if conversation.sampler_error is not None:
+        raise conversation.sampler_error
+    trajectory = conversation.to_trajectory()
+    trace.add(
+        "conversation",
+        begin_ns,
+        track=prompt.number,
+        turns=trajectory.num_sampled_turns,
+        ended=trajectory.ended,
+    )
+    return trajectory

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl.agents import built_in_environments
+from hybridrl.agents import built_in
 from hybridrl.agents.conversation import Conversation
 from hybridrl.agents.observations import Observed, Question
 from hybridrl.agents.tool_process import BYTES_PER_CHAR, ToolLimits
@@ -23,9 +24,8 @@ from hybridrl.config.agent import BUILT_IN_ENVIRONMENTS
 from hybridrl.data.rows import Message
 from hybridrl.diagnostics import trace
 from hybridrl.errors import AgentError, suggest_name
-from hybridrl.processes.channel import CallFailed
 from hybridrl.processes.child import last_line, load_module
-from hybridrl.processes.pool import Child, Copy, LoadFailed
+from hybridrl.processes.pool import CallFailed, Child, Copy, LoadFailed
 
 _ANSWER_BYTES = 1 << 16
 _USUAL_MESSAGES = 8
@@ -44,11 +44,7 @@ class EnvironmentKind:
 
 
 def load_environment(spelled: str) -> EnvironmentKind:
-    """Import the class of an environment, or the function that makes one.
-
-    Raises:
-        AgentError: it cannot be imported, or lacks a method.
-    """
+    """Import an environment's class or factory; AgentError if that fails, or lacks a method."""
     file, _, name = spelled.rpartition(":")
     if not file and name not in BUILT_IN_ENVIRONMENTS:
         raise AgentError(
@@ -56,7 +52,7 @@ def load_environment(spelled: str) -> EnvironmentKind:
             f"{suggest_name(name, BUILT_IN_ENVIRONMENTS)} "
             "For your own set agent.environment=path/to/file.py:Class"
         )
-    file = file or str(built_in_environments.__file__)
+    file = file or str(built_in.__file__)
     try:
         factory: Any = vars(load_module(file))[name]
         kind = factory
@@ -92,61 +88,33 @@ class EnvironmentFailed(Exception):
     """An environment raised, hung, or answered in another form: its conversation ends."""
 
 
-class LoopEnvironment:
-    """An environment of coroutines: it must let itself be cancelled, and may not block."""
-
-    def __init__(self, environment: Any, limits: ToolLimits) -> None:  # noqa: ANN401 - of a user
-        self._environment = environment
-        self._limits = limits
-
-    async def ask(self, question: Question) -> Observed:
-        """Return the answer.
-
-        Raises:
-            EnvironmentFailed: it raised, hung, or answered in another form.
-        """
-        deadline = asyncio.timeout(self._limits.timeout_s)
-        chars = self._limits.max_chars
-        try:
-            async with deadline:
-                value, read = question.put_to(self._environment, max_chars=chars)
-                return read(await value if inspect.isawaitable(value) else value)
-        except (Exception, SystemExit) as error:  # any user code
-            if deadline.expired():
-                limit = f"{self._limits.timeout_s:g} s"
-                raise EnvironmentFailed(f"took longer than {limit}") from error
-            raise EnvironmentFailed(f"raised {last_line(error)}") from error
-
-    async def end(self) -> None:
-        """Let it close what it opened."""
-        await self.ask(Question())
+Ask = Callable[[Question], Awaitable[Observed]]
+"""Returns an environment's answer; raises EnvironmentFailed."""
 
 
-class ProcessEnvironment:
-    """An environment of plain methods, in a process of its own."""
+async def _ask_in_loop(environment: Any, limits: ToolLimits, question: Question) -> Observed:  # noqa: ANN401 - of a user
+    """Ask one of coroutines: it must let itself be cancelled, and may not block."""
+    deadline = asyncio.timeout(limits.timeout_s)
+    try:
+        async with deadline:
+            value, read = question.put_to(environment, max_chars=limits.max_chars)
+            return read(await value if inspect.isawaitable(value) else value)
+    except (Exception, SystemExit) as error:  # any user code
+        if deadline.expired():
+            raise EnvironmentFailed(f"took longer than {limits.timeout_s:g} s") from error
+        raise EnvironmentFailed(f"raised {last_line(error)}") from error
 
-    def __init__(self, copy: Copy, limits: ToolLimits) -> None:
-        self._copy = copy
-        self._max_bytes = _ANSWER_BYTES + _USUAL_MESSAGES * BYTES_PER_CHAR * limits.max_chars
 
-    async def ask(self, question: Question) -> Observed:
-        """Return the answer; raises as ``LoopEnvironment.ask``, and if its process ended."""
-        try:
-            answer = await self._copy.call(question.to_json(), max_bytes=self._max_bytes)
-            return Observed.from_json(answer["observed"])
-        except CallFailed as error:
-            raise EnvironmentFailed(str(error)) from error
-        except (TypeError, KeyError) as error:
-            raise EnvironmentFailed("sent something else than an observation") from error
-
-    async def end(self) -> None:
-        """Let it close what it opened, and kill it."""
-        try:
-            await self.ask(Question())
-        except EnvironmentFailed:
-            return
-        finally:
-            self._copy.end()
+async def _ask_copy(copy: Copy, limits: ToolLimits, question: Question) -> Observed:
+    """Ask one of plain methods, in a process of its own."""
+    max_bytes = _ANSWER_BYTES + _USUAL_MESSAGES * BYTES_PER_CHAR * limits.max_chars
+    try:
+        answer = await copy.call(question.to_json(), max_bytes=max_bytes)
+        return Observed.from_json(answer["observed"])
+    except CallFailed as error:
+        raise EnvironmentFailed(str(error)) from error
+    except (TypeError, KeyError) as error:
+        raise EnvironmentFailed("sent something else than an observation") from error
 
 
 class Environments:
@@ -157,11 +125,7 @@ class Environments:
     """
 
     def __init__(self, kind: EnvironmentKind, *, limits: ToolLimits) -> None:
-        """Start the process that makes plain ones.
-
-        Raises:
-            AgentError: the file cannot be loaded there.
-        """
+        """Start the process that makes plain ones; AgentError if it cannot load the file."""
         self.kind = kind
         self._limits = limits
         self._process: Child | None = None
@@ -176,22 +140,26 @@ class Environments:
             self._start(self._process)
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[LoopEnvironment | ProcessEnvironment]:
-        """Make an environment, and end it.
-
-        Raises:
-            AgentError: the process had to be started again, and that failed.
-        """
-        environment: LoopEnvironment | ProcessEnvironment
+    async def open(self) -> AsyncIterator[Ask]:
+        """Make an environment, and let it close what it opened."""
         if self._process is None:
-            environment = LoopEnvironment(self.kind.factory(), self._limits)
-        else:
-            self._start(self._process)
-            environment = ProcessEnvironment(self._process.fork(), self._limits)
+            ask = partial(_ask_in_loop, self.kind.factory(), self._limits)
+            try:
+                yield ask
+            finally:
+                await ask(Question())
+            return
+        self._start(self._process)
+        copy = self._process.fork()
+        ask = partial(_ask_copy, copy, self._limits)
         try:
-            yield environment
+            yield ask
         finally:
-            await environment.end()
+            try:
+                with suppress(EnvironmentFailed):
+                    await ask(Question())
+            finally:
+                copy.end()
 
     def close(self) -> None:
         """End all processes. Twice is a no-op."""
@@ -214,8 +182,8 @@ class PlaysEnvironment:
 
     async def run(self, conversation: Conversation) -> None:
         """Play until the environment is done, or ends by a limit of its own."""
-        async with self._environments.open() as environment:
-            observed = await environment.ask(Question(row=conversation.row, seed=conversation.seed))
+        async with self._environments.open() as ask:
+            observed = await ask(Question(row=conversation.row, seed=conversation.seed))
             if observed.text is not None:
                 conversation.begin_with(_put_behind(conversation.messages, observed.text))
             elif observed.messages:
@@ -223,7 +191,7 @@ class PlaysEnvironment:
             while True:
                 action = await conversation.sample()
                 begin_ns = time.perf_counter_ns()
-                observed = await environment.ask(Question(action=action))
+                observed = await ask(Question(action=action))
                 trace.add("environment", begin_ns, track=conversation.number)
                 conversation.reward(observed.reward)
                 if observed.is_truncated:

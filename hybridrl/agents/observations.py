@@ -49,17 +49,9 @@ class Observed:
     is_truncated: bool = False
     """Whether a limit of the environment ended it."""
 
-    def to_json(self) -> Mapping[str, Any]:
-        """Return a form for ``from_json``."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
-        """Read what ``to_json`` returned.
-
-        Raises:
-            TypeError: it is of another form.
-        """
+        """Read what ``asdict`` returned; TypeError or KeyError if it is of another form."""
         messages = tuple(Message(**message) for message in form["messages"])
         return cls(**{**form, "messages": messages})
 
@@ -111,7 +103,7 @@ def load(path: str, name: str, max_chars: int) -> tuple[Service, None]:
         if not made:
             made.append(factory())
         value, read = Question.from_json(message).put_to(made[0], max_chars=max_chars)
-        emit(observed=read(value).to_json())
+        emit(observed=asdict(read(value)))
 
     return play, None
 
@@ -130,14 +122,10 @@ def _arguments_of_reset(reset: object, row: Row, seed: int) -> dict[str, object]
 
 
 def read_reset(value: object, *, is_gymnasium: bool, max_chars: int) -> Observed:
-    """Read the answer of ``reset``.
+    """Read the answer of ``reset``, in Gymnasium's form an observation and a dict.
 
-    Args:
-        is_gymnasium: it is an observation and a dict.
-        max_chars: of each text; a longer one loses its middle.
-
-    Raises:
-        TypeError: it has another form, or cannot be written as JSON.
+    A text longer than ``max_chars`` loses its middle. TypeError: the answer has another form, or
+    cannot be written as JSON.
     """
     if is_gymnasium:
         if not isinstance(value, tuple) or len(value) != 2:
@@ -151,9 +139,7 @@ def read_reset(value: object, *, is_gymnasium: bool, max_chars: int) -> Observed
 def read_step(value: object, *, max_chars: int) -> Observed:
     """Read the answer of ``step``: three values or four, the last ignored, or Gymnasium's five.
 
-    Raises:
-        TypeError: it has another form, or cannot be written as JSON.
-        ValueError: the reward is not finite.
+    TypeError: it has another form, or cannot be written as JSON. ValueError: an infinite reward.
     """
     if not isinstance(value, tuple) or len(value) not in (3, 4, 5):
         raise TypeError(

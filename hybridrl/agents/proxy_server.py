@@ -1,31 +1,51 @@
 """An OpenAI-compatible server in front of the sampler: on the loopback address, in the rank's loop.
 
-Every mistake of a client is answered in OpenAI's form, and counted; none ends the run.
+A request that continues a chat continues its tokens; one with another history begins a sequence of
+its own. Every mistake of a client is answered in OpenAI's form, and counted; none ends the run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
+import torch
 from aiohttp import web
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.chat import (
     ChatAnswer,
+    ChatMessage,
     ChatRequest,
+    Fields,
     RefusedRequest,
     completion,
     events,
     read_request,
+    to_template,
 )
+from hybridrl.agents.conversation import Conversation, ConversationEnded
+from hybridrl.agents.templates import History, TurnTemplate
+from hybridrl.agents.tool_calls import BrokenCall, ToolCall, text_before_calls
+from hybridrl.agents.tools import ToolResult
+from hybridrl.agents.trajectory import OpenSequence
+from hybridrl.data.rows import Message
+from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
-from hybridrl.sampler import RequestParams
+from hybridrl.sampler import RequestParams, Sample
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _json = partial(web.json_response, dumps=to_json_text)
 
@@ -127,9 +147,7 @@ class ProxyServer:
 async def serve(params: RequestParams, *, max_context_tokens: int) -> AsyncIterator[ProxyServer]:
     """Listen on a free port of the loopback address, in the running event loop.
 
-    Args:
-        params: temperature and top-p of all requests; a request may not ask for others.
-        max_context_tokens: limits bodies: tokenizing one holds up all other conversations.
+    ``max_context_tokens`` limits bodies: tokenizing one holds up all other conversations.
     """
     server = ProxyServer(params)
     max_bytes = _BYTES_PER_TOKEN * max_context_tokens + _MORE_BYTES
@@ -148,3 +166,199 @@ async def serve(params: RequestParams, *, max_context_tokens: int) -> AsyncItera
         yield server
     finally:
         await runner.cleanup()
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A chat up to an answer, and the tokens that stand for it."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Fields, ...]
+    sequence: OpenSequence
+    num_tokens: int
+    """Of the sequence, up to the end of the answer."""
+
+    is_cut: bool
+    """Whether the answer lacks its stop token."""
+
+    @property
+    def is_last(self) -> bool:
+        return len(self.sequence.token_ids) == self.num_tokens
+
+
+class Chats:
+    """The chats of one agent program: which tokens stand for which messages."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        template: TurnTemplate,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        history: History,
+    ) -> None:
+        """Begin with none; ``history`` is ``agent.history``."""
+        self._history = history
+        self._conversation = conversation
+        self._template = template
+        self._tokenizer = tokenizer
+        self._answered: list[_Answered] = []
+        self._num_calls = 0
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Has the engine's error, if there was one."""
+        self.ended: ConversationEnded | None = None
+        """The limit that refused a request, if one did."""
+
+    async def ask(self, request: ChatRequest) -> ChatAnswer:
+        """Sample the answer to a request; any number of requests at a time.
+
+        Raises:
+            RefusedRequest: a limit is reached, or the chat template has no form for the messages.
+            EngineError: the engine failed.
+        """
+        try:
+            sequence = self._continued(request) or self._begun(request)
+            num_prompt_tokens = len(sequence.token_ids)
+            sample = await self._conversation.sample_turn(
+                sequence,
+                max_new_tokens=request.max_tokens,
+                shorten=lambda sampled: _cut_behind(sampled, request.stops, self._tokenizer.decode),
+            )
+        except ConversationEnded as error:
+            self.ended = error
+            raise RefusedRequest(str(error), code="conversation_ended") from error
+        except AgentError as error:
+            raise RefusedRequest(str(error), param="messages") from error
+        except Exception as error:
+            if error is self._conversation.sampler_error and not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+        text: str = self._tokenizer.decode(
+            sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
+        )
+        stopped_text = _text_before(text, request.stops)
+        is_limited = sample.is_truncated and stopped_text is None
+        if is_limited and len(sample.token_ids) != request.max_tokens:
+            self._conversation.end("tokens")
+        message = self._message_of(
+            text if stopped_text is None else stopped_text, reads_calls=bool(request.tools)
+        )
+        self._answered.append(
+            _Answered(
+                messages=(*request.messages, message),
+                tools=request.tools,
+                sequence=sequence,
+                num_tokens=len(sequence.token_ids),
+                is_cut=sample.is_truncated,
+            )
+        )
+        self._num_calls += len(message.calls)
+        return ChatAnswer(
+            message=message,
+            first_call=self._num_calls - len(message.calls),
+            finish_reason="tool_calls" if message.calls else "length" if is_limited else "stop",
+            tokens=self._tokenizer.batch_decode(sample.token_ids[:, None]),
+            logprobs=sample.logprobs.tolist(),
+            num_prompt_tokens=num_prompt_tokens,
+        )
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether a request was answered."""
+        return bool(self._answered)
+
+    def _continued(self, request: ChatRequest) -> OpenSequence | None:
+        """Append the new messages of a chat that is known so far."""
+        known = [chat for chat in self._answered if _new_messages(chat, request)]
+        if not known:
+            return None
+        chat = max(known, key=lambda chat: (len(chat.messages), chat.is_last))
+        new = self._template.harmless(
+            [Message(m.role, m.content) for m in _new_messages(chat, request)]
+        )
+        if self._history == "branch" and self._is_rewritten(chat, new):
+            return None
+        increment = torch.tensor(self._template.increment(new, is_cut=chat.is_cut))
+        if not chat.is_last:  # the program has gone on from here before
+            context = chat.sequence.token_ids[: chat.num_tokens]
+            return self._conversation.begin(torch.cat([context, increment]))
+        self._conversation.append_tokens(chat.sequence, increment, new)
+        return chat.sequence
+
+    def _begun(self, request: ChatRequest) -> OpenSequence:
+        token_ids = self._in_either_form(
+            request.messages, lambda messages: self._template.beginning(messages, request.tools)
+        )
+        return self._conversation.begin(torch.tensor(token_ids))
+
+    def _is_rewritten(self, chat: _Answered, new: Sequence[Message]) -> bool:
+        """Return whether the template shows a chat differently once messages follow."""
+        context = self._in_either_form(
+            chat.messages,
+            lambda messages: self._template.rewritten(messages, new, tools=chat.tools),
+        )
+        return context is not None
+
+    def _in_either_form(
+        self, messages: Sequence[ChatMessage], render: Callable[[list[Fields]], T]
+    ) -> T:
+        """Render messages; some templates take the arguments of calls as JSON alone."""
+        try:
+            return render([to_template(m, has_json_arguments=False) for m in messages])
+        except AgentError:
+            return render([to_template(m, has_json_arguments=True) for m in messages])
+
+    def _message_of(self, text: str, *, reads_calls: bool) -> ChatMessage:
+        """Read the calls in the last turn. A turn with a call that cannot be read is text."""
+        calls = self._conversation.read_calls(text) if reads_calls else ()
+        for call in calls:
+            is_broken = isinstance(call, BrokenCall)
+            self._conversation.note_call(call, ToolResult("", is_error=is_broken, seconds=0.0))
+        read = tuple(call for call in calls if isinstance(call, ToolCall) and _has_json_form(call))
+        if not read or len(read) < len(calls):
+            return ChatMessage("assistant", text.strip())
+        return ChatMessage("assistant", text_before_calls(text).strip(), read)
+
+
+def _new_messages(chat: _Answered, request: ChatRequest) -> tuple[ChatMessage, ...]:
+    """Return the messages that a request has behind a chat; none if it is another one."""
+    num_known = len(chat.messages)
+    new = request.messages[num_known:]
+    is_known = request.tools == chat.tools and request.messages[:num_known] == chat.messages
+    return new if is_known and all(m.role in ("tool", "user") for m in new) else ()
+
+
+def _cut_behind(sample: Sample, stops: Sequence[str], decode: Callable[[Tensor], str]) -> Sample:
+    """Drop the tokens behind the one that completes the first stop string.
+
+    The engine samples to the end of the turn, and knows nothing of strings: the tokens up to here
+    do not depend on those behind them. A sample that was cut lacks a stop token.
+    """
+    token_ids = sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
+
+    def has_stop(num_tokens: int) -> bool:
+        return _text_before(decode(token_ids[:num_tokens]), stops) is not None
+
+    if not stops or not has_stop(len(token_ids)):
+        return sample
+    num_tokens = bisect_left(range(len(token_ids)), 1, key=has_stop)
+    return replace(
+        sample,
+        token_ids=token_ids[:num_tokens],
+        logprobs=sample.logprobs[:num_tokens],
+        finish_reason="length",
+    )
+
+
+def _text_before(text: str, stops: Sequence[str]) -> str | None:
+    """Return a text up to the first stop string in it; None if it has none."""
+    places = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(places)] if places else None
+
+
+def _has_json_form(call: ToolCall) -> bool:
+    try:
+        to_json_text(call.arguments)
+    except (TypeError, ValueError):
+        return False
+    return True

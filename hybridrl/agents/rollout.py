@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.agent import Agent, hold
-from hybridrl.agents.conversation import Conversation
+from hybridrl.agents.conversation import Agent, Conversation, Prompt, Setting, hold
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
-from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
@@ -52,11 +50,7 @@ _PROXY = "hybridrl.agents.proxy"
 
 
 def tool_schemas(config: AgentConfig) -> tuple[Schema, ...]:
-    """Return the schemas that chat templates show; none without an agent.
-
-    Raises:
-        AgentError: a tool cannot be loaded, or has no schema.
-    """
+    """Return the schemas that chat templates show; none without an agent."""
     if config.is_single_turn:
         return ()
     return tuple(tool.schema for tool in load_tools(config.tools))
@@ -65,11 +59,7 @@ def tool_schemas(config: AgentConfig) -> tuple[Schema, ...]:
 def require_usable_agent(
     config: AgentConfig, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[int]
 ) -> None:
-    """Check agent and chat template before the run begins.
-
-    Raises:
-        AgentError: the agent cannot be loaded, or the template cannot carry its messages.
-    """
+    """Raise AgentError if the agent cannot be loaded, or the chat template carry its messages."""
     if not config.is_single_turn:
         template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
         template.require_increments(history=config.history, roles=_roles_of(config))
@@ -84,11 +74,7 @@ def _roles_of(config: AgentConfig) -> Sequence[str]:
 
 
 def load_agent(spelled: str) -> Callable[[], Agent]:
-    """Import the class of an agent.
-
-    Raises:
-        AgentError: it cannot be imported, or has no coroutine ``run``.
-    """
+    """Import the class of an agent; AgentError if that fails, or it has no coroutine ``run``."""
     if spelled in _BUILT_IN:
         return _BUILT_IN[spelled]
     file, _, name = spelled.rpartition(":")
@@ -119,13 +105,9 @@ class AgentRollout:
         stop_token_ids: Sequence[int],
         hidden_variables: Collection[str] = (),
     ) -> None:
-        """Load the agent and its tools.
+        """Load the agent and its tools; AgentError as of ``load_agent`` and ``load_tools``.
 
-        Args:
-            hidden_variables: of the environment, which programs (``proxy``) do not get.
-
-        Raises:
-            AgentError: see ``load_agent`` and ``load_tools``.
+        ``hidden_variables`` of the environment are not passed to programs (``proxy``).
         """
         self._config = config
         self._tokenizer = tokenizer
@@ -137,10 +119,11 @@ class AgentRollout:
         self._proxy: Proxy | None = None
         self._environments: Environments | None = None
         if config.loop == PROXY:
-            self._proxy = import_module(_PROXY).Proxy(
+            proxy = import_module(_PROXY).Proxy(
                 config, self._template, tokenizer, hidden_variables=hidden_variables
             )
-            self._agent: Callable[[], Agent] = self._proxy.agent
+            self._proxy = proxy
+            self._agent: Callable[[], Agent] = lambda: proxy
         elif config.loop == ENVIRONMENT:
             kind = load_environment(str(config.environment))
             self._environments = Environments(kind, limits=limits)
@@ -154,9 +137,6 @@ class AgentRollout:
         """Return the program that holds G conversations from each of P prompts.
 
         It returns P * G samples in prompt order, those to the same prompt adjacent.
-
-        Raises:
-            AgentError: the batch has no rows.
         """
         size = sampling.num_responses_per_prompt
         if prompts.row_PN is None:
@@ -183,7 +163,17 @@ class AgentRollout:
                 sampling.reporter.report(index, prompt.response_index, sample)
 
         async def program(sampler: Sampler) -> list[Sample]:
-            setting = self._setting(sampler, sampling)
+            setting = Setting(
+                sampler=sampler,
+                params=sampling.request_params(),
+                tokenizer=self._tokenizer,
+                template=self._template,
+                history=self._config.history,
+                toolbox=self._toolbox,
+                parse=PARSERS[self._config.tool_format],
+                max_turns=self._config.max_turns,
+                timeout_s=self._config.timeout_s,
+            )
             async with self._proxy.open(setting) if self._proxy else nullcontext():
                 held = await self._hold_all(beginnings, setting, report)
             described = describe([trajectory for trajectory, _ in held])
@@ -226,19 +216,6 @@ class AgentRollout:
         finally:
             for task in tasks:
                 task.cancel()
-
-    def _setting(self, sampler: Sampler, sampling: SamplingParams) -> Setting:
-        return Setting(
-            sampler=sampler,
-            params=sampling.request_params(),
-            tokenizer=self._tokenizer,
-            template=self._template,
-            history=self._config.history,
-            toolbox=self._toolbox,
-            parse=PARSERS[self._config.tool_format],
-            max_turns=self._config.max_turns,
-            timeout_s=self._config.timeout_s,
-        )
 
 
 def describe(trajectories: Sequence[Trajectory]) -> Metrics:

@@ -44,12 +44,7 @@ class TurnTemplate:
         stop_token_ids: Sequence[int],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Read a chat template.
-
-        Args:
-            tokenizer: has a chat template.
-            tools: schemas of tools, which it shows in the prompt.
-        """
+        """Read a chat template, which shows the schemas of ``tools`` in the prompt."""
         self._tokenizer = tokenizer
         self._tools = tuple(tools)
         texts = tokenizer.batch_decode([[token_id] for token_id in stop_token_ids])
@@ -65,13 +60,8 @@ class TurnTemplate:
     ) -> list[int]:
         """Return all tokens of a chat, up to the assistant's next turn.
 
-        Special tokens within the messages lose their meaning, as in ``increment``.
-
-        Args:
-            tools: schemas of tools, which the template shows; None shows those of the prompt.
-
-        Raises:
-            AgentError: the template cannot render them, or renders nothing.
+        Special tokens within the messages lose their meaning, as in ``increment``. ``tools=None``
+        shows those of the prompt. AgentError: the template cannot render it, or renders nothing.
         """
         fields = map(_fields_of, messages)
         new = [{**each, "content": self._specials.harmless(each["content"])} for each in fields]
@@ -83,17 +73,11 @@ class TurnTemplate:
     def increment(self, messages: Sequence[Message], *, is_cut: bool = False) -> list[int]:
         """Return the tokens from behind a turn's stop token to the assistant's next turn.
 
-        Special tokens within the messages lose their meaning: a space is put into their text.
-
-        Args:
-            messages: tool results, or a user's turn.
-            is_cut: the turn lacks its stop token, which then comes first.
-
-        Raises:
-            AgentError: the template cannot render them after an assistant's turn.
+        Special tokens within the messages lose their meaning: a space is put into their text. Of a
+        turn that ``is_cut`` the stop token comes first. AgentError: the template cannot render
+        tool results, or a user's turn, after an assistant's.
         """
-        new = [{"role": m.role, "content": m.content} for m in self.harmless(messages)]
-        stop, suffix = self._suffix(new)
+        stop, suffix = self._suffix([*map(_fields_of, self.harmless(messages))])
         return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix)
 
     def rewritten(
@@ -105,20 +89,11 @@ class TurnTemplate:
     ) -> list[int] | None:
         """Return the tokens of a conversation that the template renders differently than before.
 
-        Two renderings are compared, before and after the new messages. So a turn that was sampled
-        in other tokens than the tokenizer's, or in other words than the template's, is no
-        difference.
-
-        Args:
-            history: the conversation so far. The text of sampled turns is their content, calls
-                included, because no template may write them in another form.
-            new: the messages that follow its last turn, ``harmless`` ones.
-
-        Returns:
-            All tokens up to the assistant's next turn; None if the template only appended.
-
-        Raises:
-            AgentError: the template rejects the conversation.
+        All tokens up to the assistant's next turn; None if the template only appended. Two
+        renderings are compared, before and after the ``harmless`` new messages. So a turn that was
+        sampled in other tokens than the tokenizer's, or in other words than the template's, is no
+        difference. In the history the text of sampled turns is their content, calls included,
+        because no template may write them in another form.
         """
         shown = self._tools if tools is None else tools
         old, added = ([_fields_of(m) for m in messages] for messages in (history, new))
@@ -139,12 +114,7 @@ class TurnTemplate:
     def require_increments(self, *, history: History, roles: Sequence[str]) -> None:
         """Compare increments with full renderings, for results of tools and for a user's turn.
 
-        Args:
-            history: what is refused.
-            roles: of the messages that an agent will append, ``tool`` or ``user``.
-
-        Raises:
-            AgentError: names the case, the first differing token, and the remedy.
+        AgentError names the case, the first differing token, and the remedy.
         """
         for case, messages in _CASES.items():
             if messages[0].role in roles:
@@ -153,7 +123,7 @@ class TurnTemplate:
     def _require_increment(
         self, case: str, messages: Sequence[Message], *, history: History
     ) -> None:
-        new = [{"role": message.role, "content": message.content} for message in messages]
+        new = [*map(_fields_of, messages)]
         stop, suffix = self._suffix(new)
         assistant = self._assistant(new, _OTHER)
         if self._render([_QUESTION, assistant, *new], is_complete=True).endswith(suffix):
@@ -164,8 +134,8 @@ class TurnTemplate:
         full = self._encode(self._render([_QUESTION, assistant, *new]))
         before = self._render([_QUESTION, assistant], is_complete=True)
         end = max(before.rfind(text) + len(text) for text in self._stops if text in before)
-        appended = self._encode(before[:end]) + self._encode_behind(stop, suffix)
         tail = self._encode_behind(stop, suffix)
+        appended = self._encode(before[:end]) + tail
         if full[-len(tail) :] != tail or (history == "strict" and full != appended):
             raise AgentError(self._describe_difference(case, full, appended))
         if history == "branch":

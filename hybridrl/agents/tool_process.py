@@ -11,9 +11,8 @@ from pathlib import Path
 
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
-from hybridrl.processes.channel import CallFailed, Garbage
 from hybridrl.processes.child import Emit, Message, Service, declined_as, load_function
-from hybridrl.processes.pool import Child, LoadFailed
+from hybridrl.processes.pool import CallFailed, Child, Garbage, LoadFailed
 
 BYTES_PER_CHAR = 12  # of a character that JSON writes as two escapes
 _ANSWER_BYTES = 1 << 12
@@ -35,11 +34,8 @@ class ToolLimits:
 def to_text(value: object, *, max_chars: int) -> str:
     """Return the result of a tool as the model reads it: a text as it is, others as JSON.
 
-    Long text loses its middle; text that UTF-8 cannot hold gets question marks.
-
-    Raises:
-        TypeError: JSON cannot hold the value.
-        ValueError: likewise: it contains itself, or a number with thousands of digits.
+    Long text loses its middle; text that UTF-8 cannot hold gets question marks. TypeError or
+    ValueError: JSON cannot hold the value, which contains itself or a number of 1000s of digits.
     """
     text = value if isinstance(value, str) else to_json_text(value, keeps_unicode=True)
     if len(text) > max_chars:
@@ -78,12 +74,7 @@ class ToolProcess(Child):
         self._max_chars = limits.max_chars
 
     def run(self, function: int, arguments: Mapping[str, object]) -> str:
-        """Return the result as text.
-
-        Raises:
-            ToolFailed: the call raised, hung, or ended its process.
-            AgentError: the functions cannot be loaded.
-        """
+        """Return the result as text; ToolFailed if the call raised, hung, or ended its process."""
         message = {"function": function, "arguments": arguments}
         max_bytes = _ANSWER_BYTES + BYTES_PER_CHAR * self._max_chars
         try:

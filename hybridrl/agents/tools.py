@@ -17,8 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers.utils import get_json_schema
 
-from hybridrl.agents import built_in_tools, search
-from hybridrl.agents.search import SearchIndex
+from hybridrl.agents import built_in
+from hybridrl.agents.built_in import SearchIndex
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.agents.tool_process import ToolFailed, ToolLimits, ToolProcess, to_text
 from hybridrl.config.agent import BUILT_IN_TOOLS, SEARCH
@@ -78,11 +78,9 @@ class ToolResult:
 
 
 def load_tools(spelled_names: Sequence[str]) -> tuple[Tool, ...]:
-    """Import tools and derive their schemas.
+    """Import tools and derive their schemas; AgentError names the tool, and what it lacks.
 
-    Raises:
-        AgentError: names the tool, and what it lacks.
-        SandboxError: this machine cannot hold programs of the tool ``python``.
+    SandboxError: this machine cannot hold programs of the tool ``python``.
     """
     tools = tuple(_load_tool(spelled) for spelled in spelled_names)
     names = [tool.name for tool in tools]
@@ -92,11 +90,7 @@ def load_tools(spelled_names: Sequence[str]) -> tuple[Tool, ...]:
 
 
 def with_index(tools: Sequence[Tool], folder: str | None) -> tuple[Tool, ...]:
-    """Give the tool ``search`` an index of the folder, if it is among the tools.
-
-    Raises:
-        AgentError: the folder cannot be read, or holds no text.
-    """
+    """Give the tool ``search`` an index of the folder, if it is among the tools."""
     return tuple(
         replace(tool, function=SearchIndex(Path(str(folder))).search)
         if tool.spelled == SEARCH
@@ -115,10 +109,10 @@ def _load_tool(spelled: str) -> Tool:
             )
         if name == SEARCH:
             method = SearchIndex.search  # of the index that a rank makes: see `with_index`
-            return Tool(spelled, Path(search.__file__), method, schema_of(method, spelled=name))
+            return Tool(spelled, Path(built_in.__file__), method, schema_of(method, spelled=name))
         if name == "python":
             Sandbox(SandboxLimits()).check()
-        file = str(built_in_tools.__file__)
+        file = str(built_in.__file__)
     try:
         function = load_function(file, name)
     except (Exception, SystemExit) as error:  # any user code
@@ -131,9 +125,8 @@ def _load_tool(spelled: str) -> Tool:
 def schema_of(function: Callable[..., Any], *, spelled: str) -> Schema:
     """Derive the schema from hints and docstring, without a return value.
 
-    Raises:
-        AgentError: a hint or text is missing, or an argument has no form in JSON, for which
-            transformers would silently write a wrong schema.
+    AgentError: a hint or text is missing, or an argument has no form in JSON, for which
+    transformers would silently write a wrong schema.
     """
     where = f"agent.tools={spelled}"
     for parameter in inspect.signature(function).parameters.values():
@@ -186,11 +179,7 @@ class Toolbox:
         self._loop = LoopThread("asynchronous tools")
 
     async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
-        """Call a tool; a failure is a result, too.
-
-        Raises:
-            AgentError: the file of a tool cannot be loaded any more.
-        """
+        """Call a tool; a failure is a result, too. AgentError: its file no longer loads."""
         begin = time.perf_counter()
         try:
             if isinstance(call, BrokenCall):

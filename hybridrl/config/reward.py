@@ -18,9 +18,7 @@ BUILT_IN_REWARDS: Mapping[str, str] = {
     "math": "math_answers",
     "code": "code_answers",
     "http": "remote",
-    "model": "reward_model",
-    "agent": "functions",
-    "judge": "judge",
+    **dict.fromkeys(("model", "agent", "judge"), "functions"),
 }
 """Module below ``hybridrl.rewards`` by the name of the function in it."""
 

@@ -34,9 +34,8 @@ from hybridrl.data.row_table import SCHEMA, RowTable, TableWriter, encode_batch,
 from hybridrl.data.rows import Row
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.json_text import to_json_text
-from hybridrl.processes.channel import CallFailed, Refused
 from hybridrl.processes.child import Declined, Emit, Service
-from hybridrl.processes.pool import Child, Pool
+from hybridrl.processes.pool import CallFailed, Child, Pool, Refused
 
 log = logging.getLogger(__name__)
 

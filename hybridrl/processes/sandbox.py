@@ -72,11 +72,7 @@ class Sandbox:
     level: Level = "namespaces"
 
     def check(self) -> None:
-        """Try whether this machine can enforce the level.
-
-        Raises:
-            SandboxError: it cannot; says why.
-        """
+        """Raise SandboxError, with the reason, if this machine cannot enforce the level."""
         if reason := _refusal(self.level):
             raise SandboxError(
                 f"programs cannot be held in a sandbox on this machine: {reason}; "
@@ -138,7 +134,9 @@ class Sandbox:
                     outputs, exceeded = self._converse(process, json.dumps(task).encode())
                 finally:
                     if process.returncode is None:
-                        _kill_group(process.pid)
+                        # The set-up and process 1, with which the kernel ends the namespace.
+                        with suppress(ProcessLookupError):
+                            os.killpg(process.pid, signal.SIGKILL)
             lines = report.read(1 << 16).splitlines()
         answers = [json.loads(line) for line in lines]
         for answer in answers:
@@ -184,12 +182,6 @@ class Sandbox:
             process.wait(max(0.0, deadline - time.monotonic()))
             return outputs, ""
         return outputs, "wall time"
-
-
-def _kill_group(leader: int) -> None:
-    """Kill the set-up and process 1, with which the kernel ends the namespace."""
-    with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
 
 
 @cache

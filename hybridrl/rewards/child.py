@@ -43,11 +43,7 @@ class RewardFunction:
     def __init__(
         self, function: Callable[..., Any], args: Mapping[str, object], *, timeout_s: float
     ) -> None:
-        """Bind the arguments.
-
-        Raises:
-            TypeError: it cannot be called so.
-        """
+        """Bind the arguments; TypeError if it cannot be called so."""
         signature = inspect.signature(function)
         kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
         takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
@@ -86,8 +82,7 @@ class RewardFunction:
     def score(self, columns: Mapping[str, list[Any]], emit: Emit) -> None:
         """Call it, and hand ``rewards`` to ``emit`` with the number of their first ``row``.
 
-        Raises:
-            Declined: a call with all rows gave no rewards.
+        Declined: a call with all rows gave no rewards.
         """
         rows = len(columns["responses"])
         if not columns.get("conversations"):  # of single turns they are not sent

@@ -1,4 +1,4 @@
-r"""Built-in reward functions of text alone.
+"""Built-in reward functions of text alone, of scores, and of what a judge answered.
 
 They are written as a user's own: columns by name (``responses`` for several rows in a call,
 ``response`` for one), and after the star arguments of ``reward.args``.
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.limits import TokensOrZero
+from hybridrl.config.limits import Tokens, TokensOrZero
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?%?")
 _MOST_DIGITS = 400
@@ -119,3 +119,56 @@ def _share_right(response: str, answer: str) -> float:
             break
         num_right += 1
     return num_right / (len(answer) + (len(response) > len(answer)))
+
+
+def model(
+    scores: Sequence[float],
+    *,
+    path: str,
+    mean: Annotated[float, Field(ge=-1e6, le=1e6, description="a score")] = 0.0,
+    std: Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0], description="a score")] = 1.0,
+) -> list[float]:
+    """Return the scores of the reward model in ``path``, less ``mean``, over ``std``.
+
+    ``path`` is a Hugging Face folder of a classifier with one label. Its own tokenizer and chat
+    template render prompt and response; the score is that of the last token.
+    """
+    return [(score - mean) / std for score in scores]
+
+
+def judge(  # noqa: PLR0913 - its arguments are keys of the configuration
+    response: str,
+    *,
+    model: str,
+    template: str,
+    pattern: str = r"(?i)score\D{0,3}?(-?\d+(?:\.\d+)?)",
+    lowest: Annotated[float, Field(ge=-1e6, le=1e6, description="a score")] = 0.0,
+    highest: Annotated[float, Field(ge=-1e6, le=1e6, description="a score")] = 10.0,
+    missing_score: Annotated[float, Field(ge=-1e6, le=1e6, description="a score")] = 0.0,
+    max_tokens: Tokens = 64,
+    temperature: Annotated[float, Field(ge=0.0, le=100.0, description="nearly uniform")] = 0.0,
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, examples=[1.0], description="a share")] = 1.0,
+) -> float:
+    """Return the score in a judge's answer; NaN if it has none.
+
+    Args:
+        response: the answer of the judge.
+        model: name of the judge in ``serving.models``.
+        template: of the question. ``{prompt}``, ``{response}``, ``{answer}`` and ``{source}`` stand
+            for the row's columns; a chat template of the judge makes it the turn of a user.
+        pattern: regular expression; its last match counts, and of that the first group.
+        lowest: an answer with a lower score has none.
+        highest: an answer with a higher score has none.
+        missing_score: reward of a response about which the judge's answer has no score.
+        max_tokens: of an answer.
+        temperature: of the judge's sampling; 0 is greedy.
+        top_p: nucleus of the judge's sampling.
+    """
+    matches = list(re.finditer(pattern, response))
+    if not matches:
+        return math.nan
+    try:
+        score = float(matches[-1].group(1 if matches[-1].re.groups else 0))
+    except (TypeError, ValueError):  # the group took no part, or holds another text
+        return math.nan
+    return score if lowest <= score <= highest else math.nan

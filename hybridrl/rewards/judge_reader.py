@@ -13,7 +13,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.reward import RewardPart
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import read_architecture
-from hybridrl.rewards.judge import judge
+from hybridrl.rewards.functions import judge
 
 
 @dataclass(frozen=True, slots=True)

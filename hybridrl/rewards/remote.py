@@ -15,6 +15,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Literal
 
 import httpx
@@ -211,19 +212,14 @@ class _Cache:
         database.execute("commit")
 
 
-_caches: dict[str, _Cache] = {}
-
-
-def _open_cache(cache: str, file: str) -> _Cache | None:
+@cache
+def _open_cache(kind: str, file: str) -> _Cache | None:
     """Return the cache, one for each file and process."""
-    if cache == "none":
+    if kind == "none":
         return None
-    if (cache == "file") != bool(file):
+    if (kind == "file") != bool(file):
         raise ValueError("cache=file and cache_file=PATH come together")
-    path = file or ":memory:"
-    if path not in _caches:
-        try:
-            _caches[path] = _Cache(path)
-        except sqlite3.Error as error:
-            raise ValueError(f"cache_file={file} cannot be used: {error}") from error
-    return _caches[path]
+    try:
+        return _Cache(file or ":memory:")
+    except sqlite3.Error as error:
+        raise ValueError(f"cache_file={file} cannot be used: {error}") from error

@@ -37,12 +37,7 @@ def warn_of_useless_rewards(scores: Scores) -> None:
 
 
 def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
-    """Describe the rewards of one step; of several functions each by its name, too.
-
-    Args:
-        scores: B responses, B >= 1.
-        num_responses: G, responses per prompt; divides B.
-    """
+    """Describe B >= 1 rewards, G to each prompt; of several functions each by its name, too."""
     rewards_B = scores.rewards_B
     metrics: Metrics = {
         "reward/mean": mean_of(rewards_B),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,10 +22,9 @@ from hybridrl.processes.guard import usual_num_processes
 from hybridrl.processes.pool import CallHung
 from hybridrl.rewards import functions
 from hybridrl.rewards.child import Reward, RewardFunction
+from hybridrl.rewards.functions import model
 from hybridrl.rewards.judge_reader import JudgeAnswer, judge_arguments
-from hybridrl.rewards.pool import RewardPool
-from hybridrl.rewards.reward_model import model
-from hybridrl.rewards.runner import RewardInputs, check_sandbox, find_function
+from hybridrl.rewards.runner import RewardInputs, RewardPool, check_sandbox, find_function
 
 log = logging.getLogger(__name__)
 
@@ -86,26 +86,23 @@ class Scores:
 
     def at(self, index_B: Tensor) -> Self:
         """Return the scores of these rows."""
-        return replace(
-            self,
-            reward_parts_BK=self.reward_parts_BK[index_B],
-            is_failed_BK=self.is_failed_BK[index_B],
-            is_early_B=_rows_of(self.is_early_B, index_B),
-            is_unreadable_B=_rows_of(self.is_unreadable_B, index_B),
-            is_left_out_B=_rows_of(self.is_left_out_B, index_B),
-        )
+        return replace(self, **{name: values[index_B] for name, values in self._by_row().items()})
 
     @staticmethod
     def join(rounds: Sequence[Scores]) -> Scores:
         """Return the scores of all rows, in order."""
-        return replace(
-            rounds[0],
-            reward_parts_BK=torch.cat([scores.reward_parts_BK for scores in rounds]),
-            is_failed_BK=torch.cat([scores.is_failed_BK for scores in rounds]),
-            is_early_B=_join([scores.is_early_B for scores in rounds]),
-            is_unreadable_B=_join([scores.is_unreadable_B for scores in rounds]),
-            is_left_out_B=_join([scores.is_left_out_B for scores in rounds]),
-        )
+        parts = [scores._by_row() for scores in rounds]
+        joined: dict[str, Any] = {
+            name: torch.cat([part[name] for part in parts if name in part])
+            for name in ChainMap(*parts)
+        }
+        return replace(rounds[0], **joined)
+
+    def _by_row(self) -> dict[str, Any]:
+        """Return the tensors of B rows by field, without those that are None."""
+        shared = ("names", "reward_weights_K")
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {k: v for k, v in values.items() if k not in shared and v is not None}
 
     @property
     def rewards_B(self) -> Tensor:
@@ -143,7 +140,13 @@ class RewardScorer:
         self._scored = [name for name in self._parts if name not in known]
         """Functions of a process that see the responses; behind them it has those of judges."""
         self.num_processes = config.num_processes or usual_num_processes()
-        self._pool = self._start_pool()
+        self._pool: RewardPool | None = None
+        if names := [*self._scored, *self._judges]:
+            self._pool = RewardPool(
+                [find_function(self._parts[name]) for name in names],
+                num_processes=self.num_processes,
+                timeout_s=config.timeout_s,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -166,11 +169,9 @@ class RewardScorer:
         ]
 
     def score_early(self, inputs: RewardInputs) -> tuple[list[list[Reward | None]], int]:
-        """Score rows by ``early_functions`` in one process.
+        """Score rows by ``early_functions`` in one process, and count the calls that hung.
 
-        Returns:
-            Of each row the rewards by function of the pool, None where there is none yet; and the
-            number of calls that hung.
+        Of each row the rewards are by function of the pool, None where there is none yet.
         """
         rewards: list[list[Reward | None]] = [
             [None] * len(self._scored) for _ in range(len(inputs))
@@ -243,15 +244,6 @@ class RewardScorer:
         """End the reward processes, if there are any. Twice is a no-op."""
         if self._pool is not None:
             self._pool.close()
-
-    def _start_pool(self) -> RewardPool | None:
-        if not (names := [*self._scored, *self._judges]):
-            return None
-        return RewardPool(
-            [find_function(self._parts[name]) for name in names],
-            num_processes=self.num_processes,
-            timeout_s=self._config.timeout_s,
-        )
 
     def _normalize(self, scores: Mapping[str, Sequence[Reward]]) -> dict[str, dict[int, Reward]]:
         """Return the rewards of each reward model by row, or why there is none."""
@@ -328,7 +320,7 @@ class RewardScorer:
     ) -> None:
         """Raise or log the first failure whose reason is its own."""
         failures = [
-            (_is_consequence(str(by_row[row][part])), row, part)
+            (str(by_row[row][part]).startswith("not tried"), row, part)  # a consequence
             for row, part in is_failed_BK.nonzero().tolist()
         ]
         _, row, part = min(failures)
@@ -348,15 +340,6 @@ class RewardScorer:
         return f"{key}.function={self._parts[name].function}"
 
 
-def _rows_of(values_B: Tensor | None, index_B: Tensor) -> Tensor | None:
-    return None if values_B is None else values_B[index_B]
-
-
-def _join(rounds: Sequence[Tensor | None]) -> Tensor | None:
-    given = [values_B for values_B in rounds if values_B is not None]
-    return torch.cat(given) if given else None
-
-
 def _mark(rows: Collection[int], num_rows: int) -> Tensor:
     return torch.tensor([row in rows for row in range(num_rows)], dtype=torch.bool)
 
@@ -372,7 +355,3 @@ def _score_here(function: RewardFunction, inputs: RewardInputs) -> dict[int, Rew
     except Declined as declined:
         return dict.fromkeys(range(len(inputs)), str(declined))
     return known
-
-
-def _is_consequence(reason: str) -> bool:
-    return reason.startswith("not tried")

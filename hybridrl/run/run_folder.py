@@ -44,7 +44,7 @@ from hybridrl.report.run import parse_metrics, read_lines
 from hybridrl.run.trackers import MAX_FAILED, TRACKERS, TolerantTracker, import_tracker
 
 if TYPE_CHECKING:  # it imports torch, which the parent of a driver must not
-    from hybridrl.agents.turn_records import CallRecord
+    from hybridrl.agents.trajectory import CallRecord
 
 log = logging.getLogger(__name__)
 

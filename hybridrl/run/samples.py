@@ -7,7 +7,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.turn_records import ASSISTANT, FAILURE, turns_of
+from hybridrl.agents.trajectory import ASSISTANT, FAILURE, turns_of
 from hybridrl.batch import RolloutBatch, row_offsets
 from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses

@@ -20,7 +20,7 @@ from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.turn_records import failure_of, messages_of
+from hybridrl.agents.trajectory import failure_of, messages_of
 from hybridrl.batch import RolloutBatch, response_lengths, row_sums
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import own_columns

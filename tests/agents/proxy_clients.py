@@ -10,10 +10,8 @@ from typing import Any
 import aiohttp
 import torch
 
-from hybridrl.agents.conversation import Conversation
-from hybridrl.agents.proxy import Chats
-from hybridrl.agents.proxy_server import MODEL, ProxyServer, serve
-from hybridrl.agents.setting import Prompt, Setting
+from hybridrl.agents.conversation import Conversation, Prompt, Setting
+from hybridrl.agents.proxy_server import MODEL, Chats, ProxyServer, serve
 from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits

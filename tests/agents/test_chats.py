@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridrl.agents.chat import RefusedRequest, completion, read_request
 from hybridrl.agents.conversation import Conversation
-from hybridrl.agents.proxy import Chats
+from hybridrl.agents.proxy_server import Chats
 from hybridrl.agents.trajectory import Trajectory
 from tests.agents.chat_templates import FAMILIES, build_tokenizer
 from tests.agents.fake_sampler import FakeSampler

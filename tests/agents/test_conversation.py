@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from hybridrl.agents.agent import Agent, hold
-from hybridrl.agents.conversation import Conversation
+from hybridrl.agents.conversation import Agent, Conversation, Prompt, Setting, hold
 from hybridrl.agents.rollout import ToolCalls
-from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits

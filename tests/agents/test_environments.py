@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.agents.agent import hold
+from hybridrl.agents.conversation import Prompt, Setting, hold
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
-from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits

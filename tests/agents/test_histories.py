@@ -10,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.agents.agent import hold
-from hybridrl.agents.conversation import Conversation, ConversationEnded
-from hybridrl.agents.setting import Prompt, Setting
+from hybridrl.agents.conversation import Conversation, ConversationEnded, Prompt, Setting, hold
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits

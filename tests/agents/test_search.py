@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.agents.search import SearchIndex
+from hybridrl.agents.built_in import SearchIndex
 from hybridrl.agents.tool_calls import ToolCall
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools, with_index

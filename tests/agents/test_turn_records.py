@@ -8,9 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.agents.trajectory import TokenSequence, Trajectory, Turn
-from hybridrl.agents.turn_records import (
+from hybridrl.agents.tool_calls import ToolCall
+from hybridrl.agents.trajectory import (
     CallRecord,
+    TokenSequence,
+    Trajectory,
+    Turn,
     TurnRecord,
     call_record,
     decode_turns,
@@ -121,4 +124,4 @@ def test_a_sample_shows_calls_and_the_rewards_of_turns() -> None:
 
 
 def test_arguments_that_json_has_no_form_for_are_shown() -> None:
-    assert call_record("f", {"x": {1}}, is_error=True).arguments == "{'x': {1}}"
+    assert call_record(ToolCall("f", {"x": {1}}), is_error=True).arguments == "{'x': {1}}"

@@ -22,8 +22,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.processes.channel import CallFailed, Refused
-from hybridrl.processes.pool import CallHung, CallKilled, Child, LoadFailed, Pool
+from hybridrl.processes.pool import (
+    CallFailed,
+    CallHung,
+    CallKilled,
+    Child,
+    LoadFailed,
+    Pool,
+    Refused,
+)
 from tests.waiting import wait_until, wait_until_gone
 
 Open = Callable[..., Child]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.processes.channel import CallFailed
-from hybridrl.processes.pool import CallHung, CallKilled
+from hybridrl.processes.pool import CallFailed, CallHung, CallKilled
 from hybridrl.rewards.runner import FunctionFile, RewardInputs, RewardProcess
 
 Open = Callable[..., RewardProcess]

@@ -15,9 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hybridrl.agents.agent import hold
+from hybridrl.agents.conversation import Prompt, Setting, hold
 from hybridrl.agents.rollout import ToolCalls
-from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import Calls, ToolCall
 from hybridrl.agents.tool_process import ToolLimits
