@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
+from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
+
+
+class Addressed:
+    """An engine of which the address is asked, and whether its process is there."""
+
+    def __init__(self, url: str | None, process: ChildProcess | None = None) -> None:
+        self.url = url
+        self._process = process
+
+    def is_alive(self) -> bool:
+        return self._process is None or self._process.exit_status() is None
+
+    def address(self) -> Future[str | None]:
+        return answered(self.url)
+
 
 _ECHO = str(Path(__file__).with_name("echo_server.py"))
 

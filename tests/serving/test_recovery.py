@@ -13,7 +13,6 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridrl.config.serving import WorkerType
@@ -26,10 +25,10 @@ from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.sharding.states import State
-from tests.serving.recording_handle import RecordingHandle
+from tests.serving.recording_handle import RecordingHandle, weights_in
 from tests.serving.test_server import plan_of
 from tests.waiting import wait_until
-from tests.workers.sharding.recording import WEIGHTS, Journal, Policy, rollout_config
+from tests.workers.sharding.recording import Journal, rollout_config
 
 PARAMS = RequestParams(max_new_tokens=4, temperature=1.0)
 
@@ -99,10 +98,7 @@ class Rig:
             config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=5.0),
         )
         self.server.start()
-        folder = Path(mkdtemp())
-        weights = {name: torch.tensor(Policy.WHOLE.truth(name, 0)) for name in WEIGHTS}
-        save_file(weights, folder / "model.safetensors")
-        self.server.update(folder, version=0)
+        self.server.update(weights_in(Path(mkdtemp()), 0), version=0)
         self.recovery = Recovery(self.server, health_timeout_s=60.0)
         self.pool = self.new_pool()
 
