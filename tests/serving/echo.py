@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 
@@ -28,9 +27,6 @@ class Addressed:
         return answered(self.url)
 
 
-_ECHO = str(Path(__file__).with_name("echo_server.py"))
-
-
 @contextmanager
 def echo_server(
     *, seconds: float = 0.0, host: str = "127.0.0.1", within: Sequence[str] = ()
@@ -38,7 +34,15 @@ def echo_server(
     """Run ``echo_server.py``, below the command ``within``; a response takes so many seconds."""
     port = free_port()
     url = f"http://{host}:{port}"
-    command = [*within, sys.executable, _ECHO, str(port), str(seconds), host]
+    command = [
+        *within,
+        sys.executable,
+        "-m",
+        "tests.serving.echo_server",
+        str(port),
+        str(seconds),
+        host,
+    ]
     server = ChildProcess(command, name="echo")
     try:
         server.wait_until_ready(lambda: answers(url), timeout_s=60.0)

@@ -208,24 +208,6 @@ def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
         assert versions > {1}  # some were sampled by several versions
 
 
-@pytest.mark.nightly
-def test_aborted_responses_begin_again_with_the_new_weights() -> None:
-    num_responses = num_tokens = 0.0
-    with rig_of(num_prompts=4, max_staleness=3, on_update="abort") as rig:
-        for step in range(60):
-            rig.update(step)
-            answered, metrics = rig.exchange(step, num_open=16 if step == 0 else 4)
-            require_exact(answered)
-            assert all(len(set(each.versions_L.tolist())) == 1 for each in answered.samples)
-            assert "rollout/interrupted_responses" not in metrics
-            if "rollout/aborted_responses" in metrics:
-                num_responses += metrics["rollout/aborted_responses"].value
-                num_tokens += metrics["rollout/aborted_tokens"].value
-            if num_responses > 4 and step > 6:
-                break
-    assert 0 < num_responses <= num_tokens
-
-
 def test_other_programs_sample_beside_open_groups() -> None:
     async def ask(sampler: Sampler) -> list[Sample]:
         return await sampler.sample_group([3], SAMPLING.request_params(), keys=[7])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,7 +21,7 @@ from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, S
 from hybridrl.metrics import Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.engine_pool import EnginePool, Member, RequestQueue
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
 from tests.serving.pools import Pool, in_loop
 
@@ -532,3 +533,27 @@ def num_calls(*, num_engines: int, num_requests: int) -> int:
     finally:
         sys.setprofile(None)
     return count
+
+
+@in_loop
+async def test_a_refusal_reaches_those_that_wait_behind_a_cancelled_one() -> None:
+    queue = RequestQueue(num_slots=1)
+    cancelled, waiting = [asyncio.ensure_future(queue.take(1)) for _ in range(2)]
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.sleep(0)
+    queue.refuse(ServerDiedError("all are gone"))
+    with pytest.raises(ServerDiedError, match="all are gone"):
+        await waiting
+
+
+@in_loop
+async def test_a_queue_keeps_nothing_of_requests_that_ended() -> None:
+    queue = RequestQueue(num_slots=4)
+    members = [Member(index, OpenEngine(), 0) for index in range(2)]
+    for member in members:
+        queue.add(member)
+    await queue.take(2)
+    for _ in range(1000):
+        queue.give_back(await queue.take(1), 1)
+    assert sum(len(gc.get_referrers(member)) for member in members) < 50

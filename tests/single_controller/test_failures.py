@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pickle
 import re
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,15 +70,6 @@ def test_ranks_that_do_not_return_after_a_failure_are_stopped(two_ranks: RayWork
     wait_until_gone(pids)
     with pytest.raises(WorkerGroupError, match=r"raise_while_others_wait\(\) failed on rank 1"):
         two_ranks.describe()
-
-
-def test_a_rank_killed_between_calls_is_named_by_the_next(two_ranks: RayWorkerGroup) -> None:
-    pids = [place["pid"] for place in two_ranks.describe()]
-    os.kill(pids[0], signal.SIGKILL)
-    wait_until_gone(pids[:1])
-    with pytest.raises(WorkerDiedError, match="rank 0"):
-        two_ranks.describe()
-    wait_until_gone(pids)
 
 
 def test_a_death_is_the_root_and_the_others_are_noted() -> None:
