@@ -161,8 +161,11 @@ def test_the_longest_known_beginning_counts() -> None:
 
 
 @pytest.mark.shows("1.19")
-@in_loop
-async def test_requests_of_a_lost_engine_are_repeated_and_answered_once() -> None:
+def test_requests_of_a_lost_engine_are_repeated_and_answered_once() -> None:
+    asyncio.run(_lose_an_engine_with_a_request())
+
+
+async def _lose_an_engine_with_a_request() -> None:
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
     tasks = [ask(pool, context, num_keys=2) for context in range(4)]
     await settle()
