@@ -12,105 +12,67 @@ from tests.rehearsal.tiny import tiny_case
 LARGE = 2**15
 """Words: their embedding fills a bucket of 1 MiB."""
 
-FAULTS = {
+FAULTS: dict[str, tuple[str, str, str, str]] = {
     "saved tensors are read twice": (
-        Fault(
-            "hybridrl.models.varlen",
-            "output_TND, lse_NT = saved\n",
-            "output_TND, lse_NT = ctx.saved_tensors\n",
-        ),
+        *("models.varlen", "lse_NT = saved\n", "lse_NT = ctx.saved_tensors\n"),
         "CheckpointError",
     ),
     "offsets stay on the host": (
-        Fault(
-            "hybridrl.models.packed",
-            "own_offsets = offsets.to(device, torch.int32)",
-            "own_offsets = offsets.to(torch.int32)",
-        ),
-        "device",
+        *("models.packed", "own_offsets = offsets.to(device, torch.int32)"),
+        *("own_offsets = offsets.to(torch.int32)", "device"),
     ),
     "a kernel is chosen that the type does not have": (
-        Fault(
-            "hybridrl.workers.train.backend",
-            'has_varlen = device.type == "cuda" and compute_dtype == "bfloat16"',
-            'has_varlen = device.type == "cuda"',
-        ),
+        *("workers.train.backend", ' and compute_dtype == "bfloat16"', ""),
         "FlashAttention only support",
     ),
     "state is offloaded to pageable memory": (
-        Fault(
-            "hybridrl.workers.train.offload",
-            'is_pinned = any(storage.device.type == "cuda" for storage in self._storages)',
-            "is_pinned = False",
-        ),
+        *("workers.train.offload", "is_pinned)\n        self", "False)\n        self"),
         "blocking at workers/train/offload.py",
     ),
     "parameters stay while the KV cache wakes": (
-        Fault(
-            "hybridrl.workers.sharding.lifecycle",
-            "            self._leave()\n            self._transition(RESUME_CACHE",
-            "            self._transition(RESUME_CACHE",
-        ),
-        "bytes stay while the KV cache wakes",
+        *("workers.sharding.lifecycle", "self._leave()\n            self._transition(RESUME_CACHE"),
+        *("self._transition(RESUME_CACHE", "bytes stay while the KV cache wakes"),
     ),
     "parameters are not offloaded": (
-        Fault(
-            "hybridrl.workers.sharding.offloadable_models",
-            "        self._offload(TrainState.PARAMETERS)\n",
-            "        self._offload(TrainState.GRADIENTS)\n",
-        ),
+        *("workers.sharding.offloadable_models", "self._offload(TrainState.PARAMETERS)\n"),
+        "self._offload(TrainState.GRADIENTS)\n",
         "the KV cache may not wake while training state is on the device",
     ),
     "a bucket is freed before it is opened": (
-        Fault(
-            "hybridrl.workers.rollout.sglang.transports",
-            "flat, spans = self._buffers.pack(bucket)\n",
-            "flat, spans = self._buffers.pack(bucket)\n        flat.untyped_storage().resize_(0)\n",
-        ),
+        *("workers.rollout.sglang.transports", "flat, spans = self._buffers.pack(bucket)\n"),
+        "flat, spans = self._buffers.pack(bucket)\n        flat.untyped_storage().resize_(0)\n",
         "was freed before it was opened",
     ),
     "one buffer is filled again and again": (
-        Fault(
-            "hybridrl.workers.rollout.buckets",
-            "self._ring: list[Tensor | None] = [None] * count",
-            "self._ring: list[Tensor | None] = [None]",
-        ),
+        *("workers.rollout.buckets", "[None] * count", "[None]"),
         "filled again while the server may still read it",
     ),
     "a handle is made of memory of the host": (
-        Fault(
-            "hybridrl.workers.rollout.buckets",
-            "torch.empty(num_bytes, dtype=torch.uint8, device=device)",
-            "torch.empty(num_bytes, dtype=torch.uint8)",
-        ),
+        *("workers.rollout.buckets", "torch.uint8, device=device)", "torch.uint8)"),
         "memory of the host",
     ),
     "a weight is not sent": (
-        Fault(
-            "hybridrl.workers.train.fsdp2",
-            "            if is_adapter_name(name):\n                continue\n            layer",
-            '            if "norm" in name:\n                continue\n            layer',
+        *(
+            "workers.train.fsdp2",
+            "if is_adapter_name(name):\n                continue\n            layer",
         ),
-        "norm",
+        *('if "norm" in name:\n                continue\n            layer', "norm"),
     ),
     "a copy in the stream waits": (
-        Fault(
-            "hybridrl.workers.rollout.buckets",
-            "targets[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda and flat.is_cuda)",
-            "targets[name].copy_(tensor.detach().cpu())",
+        *(
+            "workers.rollout.buckets",
+            "tensor.detach(), non_blocking=tensor.is_cuda and flat.is_cuda",
         ),
-        "blocking at workers/rollout/buckets.py",
+        *("tensor.detach().cpu()", "blocking at workers/rollout/buckets.py"),
     ),
     "a number is read in the stream": (
-        Fault(
-            "hybridrl.workers.train.shards",
-            "    tensor = tensor.detach()\n    return _as_gathered",
-            "    tensor = tensor.detach()\n"
-            "    float(local_shard(tensor).reshape(-1)[0])\n    return _as_gathered",
-        ),
+        *("workers.train.shards", "    return _as_gathered"),
+        "    float(local_shard(tensor).reshape(-1)[0])\n    return _as_gathered",
         "item() at workers/train/shards.py",
     ),
 }
+"""Module, text in it, what is there instead, and what the rehearsal says."""
+
 OVERRIDES = {
     "a kernel is chosen that the type does not have": ("actor.compute_dtype=float32",),
     "one buffer is filled again and again": ("rollout.bucket_mib=1",),
@@ -119,10 +81,10 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_rehearsal_finds_a_fault(rehearse: Rehearse, name: str) -> None:
-    fault, message = FAULTS[name]
-    shown = rehearse(
-        tiny_case(*OVERRIDES.get(name, ()), num_layers=1, fault=fault, vocab_size=LARGE)
-    )
+    module, right, wrong, message = FAULTS[name]
+    fault = Fault(f"hybridrl.{module}", right, wrong)
+    given = OVERRIDES.get(name, ())
+    shown = rehearse(tiny_case(*given, num_layers=1, fault=fault, vocab_size=LARGE))
     with pytest.raises(AssertionError) as found:
         assert_sound(shown)
     assert message in str(found.value)

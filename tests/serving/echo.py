@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 
+from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 
-_ECHO = str(Path(__file__).with_name("echo_server.py"))
+
+class Addressed:
+    """An engine of which the address is asked, and whether its process is there."""
+
+    def __init__(self, url: str | None, process: ChildProcess | None = None) -> None:
+        self.url = url
+        self._process = process
+
+    def is_alive(self) -> bool:
+        return self._process is None or self._process.exit_status() is None
+
+    def address(self) -> Future[str | None]:
+        return answered(self.url)
 
 
 @contextmanager
@@ -21,7 +34,15 @@ def echo_server(
     """Run ``echo_server.py``, below the command ``within``; a response takes so many seconds."""
     port = free_port()
     url = f"http://{host}:{port}"
-    command = [*within, sys.executable, _ECHO, str(port), str(seconds), host]
+    command = [
+        *within,
+        sys.executable,
+        "-m",
+        "tests.serving.echo_server",
+        str(port),
+        str(seconds),
+        host,
+    ]
     server = ChildProcess(command, name="echo")
     try:
         server.wait_until_ready(lambda: answers(url), timeout_s=60.0)

@@ -6,14 +6,12 @@ Each response repeats the last token of its context, with log-probs of -1.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 VOCAB_SIZE = 260
 INFO: dict[str, Any] = {
@@ -32,10 +30,16 @@ INFO: dict[str, Any] = {
 }
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 64
+
+
 class ElsewhereServer:
     """Its answers follow ``info`` and ``key``, which a test may change at any time."""
 
-    def __init__(self, *, key: str = "", port: int = 0, **info: object) -> None:
+    def __init__(
+        self, *, key: str = "", port: int = 0, host: str = "127.0.0.1", **info: Any
+    ) -> None:
         self.info = INFO | {"api_key": key} | info
         self.vocab_size = VOCAB_SIZE
         self.key = key
@@ -56,11 +60,17 @@ class ElsewhereServer:
         """Whether it never answers a request for tokens."""
         self.is_gone = False
         """Whether it closes every connection without an answer."""
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler_of(self))
+        self._server = _Server((host, port), _handler_of(self))
         self.port = int(self._server.server_address[1])
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
+        self.url = f"http://{host}:{self.port}"
+        self.thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self.thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def num_responses(self) -> int:
@@ -71,7 +81,7 @@ class ElsewhereServer:
         self.unstuck.set()
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self.thread.join()
 
     def answer(self, path: str, body: dict[str, Any], sent_key: str) -> tuple[int, object]:
         if self.repeats_headers:
@@ -115,7 +125,7 @@ class TakingServer(ElsewhereServer):
         *("/destroy_weights_update_group", "/release_memory_occupation"),
     )
 
-    def __init__(self, *, key: str = "", port: int = 0, **info: object) -> None:
+    def __init__(self, *, key: str = "", port: int = 0, **info: Any) -> None:
         super().__init__(key=key, port=port, **({"tp_size": 1} | info))
         self.is_paused = False
         self.has_update = False
@@ -157,8 +167,8 @@ class TakingServer(ElsewhereServer):
             self.has_update = begins
         if path == "/update_weights_from_disk":
             time.sleep(self.load_s)
-        if path == "/update_weights_from_disk" and not self.sees_folder:
-            return 400, {"success": False, "message": "no such folder"}
+            if not self.sees_folder:
+                return 400, {"success": False, "message": "no such folder"}
         return 200, {"success": True, "loads": [{"timestamp": 1.0, "decode_moments": [0]}]}
 
 
@@ -202,28 +212,11 @@ def _handler_of(server: ElsewhereServer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-@contextmanager
-def taking(*, key: str = "", port: int = 0, **info: object) -> Iterator[TakingServer]:
-    """Run a server for a policy."""
-    server = TakingServer(key=key, port=port, **info)
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-@contextmanager
-def elsewhere(*, key: str = "", port: int = 0, **info: object) -> Iterator[ElsewhereServer]:
-    """Run such a server."""
-    server = ElsewhereServer(key=key, port=port, **info)
-    try:
-        yield server
-    finally:
-        server.stop()
+elsewhere, taking = ElsewhereServer, TakingServer
+"""As contexts, which stop them."""
 
 
 def files_with(text: str, folder: Path) -> list[str]:
     """The files below a folder that contain a text."""
-    pattern = re.compile(re.escape(text.encode()))
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return [path.name for path in files if pattern.search(path.read_bytes())]
+    return [path.name for path in files if text.encode() in path.read_bytes()]

@@ -6,8 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridrl.config.serving import FaultKind
@@ -16,7 +19,22 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.weight_files import WeightSource, load_weights
-from tests.workers.sharding.recording import Journal, RecordingEngine, managed_engine
+from tests.workers.sharding.recording import (
+    WEIGHTS,
+    Journal,
+    Policy,
+    RecordingEngine,
+    managed_engine,
+)
+
+
+def weights_in(folder: Path, version: int) -> Path:
+    """Write the weights of a version into a folder."""
+    folder.mkdir(exist_ok=True)
+    weights = {name: torch.tensor(Policy.WHOLE.truth(name, version)) for name in WEIGHTS}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
 
 _THREADS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="engine")
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.serving import OnUpdate
@@ -33,9 +32,10 @@ from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.publishing import update_with_tries
 from tests.config.values import config_of
 from tests.serving.decoding_handle import MOST_TOKENS, DecodingHandle, length_of, token_of
+from tests.serving.recording_handle import weights_in
 from tests.serving.test_server import plan_of
 from tests.waiting import wait_until
-from tests.workers.sharding.recording import WEIGHTS, Journal, Policy, rollout_config
+from tests.workers.sharding.recording import Journal, rollout_config
 
 GROUP = 2
 PARAMS = RequestParams(max_new_tokens=MOST_TOKENS, temperature=1.0)
@@ -67,7 +67,7 @@ class Rig:
         on_update: OnUpdate,
         stage_timeout_s: float,
     ) -> None:
-        self.folder = folder
+        self.folder = weights_in(folder, 0)
         self.num_prompts, self.max_staleness = num_prompts, max_staleness
         self.plan = plan_of(("regular", 2))
         self.launched: list[DecodingHandle] = []
@@ -82,10 +82,6 @@ class Rig:
                 request_timeout_s=0.2,  # no limit of a request whose engine makes tokens
             ),
         )
-        weights = {name: torch.tensor(Policy.WHOLE.truth(name, 0)) for name in WEIGHTS}
-        for name in ("new", "kept"):
-            (folder / name).mkdir()
-        save_file(weights, folder / "new" / "model.safetensors")
         self.server.start()
         self.recovery = Recovery(self.server, health_timeout_s=60.0)
         pool = self.server.pool(max_context_tokens=MOST_TOKENS + 1, vocab_size=100, version=-1)
@@ -108,7 +104,7 @@ class Rig:
 
     def update(self, version: int) -> None:
         with self.ahead.updating(version):
-            self.server.update(self.folder / "new", version=version)
+            self.server.update(self.folder, version=version)
 
     def exchange(self, step: int, *, num_open: int) -> tuple[Answered, Metrics]:
         """Admit prompts so that so many are open, and wait for a batch."""
@@ -210,24 +206,6 @@ def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
             if versions > {1} and step >= 39:
                 break
         assert versions > {1}  # some were sampled by several versions
-
-
-@pytest.mark.nightly
-def test_aborted_responses_begin_again_with_the_new_weights() -> None:
-    num_responses = num_tokens = 0.0
-    with rig_of(num_prompts=4, max_staleness=3, on_update="abort") as rig:
-        for step in range(60):
-            rig.update(step)
-            answered, metrics = rig.exchange(step, num_open=16 if step == 0 else 4)
-            require_exact(answered)
-            assert all(len(set(each.versions_L.tolist())) == 1 for each in answered.samples)
-            assert "rollout/interrupted_responses" not in metrics
-            if "rollout/aborted_responses" in metrics:
-                num_responses += metrics["rollout/aborted_responses"].value
-                num_tokens += metrics["rollout/aborted_tokens"].value
-            if num_responses > 4 and step > 6:
-                break
-    assert 0 < num_responses <= num_tokens
 
 
 def test_other_programs_sample_beside_open_groups() -> None:

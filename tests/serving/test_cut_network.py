@@ -16,12 +16,12 @@ import pytest
 
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.router import PolicyRouter
 from tests.config.values import config_of
 from tests.end_to_end.two_machines import can_be_made
-from tests.serving.echo import echo_server
+from tests.serving.echo import Addressed, echo_server
+from tests.serving.pools import Pool
 
 pytestmark = [
     pytest.mark.nightly,
@@ -42,19 +42,8 @@ LIMIT_S = 3600.0
 _THREADS = ThreadPoolExecutor(4)
 
 
-class Reached:
-    """An engine that is asked over the network alone."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def address(self) -> Future[str | None]:
-        answer: Future[str | None] = Future()
-        answer.set_result(self.url)
-        return answer
-
-    def is_alive(self) -> bool:
-        return True  # for all that anybody knows
+class Reached(Addressed):
+    """An engine that is asked over the network alone, and lives for all that anybody knows."""
 
     def probe(self) -> Future[object]:
         return _THREADS.submit(self._ask)
@@ -93,24 +82,13 @@ def test_requests_leave_an_engine_whose_network_is_cut() -> None:
         echo_server(seconds=0.3) as (near, _),
         echo_server(seconds=0.3, host=THERE, within=("ip", "netns", "exec", name)) as (far, _),
     ):
-        engines = {index: Reached(url) for index, url in enumerate((far, near))}
-        handles = {index: cast(EngineHandle, each) for index, each in engines.items()}
+        engines = {index: cast(EngineHandle, Reached(url)) for index, url in enumerate((far, near))}
 
         async def program() -> list[list[Sample]]:
-            pool = EnginePool(
-                handles,
-                num_slots=2,
-                max_context_tokens=32,
-                vocab_size=1000,
-                version=0,
-            )
+            pool = Pool(*engines.values())
             pool.on_left = routed.leave_out
-            monitor = HealthMonitor(
-                lambda: dict(engines),
-                lambda index, engine, why: pool.drop(index, cast(EngineHandle, engine), why),
-                timeout_s=2.0,
-            )
-            async with routed.open(handles.values(), version=0) as pool.ask:
+            monitor = HealthMonitor(lambda: engines, pool.drop, timeout_s=2.0)
+            async with routed.open(engines.values(), version=0) as pool.ask:
                 with monitor.watching():
                     asks = [pool.sample_group([1, n], PARAMS, keys=[n]) for n in range(8)]
                     tasks = [asyncio.ensure_future(each) for each in asks]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from types import FrameType
-from typing import cast
 
 import pytest
 import torch
@@ -20,14 +21,15 @@ from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, S
 from hybridrl.metrics import Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.engine_pool import EnginePool, Member, RequestQueue
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
+from tests.serving.pools import Pool, in_loop
 
 PARAMS = RequestParams(max_new_tokens=4, temperature=1.0)
 CUT: FinishReason = "interrupted"
 
 
-class OpenEngine:
+class OpenEngine(EngineHandle):
     """Keeps requests open until a test answers them."""
 
     def __init__(self) -> None:
@@ -46,6 +48,11 @@ class OpenEngine:
         self.open.append((len(keys), future))
         return future
 
+    def probe(self) -> Future[object]:
+        raise NotImplementedError
+
+    def end(self) -> None: ...
+
     def answer(self, *, version: int = 3) -> None:
         """Answer the oldest open request."""
         size, future = self.open.pop(0)
@@ -62,33 +69,7 @@ def sample(version: int) -> Sample:
     return Sample(torch.tensor([1]), torch.zeros(1), "stop", version)
 
 
-class Losses:
-    """Is told of lost engines, and promises no replacement unless a test says so."""
-
-    def __init__(self) -> None:
-        self.reasons: dict[int, str] = {}
-        self.is_promising = False
-
-    def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
-        self.reasons[index] = reason
-        return self.is_promising
-
-
-def pool_of(
-    *engines: OpenEngine,
-    num_slots: int = 2,
-    losses: Losses | None = None,
-) -> EnginePool:
-    pool = EnginePool(
-        {index: cast(EngineHandle, engine) for index, engine in enumerate(engines)},
-        num_slots=num_slots,
-        max_context_tokens=32,
-        vocab_size=10,
-        version=3,
-    )
-    if losses is not None:
-        pool.on_lost = losses.report
-    return pool
+pool_of = partial(Pool, vocab_size=10, version=3)
 
 
 async def settle() -> None:
@@ -101,71 +82,49 @@ def ask(pool: EnginePool, context: int, num_keys: int = 1) -> asyncio.Task[list[
     return asyncio.ensure_future(pool.sample_group([context], PARAMS, keys=range(num_keys)))
 
 
-def test_work_is_handed_to_engines_as_they_become_free() -> None:
-    one, other = OpenEngine(), OpenEngine()
-
-    async def program() -> None:
-        pool = pool_of(one, other)
-        tasks = [ask(pool, context) for context in range(7)]
-        await settle()
-        assert (one.contexts, other.contexts) == ([0, 2], [1, 3])
-        for _ in range(3):
-            other.answer()
-            await settle()
-        assert (one.contexts, other.contexts) == ([0, 2], [1, 3, 4, 5, 6])
-        while one.open or other.open:
-            (one if one.open else other).answer()
-            await settle()
-        assert [len(task.result()) for task in tasks] == [1] * 7
-
-    asyncio.run(program())
+async def asked(pool: EnginePool, context: int, num_keys: int = 1) -> asyncio.Task[list[Sample]]:
+    task = ask(pool, context, num_keys)
+    await settle()
+    return task
 
 
-def test_open_requests_of_a_dropped_engine_go_elsewhere_at_once() -> None:
-    one, other = OpenEngine(), OpenEngine()
-    losses = Losses()
-
-    async def program() -> None:
-        pool = pool_of(one, other, losses=losses)
-        tasks = [ask(pool, context, num_keys=2) for context in range(3)]
-        await settle()
-        assert (one.contexts, other.contexts) == ([0], [1])
-        pool.drop(0, cast(EngineHandle, OpenEngine()), "a report of an engine before it")
-        await settle()
-        assert losses.reasons == {}
-        for _ in range(2):
-            pool.drop(0, cast(EngineHandle, one), "it does not get on")
-        await settle()
-        assert losses.reasons == {0: "it does not get on"}
-        assert one.open[0][1].cancelled()
-        for context in (2, 0):
-            other.answer()
-            await settle()
-            assert other.contexts[-1] == context
+@in_loop
+async def test_work_is_handed_to_engines_as_they_become_free() -> None:
+    pool = pool_of(one := OpenEngine(), other := OpenEngine())
+    tasks = [ask(pool, context) for context in range(7)]
+    await settle()
+    assert (one.contexts, other.contexts) == ([0, 2], [1, 3])
+    for _ in range(3):
         other.answer()
-        assert [len(await task) for task in tasks] == [2, 2, 2]
-        assert pool.take_metrics()["rollout/repeated_requests"] == Sum(2)
-
-    asyncio.run(program())
-
-
-def test_a_dropped_engine_is_waited_for_if_one_comes_in_its_place() -> None:
-    one, coming = OpenEngine(), OpenEngine()
-    losses = Losses()
-    losses.is_promising = True
-
-    async def program() -> None:
-        pool = pool_of(one, losses=losses)
-        task = ask(pool, 5)
         await settle()
-        pool.drop(0, cast(EngineHandle, one), "it does not get on")
-        pool.join(0, cast(EngineHandle, coming))
+    assert (one.contexts, other.contexts) == ([0, 2], [1, 3, 4, 5, 6])
+    while one.open or other.open:
+        (one if one.open else other).answer()
         await settle()
-        assert coming.contexts == [5]
-        coming.answer()
-        assert len(await task) == 1
+    assert [len(task.result()) for task in tasks] == [1] * 7
 
-    asyncio.run(program())
+
+@in_loop
+async def test_open_requests_of_a_dropped_engine_go_elsewhere_at_once() -> None:
+    pool = pool_of(one := OpenEngine(), other := OpenEngine())
+    tasks = [ask(pool, context, num_keys=2) for context in range(3)]
+    await settle()
+    assert (one.contexts, other.contexts) == ([0], [1])
+    pool.drop(0, OpenEngine(), "a report of an engine before it")
+    await settle()
+    assert pool.reasons == {}
+    for _ in range(2):
+        pool.drop(0, one, "it does not get on")
+    await settle()
+    assert pool.reasons == {0: "it does not get on"}
+    assert one.open[0][1].cancelled()
+    for context in (2, 0):
+        other.answer()
+        await settle()
+        assert other.contexts[-1] == context
+    other.answer()
+    assert [len(await task) for task in tasks] == [2, 2, 2]
+    assert pool.take_metrics()["rollout/repeated_requests"] == Sum(2)
 
 
 def test_a_later_turn_returns_to_the_engine_with_its_prefix() -> None:
@@ -203,146 +162,82 @@ def test_the_longest_known_beginning_counts() -> None:
 
 @pytest.mark.shows("1.19")
 def test_requests_of_a_lost_engine_are_repeated_and_answered_once() -> None:
-    one, other, losses = OpenEngine(), OpenEngine(), Losses()
+    asyncio.run(_lose_an_engine_with_a_request())
 
-    async def program() -> None:
-        pool = pool_of(one, other, losses=losses)
-        tasks = [ask(pool, context, num_keys=2) for context in range(4)]
+
+async def _lose_an_engine_with_a_request() -> None:
+    pool = pool_of(one := OpenEngine(), other := OpenEngine())
+    tasks = [ask(pool, context, num_keys=2) for context in range(4)]
+    await settle()
+    one.fail(EngineError("it is gone"))
+    await settle()
+    while other.open:
+        other.answer()
         await settle()
-        one.fail(EngineError("it is gone"))
+    assert one.contexts == [0]
+    assert sorted(other.contexts) == [0, 1, 2, 3]
+    assert [len(task.result()) for task in tasks] == [2] * 4
+    assert pool.reasons == {0: "it is gone"}
+    assert pool.take_metrics()["rollout/repeated_requests"] == Sum(2)
+
+
+@in_loop
+async def test_a_refused_request_is_not_repeated() -> None:
+    pool = pool_of(one := OpenEngine(), other := OpenEngine())
+    task = await asked(pool, 0)
+    one.fail(RequestError("too long"))
+    with pytest.raises(RequestError, match="too long"):
+        await task
+    assert other.contexts == []
+    assert pool.reasons == {}
+
+
+@in_loop
+async def test_without_any_engine_left_the_reasons_are_named() -> None:
+    pool = pool_of(one := OpenEngine())
+    tasks = [ask(pool, context) for context in range(4)]
+    await settle()
+    for _ in range(2):
+        one.fail(EngineError("out of memory"))
         await settle()
-        while other.open:
-            other.answer()
-            await settle()
-        assert one.contexts == [0]
-        assert sorted(other.contexts) == [0, 1, 2, 3]
-        assert [len(task.result()) for task in tasks] == [2] * 4
-        assert losses.reasons == {0: "it is gone"}
-        assert pool.take_metrics()["rollout/repeated_requests"] == Sum(2)
-
-    asyncio.run(program())
-
-
-def test_a_refused_request_is_not_repeated() -> None:
-    one, other, losses = OpenEngine(), OpenEngine(), Losses()
-
-    async def program() -> None:
-        pool = pool_of(one, other, losses=losses)
-        task = ask(pool, 0)
-        await settle()
-        one.fail(RequestError("too long"))
-        with pytest.raises(RequestError, match="too long"):
-            await task
-        assert other.contexts == []
-        assert losses.reasons == {}
-
-    asyncio.run(program())
-
-
-def test_without_any_engine_left_the_reasons_are_named() -> None:
-    one = OpenEngine()
-
-    async def program() -> None:
-        pool = pool_of(one)
-        tasks = [ask(pool, context) for context in range(4)]
-        await settle()
-        for _ in range(2):
-            one.fail(EngineError("out of memory"))
-            await settle()
-        for task in tasks:
-            with pytest.raises(ServerDiedError, match="engine 0: out of memory"):
-                await task
-
-    asyncio.run(program())
-
-
-def test_an_answer_with_other_weights_is_an_error() -> None:
-    one = OpenEngine()
-
-    async def program() -> None:
-        pool = pool_of(one)
-        task = ask(pool, 0)
-        await settle()
-        one.answer(version=2)
-        with pytest.raises(DriftError, match=r"version \[2\], and the policy is at version 3"):
+    for task in tasks:
+        with pytest.raises(ServerDiedError, match="engine 0: out of memory"):
             await task
 
-    asyncio.run(program())
+
+@in_loop
+async def test_an_answer_with_other_weights_is_an_error() -> None:
+    pool = pool_of(one := OpenEngine())
+    task = await asked(pool, 0)
+    one.answer(version=2)
+    with pytest.raises(DriftError, match=r"version \[2\], and the policy is at version 3"):
+        await task
 
 
-def test_all_wait_for_the_replacement_of_the_only_engine() -> None:
-    one, new, losses = OpenEngine(), OpenEngine(), Losses()
-    losses.is_promising = True
+@in_loop
+async def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> None:
+    pool, new = pool_of(one := OpenEngine()), OpenEngine()
+    task = await asked(pool, 0)
+    pool.join(0, new)
+    await settle()
+    one.fail(EngineError("it is gone"))
+    await settle()
+    new.answer()
+    assert len(await task) == 1
+    assert pool.reasons == {}
 
-    async def program() -> None:
-        pool = pool_of(one, losses=losses)
-        tasks = [ask(pool, context) for context in range(3)]
+
+@in_loop
+async def test_a_request_that_loses_every_engine_is_not_sent_forever() -> None:
+    engines = [OpenEngine() for _ in range(6)]
+    pool = pool_of(*engines)
+    task = await asked(pool, 0)
+    for engine in engines[:4]:
+        engine.fail(EngineError("logits are not finite"))
         await settle()
-        for _ in range(2):
-            one.fail(EngineError("it is gone"))
-        await settle()
-        assert not any(task.done() for task in tasks)
-        pool.join(0, cast(EngineHandle, new))
-        await settle()
-        while new.open:
-            new.answer()
-            await settle()
-        assert sorted(new.contexts) == [0, 1, 2]
-        assert [len(task.result()) for task in tasks] == [1] * 3
-
-    asyncio.run(program())
-
-
-def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> None:
-    one, new, losses = OpenEngine(), OpenEngine(), Losses()
-
-    async def program() -> None:
-        pool = pool_of(one, losses=losses)
-        task = ask(pool, 0)
-        await settle()
-        pool.join(0, cast(EngineHandle, new))
-        await settle()
-        one.fail(EngineError("it is gone"))
-        await settle()
-        new.answer()
-        assert len(await task) == 1
-        assert losses.reasons == {}
-
-    asyncio.run(program())
-
-
-def test_if_no_replacement_comes_its_reason_is_named() -> None:
-    one, losses = OpenEngine(), Losses()
-    losses.is_promising = True
-
-    async def program() -> None:
-        pool = pool_of(one, losses=losses)
-        task = ask(pool, 0)
-        await settle()
-        one.fail(EngineError("it is gone"))
-        await settle()
-        pool.give_up(0, "the disk is full")
-        with pytest.raises(ServerDiedError, match="engine 0: the disk is full"):
-            await task
-
-    asyncio.run(program())
-
-
-def test_a_request_that_loses_every_engine_is_not_sent_forever() -> None:
-    engines, losses = [OpenEngine() for _ in range(6)], Losses()
-
-    async def program() -> None:
-        pool = pool_of(*engines, losses=losses)
-        task = ask(pool, 0)
-        await settle()
-        for engine in engines[:4]:
-            engine.fail(EngineError("logits are not finite"))
-            await settle()
-        with pytest.raises(ServerDiedError, match=r"4 rollout engines.*logits are not finite"):
-            await task
-        assert set(losses.reasons) == {0, 1, 2, 3}
-
-    asyncio.run(program())
+    with pytest.raises(ServerDiedError, match=r"4 rollout engines.*logits are not finite"):
+        await task
+    assert set(pool.reasons) == {0, 1, 2, 3}
 
 
 def cut(*tokens: int, version: int = 3) -> Sample:
@@ -350,211 +245,152 @@ def cut(*tokens: int, version: int = 3) -> Sample:
     return Sample(torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(tokens)), CUT, version)
 
 
-def test_interrupted_responses_continue_on_other_engines() -> None:
+@in_loop
+async def test_interrupted_responses_continue_on_other_engines() -> None:
     """Of a group of four, one sibling has ended, one has tokens, and two have none."""
-    one, other, losses = OpenEngine(), OpenEngine(), Losses()
-
-    async def program() -> None:
-        pool = pool_of(one, other, num_slots=8, losses=losses)
-        task = ask(pool, 5, num_keys=4)
-        await settle()
-        pool.suspend(0)
-        await settle()
-        one.answer_with(sample(3), cut(7, 8), cut(), cut())
-        await settle()
-        assert one.asked == [([5], 4, [0, 1, 2, 3])]
-        assert other.asked == [([5, 7, 8], 2, [1]), ([5], 4, [2, 3])]
-        other.answer_with(sample(3))
-        other.answer_with(cut(2), sample(3))  # and the other engine is next
-        pool.suspend(1)
-        pool.join(0, cast(EngineHandle, one), version=4)
-        await settle()
-        assert one.asked[1:] == [([5, 2], 3, [2])]
-        one.answer(version=4)
-        samples = await task
-        assert [s.token_ids.tolist() for s in samples] == [[1], [7, 8, 1], [2, 1], [1]]
-        assert [s.versions_L.tolist() for s in samples] == [[3], [3, 3, 3], [3, 4], [3]]
-        assert not any(s.is_interrupted for s in samples)
-        assert losses.reasons == {}
-        metrics = pool.take_metrics()
-        assert metrics["rollout/interrupted_responses"] == Sum(2)
-        assert metrics["rollout/interrupted_tokens"] == Sum(3)
-
-    asyncio.run(program())
+    pool = pool_of(one := OpenEngine(), other := OpenEngine(), num_slots=8)
+    task = await asked(pool, 5, num_keys=4)
+    pool.suspend(0)
+    await settle()
+    one.answer_with(sample(3), cut(7, 8), cut(), cut())
+    await settle()
+    assert one.asked == [([5], 4, [0, 1, 2, 3])]
+    assert other.asked == [([5, 7, 8], 2, [1]), ([5], 4, [2, 3])]
+    other.answer_with(sample(3))
+    other.answer_with(cut(2), sample(3))  # and the other engine is next
+    pool.suspend(1)
+    pool.join(0, one, version=4)
+    await settle()
+    assert one.asked[1:] == [([5, 2], 3, [2])]
+    one.answer(version=4)
+    samples = await task
+    assert [s.token_ids.tolist() for s in samples] == [[1], [7, 8, 1], [2, 1], [1]]
+    assert [s.versions_L.tolist() for s in samples] == [[3], [3, 3, 3], [3, 4], [3]]
+    assert not any(s.is_interrupted for s in samples)
+    assert pool.reasons == {}
+    metrics = pool.take_metrics()
+    assert metrics["rollout/interrupted_responses"] == Sum(2)
+    assert metrics["rollout/interrupted_tokens"] == Sum(3)
 
 
-def test_interrupted_responses_may_lose_their_tokens_instead() -> None:
+@in_loop
+async def test_interrupted_responses_may_lose_their_tokens_instead() -> None:
     """Of a group of three, one sibling has ended, one has tokens, and one has none."""
-    one, losses = OpenEngine(), Losses()
-
-    async def program() -> None:
-        pool = pool_of(one, num_slots=8, losses=losses)
-        pool.drops_interrupted = True
-        task = ask(pool, 5, num_keys=3)
-        await settle()
-        pool.suspend(0)
-        await settle()
-        one.answer_with(sample(3), cut(7, 8), cut())
-        pool.join(0, cast(EngineHandle, one), version=4)
-        await settle()
-        assert one.asked[1:] == [([5], 4, [1, 2])]  # those that lost theirs share a request again
-        one.answer(version=4)
-        samples = await task
-        assert [s.token_ids.tolist() for s in samples] == [[1], [1], [1]]
-        assert [s.versions_L.tolist() for s in samples] == [[3], [4], [4]]
-        assert losses.reasons == {}
-        metrics = dict(pool.take_metrics())
-        del metrics["time/engines_idle_s"]
-        assert metrics == {
-            "rollout/repeated_requests": Sum(0),
-            "rollout/aborted_responses": Sum(1),
-            "rollout/aborted_tokens": Sum(2),
-        }
-
-    asyncio.run(program())
+    pool = pool_of(one := OpenEngine(), num_slots=8)
+    pool.drops_interrupted = True
+    task = await asked(pool, 5, num_keys=3)
+    pool.suspend(0)
+    await settle()
+    one.answer_with(sample(3), cut(7, 8), cut())
+    pool.join(0, one, version=4)
+    await settle()
+    assert one.asked[1:] == [([5], 4, [1, 2])]  # those that lost theirs share a request again
+    one.answer(version=4)
+    samples = await task
+    assert [s.token_ids.tolist() for s in samples] == [[1], [1], [1]]
+    assert [s.versions_L.tolist() for s in samples] == [[3], [4], [4]]
+    assert pool.reasons == {}
+    metrics = dict(pool.take_metrics())
+    del metrics["time/engines_idle_s"]
+    assert metrics == {
+        "rollout/repeated_requests": Sum(0),
+        "rollout/aborted_responses": Sum(1),
+        "rollout/aborted_tokens": Sum(2),
+    }
 
 
-def test_requests_wait_while_all_engines_are_suspended() -> None:
-    one, losses = OpenEngine(), Losses()
-
-    async def program() -> None:
-        pool = pool_of(one, losses=losses)
-        for version in (4, 5, 6):
-            pool.suspend(0)
-            task = ask(pool, version)
-            await settle()
-            assert not one.open
-            pool.join(0, cast(EngineHandle, one), version=version)
-            await settle()
-            one.answer(version=version)
-            assert (await task)[0].weight_version == version
-        assert losses.reasons == {}
-
-    asyncio.run(program())
-
-
-def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
+@in_loop
+async def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
     """It was handed out just before the engine was suspended, and is asked again."""
-    one, other, losses = OpenEngine(), OpenEngine(), Losses()
-
-    async def program() -> None:
-        pool = pool_of(one, other, losses=losses)
-        task = ask(pool, 5)
+    pool = pool_of(one := OpenEngine(), other := OpenEngine())
+    task = await asked(pool, 5)
+    for _ in range(9):
+        pool.suspend(0)
+        one.fail(PhaseError("the engine is paused"))
         await settle()
-        for _ in range(9):
-            pool.suspend(0)
-            one.fail(PhaseError("the engine is paused"))
-            await settle()
-            other.answer_with(cut())
-            pool.suspend(1)
-            pool.join(0, cast(EngineHandle, one), version=3)
-            pool.join(1, cast(EngineHandle, other), version=3)
-            await settle()
-            (holder,) = [engine for engine in (one, other) if engine.open]
-            if holder is other:
-                other.answer()
-                break
-        else:
-            one.answer()
-        await task
-        assert losses.reasons == {}
-
-    asyncio.run(program())
+        other.answer_with(cut())
+        pool.suspend(1)
+        pool.join(0, one, version=3)
+        pool.join(1, other, version=3)
+        await settle()
+        (holder,) = [engine for engine in (one, other) if engine.open]
+        if holder is other:
+            other.answer()
+            break
+    else:
+        one.answer()
+    await task
+    assert pool.reasons == {}
 
 
-def test_an_answer_of_before_the_update_has_its_version() -> None:
+@in_loop
+async def test_an_answer_of_before_the_update_has_its_version() -> None:
     """The answer arrives after the engine has new weights; the next one must have these."""
-    one = OpenEngine()
-
-    async def program() -> None:
-        pool = pool_of(one)
-        task = ask(pool, 5)
-        await settle()
-        pool.suspend(0)
-        pool.join(0, cast(EngineHandle, one), version=4)
-        await settle()
-        one.answer(version=3)
-        assert (await task)[0].weight_version == 3
-        task = ask(pool, 6)
-        await settle()
-        one.answer(version=3)
-        with pytest.raises(DriftError, match=r"version \[3\], and the policy is at version 4"):
-            await task
-
-    asyncio.run(program())
+    pool = pool_of(one := OpenEngine())
+    task = await asked(pool, 5)
+    pool.suspend(0)
+    pool.join(0, one, version=4)
+    await settle()
+    one.answer(version=3)
+    assert (await task)[0].weight_version == 3
+    task = await asked(pool, 6)
+    one.answer(version=3)
+    with pytest.raises(DriftError, match=r"version \[3\], and the policy is at version 4"):
+        await task
 
 
-def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
-    one, new, losses = OpenEngine(), OpenEngine(), Losses()
-
-    async def program() -> None:
-        pool = pool_of(one, losses=losses)
-        pool.suspend(0)
-        tasks = [ask(pool, context) for context in (5, 6)]
-        await settle()
-        pool.join(0, cast(EngineHandle, new), version=4)
-        await settle()
-        assert (one.contexts, new.contexts) == ([], [5, 6])
-        for task in tasks:
-            new.answer(version=4)
-            await task
-
-    asyncio.run(program())
+@in_loop
+async def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
+    pool, new = pool_of(one := OpenEngine()), OpenEngine()
+    pool.suspend(0)
+    tasks = [ask(pool, context) for context in (5, 6)]
+    await settle()
+    pool.join(0, new, version=4)
+    await settle()
+    assert (one.contexts, new.contexts) == ([], [5, 6])
+    for task in tasks:
+        new.answer(version=4)
+        await task
 
 
-def test_an_engine_that_joins_twice_keeps_its_open_requests() -> None:
-    engine = OpenEngine()
-
-    async def program() -> None:
-        pool = pool_of(engine, num_slots=1)
-        task = ask(pool, 5)
-        await settle()
-        pool.join(0, cast(EngineHandle, engine))  # as a late recovery does
-        waiting = ask(pool, 6)
-        await settle()
-        assert engine.contexts == [5]  # it has one slot
-        pool.suspend(0)
-        drained = asyncio.ensure_future(pool.drained())
-        await settle()
-        assert not drained.done()
-        engine.answer()
-        await settle()
-        assert drained.done()
-        assert task.done()
-        waiting.cancel()
-
-    asyncio.run(program())
+@in_loop
+async def test_an_engine_that_joins_twice_keeps_its_open_requests() -> None:
+    pool = pool_of(engine := OpenEngine(), num_slots=1)
+    task = await asked(pool, 5)
+    pool.join(0, engine)  # as a late recovery does
+    waiting = ask(pool, 6)
+    await settle()
+    assert engine.contexts == [5]  # it has one slot
+    pool.suspend(0)
+    drained = asyncio.ensure_future(pool.drained())
+    await settle()
+    assert not drained.done()
+    engine.answer()
+    await settle()
+    assert drained.done()
+    assert task.done()
+    waiting.cancel()
 
 
-def test_a_suspended_engine_that_is_given_up_is_named() -> None:
-    one = OpenEngine()
-
-    async def program() -> None:
-        pool = pool_of(one)
-        pool.suspend(0)
-        task = ask(pool, 5)
-        await settle()
-        pool.give_up(0, "it could not load the weights")
-        with pytest.raises(ServerDiedError, match="engine 0: it could not load the weights"):
-            await task
-
-    asyncio.run(program())
+@in_loop
+async def test_a_suspended_engine_that_is_given_up_is_named() -> None:
+    pool = pool_of(OpenEngine())
+    pool.suspend(0)
+    task = await asked(pool, 5)
+    pool.give_up(0, "it could not load the weights")
+    with pytest.raises(ServerDiedError, match="engine 0: it could not load the weights"):
+        await task
 
 
-def test_an_engine_that_interrupts_unasked_is_lost() -> None:
-    one, other, losses = OpenEngine(), OpenEngine(), Losses()
-
-    async def program() -> None:
-        pool = pool_of(one, other, losses=losses)
-        task = ask(pool, 5)
-        await settle()
-        one.answer_with(cut(7))
-        await settle()
-        other.answer()
-        assert (await task)[0].token_ids.tolist() == [1]
-        assert "was not suspended" in losses.reasons[0]
-
-    asyncio.run(program())
+@in_loop
+async def test_an_engine_that_interrupts_unasked_is_lost() -> None:
+    pool = pool_of(one := OpenEngine(), other := OpenEngine())
+    task = await asked(pool, 5)
+    one.answer_with(cut(7))
+    await settle()
+    other.answer()
+    assert (await task)[0].token_ids.tolist() == [1]
+    assert "was not suspended" in pool.reasons[0]
 
 
 class Cutting(OpenEngine):
@@ -590,7 +426,7 @@ async def update_engines(pool: EnginePool, engines: list[Cutting], data: st.Data
         engines[index].version = version
     await settle()
     for index in chosen:
-        pool.join(index, cast(EngineHandle, engines[index]), version=version)
+        pool.join(index, engines[index], version=version)
     await settle()
 
 
@@ -604,28 +440,25 @@ def require_uncut(responses: Sequence[Sample]) -> None:
 
 @settings(max_examples=40)
 @given(st.data())
-def test_updates_at_any_moment_lose_and_double_no_token(data: st.DataObject) -> None:
-    async def program() -> None:
-        engines = [Cutting(3), Cutting(3)]
-        pool = pool_of(*engines, num_slots=data.draw(st.integers(1, 4)))
-        sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-        params = replace(PARAMS, max_new_tokens=50)
-        tasks = [
-            asyncio.ensure_future(pool.sample_group([9], params, keys=range(size)))
-            for size in sizes
-        ]
+@in_loop
+async def test_updates_at_any_moment_lose_and_double_no_token(data: st.DataObject) -> None:
+    engines = [Cutting(3), Cutting(3)]
+    pool = pool_of(*engines, num_slots=data.draw(st.integers(1, 4)))
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    params = replace(PARAMS, max_new_tokens=50)
+    tasks = [
+        asyncio.ensure_future(pool.sample_group([9], params, keys=range(size))) for size in sizes
+    ]
+    await settle()
+    for _ in range(data.draw(st.integers(0, 4))):
+        await update_engines(pool, engines, data)
+    while not all(task.done() for task in tasks):
         await settle()
-        for _ in range(data.draw(st.integers(0, 4))):
-            await update_engines(pool, engines, data)
-        while not all(task.done() for task in tasks):
-            await settle()
-            for engine in engines:
-                engine.cut_all(lambda: 100, length=5)
-        for size, task in zip(sizes, tasks, strict=True):
-            assert len(task.result()) == size
-            require_uncut(task.result())
-
-    asyncio.run(program())
+        for engine in engines:
+            engine.cut_all(lambda: 100, length=5)
+    for size, task in zip(sizes, tasks, strict=True):
+        assert len(task.result()) == size
+        require_uncut(task.result())
 
 
 NAN = torch.tensor([float("nan")])
@@ -639,43 +472,34 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("reason", IMPOSSIBLE)
-def test_an_engine_that_answers_garbage_is_lost(reason: str) -> None:
-    one, other, losses = OpenEngine(), OpenEngine(), Losses()
-
-    async def program() -> None:
-        pool = pool_of(one, other, losses=losses)
-        task = ask(pool, 0)
-        await settle()
-        one.answer_with(*IMPOSSIBLE[reason])
-        await settle()
-        other.answer()
-        assert [s.token_ids.tolist() for s in await task] == [[1]]
-        assert reason in losses.reasons[0]
-
-    asyncio.run(program())
+@in_loop
+async def test_an_engine_that_answers_garbage_is_lost(reason: str) -> None:
+    pool = pool_of(one := OpenEngine(), other := OpenEngine())
+    task = await asked(pool, 0)
+    one.answer_with(*IMPOSSIBLE[reason])
+    await settle()
+    other.answer()
+    assert [s.token_ids.tolist() for s in await task] == [[1]]
+    assert reason in pool.reasons[0]
 
 
-def test_an_engine_of_a_cancelled_request_goes_to_the_next() -> None:
-    one = OpenEngine()
-
-    async def program() -> None:
-        pool = pool_of(one, num_slots=1)
-        first, before, after, last = [ask(pool, context) for context in range(4)]
-        await settle()
-        before.cancel()  # while it waits
-        await settle()
+@in_loop
+async def test_an_engine_of_a_cancelled_request_goes_to_the_next() -> None:
+    pool = pool_of(one := OpenEngine(), num_slots=1)
+    first, before, after, last = [ask(pool, context) for context in range(4)]
+    await settle()
+    before.cancel()  # while it waits
+    await settle()
+    one.answer()
+    while not first.done():
+        await asyncio.sleep(0)
+    after.cancel()  # it has the engine, and did not run since
+    await settle()
+    while one.open:
         one.answer()
-        while not first.done():
-            await asyncio.sleep(0)
-        after.cancel()  # it has the engine, and did not run since
         await settle()
-        while one.open:
-            one.answer()
-            await settle()
-        assert [task.cancelled() for task in (before, after)] == [True, True]
-        assert last.done()
-
-    asyncio.run(program())
+    assert [task.cancelled() for task in (before, after)] == [True, True]
+    assert last.done()
 
 
 def test_the_cost_of_a_request_grows_with_nothing() -> None:
@@ -712,3 +536,27 @@ def num_calls(*, num_engines: int, num_requests: int) -> int:
     finally:
         sys.setprofile(None)
     return count
+
+
+@in_loop
+async def test_a_refusal_reaches_those_that_wait_behind_a_cancelled_one() -> None:
+    queue = RequestQueue(num_slots=1)
+    cancelled, waiting = [asyncio.ensure_future(queue.take(1)) for _ in range(2)]
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.sleep(0)
+    queue.refuse(ServerDiedError("all are gone"))
+    with pytest.raises(ServerDiedError, match="all are gone"):
+        await waiting
+
+
+@in_loop
+async def test_a_queue_keeps_nothing_of_requests_that_ended() -> None:
+    queue = RequestQueue(num_slots=4)
+    members = [Member(index, OpenEngine(), 0) for index in range(2)]
+    for member in members:
+        queue.add(member)
+    await queue.take(2)
+    for _ in range(1000):
+        queue.give_back(await queue.take(1), 1)
+    assert sum(len(gc.get_referrers(member)) for member in members) < 50

@@ -15,8 +15,8 @@ from hybridrl.errors import DriftError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.requests import FaultPlan
+from tests.serving.pools import Pool
 
 PARAMS = RequestParams(max_new_tokens=4, temperature=1.0)
 
@@ -48,15 +48,11 @@ class Rig:
         fault = FaultConfig(kind=kind, every_num_phases=every_num_phases, within_requests=within)
         self.plan = FaultPlan({"it": fault}, seed=7)
         self.engines = [HarmedEngine(), HarmedEngine()]
-        self.pool = self.new_pool()
-
-    def new_pool(self) -> EnginePool:
-        engines = {index: cast(EngineHandle, each) for index, each in enumerate(self.engines)}
-        return EnginePool(engines, num_slots=2, max_context_tokens=9, vocab_size=9, version=3)
+        self.pool = Pool(*self.engines, version=3)
 
     def sample(self) -> list[int]:
         """A phase of five requests, one after another."""
-        self.pool = self.new_pool()
+        self.pool = Pool(*self.engines, version=3)
         self.pool.ask = self.plan.spoil(answer)
 
         async def program() -> list[int]:

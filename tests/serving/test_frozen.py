@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
@@ -21,7 +20,7 @@ from hybridrl.serving.plan import EnginePlan, GroupPlan, plan_servers
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.manager_client import Answer
 from tests.config.values import config_of
-from tests.serving.recording_handle import RecordingHandle
+from tests.serving.recording_handle import RecordingHandle, weights_in
 from tests.serving.test_manager import changed_model, engine_processes
 from tests.serving.test_recovery import AnsweringHandle
 from tests.tiny_models import make_tiny_model
@@ -58,13 +57,6 @@ class RecordingLaunch:
     def __call__(self, group: GroupPlan, engine: EnginePlan) -> RecordingHandle:
         self.launched.append(RecordingHandle(engine.first_device, Journal()))
         return self.launched[-1]
-
-
-def weights_in(folder: Path, version: int) -> Path:
-    folder.mkdir(exist_ok=True)
-    weights = {name: torch.tensor(Policy.WHOLE.truth(name, version)) for name in WEIGHTS}
-    save_file(weights, folder / "model.safetensors")
-    return folder
 
 
 def is_serving(handle: RecordingHandle) -> bool:

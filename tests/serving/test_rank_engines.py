@@ -28,8 +28,8 @@ from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener, answer_body, read_answer
 from hybridrl.workers.rollout.single_turn import single_turn
-from tests.serving.recording_handle import RecordingHandle
-from tests.serving.test_frozen import weights_in
+from tests.serving.pools import Pool
+from tests.serving.recording_handle import RecordingHandle, weights_in
 from tests.serving.test_server import plan_of
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
@@ -84,13 +84,7 @@ def recovery_of(*, num_own: int = 0, health_timeout_s: float = 60.0) -> Recovery
 
 def new_pool() -> EnginePool:
     """A pool without engines of the manager's own."""
-    return EnginePool(
-        {},
-        num_slots=4,
-        max_context_tokens=32,
-        vocab_size=VOCAB_SIZE,
-        version=0,
-    )
+    return Pool(num_slots=4, vocab_size=VOCAB_SIZE)
 
 
 def sample(pool: EnginePool) -> list[Sample]:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import cast
 
@@ -24,33 +23,14 @@ from hybridrl.serving.router import PolicyRouter
 from hybridrl.serving.router_process import RouterProcess
 from hybridrl.workers.rollout.sglang.process import ChildProcess
 from tests.config.values import config_of
-from tests.serving.echo import echo_server
+from tests.serving.echo import Addressed, echo_server
+from tests.serving.pools import Pool
 
 PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
 CONFIG = config_of(
     *("serving=own", "serving.router=sglang", "rollout=sglang", "rollout.num_slots=2"),
     "serving.health_timeout_s=4",
 )
-
-
-class Addressed:
-    """An engine of which the address is asked, and whether its process is there."""
-
-    def __init__(self, url: str, process: ChildProcess) -> None:
-        self.url = url
-        self.process = process
-
-    def is_alive(self) -> bool:
-        return self.process.exit_status() is None
-
-    def address(self) -> Future[str | None]:
-        answer: Future[str | None] = Future()
-        answer.set_result(self.url)
-        return answer
-
-
-def engine_of(url: str, process: ChildProcess) -> EngineHandle:
-    return cast(EngineHandle, Addressed(url, process))
 
 
 @pytest.fixture(scope="module")
@@ -74,29 +54,16 @@ Ask = Callable[[EnginePool], Coroutine[None, None, list[Sample]]]
 def run(
     routed: PolicyRouter, servers: Mapping[str, ChildProcess], ask: Ask, *, version: int = 0
 ) -> tuple[list[Sample], dict[int, str], Metrics]:
-    engines = {i: engine_of(*server) for i, server in enumerate(servers.items())}
+    engines = [cast(EngineHandle, Addressed(*server)) for server in servers.items()]
 
-    losses: dict[int, str] = {}
-
-    def note(index: int, _: EngineHandle, reason: str) -> bool:
-        losses[index] = reason
-        return False
-
-    async def program() -> tuple[list[Sample], EnginePool]:
-        pool = EnginePool(
-            engines,
-            num_slots=2,
-            max_context_tokens=32,
-            vocab_size=1000,
-            version=version,
-        )
-        pool.on_lost = note
+    async def program() -> tuple[list[Sample], Pool]:
+        pool = Pool(*engines, version=version)
         pool.on_left = routed.leave_out
-        async with routed.open(engines.values(), version=version) as pool.ask:
+        async with routed.open(engines, version=version) as pool.ask:
             return await ask(pool), pool
 
     samples, pool = asyncio.run(program())
-    return samples, losses, pool.take_metrics() | routed.take_metrics()
+    return samples, pool.reasons, pool.take_metrics() | routed.take_metrics()
 
 
 async def twelve(pool: EnginePool) -> list[Sample]:
@@ -186,7 +153,7 @@ def test_a_replacement_gets_requests_in_the_same_phase(routed: PolicyRouter) -> 
             kill(dying[1])
             pool.drop(0, next(iter(routed._servers)), "its process is gone")
             await asyncio.sleep(0.3)
-            pool.join(0, engine_of(*coming))
+            pool.join(0, cast(EngineHandle, Addressed(*coming)))
             return await task
 
         samples, _, _ = run(routed, dict([dying]), ask)

@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,7 +20,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from safetensors.torch import save_file
 
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig, WorkerType
 from hybridrl.metrics import Sum
@@ -36,11 +34,10 @@ from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
 from tests.config.values import config_of
-from tests.serving.recording_handle import RecordingHandle
+from tests.serving.recording_handle import RecordingHandle, weights_in
 from tests.workers.sharding.recording import WEIGHTS, Journal, Policy, rollout_config
 from tests.workers.sharding.watched import CALLS
 
-FOLDER = Path("/unused")
 RELEASES = ("release", "resume")
 
 
@@ -104,10 +101,7 @@ class Rig:
             self.stages.append((stage, begin, len(self.journal.events)))
 
     def update(self, version: int) -> None:
-        folder = Path(mkdtemp())
-        weights = {name: torch.tensor(Policy.WHOLE.truth(name, version)) for name in WEIGHTS}
-        save_file(weights, folder / "model.safetensors")
-        self.server.update(folder, version=version)
+        self.server.update(weights_in(Path(mkdtemp()), version), version=version)
 
     def recover(self) -> dict[int, bool]:
         """Replace the lost engines one after another; say which serve now."""

@@ -12,33 +12,23 @@ import torch
 
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
-from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.engine_handle import EngineHandle, answered
 from hybridrl.serving.requests import PolicyRequests
 from tests.config.values import config_of
-from tests.serving.echo import echo_server
+from tests.serving.echo import Addressed, echo_server
+from tests.serving.pools import Pool
 
 CONFIG = config_of("serving=own", "rollout=sglang")
 PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
 
 
-class Addressed:
-    """An engine of which the address is asked, and that answers by itself without one."""
-
-    def __init__(self, url: str | None) -> None:
-        self._url = url
-
-    def address(self) -> Future[str | None]:
-        answer: Future[str | None] = Future()
-        answer.set_result(self._url)
-        return answer
+class Asked(Addressed):
+    """An engine that answers by itself without an address."""
 
     def sample_group(
         self, token_ids: Sequence[int], params: RequestParams, *, keys: Sequence[int]
     ) -> Future[list[Sample]]:
-        answer: Future[list[Sample]] = Future()
-        answer.set_result([_sample(params.max_new_tokens, seed=key) for key in keys])
-        return answer
+        return answered([_sample(params.max_new_tokens, seed=key) for key in keys])
 
 
 def _sample(num_tokens: int, *, seed: int = 0) -> Sample:
@@ -81,8 +71,7 @@ def test_a_request_whose_server_is_being_opened_is_interrupted_as_well(
         server = SlowToOpen()
         monkeypatch.setattr("hybridrl.serving.requests.connect", lambda *_, **__: server)
         engine = cast(EngineHandle, Addressed("http://server"))
-        pool = EnginePool({}, num_slots=2, max_context_tokens=32, vocab_size=1000, version=0)
-        async with requests.open(pool, [engine], version=0) as ask:
+        async with requests.open(Pool(), [engine], version=0) as ask:
             asking = asyncio.ensure_future(ask(engine, [1], PARAMS, [7]))
             await asyncio.sleep(0)
             if interrupts:
@@ -97,9 +86,9 @@ def test_servers_are_asked_by_http_and_other_engines_by_calls() -> None:
     requests = PolicyRequests(CONFIG, vocab_size=1000, key="a-key")
 
     async def program(url: str) -> list[Sample]:
-        engines = {n: cast(EngineHandle, Addressed(each)) for n, each in enumerate((url, None))}
-        pool = EnginePool(engines, num_slots=2, max_context_tokens=32, vocab_size=1000, version=0)
-        async with requests.open(pool, engines.values(), version=0) as pool.ask:
+        engines = [cast(EngineHandle, Asked(each)) for each in (url, None)]
+        pool = Pool(*engines)
+        async with requests.open(pool, engines, version=0) as pool.ask:
             asks = [pool.sample_group([1, n], PARAMS, keys=[n, 100 + n]) for n in range(6)]
             return [sample for group in await asyncio.gather(*asks) for sample in group]
 

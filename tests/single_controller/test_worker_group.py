@@ -67,10 +67,6 @@ def test_rank_zero_methods_run_on_rank_zero_alone(four_ranks: RayWorkerGroup) ->
     assert four_ranks.seed().get() == 7
 
 
-def test_results_without_rows_are_listed_by_rank(four_ranks: RayWorkerGroup) -> None:
-    assert four_ranks.count_rows(list(range(8))) == [{"rank": r, "rows": 2} for r in range(4)]
-
-
 def test_a_dispatch_of_ones_own_splits_and_collects(four_ranks: RayWorkerGroup) -> None:
     assert four_ranks.own_dispatch(3) == 4 * 6
 

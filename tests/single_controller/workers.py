@@ -56,10 +56,6 @@ class Scaler(Worker):
     def answer_twice_later(self, rows: Any) -> Any:
         return np.repeat(rows, 2, axis=0)
 
-    @register(Dispatch.DP_COMPUTE)
-    def count_rows(self, rows: Any) -> dict[str, int]:
-        return {"rank": self.rank, "rows": len(rows)}
-
     @register(Dispatch.ALL_TO_ALL)
     def add_rank(self, value: int) -> int:
         return value + self.rank
