@@ -93,9 +93,8 @@ def table_of(name: str) -> str:
 
 def put(name: str, text: str) -> None:
     """Publish a table in the place of its former one."""
-    page = page_of(name)
-    old = table_of(name)
-    page.write_text(page.read_text(encoding="utf-8").replace(old, text, 1), encoding="utf-8")
+    page = page_of(name).read_text(encoding="utf-8")
+    page_of(name).write_text(block_of(name).sub(lambda _: text, page), encoding="utf-8")
 
 
 def made_by(name: str) -> str:

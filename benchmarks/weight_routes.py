@@ -32,7 +32,7 @@ from hybridrl.workers.build import build_engines
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
-from hybridrl.workers.train.protocol import TrainState, WeightSet
+from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
 
 _ROUTES: tuple[WeightRoute, ...] = ("files", "broadcast")
 _CALL_S = 500.0
@@ -84,6 +84,10 @@ class Trainer:
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
+
+    def weight_specs(self, weight_set: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
+        """Describe them."""
+        return tuple(WeightSpec(n, tuple(t.shape), t.nbytes) for n, t in self._weights.items())
 
     def full_weights(
         self, weight_set: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
