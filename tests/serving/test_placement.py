@@ -75,6 +75,13 @@ def test_an_engine_on_two_nodes_of_one_machine_is_told_of_both() -> None:
     assert len({place.port, place.dist_init_port, *place.nccl_ports}) == 4
 
 
+@pytest.fixture(autouse=True)
+def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+
+
 def arguments_of(*overrides: str) -> Iterator[dict[str, object]]:
     for _, config in rehearsed_configs(config_of(*overrides)):
         spec = server_spec(config, Path("model"))

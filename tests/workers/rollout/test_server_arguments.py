@@ -19,9 +19,16 @@ from tests.config.values import config_of
 from tests.workers.rollout.engines import rollout_config
 
 
+@pytest.fixture(autouse=True)
+def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+
+
 def spec_of(*, lora: LoraConfig | None = None, device: str = "cuda", **changes: Any) -> ServingSpec:
     return ServingSpec(
-        model_folder=Path("/models/m"),
+        model_folder=Path("model"),
         rollout=replace(rollout_config(), engine="sglang", **changes),
         lora=lora,
         max_context_tokens=100,
@@ -38,7 +45,7 @@ def test_the_typed_keys_become_the_names_that_sglang_knows() -> None:
     spec = spec_of(num_slots=7, memory_fraction=0.6, cuda_graphs=True, tensor_parallel_size=2)
     found = arguments_of(spec)
     expected = {
-        "model_path": "/models/m",
+        "model_path": "model",
         "served_model_name": "me",
         "port": 20_000,
         "host": "127.0.0.1",
