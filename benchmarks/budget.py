@@ -22,7 +22,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "config": (7831, 44),
     "data": (2885, 16),
     "diagnostics": (989, 6),
-    "models": (2890, 14),
+    "models": (2891, 14),
     "planning": (814, 6),
     "processes": (1354, 6),
     "rehearsal": (2014, 8),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3704, 15),
     "single_controller": (2177, 11),
     "trainer": (2979, 18),
-    "workers": (17644, 93),
+    "workers": (17642, 93),
 }
 """By folder; ``.`` has the files of the top level."""
 

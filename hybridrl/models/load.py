@@ -202,17 +202,16 @@ class ModelFiles:
 
 def shapes_as_read(files: WeightFiles) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of all weights of a folder, of MXFP4 those of the numbers."""
+    blocks, scales = _MXFP4
     shapes = {}
     for name in files.names:
-        packed, shape = (
-            next((end for end in _MXFP4 if name.endswith(end)), ""),
-            files.shape_of(name),
-        )
-        if packed == _MXFP4[0]:
+        if name.endswith(scales):
+            continue
+        shape = files.shape_of(name)
+        if name.endswith(blocks):
             num_experts, num_outputs, num_blocks, _ = shape
             shape = (num_experts, num_blocks * _BLOCK_NUMBERS, num_outputs)
-        if packed != _MXFP4[1]:
-            shapes[name.removesuffix(packed)] = shape
+        shapes[name.removesuffix(blocks)] = shape
     return shapes
 
 

@@ -388,9 +388,6 @@ def fused_attention(
     head_size = query_RNLD.shape[-1]
     if sink_N is not None:
         scale = head_size**-0.5 if scale is None else scale
-        if is_visible_R1LK is None:
-            shape = (query_RNLD.shape[2], key_RJKD.shape[2])
-            is_visible_R1LK = query_RNLD.new_ones(shape, dtype=torch.bool).tril()
         query_RNLD, key_RJKD, value_RJKD, is_visible_R1LK = with_sink(
             query_RNLD, key_RJKD, value_RJKD, is_visible_R1LK, sink_N[:, None, None] / scale
         )
@@ -412,7 +409,7 @@ def fused_attention(
 
 
 def with_sink(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, score: Tensor
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, score: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Put a key of value 0 before all others, whose product with a query is its score.
 
@@ -423,12 +420,14 @@ def with_sink(
         query: float [..., L, D].
         key: float [..., K, D].
         value: float [..., K, D].
-        mask: bool or float [..., L, K].
+        mask: bool or float [..., L, K]; None: causal.
         score: broadcasts to [..., L, 1].
 
     Returns:
         The same, with heads of size D + 8 and K + 1 keys.
     """
+    if mask is None:
+        mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
     score = score.to(query.dtype).expand(*query.shape[:-1], 1)
     query = pad(torch.cat([query, score], dim=-1), (0, 7))
     key, value = (pad(states, (0, 8, 1, 0)) for states in (key, value))

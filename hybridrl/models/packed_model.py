@@ -162,10 +162,13 @@ def replay_routing(model: PreTrainedModel) -> None:
     Activations that are computed again go through the same experts, which are freed with the last
     of them. Routers choose where an expert is -1, and in passes that bring none.
     """
-    for number, layer in enumerate(model.model.layers):
+    layers = model.model.layers
+    routers = [getattr(e.mlp, "gate", None) or getattr(e.mlp, "router", None) for e in layers]
+    if not any(routers):  # a dense model is left as it is
+        return
+    for number, (layer, router) in enumerate(zip(layers, routers, strict=True)):
         replay = _ReplayedLayer(number)
         layer.forward = partial(replay.compute, layer.forward)
-        router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
         if router is not None:
             router.forward = partial(replay.route, router.forward, router.weight.shape[0])
 

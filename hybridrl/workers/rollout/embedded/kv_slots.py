@@ -179,8 +179,6 @@ class KVStep:
         query_RHQD = query_THD.new_zeros(num_rows, query_THD.shape[1], num_queries, head_dim)
         query_RHQD[at] = query_THD
         if sink_H is not None:
-            if mask is None:
-                mask = query_THD.new_ones(longest, longest, dtype=torch.bool).tril()
             query_RHQD, keys_RJLD, values_RJLD, mask = with_sink(
                 query_RHQD, keys_RJLD, values_RJLD, mask, sink_H[:, None, None] / scale
             )
