@@ -151,13 +151,20 @@ def train(words: Sequence[str], scratch: Path) -> Path:
     return run_dir
 
 
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """Read the metrics of each step of a run folder."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def read_run(run_dir: Path) -> Run:
     """Read the evaluations of a run folder."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_metrics(run_dir)
     evaluated = [row for row in rows if _METRIC in row]
     minutes = (rows[-1]["elapsed_s"] - rows[0]["elapsed_s"]) / 60
-    return Run([row["step"] for row in evaluated], [row[_METRIC] for row in evaluated], minutes)
+    return Run(
+        [round(row["step"]) for row in evaluated], [row[_METRIC] for row in evaluated], minutes
+    )
 
 
 def print_table(curves: Curves, *, num_seeds: int) -> None:

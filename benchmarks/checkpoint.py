@@ -10,14 +10,12 @@ ranks write it in their threads.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.algorithms import read_metrics, train
+
 _EVERY = 4
 _LIMIT = 0.10
 
@@ -29,7 +27,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of the configuration")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
-        steps = _run(Path(folder) / "run", options.steps, options.overrides)
+        words = [f"trainer.num_steps={options.steps}", f"checkpoint.every_num_steps={_EVERY}"]
+        words += ["eval.every_num_steps=0", "tracking.live=off", *options.overrides]
+        steps = read_metrics(train(words, Path(folder)))
     # The cost of saving after step n stands in the line of step n + 1, which also is the step
     # during which the ranks write.
     after = [s for s in steps if (s["step"] - 1) % _EVERY == 0 and s["step"] > _EVERY]
@@ -48,17 +48,6 @@ def main() -> None:
     )
     print(f"| asks whether one is written | {polls_s:.4f} | {polls_s / usual_s:.3f} |")
     print(f"| step during which it is written | {writing_s:.3f} | {writing_s / usual_s:.3f} |")
-
-
-def _run(run_dir: Path, num_steps: int, overrides: list[str]) -> list[dict[str, float]]:
-    command = [
-        *(sys.executable, "-m", "hybridrl.main", f"trainer.run_dir={run_dir}"),
-        *(f"trainer.num_steps={num_steps}", f"checkpoint.every_num_steps={_EVERY}"),
-        *("eval.every_num_steps=0", "tracking.live=off", *overrides),
-    ]
-    subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.DEVNULL)
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def _is_done(step: dict[str, float]) -> bool:

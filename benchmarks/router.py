@@ -9,14 +9,12 @@ Later turns hit the cache of the engine that has their beginning; a row has the 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
-_ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.algorithms import read_metrics, train
+
 _ROUTERS = {"the manager": "none", "sglang-router": "sglang"}
 _METRICS = (
     *("rollout/prefix_cache_hit_fraction", "agent/turns/mean"),
@@ -36,7 +34,7 @@ def main() -> None:
         for name, router in _ROUTERS.items():
             words = [f"serving.router={router}", *options.overrides]
             with tempfile.TemporaryDirectory(prefix="router-") as folder:
-                steps[name] += run(Path(folder) / "run", words, num_steps=options.steps + 1)[1:]
+                steps[name] += run(Path(folder), words, num_steps=options.steps + 1)[1:]
     print("| who chooses | cached share of prompt tokens | turns | generate, s | tokens/s |")
     print("|---|---:|---:|---:|---:|")
     for name, measured in steps.items():
@@ -44,18 +42,14 @@ def main() -> None:
         print(f"| {name} | {hits:.3f} | {turns:.2f} | {seconds:.2f} | {speed:.0f} |")
 
 
-def run(run_dir: Path, words: list[str], *, num_steps: int) -> list[dict[str, float]]:
+def run(folder: Path, words: list[str], *, num_steps: int) -> list[dict[str, float]]:
     """Train; return the metrics of each step."""
     command = [
-        *(sys.executable, "-m", "hybridrl.main", "recipes=cpu/calculator", "rollout=sglang"),
-        *("serving=own", "eval.every_num_steps=0", "checkpoint.every_num_steps=0"),
-        *("tracking.live=off", "rollout.start_timeout_s=150", "cluster.start_timeout_s=160"),
-        *(f"trainer.run_dir={run_dir}", f"trainer.num_steps={num_steps}", *words),
+        *("recipes=cpu/calculator", "rollout=sglang", "serving=own", "tracking.live=off"),
+        *("eval.every_num_steps=0", "checkpoint.every_num_steps=0", "rollout.start_timeout_s=150"),
+        *("cluster.start_timeout_s=160", f"trainer.num_steps={num_steps}", *words),
     ]
-    subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.DEVNULL)
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines]
-    return [step for step in steps if "loss/policy" in step]
+    return [step for step in read_metrics(train(command, folder)) if "loss/policy" in step]
 
 
 if __name__ == "__main__":
