@@ -43,6 +43,9 @@ Family = Literal[
     "hunyuan_v1_dense",
     "ministral3",
     "olmo3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
     "seed_oss",
 ]
 DENSE: tuple[Family, ...] = (
@@ -62,13 +65,14 @@ DENSE: tuple[Family, ...] = (
     "hunyuan_v1_dense",
     "ministral3",
     "olmo3",
+    "qwen3_5_text",
     "seed_oss",
 )
 """Families without experts."""
 
 SPARSE: tuple[Family, ...] = (
     *("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe"),
-    "gpt_oss",
+    *("gpt_oss", "qwen3_5_moe_text", "qwen3_next"),
 )
 """Mixtures of experts."""
 
@@ -82,6 +86,21 @@ WINDOWED: tuple[Family, ...] = (
 """Families with windows; those of the tiny models are as long as ``WINDOW``."""
 
 WINDOW = 6
+
+_DELTA_NET: dict[str, object] = {
+    "layer_types": ["linear_attention", "full_attention"] * 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED_EXPERT: dict[str, object] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 
 _OF_FAMILY: dict[Family, dict[str, object]] = {
     "qwen3_moe": {
@@ -162,6 +181,9 @@ _OF_FAMILY: dict[Family, dict[str, object]] = {
     "hunyuan_v1_dense": {"pad_token_id": None},
     "ministral3": {"pad_token_id": None, "sliding_window": None},
     "seed_oss": {"pad_token_id": None},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_DELTA_NET, **_SHARED_EXPERT},
+    "qwen3_next": {**_DELTA_NET, **_SHARED_EXPERT},
 }
 
 

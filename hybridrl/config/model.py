@@ -15,7 +15,7 @@ TRANSFORMERS_MODEL_TYPES = (
     *("cohere2", "ernie4_5", "exaone4", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense"),
     *("ministral3", "mistral", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3"),
     *("ernie4_5_moe", "glm4_moe", "qwen3_moe", "mixtral", "qwen2_moe"),
-    "gpt_oss",
+    *("gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
 )
 """Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those
 whose packed forward pass is shown equal to a pass of single rows."""
@@ -23,7 +23,9 @@ whose packed forward pass is shown equal to a pass of single rows."""
 LIGER_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Those of them whose norms and MLPs Liger's kernels replace."""
 
-_WITHOUT_CLASSIFIER = ("cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite")
+_WITHOUT_CLASSIFIER = (
+    *("cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "qwen3_5_moe_text"),
+)
 _WITHOUT_VALUE_HEAD = ("gemma3_text", "hunyuan_v1_dense", "olmo2", "olmo3", *_WITHOUT_CLASSIFIER)
 
 REWARD_MODEL_TYPES = tuple(t for t in TRANSFORMERS_MODEL_TYPES if t not in _WITHOUT_CLASSIFIER)

@@ -13,7 +13,15 @@ from typing import Any, Literal
 
 from hybridrl.config.model import ModelConfig
 from hybridrl.errors import ModelError, shown, suggest_name
-from hybridrl.models.families import FAMILIES, ExpertNames, Family, rope_of, unsupported_settings
+from hybridrl.models.families import (
+    FAMILIES,
+    ExpertNames,
+    Family,
+    is_recurrent_kind,
+    layer_kinds,
+    rope_of,
+    unsupported_settings,
+)
 from hybridrl.models.model_folder import read_settings
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
@@ -71,8 +79,49 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaNet:
+    """The layers that have a state instead of attention (gated delta rules: arXiv:2412.06464)."""
+
+    layers: tuple[int, ...]
+    """Their numbers, from 0."""
+
+    num_key_heads: int
+    key_head_size: int
+    num_value_heads: int
+    value_head_size: int
+    kernel_size: int
+    """Newest tokens that the convolution before it sees."""
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Of the convolution, over queries, keys and values; and of the values."""
+        values = self.num_value_heads * self.value_head_size
+        return 2 * self.num_key_heads * self.key_head_size + values, values
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of one layer's state of a row."""
+        of_heads = self.num_value_heads * self.key_head_size * self.value_head_size
+        return of_heads + self._widths[0] * self.kernel_size
+
+    def count_parameters(self, hidden_size: int) -> int:
+        """Count the parameters of one layer, without MLP and the norms around it."""
+        convolved, values = self._widths
+        projections = hidden_size * (convolved + 2 * values + 2 * self.num_value_heads)
+        return (
+            projections
+            + convolved * self.kernel_size
+            + self.value_head_size
+            + (2 * self.num_value_heads)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """A decoder of the llama family: grouped queries, gated MLPs, RMS norms, rotary."""
+    """A decoder of the llama family: grouped queries, gated MLPs, RMS norms, rotary.
+
+    Layers of ``delta_net`` have it in place of attention.
+    """
 
     model_type: str
     num_layers: int
@@ -129,6 +178,12 @@ class Architecture:
     experts: MoEConfig | None = None
     """None in a dense model."""
 
+    delta_net: DeltaNet | None = None
+    """None where every layer attends."""
+
+    has_output_gate: bool = False
+    """Whether ``q_proj`` gives twice as many numbers: a gate of the attention's output."""
+
     classifier: Literal["sequence", "token"] | None = None
     """A classifier gives scores to a sequence, or to its tokens. None predicts the next token."""
 
@@ -140,6 +195,11 @@ class Architecture:
     def has_dense_layers(self) -> bool:
         """Whether a layer has a dense MLP."""
         return self.experts is None or len(self.experts.sparse_layers) < self.num_layers
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that have keys and values."""
+        return self.num_layers - (0 if self.delta_net is None else len(self.delta_net.layers))
 
     @property
     def query_size(self) -> int:
@@ -156,7 +216,7 @@ class Architecture:
         """(outputs, inputs) of each linear layer of a dense block, by the end of its name."""
         hidden, query, inner = self.hidden_size, self.query_size, self.intermediate_size
         attention = {
-            "q_proj": (query, hidden),
+            "q_proj": (query * (1 + self.has_output_gate), hidden),
             "k_proj": (self.key_size, hidden),
             "v_proj": (self.key_size, hidden),
             "o_proj": (hidden, query),
@@ -284,6 +344,8 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
         rope_scaling=_scaling(rope, size) if rope["rope_type"] == "llama3" else None,
         window=_window(values, size) if "sliding_window" in family.defaults else None,
         experts=_experts(values, size) if {*_PER_TOKEN} & family.defaults.keys() else None,
+        delta_net=_delta_net(values, size),
+        has_output_gate=family.has_output_gate,
         classifier=_classifier(values),
     )
 
@@ -324,6 +386,21 @@ def _scaling(rope: Mapping[str, Any], size: _SizeReader) -> RopeScaling:
         original_max_positions=int(
             rope.get("original_max_position_embeddings") or size("max_position_embeddings")
         ),
+    )
+
+
+def _delta_net(values: Mapping[str, Any], size: _SizeReader) -> DeltaNet | None:
+    kinds = layer_kinds(values, size.family)
+    layers = tuple(number for number, kind in enumerate(kinds) if is_recurrent_kind(kind))
+    if not layers:
+        return None
+    return DeltaNet(
+        layers=layers,
+        num_key_heads=size("linear_num_key_heads"),
+        key_head_size=size("linear_key_head_dim"),
+        num_value_heads=size("linear_num_value_heads"),
+        value_head_size=size("linear_value_head_dim"),
+        kernel_size=size("linear_conv_kernel_dim"),
     )
 
 

@@ -59,6 +59,13 @@ class Family:
     off: tuple[str, ...] = ()
     """Settings of config.json that must be off: no engine computes them."""
 
+    attends_every: int = 1
+    """Where config.json has no ``layer_types``: each layer of this number attends, others are
+    recurrent (gated delta rules: arXiv:2412.06464)."""
+
+    has_output_gate: bool = False
+    """Whether ``q_proj`` also gives a gate of the attention's output."""
+
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -85,7 +92,10 @@ phi3               3072   8192     32     32      -  32064   4096
 qwen2              4096  22016     32     32     32 151936  32768
 qwen2_moe          2048   5632     24     16     16 151936  32768
 qwen3              4096  22016     32     32     32 151936  32768
+qwen3_5_moe_text   2048    512     40     16      2 248320  32768
+qwen3_5_text       4096  12288     32     16      4 248320  32768
 qwen3_moe          2048   6144     24     32      4 151936  32768
+qwen3_next         2048   5632     48     16      2 151936  32768
 seed_oss           4096  27648     64     80      8 155136 524288
 smollm3            2048  11008     36     16      4 128256  32768
 """
@@ -99,6 +109,11 @@ def _defaults(model_type: str, **others: object) -> Mapping[str, Any]:
 
 
 _ATTENTIONS = ("full_attention", "sliding_attention")
+_RECURRENT = "linear_attention"
+_DELTA_NET = {
+    **{"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+}
 FAMILIES = {
     "cohere2": Family(_defaults("cohere2", tie_word_embeddings=True), num_norms=1),
     "ernie4_5": Family(
@@ -188,6 +203,25 @@ FAMILIES = {
         off=("use_sliding_window",),
     ),
     "qwen3": Family(_defaults("qwen3", head_dim=128), has_head_norms=True),
+    "qwen3_5_moe_text": Family(
+        _defaults(
+            "qwen3_5_moe_text",
+            **_DELTA_NET,
+            **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
+            **{"decoder_sparse_step": 1, "shared_expert_intermediate_size": 512},
+            norm_topk_prob=True,
+        ),
+        has_head_norms=True,
+        has_shared_gate=True,
+        has_output_gate=True,
+        attends_every=4,
+    ),
+    "qwen3_5_text": Family(
+        _defaults("qwen3_5_text", **_DELTA_NET),
+        has_head_norms=True,
+        has_output_gate=True,
+        attends_every=4,
+    ),
     "qwen3_moe": Family(
         _defaults(
             "qwen3_moe",
@@ -195,6 +229,19 @@ FAMILIES = {
             decoder_sparse_step=1,
         ),
         has_head_norms=True,
+    ),
+    "qwen3_next": Family(
+        _defaults(
+            "qwen3_next",
+            **_DELTA_NET,
+            **{"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512},
+            **{"decoder_sparse_step": 1, "shared_expert_intermediate_size": 512},
+            norm_topk_prob=True,
+        ),
+        has_head_norms=True,
+        has_shared_gate=True,
+        has_output_gate=True,
+        attends_every=4,
     ),
     "seed_oss": Family(
         _defaults("seed_oss", head_dim=128, attention_bias=True), has_output_bias=False
@@ -219,7 +266,7 @@ def unsupported_settings(values: Mapping[str, Any], family: Family) -> Iterator[
     for name in family.off:
         if values.get(name):
             yield f"{name}={values[name]!r} is not supported; only a model without it is"
-    yield from _unsupported_layers(values)
+    yield from _unsupported_layers(values, family)
     for name in ("rope_scaling", "rope_parameters"):
         if values.get(name) and not isinstance(values[name], Mapping):
             yield f"{name}={values[name]!r} is not a JSON object"
@@ -234,13 +281,28 @@ def unsupported_settings(values: Mapping[str, Any], family: Family) -> Iterator[
             )
 
 
-def _unsupported_layers(values: Mapping[str, Any]) -> Iterator[str]:
+def layer_kinds(values: Mapping[str, Any], family: Family) -> list[str]:
+    """Return the kind of each layer, as transformers names it; without any, all attend."""
+    if values.get("layer_types") or family.attends_every == 1:
+        return list(values.get("layer_types") or ())
+    every = int(values.get("full_attention_interval") or family.attends_every)
+    numbers = range(1, int(values["num_hidden_layers"]) + 1)
+    return [_RECURRENT if number % every else _ATTENTIONS[0] for number in numbers]
+
+
+def is_recurrent_kind(kind: str) -> bool:
+    """Whether a layer of this kind has a state instead of keys and values."""
+    return kind == _RECURRENT
+
+
+def _unsupported_layers(values: Mapping[str, Any], family: Family) -> Iterator[str]:
+    known = _ATTENTIONS if family.attends_every == 1 else (*_ATTENTIONS, _RECURRENT)
     kinds = values.get("layer_types") or []
     if not isinstance(kinds, list):
         yield f"layer_types={kinds!r} is not a JSON list"
         return
     for kind in dict.fromkeys(map(str, kinds)):
-        if kind not in _ATTENTIONS:
-            yield f"layer_types has {kind!r}; supported are {', '.join(_ATTENTIONS)}"
+        if kind not in known:
+            yield f"layer_types has {kind!r}; supported are {', '.join(known)}"
     if "sliding_attention" in kinds and values.get("sliding_window", 1) is None:
         yield "layer_types has 'sliding_attention', and sliding_window is null"

@@ -24,7 +24,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from hybridrl.errors import ModelError, first_of
 from hybridrl.models.architecture import read_architecture
@@ -292,6 +291,8 @@ def _build_empty(
 ) -> PreTrainedModel:
     """Build a model, turn dropout off, and make frozen parameters of buffers that are in files.
 
+    Other buffers, as rotary frequencies, get their values, on the host.
+
     A policy gradient is taken at the policy that sampled. Buffers in files (the router's bias of
     GLM-4.5) are weights to everything that loads, shards, sends and exports them.
     """
@@ -310,9 +311,13 @@ def _build_empty(
         if hasattr(module, "residual_dropout"):  # Seed-OSS applies it as a function
             module.residual_dropout = 0.0
         for name, values in list(module.named_buffers(recurse=False)):
-            if name not in module._non_persistent_buffers_set:
+            if name in module._non_persistent_buffers_set:
+                setattr(module, name, torch.empty_like(values, device="cpu"))
+            else:
                 delattr(module, name)
                 module.register_parameter(name, nn.Parameter(values, requires_grad=False))
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)  # parameters have no memory yet, and stay without
     return model
 
 
@@ -359,15 +364,13 @@ def fill_weights(
 
 
 def finish_model(model: PreTrainedModel, device: torch.device) -> None:
-    """Set the tied embedding and the buffers, which ``fill_weights`` does not."""
+    """Tie the output embedding, and move the buffers, which ``fill_weights`` does not."""
     head = model.get_output_embeddings()  # a critic has none
     if head is not None and model.config.tie_word_embeddings:
         head.weight = model.get_input_embeddings().weight
-    rotary, embedding = model.model.rotary_emb, model.get_input_embeddings()
-    with device:  # transformers 5.19 takes no device here any more
-        model.model.rotary_emb = type(rotary)(config=model.config)
-        if isinstance(embedding, Gemma3TextScaledWordEmbedding):
-            embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale)
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            setattr(module, name, module.get_buffer(name).to(device))
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
+from hybridrl.models.recurrent import Mix, RowsOfTokens
 from hybridrl.models.varlen import SharedPrompts, VarlenCall, VarlenLayout, VarlenSpans
 
 AttentionKernel = Literal["padded", "varlen"]
@@ -40,7 +41,7 @@ class Segment:
     """Number of the segment, itself without a prefix, that holds the beginning of the row."""
 
 
-class PackLayout(Protocol):
+class RowAttention(Protocol):
     """Where the rows of a micro-batch begin and end, in the form of one attention kernel."""
 
     @property
@@ -72,6 +73,13 @@ class PackLayout(Protocol):
             Like ``query_TND``.
         """
         ...
+
+
+class PackLayout(RowAttention, RowsOfTokens, Protocol):
+    """The rows of a micro-batch, to all layers that mix tokens.
+
+    Attention computes a prompt that rows share once, recurrent layers in each of the rows.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +124,7 @@ class PaddedLayout:
         window: int | None = None,
         sink_N: Tensor | None = None,
     ) -> Tensor:
-        """Attend causally within each row; see ``PackLayout.attend``."""
+        """Attend causally within each row; see ``RowAttention.attend``."""
         if window not in self._masks:
             self._masks[window] = [bucket.visible(window) for bucket in self.buckets]
         sizes = [bucket.num_segments * bucket.num_columns for bucket in self.buckets]
@@ -141,6 +149,18 @@ class PaddedLayout:
                 sink_N=sink_N,
             )
             outputs.append(output_RNLD.transpose(1, 2).flatten(0, 1))
+        return _Unpad.apply(torch.cat(outputs), self.slot_of_token)  # type: ignore[no-any-return, no-untyped-call]
+
+    def mix(self, layer: int, mix: Mix, hidden_TH: Tensor) -> Tensor:
+        """See ``RowsOfTokens``: padding on the right comes after all that counts."""
+        outputs = []
+        for bucket in self.buckets:
+            rows_RKH = hidden_TH[bucket.key_token].view(bucket.num_segments, -1, hidden_TH.shape[1])
+            first_R1 = bucket.num_seen_R1.to(hidden_TH.device)
+            own_RL = first_R1 + torch.arange(bucket.num_columns, device=hidden_TH.device)
+            own_RL = own_RL.clamp_(max=rows_RKH.shape[1] - 1)
+            mixed_RKH = mix(hidden_states=rows_RKH)
+            outputs.append(mixed_RKH.take_along_dim(own_RL[..., None], dim=1).flatten(0, 1))
         return _Unpad.apply(torch.cat(outputs), self.slot_of_token)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -234,9 +254,10 @@ def _varlen_layout(spans: KeySpans, device: torch.device) -> VarlenLayout:
     offsets = torch.cat([spans.begin_K, lengths_K.sum()[None]])
     own_offsets = offsets.to(device, torch.int32)
     own = VarlenCall(own_offsets, own_offsets, (longest, longest))
+    padded = cache(lambda: padded_layout(spans, None, device))
     num_tails = int((spans.prefix_length_K > 0).sum())
     if not num_tails:
-        return VarlenLayout(own, spans.longest_row)
+        return VarlenLayout(own, spans.longest_row, padded)
     first_tail = len(lengths_K) - num_tails
     begin_P, prompt_of_tail = torch.unique_consecutive(
         spans.prefix_begin_K[first_tail:], return_inverse=True
@@ -257,7 +278,7 @@ def _varlen_layout(spans: KeySpans, device: torch.device) -> VarlenLayout:
     )
     prompts = SharedPrompts(call, int(offsets[first_tail]), int(offsets[num_prompts]))
     in_rows = cache(lambda: varlen_spans(spans, torch.arange(int(offsets[-1])), device))
-    return VarlenLayout(own, spans.longest_row, prompts, in_rows)
+    return VarlenLayout(own, spans.longest_row, padded, prompts, in_rows)
 
 
 def varlen_spans(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) -> VarlenSpans:

@@ -24,6 +24,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.logprobs import token_logprobs
 from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed import PackLayout
+from hybridrl.models.recurrent import run_on_rows
 
 PACKED_ATTENTION = "hybridrl_packed"
 """Name in transformers' registry. It builds no mask for registered functions, and the caller of the
@@ -95,6 +96,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = hf
         use_onednn(hf)
+        run_on_rows(hf, "pack_layout")
 
     def hidden_before_scored(self, tokens: PackedTokens) -> Tensor:
         """Return the last hidden state just before each scored token, float [S, H]."""

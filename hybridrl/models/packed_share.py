@@ -17,14 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hybridrl.errors import ModelError
 from hybridrl.models.packed import (
     AttentionKernel,
     KeySpans,
     PackLayout,
+    RowAttention,
     Segment,
     padded_layout,
     varlen_spans,
 )
+from hybridrl.models.recurrent import Mix
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +101,14 @@ def split_for_context_parallel(
 class SharedLayout:
     """Attention of this rank's tokens to those of all ranks that share the micro-batch."""
 
-    attention: PackLayout
+    attention: RowAttention
     """Takes this rank's queries, and the gathered keys and values."""
 
     gather: Callable[[Tensor], Tensor]
 
     @property
     def longest_row(self) -> int:
-        """See ``PackLayout``."""
+        """See ``RowAttention``."""
         return self.attention.longest_row
 
     def attend(
@@ -118,11 +121,15 @@ class SharedLayout:
         window: int | None = None,
         sink_N: Tensor | None = None,
     ) -> Tensor:
-        """Attend causally within each row; a collective call. See ``PackLayout.attend``."""
+        """Attend causally within each row; a collective call. See ``RowAttention.attend``."""
         key_TJD, value_TJD = self.gathered(key_UJD, value_UJD)
         return self.attention.attend(
             query_UND, key_TJD, value_TJD, scale=scale, window=window, sink_N=sink_N
         )
+
+    def mix(self, layer: int, mix: Mix, hidden_TH: Tensor) -> Tensor:
+        """Raise: no back end that shares tokens has recurrent layers."""
+        raise ModelError("recurrent layers need all tokens of a row on one rank")
 
     def gathered(self, key_UJD: Tensor, value_UJD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all ranks' tokens, float [T, J, D]; a collective call."""

@@ -17,6 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hybridrl.models.recurrent import Mix, RowsOfTokens
+
 
 @dataclass(frozen=True, slots=True)
 class VarlenCall:
@@ -51,6 +53,10 @@ class VarlenLayout:
     """Each segment of the micro-batch sees itself."""
 
     longest_row: int
+
+    padded: Callable[[], RowsOfTokens]
+    """The same rows with padding, for recurrent layers."""
+
     prompts: SharedPrompts | None = None
 
     in_rows: Callable[[], VarlenSpans] | None = None
@@ -66,7 +72,7 @@ class VarlenLayout:
         window: int | None = None,
         sink_N: Tensor | None = None,
     ) -> Tensor:
-        """Attend causally within each row; see ``PackLayout.attend``."""
+        """Attend causally within each row; see ``RowAttention.attend``."""
         if window is not None and self.in_rows is not None:
             # A window ends at another token of the prompt for each token of its responses.
             rows = self.in_rows()
@@ -78,6 +84,10 @@ class VarlenLayout:
             query_TND, key_TJD, value_TJD, own=own, prompts=self.prompts, scale=scale, sink_N=sink_N
         )
 
+    def mix(self, layer: int, mix: Mix, hidden_TH: Tensor) -> Tensor:
+        """See ``RowsOfTokens``."""
+        return self.padded().mix(layer, mix, hidden_TH)
+
 
 @dataclass(frozen=True, slots=True)
 class VarlenSpans:
@@ -88,7 +98,7 @@ class VarlenSpans:
 
     @property
     def longest_row(self) -> int:
-        """See ``PackLayout``."""
+        """See ``RowAttention``."""
         return self.call.longest[1]
 
     def attend(
@@ -101,7 +111,7 @@ class VarlenSpans:
         window: int | None = None,
         sink_N: Tensor | None = None,
     ) -> Tensor:
-        """Attend from each span to all tokens before it in its row; see ``PackLayout.attend``."""
+        """Attend from each span to all tokens before it in its row; see ``RowAttention.attend``."""
         return attend_in_spans(
             query_TND,
             key_TJD.index_select(0, self.key_token),
@@ -122,7 +132,7 @@ def attend_in_spans(
     prompts: SharedPrompts | None = None,
     sink_N: Tensor | None = None,
 ) -> Tensor:
-    """Attend in each span as ``PackLayout.attend``; J divides N.
+    """Attend in each span as ``RowAttention.attend``; J divides N.
 
     Some queries see ``prompts``, too; keys are then those of the queries' tokens.
     """

@@ -87,7 +87,9 @@ class RolloutMemory:
         """
         if self._is_server_on_gpu:
             return max(0, self.share - self.weights)
-        return self._keys_and_values(self._section.num_slots * self.config.max_row_tokens)
+        num_slots = self._section.num_slots
+        cache = self._keys_and_values(num_slots * self.config.max_row_tokens)
+        return cache + num_slots * self._state
 
     @property
     def share(self) -> int:
@@ -99,7 +101,7 @@ class RolloutMemory:
     @property
     def smallest_share(self) -> int:
         """The least with which a server can start: weights, and a cache of one row."""
-        return self.weights + self._keys_and_values(self.config.max_row_tokens)
+        return self.weights + self._keys_and_values(self.config.max_row_tokens) + self._state
 
     @property
     def server_rest(self) -> int:
@@ -218,8 +220,14 @@ class RolloutMemory:
         return BYTES[self._section.dtype]
 
     def _keys_and_values(self, num_tokens: int) -> int:
-        per_token = 2 * self.model.num_layers * self._share(self.model.key_size)
+        per_token = 2 * self.model.num_attention_layers * self._share(self.model.key_size)
         return num_tokens * per_token * self._size
+
+    @property
+    def _state(self) -> int:
+        """Of the recurrent layers, for one row."""
+        net = self.model.delta_net
+        return 0 if net is None else len(net.layers) * self._share(net.state_size) * _FLOAT32
 
     def _share(self, number: int) -> int:
         return -(-number // self._section.tensor_parallel_size)

@@ -64,18 +64,24 @@ def count_parameters(model: Architecture) -> int:
     num_sparse = len(model.experts.sparse_layers) if model.experts else 0
     blocks = num_sparse * _count_block(model, is_sparse=True)
     blocks += (model.num_layers - num_sparse) * _count_block(model, is_sparse=False)
+    if (net := model.delta_net) is not None:
+        other = net.count_parameters(model.hidden_size) - _count_attention(model)
+        blocks += len(net.layers) * other
     num_embeddings = 1 if model.is_tied else 2
     return blocks + num_embeddings * model.vocab_size * model.hidden_size + model.hidden_size
 
 
+def _count_attention(model: Architecture) -> int:
+    hidden, query, key = model.hidden_size, model.query_size, model.key_size
+    attention = 2 * hidden * (query + key) + model.has_output_gate * hidden * query
+    attention += model.has_qkv_bias * (query + 2 * key) + model.has_output_bias * hidden
+    norms = model.has_head_norms * 2 * model.head_size + model.norms_all_heads * (query + key)
+    return attention + norms + model.has_sinks * model.num_heads
+
+
 def _count_block(model: Architecture, *, is_sparse: bool) -> int:
     hidden, inner = model.hidden_size, model.intermediate_size
-    attention = 2 * hidden * (model.query_size + model.key_size)
-    attention += model.has_qkv_bias * (model.query_size + 2 * model.key_size)
-    norms = model.num_norms * hidden + model.has_head_norms * 2 * model.head_size
-    norms += model.norms_all_heads * (model.query_size + model.key_size)
-    block = attention + norms + model.has_output_bias * hidden
-    block += model.has_sinks * model.num_heads
+    block = _count_attention(model) + model.num_norms * hidden
     if not is_sparse or model.experts is None:
         return block + 3 * hidden * inner + model.has_mlp_bias * (2 * inner + hidden)
     experts = model.experts
@@ -95,7 +101,8 @@ def count_adapter(model: Architecture, lora: LoraConfig) -> int:
         if name not in lora.modules:
             continue
         is_in_mlp = name in MLP_MODULES
-        sides += (model.num_layers - is_in_mlp * num_sparse) * (outputs + inputs)
+        num_layers = model.num_layers - num_sparse if is_in_mlp else model.num_attention_layers
+        sides += num_layers * (outputs + inputs)
         if is_in_mlp and experts is not None:
             widths = experts.num_experts * [experts.intermediate_size]
             widths += [experts.shared_size] * bool(experts.shared_size)

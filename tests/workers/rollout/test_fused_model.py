@@ -15,9 +15,9 @@ from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
 from hybridrl.workers.rollout.embedded.model import (
     Forward,
     TransformersForward,
-    allocate_kv,
     build_model,
     load_config,
+    make_slots,
 )
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.models.test_onednn import Recorder
@@ -34,7 +34,7 @@ LENGTHS = torch.tensor([4, 2, 1])
 def built(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, KVSlots]:
     config = load_config(folder, max_context_tokens=NUM_PLACES)
     model = build_model(config, dtype, torch.device("cpu"))
-    return model, KVSlots(allocate_kv(model, NUM_SLOTS, NUM_PLACES))
+    return model, make_slots(model, folder, NUM_SLOTS, NUM_PLACES)
 
 
 def fill(model: torch.nn.Module, folder: Path) -> None:
@@ -46,7 +46,9 @@ def fill(model: torch.nn.Module, folder: Path) -> None:
 @torch.inference_mode()
 def logits_of(forward: Forward, slots: KVSlots) -> Tensor:
     """A prefill of three prompts of 4, 2 and 1 tokens, and a decode step after it."""
-    prompts = KVStep(slots.kv_YSJCD, PLACES, row_T=ROWS, longest=4, mask_R11L=None)
+    prompts = KVStep(
+        slots.kv_YSJCD, PLACES, row_T=ROWS, longest=4, mask_R11L=None, states=slots.states
+    )
     first = forward(TOKENS, prompts, logits_at=torch.tensor([3, 5, 6]))
     return torch.cat([first, forward(TOKENS[:3], slots.decode_step(LENGTHS, 5))])
 

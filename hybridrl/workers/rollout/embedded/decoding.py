@@ -84,6 +84,11 @@ class Decoding:
         self._has_cancelled = self._is_interrupted = False
         self._failure: Exception | None = None
 
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether a later context can begin with what a slot holds."""
+        return not self._slots.states.tensors
+
     def submit(self, request: Request) -> None:
         """Queue a request; its future gets the result."""
         if self._failure is not None:
@@ -203,7 +208,7 @@ class Decoding:
             prefilled = self._waiting[0].prefilled or self._prefill()
             first_row = len(self._seats)
             row_N = self._seat(prefilled)
-            self._slots.place(first_row, prefilled.kv_YRJLD, row_N)
+            self._slots.place(first_row, prefilled.kv_YRJLD, prefilled.states, row_N)
             logits.append(prefilled.logits_RV[row_N])
         return torch.cat(logits) if logits else None
 

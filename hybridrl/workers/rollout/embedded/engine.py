@@ -30,14 +30,13 @@ from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.embedded.decoding import Decoding
 from hybridrl.workers.rollout.embedded.fused_model import FusedForward, fuse
-from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import (
     Forward,
     LoadedAdapter,
     TransformersForward,
-    allocate_kv,
     build_model,
     load_config,
+    make_slots,
 )
 from hybridrl.workers.rollout.embedded.requests import Request, RolloutStats
 from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checksum
@@ -48,7 +47,7 @@ from hybridrl.workers.rollout.sampling import check_request
 
 
 class HFRolloutEngine:
-    """A ``RolloutEngine`` over any transformers causal model with full attention.
+    """A ``RolloutEngine`` over a transformers causal model.
 
     Weights are NaN until they are sent: of the model folder only the configuration is read.
     """
@@ -100,11 +99,14 @@ class HFRolloutEngine:
         self._fused = fuse(self._model)
         TensorMemory("new weights", parameters | adapted, lost_value=float("nan")).fill_lost()
         self._all_tensors = self._tensors | adapted
-        kv = allocate_kv(self._model, self._config.num_slots, self._max_context_tokens)
-        self._slots = KVSlots(kv)
+        self._slots = make_slots(
+            self._model, self._folder, self._config.num_slots, self._max_context_tokens
+        )
+        states = {f"state {n}": tensor for n, tensor in enumerate(self._slots.states.tensors)}
+        cache = {"kv": self._slots.kv_YSJCD} | states
         self._memory = {
             MemoryTag.WEIGHTS: TensorMemory("weights", self._all_tensors, lost_value=float("nan")),
-            MemoryTag.KV_CACHE: TensorMemory("the KV cache", {"kv": kv}, lost_value=0.0),
+            MemoryTag.KV_CACHE: TensorMemory("the KV cache", cache, lost_value=0.0),
             # No graphs are captured: a memory tag of no bytes, with the same rules as the others.
             MemoryTag.CUDA_GRAPH: TensorMemory("CUDA graphs", {}, lost_value=0.0),
         }
@@ -333,7 +335,10 @@ class EmbeddedSampler(Sampler):
     async def sample(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
     ) -> Sample:
-        """See ``Sampler``. Its keys and values stay until another response needs the slot."""
+        """See ``Sampler``. Its keys and values stay until another response needs the slot.
+
+        Not so with recurrent layers: their states are of all tokens, and cannot be cut.
+        """
         (only,) = await self._request(token_ids, params, (key,), is_continued=True)
         return only
 
@@ -352,6 +357,7 @@ class EmbeddedSampler(Sampler):
             max_context_tokens=self.max_context_tokens,
             vocab_size=self.vocab_size,
         )
+        is_continued = is_continued and self.decoding.keeps_prefixes
         if self.call.is_interrupted:
             return [interrupted_sample(self.decoding.version)] * len(keys)
         with self.call.request(len(keys)):

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hybridrl.models.packed import with_sink
+from hybridrl.models.recurrent import Mix
+from hybridrl.workers.rollout.embedded.row_states import RowStates, States, mix_contexts
 
 ATTENTION_NAME = "hybridrl_kv_slots"
 
@@ -30,6 +32,7 @@ class KVStep:
         row_T: int64, row of each token. In decode T = R and this counts up from 0.
         longest: L, positions that are read, from 0.
         mask_R11L: float, added to the scores; None: causal.
+        states: of the recurrent layers.
         cached_R: int64, prefill only: tokens of each row that are cached already; its new
             tokens follow them. None: no row has any.
     """
@@ -42,6 +45,7 @@ class KVStep:
         row_T: Tensor,
         longest: int,
         mask_R11L: Tensor | None,
+        states: RowStates,
         cached_R: Tensor | None = None,
     ) -> None:
         _, _, num_rows, num_kv_heads, num_places, head_dim = kv_YSJCD.shape
@@ -63,6 +67,15 @@ class KVStep:
         self._longest = longest
         self._num_kv_heads = num_kv_heads
         self._masks: dict[int | None, Tensor | None] = {}
+        self.kv_layer = states.kv_layer
+        self.cache = states.empty() if mask_R11L is None else states.of_rows(num_used)
+        """States that recurrent layers read and leave."""
+
+    def mix(self, layer: int, mix: Mix, hidden_TH: Tensor) -> Tensor:
+        """See ``RowsOfTokens``. No context of a recurrent model is cached before its prefill."""
+        if self._mask_R11L is None:
+            return mix_contexts(mix, hidden_TH, self.cache, self._row_T, self.position_T)
+        return mix(hidden_states=hidden_TH[:, None], cache_params=self.cache)[:, 0]
 
     def attend(
         self,
@@ -208,13 +221,15 @@ def _attend(  # noqa: PLR0913 - transformers chooses these
     **_unused: object,
 ) -> tuple[Tensor, None]:
     # The signature is transformers'; `kv_step` came through the keyword arguments of model(...).
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    query_THD, key_TJD, value_TJD = (states[0].transpose(0, 1) for states in (query, key, value))
+    layer = kv_step.kv_layer[module.layer_idx]  # type: ignore[index]
+    query_THD, key_TJD, value_TJE = (states[0].transpose(0, 1) for states in (query, key, value))
+    # Latent attention (DeepSeek) has smaller values than keys.
+    value_TJD = F.pad(value_TJE, (0, key_TJD.shape[-1] - value_TJE.shape[-1]))
     new = (key_TJD, value_TJD)
     out_TX = kv_step.attend(
         layer, query_THD, new, scale=scaling, window=sliding_window, sink_H=s_aux
     )
-    return out_TX.view(1, *query_THD.shape), None
+    return out_TX.view(1, *query_THD.shape)[..., : value_TJE.shape[-1]], None
 
 
 # No mask function belongs to it: transformers then makes no mask, and passes `None` down.
@@ -222,13 +237,14 @@ AttentionInterface.register(ATTENTION_NAME, _attend)
 
 
 class KVSlots:
-    """S rows of keys and values, [Y, 2, S, J, C, D]; the caller zeroes them and assigns them.
+    """S rows of keys and values, [Y, 2, S, J, C, D], with the states of recurrent layers.
 
     Every value is finite at all times: a masked position has weight 0, and 0 * NaN would be NaN.
     """
 
-    def __init__(self, kv_YSJCD: Tensor) -> None:
+    def __init__(self, kv_YSJCD: Tensor, states: RowStates) -> None:
         self.kv_YSJCD = kv_YSJCD
+        self.states = states
         self.num_slots = kv_YSJCD.shape[2]
         self.max_tokens = kv_YSJCD.shape[4]
         device = kv_YSJCD.device
@@ -251,10 +267,12 @@ class KVSlots:
             row_T=self._slot_S[: len(length_R)],
             longest=longest,
             mask_R11L=mask_RL[:, None, None],
+            states=self.states,
         )
 
-    def place(self, first_row: int, kv_YRJLD: Tensor, row_N: Tensor) -> None:
+    def place(self, first_row: int, kv_YRJLD: Tensor, states: States, row_N: Tensor) -> None:
         """Copy rows ``row_N`` of prefilled [Y, 2, R, J, L, D] to N slots from ``first_row`` on."""
+        self.states.place(first_row, states, row_N)
         last_row, longest = first_row + len(row_N), kv_YRJLD.shape[4]
         placed = self.kv_YSJCD[:, :, first_row:last_row, :, :longest]
         if not placed.is_cpu:
@@ -268,6 +286,7 @@ class KVSlots:
 
         A row may be in both: all are read before any is written.
         """
+        self.states.move(from_N, to_N)
         used = self.kv_YSJCD[:, :, :, :, :longest]
         if not used.is_cpu:
             used[:, :, to_N] = used[:, :, from_N]

@@ -21,7 +21,8 @@ from hybridrl.models.adapter_names import matrix_names
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import load_model_config, read_model_type
 from hybridrl.workers.rollout.adapter_fit import no_adapter_loaded, require_fit
-from hybridrl.workers.rollout.embedded.kv_slots import ATTENTION_NAME, KVStep
+from hybridrl.workers.rollout.embedded.kv_slots import ATTENTION_NAME, KVSlots, KVStep
+from hybridrl.workers.rollout.embedded.row_states import RowStates
 
 
 def load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:
@@ -55,20 +56,22 @@ def build_model(
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
-def allocate_kv(model: PreTrainedModel, num_slots: int, max_context_tokens: int) -> Tensor:
-    """Return zeros for ``KVSlots``: [layers, 2, slots, key-value heads, tokens, head size]."""
-    config = model.config
-    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-    return torch.zeros(
-        config.num_hidden_layers,
+def make_slots(
+    model: PreTrainedModel, folder: Path, num_slots: int, max_context_tokens: int
+) -> KVSlots:
+    """Return slots of zeros, of ``max_context_tokens`` each, for the model of a folder."""
+    architecture = read_architecture(folder)
+    kv_YSJCD = torch.zeros(
+        architecture.num_attention_layers,
         2,
         num_slots,
-        config.num_key_value_heads,
+        architecture.num_key_value_heads,
         max_context_tokens,
-        head_dim,
+        architecture.head_size,
         dtype=model.dtype,
         device=model.device,
     )
+    return KVSlots(kv_YSJCD, RowStates(model, num_slots))
 
 
 class Forward(Protocol):

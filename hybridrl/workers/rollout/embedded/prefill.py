@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
+from hybridrl.workers.rollout.embedded.row_states import States
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Prefilled:
 
     kv_YRJLD: Tensor  # [Y, 2, R, J, L, D], keys and values; finite past the end of a context
     logits_RV: Tensor  # of each response's first token
+    states: States  # of recurrent layers
 
 
 def plan_pass(contexts: Iterable[tuple[bytes, int]]) -> list[int]:
@@ -144,8 +146,9 @@ def prefill(
         row_T=row_T,
         longest=longest,
         mask_R11L=None,
+        states=slots.states,
         cached_R=cached_R if any(num_cached) else None,
     )
     logits_RV = forward(token_T, kv_step, logits_at=end_R - 1)
     require_finite(logits_RV)
-    return Prefilled(kv_YRJLD, logits_RV)
+    return Prefilled(kv_YRJLD, logits_RV, slots.states.of(kv_step.cache))
