@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -337,6 +338,8 @@ def _be_two_devices() -> None:
     torch.cuda._lazy_init = lambda: None
     _setup_privateuseone_for_python_backend(rename=_IN_CPP)
     torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003
+    for convolution in ("convolution", "convolution_backward"):  # else asks the build for cuDNN
+        op_implementations_dict.pop(getattr(torch.ops.aten, convolution).default)
     for name in _OF_ONE_KERNEL:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             _KERNELS.impl(name, _never_computed, "CUDA")  # type: ignore[no-untyped-call]
