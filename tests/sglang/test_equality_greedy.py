@@ -44,6 +44,8 @@ EXPERTS: tuple[Family, ...] = (
     "ernie4_5_moe",
     "glm4_moe",
     "gpt_oss",
+    "qwen3_5_moe_text",
+    "qwen3_next",
 )
 ROUTED: tuple[Family, ...] = ("qwen3_moe", "qwen2_moe")  # Mixtral's would end the server
 CHANGES: dict[Family, dict[str, Any]] = {
@@ -63,6 +65,7 @@ GREEDY = sampling_params(group=1, tokens=8, temperature=0.0)
                 *("ernie4_5", "gemma3_text", "glm4", "granite", "llama", "ministral3", "mistral"),
                 *("mixtral", "olmo2", "qwen2_moe", "seed_oss", "smollm3"),
                 *("ernie4_5_moe", "glm4_moe", "gpt_oss"),
+                *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
             )
         ),
     ],

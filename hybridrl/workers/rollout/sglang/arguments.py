@@ -5,16 +5,18 @@ Only names and values; nothing here imports SGLang.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import WeightRoute
+from hybridrl.models.families import FAMILIES, is_recurrent_kind, layer_kinds
 from hybridrl.models.model_folder import is_mxfp4, read_settings
 from hybridrl.network import Door, host_and_port
 
@@ -194,8 +196,8 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
             "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + CONTEXT_SLACK),
             "mem_fraction_static": 0.6,  # less fails beside others; the line above sets the limit
         }
-    if is_mxfp4(read_settings(spec.model_folder)):  # the trainer sends bfloat16
-        arguments["json_model_override_args"] = '{"quantization_config": null}'
+    if overrides := _overrides(read_settings(spec.model_folder)):
+        arguments["json_model_override_args"] = json.dumps(overrides)
     if spec.lora is not None:
         arguments |= _adapter_arguments(spec.lora, spec.device)
     # JSON, and SGLang, have no tuples.
@@ -206,6 +208,18 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
     return arguments | given
 
 
+def _overrides(settings: Mapping[str, Any]) -> dict[str, object]:
+    """Return settings of config.json that SGLang needs otherwise than they are."""
+    overrides: dict[str, object] = {}
+    if is_mxfp4(settings):  # the trainer sends bfloat16
+        overrides["quantization_config"] = None
+    kinds = layer_kinds(settings, FAMILIES[settings["model_type"]])
+    if any(map(is_recurrent_kind, kinds)):  # transformers writes the list in its place
+        attends = next(n for n, kind in enumerate(kinds, 1) if not is_recurrent_kind(kind))
+        overrides["full_attention_interval"] = attends
+    return overrides
+
+
 def environment(spec: ServingSpec) -> Mapping[str, str]:
     """Return the variables that every server needs beside its arguments."""
     variables = {
@@ -213,6 +227,7 @@ def environment(spec: ServingSpec) -> Mapping[str, str]:
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the slack, which no token fills
         # Else log-probs are those at temperature 1, which do not match the trainer's.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        "SGLANG_MAMBA_CONV_DTYPE": spec.rollout.dtype,  # bfloat16 by default: .09 nats in float32
     }
     if spec.device == "cpu":
         # 30 times slower with as many threads as cores: they spin (measured, 2 cores).

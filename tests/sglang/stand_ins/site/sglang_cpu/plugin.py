@@ -12,7 +12,7 @@ from sglang.srt.server_args import (
     add_radix_supported_deterministic_attention_backend_choices,
 )
 
-from sglang_cpu import sinks, without_cuda
+from sglang_cpu import delta_net, sinks, without_cuda
 
 BEFORE_OTHER_PROCESSES = "sglang.srt.entrypoints.engine._set_envs_and_config"
 BATCH_INVARIANT_KERNELS = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
@@ -37,6 +37,7 @@ def install() -> None:
     HookRegistry.register(BATCH_INVARIANT_KERNELS, _keep_the_kernels_of_torch, HookType.REPLACE)
     HookRegistry.register(SHARED_EXPERT, _add_shared_expert, HookType.REPLACE)
     sinks.install()
+    delta_net.install()
 
 
 def _fork_them(original: Callable[..., None], *args: object, **kwargs: object) -> None:
