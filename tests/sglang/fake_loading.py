@@ -108,8 +108,16 @@ class Server:
         config = import_module("sglang.srt.configs.model_config").ModelConfig
         loader = import_module("sglang.srt.model_loader.loader")
         load_config = import_module("sglang.srt.configs.load_config").LoadConfig
-        settings = config(str(folder), dtype=str(dtype).removeprefix("torch."))
+        arguments = build_arguments(server_spec(folder), name="names", port=free_port(), key="")
+        settings = config(
+            str(folder),
+            dtype=str(dtype).removeprefix("torch."),
+            model_override_args=arguments.get("json_model_override_args", "{}"),
+        )
         assert settings.dtype == dtype
+        for size in ("linear_num_key_heads", "linear_num_value_heads"):  # what a rank on a CPU has
+            if (heads := getattr(settings.hf_config, size, None)) is not None:
+                setattr(settings.hf_config, f"{size}_cpu", heads)
         with loader.set_default_torch_dtype(dtype), META:
             model: nn.Module = loader._initialize_model(settings, load_config(), None)
         return model

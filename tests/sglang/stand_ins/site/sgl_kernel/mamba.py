@@ -6,6 +6,8 @@ values, C channels of the convolution, W its width.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -97,7 +99,7 @@ def causal_conv1d_fn_cpu(
     assert cache_indices is not None and query_start_loc is not None
     out, before = torch.empty_like(x), weight.shape[-1] - 1
     bounds = query_start_loc.tolist()
-    for number, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+    for number, (begin, end) in enumerate(pairwise(bounds)):
         state = conv_states[int(cache_indices[number])][..., -before:]
         known = state if has_initial_state[number] else torch.zeros_like(state)
         row = torch.cat([known.to(x.dtype), x[:, begin:end]], dim=1)
@@ -178,7 +180,7 @@ def _run_rule(
     q = q * q.shape[-1] ** -0.5
     g, beta = g.reshape(-1, num_heads), beta.reshape(-1, num_heads)
     out = torch.empty_like(v)
-    for number, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+    for number, (begin, end) in enumerate(pairwise(bounds)):
         slot = int(slots[number])
         state_NVK = states[slot].float()
         for t in range(begin, end):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sgl_kernel.mamba
 import sglang.kernels.ops.attention.fla.fused_norm_gate as fused_norm_gate
 import sglang.kernels.ops.attention.fla.layernorm_gated as layernorm_gated
-import sgl_kernel.mamba
 import torch
 from torch import Tensor
 
