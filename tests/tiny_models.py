@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -221,6 +222,33 @@ def make_tiny_model(
             for name, buffer in model.named_buffers():
                 if name.endswith("bias"):  # of a router
                     buffer.normal_(std=initializer_range)
+    model.save_pretrained(folder)
+    return folder
+
+
+SEEING: dict[str, Family] = {
+    "gemma3": "gemma3_text",
+    "mistral3": "ministral3",
+    "qwen3_5": "qwen3_5_text",
+}
+"""Models that also see, and the families of their language models."""
+
+
+def make_seeing_model(folder: Path, kind: str) -> Path:
+    """Save a tiny model of images and text, as such are published."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
+    vision: dict[str, object] = {
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16},
+    }
+    if kind == "qwen3_5":
+        vision = {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
+    text = tiny_config(SEEING[kind], tie_embeddings=True).to_dict()
+    config = AutoConfig.for_model(
+        kind, text_config=text, vision_config=sizes | vision, tie_word_embeddings=True
+    )
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(folder)
     return folder
 

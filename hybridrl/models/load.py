@@ -32,9 +32,12 @@ from hybridrl.models.model_folder import (
     CONFIG,
     INDEX,
     WEIGHTS,
+    has_other_parts,
     is_mxfp4,
     read_settings,
     read_weight_map,
+    text_folder,
+    text_name,
 )
 from hybridrl.models.packed_model import PACKED_ATTENTION
 
@@ -71,17 +74,38 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file_of = _file_of_each_tensor(folder)
+        file_of = _file_of_each_tensor(folder)
+        self._stored = {name: name for name in file_of}
+        self.other_parts: dict[str, str] = {}
+        """Names of tensors outside the language model, as stored, and their files."""
+        if has_other_parts(folder):
+            texts = {stored: text_name(stored) for stored in file_of}
+            self._stored = {text: stored for stored, text in texts.items() if text is not None}
+            self.other_parts = {n: file_of[n] for n, text in texts.items() if text is None}
+        self._file_of = {name: file_of[stored] for name, stored in self._stored.items()}
         self._open: dict[str, Any] = {}
 
     @property
     def names(self) -> frozenset[str]:
-        """Hugging Face names of all tensors in the files."""
+        """Hugging Face names of all tensors of the language model."""
         return frozenset(self._file_of)
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor of the language model has in the files, or would have."""
+        begin = "model."
+        if name in self._stored or not name.startswith(begin):
+            return self._stored.get(name, name)
+        known, stored = next(each for each in self._stored.items() if each[0].startswith(begin))
+        return stored.removesuffix(known.removeprefix(begin)) + name.removeprefix(begin)
+
+    def read_other_part(self, stored: str) -> Tensor:
+        """Read one tensor outside the language model."""
+        tensor: Tensor = self._open_file(self.other_parts[stored]).get_tensor(stored)
+        return tensor
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Read the shape of a tensor, without its values."""
-        return tuple(self._file_with(name).get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, *, shape: torch.Size) -> Tensor:
         """Read one tensor to host memory, in its stored type.
@@ -95,21 +119,21 @@ class WeightFiles:
                 f"config.json it must be {list(shape)}; point model.path at a folder whose files "
                 "belong together"
             )
-        tensor: Tensor = self._file_with(name).get_tensor(name)
+        tensor: Tensor = self._open_file(self._file_of[name]).get_tensor(self._stored[name])
         self._require_finite(name, tensor)
         return tensor
 
     def read_range(self, name: str, values: Sequence[tuple[int, int]]) -> Tensor:
         """Read a range of one tensor, from begin to end along each dimension; see ``read``."""
         edges = tuple(slice(begin, end) for begin, end in values)
-        tensor: Tensor = self._file_with(name).get_slice(name)[edges]
+        tensor: Tensor = self._slice(name)[edges]
         self._require_finite(name, tensor)
         return tensor
 
     def require_floats(self, but: Collection[str] = ()) -> None:
         """Reject quantised weights, whose scales would be ignored, but for those named."""
         for name in sorted(self.names.difference(but)):
-            if (dtype := self._file_with(name).get_slice(name).get_dtype()) not in _FLOATS:
+            if (dtype := self._slice(name).get_dtype()) not in _FLOATS:
                 raise ModelError(
                     f"{self._folder / self._file_of[name]}: {name} is {dtype}, and only "
                     f"{', '.join(_FLOATS)} are supported: the scales of quantised weights would be "
@@ -155,8 +179,10 @@ class WeightFiles:
         file = self._folder / self._file_of[name]
         require_finite(values, name=name, file=file, fix="point model.path at another")
 
-    def _file_with(self, name: str) -> Any:  # noqa: ANN401 - safetensors ships no types
-        file_name = self._file_of[name]
+    def _slice(self, name: str) -> Any:  # noqa: ANN401 - safetensors ships no types
+        return self._open_file(self._file_of[name]).get_slice(self._stored[name])
+
+    def _open_file(self, file_name: str) -> Any:  # noqa: ANN401 - safetensors ships no types
         if file_name not in self._open:
             self._open[file_name] = _open_safetensors(self._folder / file_name)
         return self._open[file_name]
@@ -224,10 +250,10 @@ def read_model_type(folder: Path) -> str:
 
 
 def load_model_config(folder: Path, **changes: object) -> PretrainedConfig:
-    """Let transformers read ``config.json``; ``ModelError`` if it cannot."""
+    """Let transformers read the language model's settings; ``ModelError`` if it cannot."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, local_files_only=True, **changes
+            text_folder(folder), local_files_only=True, **changes
         )
         config.__dict__.pop("quantization_config", None)  # MXFP4 is read as bfloat16
     except Exception as err:  # transformers raises anything, depending on the file

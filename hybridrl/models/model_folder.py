@@ -6,8 +6,11 @@ Imports no torch, so that ``mode=check`` can read a folder quickly.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, TypeGuard
 
 from hybridrl.errors import ModelError
@@ -24,13 +27,74 @@ _SIZES = (
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "shared_expert_intermediate_size",
 )
+_TEXT_CLASSES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
+"""By ``model_type``: language models that are published within one that also sees."""
+
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+"""Of the language model's weights in such folders, and in a folder of itself."""
+
 _MAX_SHOWN = 60
 _META = "__metadata__"
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read ``config.json``; ``ModelError`` if it is missing or has impossible values."""
-    return _read(folder / CONFIG, _problems_of_config)
+    """Read ``config.json``; ``ModelError`` if it is missing or has impossible values.
+
+    Of a model that also sees the settings of its language model, as in a folder of its own.
+    """
+    return _text_settings(_read(folder / CONFIG, lambda v: _problems_of_config(_text_settings(v))))
+
+
+def has_other_parts(folder: Path) -> bool:
+    """Whether a folder's language model is within a model that also sees."""
+    if not (folder / CONFIG).is_file():
+        return False
+    settings = _read(folder / CONFIG, lambda _: iter(()))
+    return _text_settings(settings) is not settings
+
+
+def _text_settings(values: dict[str, Any]) -> dict[str, Any]:
+    text = values.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") not in _TEXT_CLASSES:
+        return values
+    names = ("tie_word_embeddings", "quantization_config", "dtype")
+    of_both = {name: values[name] for name in names if name in values}
+    return {**of_both, **text, "architectures": [_TEXT_CLASSES[text["model_type"]]]}
+
+
+def text_folder(folder: Path) -> Path:
+    """Return a folder whose config.json is the language model's; with weights only if it is given.
+
+    SGLang is built of it without files of weights. The new one is named by what it holds.
+    """
+    if not has_other_parts(folder):
+        return folder
+    text = json.dumps(read_settings(folder), indent=2, sort_keys=True)
+    name = f"hybridrl-language-model-{os.getuid()}-{sha256(text.encode()).hexdigest()[:16]}"
+    target = Path(gettempdir()) / name
+    target.mkdir(exist_ok=True, mode=0o700)
+    staged = target / f".{os.getpid()}"
+    staged.write_text(text, encoding="utf-8")
+    staged.replace(target / CONFIG)
+    return target
+
+
+def text_name(stored: str) -> str | None:
+    """Return the language model's name of a weight in a folder with other parts; None: of these."""
+    for prefix, own in _PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return None
 
 
 def read_stop_tokens(folder: Path) -> tuple[int, ...]:
@@ -112,9 +176,7 @@ def missing_tokenizer_of(folder: Path) -> str:
     return f"it has no tokenizer: none of {', '.join(_TOKENIZERS)}"
 
 
-def _read(
-    file: Path, problems_of: Callable[[Mapping[str, object]], Iterator[str]]
-) -> dict[str, Any]:
+def _read(file: Path, problems_of: Callable[[dict[str, Any]], Iterator[str]]) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except RecursionError as err:

@@ -43,7 +43,7 @@ def run_on_rows(model: nn.Module, keyword: str) -> tuple[int, ...]:
     """
     mixers = [module for module in model.modules() if is_recurrent(module)]
     for mixer in mixers:
-        mixer.forward = partial(_on_rows, mixer.forward, mixer.layer_idx, keyword)
+        mixer.forward = partial(_on_rows, mixer.forward, int(mixer.layer_idx), keyword)  # type: ignore[arg-type]
     return tuple(int(mixer.layer_idx) for mixer in mixers)  # type: ignore[arg-type]
 
 

@@ -27,7 +27,7 @@ from tests.sglang.engines import (
     sync,
     weights_of,
 )
-from tests.tiny_models import Family, make_mxfp4_model, make_tiny_model
+from tests.tiny_models import SEEING, Family, make_mxfp4_model, make_seeing_model, make_tiny_model
 from tests.workers.device import largest_mismatch_nats
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 from tests.workers.train.engines import build_fsdp2, make_rows, update
@@ -109,6 +109,18 @@ def test_a_folder_in_mxfp4_is_served_with_the_weights_that_come(tmp_path: Path) 
     assert tokens_of(found) == tokens_of(expected)
     for response, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(response.logprobs, reference.logprobs, atol=2e-4, rtol=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", SEEING)
+def test_the_language_model_of_one_that_sees_is_served_alone(kind: str, tmp_path: Path) -> None:
+    folder = make_seeing_model(tmp_path / "whole", kind)
+    trainer = build_fsdp2(folder)
+    with running_engine(server_spec(folder)) as engine:
+        sync(engine, dict(trainer.full_weights()), version=0)
+        found = engine.run(single_turn(PROMPTS, sampling_params(group=1, tokens=8)))
+    rollouts = assemble_rollouts(PROMPTS, found, policy_version=0)
+    assert largest_mismatch_nats(trainer, rollouts, temperature=1.0) < 2e-4
 
 
 @pytest.mark.shows("3.7")

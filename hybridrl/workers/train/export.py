@@ -7,7 +7,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -21,7 +22,8 @@ from hybridrl.checkpoint.fingerprint import TOKENIZER_FILES
 from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
 from hybridrl.models.adapter_names import WEIGHTS_FILE
-from hybridrl.models.model_folder import CONFIG
+from hybridrl.models.load import WeightFiles
+from hybridrl.models.model_folder import CONFIG, has_other_parts
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.protocol import NamedTensors, WeightSpec
 
@@ -85,17 +87,35 @@ def write_hf_folder(
     Args:
         weights: names and full tensors, in the order of ``specs``, which lists all of them.
         configs: of the model, and of generation if it has one.
-        source: the folder whose tokenizer files, if any, are copied.
+        source: the folder whose tokenizer files, if any, are copied. If its language model is part
+            of a model that also sees, the written one is, too, with all other weights unchanged.
         max_file_bytes: weights per file; a single larger tensor has a file of its own.
     """
+    is_part = has_other_parts(source)
+    if is_part:
+        weights, specs = _within(WeightFiles(source), weights, specs)
     with atomic_folder(folder) as unfinished:
         _write_weights(unfinished, weights, divide_by_bytes(specs, max_file_bytes))
         for config in configs:
             config.save_pretrained(unfinished)
+        if is_part:  # training changes no setting, and this one describes the other parts, too
+            shutil.copyfile(source / CONFIG, unfinished / CONFIG)
+        patterns = (*TOKENIZER_FILES, "*processor_config.json") if is_part else TOKENIZER_FILES
         _keep_settings(source / CONFIG, unfinished / CONFIG)
-        for pattern in TOKENIZER_FILES:
+        for pattern in patterns:
             for path in source.glob(pattern):
                 shutil.copyfile(path, unfinished / path.name)
+
+
+def _within(
+    files: WeightFiles, weights: Iterable[tuple[str, Tensor]], specs: Sequence[WeightSpec]
+) -> tuple[Iterator[tuple[str, Tensor]], list[WeightSpec]]:
+    """Name a language model's weights as in the model around it, and add that one's others."""
+    others = {name: files.read_other_part(name) for name in files.other_parts}  # mapped, not read
+    all_specs = [replace(spec, name=files.stored_name(spec.name)) for spec in specs]
+    all_specs += [WeightSpec(n, tuple(t.shape), t.nbytes) for n, t in others.items()]
+    own = ((files.stored_name(name), tensor) for name, tensor in weights)
+    return chain(own, others.items()), all_specs
 
 
 def _keep_settings(source: Path, target: Path) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from hybridrl.errors import RunFolderError
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_hf_folder, write_on_first
 from hybridrl.workers.train.protocol import NamedTensors
 from tests.ranks import run_ranks
+from tests.tiny_models import SEEING, make_seeing_model
+from tests.workers.train.engines import build_fsdp2, make_rows, update
 
 CPU = torch.device("cpu")
 
@@ -51,3 +54,33 @@ def test_an_export_keeps_settings_that_transformers_does_not_write(tmp_path: Pat
         **{"model_type": "deepseek_v3", "dtype": "float32", "vocab_size": 4},
         "topk_method": "noaux_tc",
     }
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_a_language_model_is_trained_alone_and_exported_within_the_model_that_sees(
+    kind: str, tmp_path: Path
+) -> None:
+    folder = make_seeing_model(tmp_path / "whole", kind)
+    (folder / "preprocessor_config.json").write_text('{"size": 1}')
+    engine = build_fsdp2(folder)
+    rows = make_rows(4, seed=1)
+    update(engine, rows)
+    trained = dict(engine.full_weights())
+    engine.export_hf(tmp_path / "exported")
+
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(path)
+        for path in (folder, tmp_path / "exported")
+    )
+    assert type(before) is type(after)
+    old, new = before.state_dict(), after.state_dict()
+    changed = {name for name in old if not torch.equal(old[name], new[name])} - {"lm_head.weight"}
+    assert {f"model.{name.partition('language_model.')[2]}" for name in changed} == {*trained}
+    row = rows.token_ids_BL.unbind()[0]
+    with torch.no_grad():
+        expected = after(input_ids=row[None]).logits[0, :-1].log_softmax(-1)
+    expected_L = expected.gather(1, row[1:, None])[:, 0]
+    scored = engine.compute_logprobs(rows, temperature=1.0).logprobs_BL.unbind()[0]
+    mask = rows.response_mask_BL.unbind()[0].bool()
+    torch.testing.assert_close(scored[mask], expected_L[mask[1:]], atol=1e-5, rtol=0)
+    assert (tmp_path / "exported" / "preprocessor_config.json").exists()

@@ -73,7 +73,7 @@ class RowStates:
     def _places(self, cache: DynamicCache | None) -> Iterator[tuple[MutableMapping[Any, Any], Any]]:
         """Yield where a cache keeps each state: a layer's attribute, or entries of it."""
         for layer in self._layers:
-            attributes = vars(cache.layers[layer])  # type: ignore[union-attr]
+            attributes = cache.layers[layer].__dict__  # type: ignore[union-attr]
             for name in ("conv_states", "recurrent_states"):
                 if isinstance(attributes[name], dict):  # from transformers 5.19 on
                     yield from ((attributes[name], number) for number in attributes[name])

@@ -17,7 +17,7 @@ from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import WeightRoute
 from hybridrl.models.families import FAMILIES, is_recurrent_kind, layer_kinds
-from hybridrl.models.model_folder import is_mxfp4, read_settings
+from hybridrl.models.model_folder import is_mxfp4, read_settings, text_folder
 from hybridrl.network import Door, host_and_port
 
 if TYPE_CHECKING:  # mode=check builds arguments too, and imports no torch
@@ -169,7 +169,7 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
     """
     rollout = spec.rollout
     arguments: Arguments = {
-        "model_path": str(spec.model_folder),
+        "model_path": str(text_folder(spec.model_folder)),
         "served_model_name": name,
         "host": (spec.place.address or spec.place.door).host,
         "port": port,
