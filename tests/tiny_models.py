@@ -326,7 +326,10 @@ def make_tiny_classifier(
     seed: int = 0,
     **changes: Any,
 ) -> Path:
-    """Save the body of ``make_tiny_model`` with a random head of ``num_labels`` numbers."""
+    """Save the body of ``make_tiny_model`` with a random head of ``num_labels`` numbers.
+
+    Where transformers has no such class, as hybridrl writes one.
+    """
     body = make_tiny_model(folder.with_name(f"{folder.name}-body"), family, seed=seed, **changes)
     config = AutoConfig.from_pretrained(body, num_labels=num_labels)
     classes = {
@@ -335,8 +338,14 @@ def make_tiny_classifier(
     }
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model = classes[kind].from_config(config)
-        model.model.load_state_dict(AutoModelForCausalLM.from_pretrained(body).model.state_dict())
+        whole = AutoModelForCausalLM.from_pretrained(body)
+        if type(config) in classes[kind]._model_mapping:
+            model = classes[kind].from_config(config)
+            model.model.load_state_dict(whole.model.state_dict())
+        else:
+            model = whole
+            del model.lm_head
+            model.score = torch.nn.Linear(config.hidden_size, num_labels, bias=kind == "token")
         with torch.no_grad():
             for parameter in model.score.parameters():
                 parameter.normal_()

@@ -23,17 +23,6 @@ whose packed forward pass is shown equal to a pass of single rows."""
 LIGER_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Those of them whose norms and MLPs Liger's kernels replace."""
 
-_WITHOUT_CLASSIFIER = (
-    *("cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "qwen3_5_moe_text"),
-)
-_WITHOUT_VALUE_HEAD = ("gemma3_text", "hunyuan_v1_dense", "olmo2", "olmo3", *_WITHOUT_CLASSIFIER)
-
-REWARD_MODEL_TYPES = tuple(t for t in TRANSFORMERS_MODEL_TYPES if t not in _WITHOUT_CLASSIFIER)
-"""Those of them that transformers has with one score (``...ForSequenceClassification``)."""
-
-CRITIC_MODEL_TYPES = tuple(t for t in TRANSFORMERS_MODEL_TYPES if t not in _WITHOUT_VALUE_HEAD)
-"""Those of them that transformers has with a value head (``...ForTokenClassification``)."""
-
 MEGATRON_MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3"),
     *("mixtral", "qwen2_moe", "qwen3_moe"),

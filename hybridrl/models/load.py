@@ -284,7 +284,7 @@ def build_empty_critic(
     With zeros all values begin at 0, and the first advantages are the rewards. A random head would
     begin with noise of the size of the hidden states.
     """
-    critic = _build_empty(folder, AutoModelForTokenClassification, dtype=dtype, num_labels=1)
+    critic = _build_with_head(folder, is_of_tokens=True, dtype=dtype)
     _begin_head_at_zero(critic, device)
     return critic
 
@@ -297,14 +297,30 @@ def build_empty_reward_model(
     A classifier of one label has its head in the files. From a language model the head begins as
     zeros: both rows of a pair then score 0, and the first loss is log 2.
     """
-    is_of_tokens = "score.bias" in files.names
-    kind = AutoModelForTokenClassification if is_of_tokens else AutoModelForSequenceClassification
-    model = _build_empty(folder, kind, dtype=dtype, num_labels=1)
+    model = _build_with_head(folder, is_of_tokens="score.bias" in files.names, dtype=dtype)
     if "score.weight" in files.names:
         check_weights(model, files)
     else:
         check_weights(build_empty_model(folder, dtype=dtype), files)
         _begin_head_at_zero(model, device)
+    return model
+
+
+def _build_with_head(folder: Path, *, is_of_tokens: bool, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a model with one number as its output: transformers' class, or else alike."""
+    task = "Token" if is_of_tokens else "Sequence"
+    kind = AutoModelForTokenClassification if is_of_tokens else AutoModelForSequenceClassification
+    config = load_model_config(folder)
+    if type(config) in kind._model_mapping:
+        model = _build_empty(folder, kind, dtype=dtype, num_labels=1)
+        model.config.architectures = [type(model).__name__]
+        return model
+    model = _build_empty(folder, AutoModelForCausalLM, dtype=dtype, num_labels=1)
+    name = type(model).__name__.removesuffix("CausalLM")
+    model.config.architectures = [f"{name}{task}Classification"]
+    del model.lm_head
+    head = nn.Linear(config.hidden_size, 1, bias=is_of_tokens, device="meta", dtype=dtype)
+    model.score = head
     return model
 
 
@@ -329,8 +345,6 @@ def _build_empty(
         model: PreTrainedModel = kind.from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION
         )
-    if kind is not AutoModelForCausalLM:
-        model.config.architectures = [type(model).__name__]
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModel, AutoModelForTokenClassification
 
 from hybridrl.algorithms import aggregate
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import CriticBatch
-from hybridrl.config.model import CRITIC_MODEL_TYPES
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.protocol import TrainState
@@ -78,13 +77,18 @@ def test_new_critic_values_0_on_the_policys_body(
 ) -> None:
     families = {ranks.layout.family}
     if ranks.layout.family in ranks.engine.families:
-        families = set(ranks.engine.families) & set(CRITIC_MODEL_TYPES)
+        families = set(ranks.engine.families)
     for family, tie in zip(sorted(families), cycle(ties), strict=False):
         folder = make_model(ranks.layout, tie=tie, family=family)
         target = tmp_path / family
         for values in ranks.run(_begin, folder, target):
             assert values is None or not values.any()
         body = AutoModel.from_pretrained(folder, dtype="float32").state_dict()
+        if (
+            type(AutoConfig.from_pretrained(target))
+            not in AutoModelForTokenClassification._model_mapping
+        ):
+            continue  # transformers has no such class; the values above were of hybridrl's
         loaded = AutoModelForTokenClassification.from_pretrained(target).state_dict()
         assert {*loaded} == {*(f"model.{name}" for name in body), "score.weight", "score.bias"}
         assert all(torch.equal(loaded[f"model.{name}"], tensor) for name, tensor in body.items())

@@ -16,10 +16,8 @@ from hybridrl.config.foreign_names import answer_model
 from hybridrl.config.model import (
     ALL_LINEAR,
     ATTENTION_LINEAR,
-    CRITIC_MODEL_TYPES,
     LINEAR_MODULES,
     MEGATRON_MODEL_TYPES,
-    REWARD_MODEL_TYPES,
     SGLANG_MODEL_TYPES,
     TRANSFORMERS_MODEL_TYPES,
 )
@@ -223,24 +221,6 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
             able = [f"{section}={other}" for other in others if model_type in _MODEL_TYPES[other]]
             rule = f"supports {known}, and model.path={path} is {model_type}"
             yield error(config, key, rule, *able)
-    yield from _check_heads(config, model_type)
-
-
-def _check_heads(config: ExperimentConfig, model_type: str) -> Iterator[ConfigError]:
-    """FSDP2 trains critics and reward models that transformers has for the family."""
-    scores = config.mode == "reward_model" and config.actor.engine == "fsdp2"
-    if scores and model_type not in REWARD_MODEL_TYPES:
-        rule = f"transformers has no {model_type} with one score"
-        fix = f"set it to one of {', '.join(REWARD_MODEL_TYPES)}"
-        yield error(config, "model.path", rule, fix=fix)
-    values = config.has_critic and config.critic.engine == "fsdp2"
-    if values and model_type not in CRITIC_MODEL_TYPES:
-        rule = (
-            f"trains a critic, and transformers has no {model_type} with a value head (model.path="
-            f"{config.model.path})"
-        )
-        fix = f"set algorithm=grpo, or model.path to one of {', '.join(CRITIC_MODEL_TYPES)}"
-        yield error(config, "algorithm.advantage", rule, fix=fix)
 
 
 def check_adapters(config: ExperimentConfig) -> Iterator[ConfigError]:

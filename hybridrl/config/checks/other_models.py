@@ -11,7 +11,6 @@ from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import (
     MEGATRON_MODEL_TYPES,
-    REWARD_MODEL_TYPES,
     SGLANG_MODEL_TYPES,
     TRANSFORMERS_MODEL_TYPES,
 )
@@ -148,7 +147,7 @@ def _flaw_of_scorer(folder: Path, config: ExperimentConfig) -> str:
             )
         if (num_labels := num_labels_of(folder)) != 1:
             return f"the model gives {num_labels} numbers (id2label), and a reward is one"
-        known = MEGATRON_MODEL_TYPES if engine == "megatron" else REWARD_MODEL_TYPES
+        known = MEGATRON_MODEL_TYPES if engine == "megatron" else TRANSFORMERS_MODEL_TYPES
         if model.model_type not in known:
             supported = f"actor.engine={engine} supports {', '.join(known)}"
             return f"{supported}, and it is {model.model_type}"

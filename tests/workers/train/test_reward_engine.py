@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from hybridrl.config.model import REWARD_MODEL_TYPES
 from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.errors import ModelError, PhaseError
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
@@ -34,13 +34,25 @@ def padded() -> Tensor:
     return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in CONVERSATIONS])
 
 
-@pytest.mark.parametrize("family", [name for name in DENSE if name in REWARD_MODEL_TYPES])
+def scores_of_transformers(folder: Path) -> Tensor:
+    """By its classifier, or by its body alone where it has none of the family."""
+    ids = padded()
+    mask = (ids != PAD).long()
+    config = AutoConfig.from_pretrained(folder)
+    with torch.no_grad():
+        if type(config) in AutoModelForSequenceClassification._model_mapping:
+            classifier = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+            return classifier(ids, attention_mask=mask).logits[:, 0]
+        body = AutoModel.from_pretrained(folder).eval()
+        hidden_BLH = body(ids, attention_mask=mask).last_hidden_state
+        last_BH = hidden_BLH[torch.arange(len(ids)), mask.sum(1) - 1]
+        return last_BH @ load_file(folder / "model.safetensors")["score.weight"][0]
+
+
+@pytest.mark.parametrize("family", DENSE)
 def test_scores_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
     folder = make_tiny_classifier(tmp_path / "model", family, pad_token_id=PAD)
-    reference = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    ids = padded()
-    with torch.no_grad():
-        expected = reference(ids, attention_mask=(ids != PAD).long()).logits[:, 0]
+    expected = scores_of_transformers(folder)
     engine = build(folder)
     rewards_B = engine.compute_rewards(lay_out_conversations(CONVERSATIONS)).rewards_B
     torch.testing.assert_close(rewards_B, expected, rtol=1e-4, atol=1e-4)
