@@ -191,6 +191,10 @@ class Architecture:
         """Whether a layer, counted from 0, has experts."""
         return self.experts is not None and layer in self.experts.sparse_layers
 
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has a state in place of keys and values."""
+        return self.delta_net is not None and layer in self.delta_net.layers
+
     @property
     def has_dense_layers(self) -> bool:
         """Whether a layer has a dense MLP."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,13 @@ from hybridrl.json_text import to_json_text
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import build_empty_model
 from hybridrl.models.model_folder import CONFIG, WEIGHTS, read_settings
+from hybridrl.models.recurrent import is_recurrent
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.workers.rollout.sglang.rehearsal import starter_settings
 
 _LENGTH = "<Q"
+_DELTA_BLOCK = 64
+"""Tokens that the kernel of a delta rule computes at once."""
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _TYPES = {stored: dtype for dtype, stored in _STORED.items()}
 
@@ -117,6 +121,9 @@ def _write_hollow_model(folder: Path, settings: Mapping[str, Any], *, num_layers
     folder.mkdir()
     (folder / CONFIG).write_text(to_json_text({**settings, **changes}), encoding="utf-8")
     model = build_empty_model(folder, dtype=torch.bfloat16)
+    for mixer in filter(is_recurrent, model.modules()):  # by its parts it would take minutes
+        code: Any = sys.modules[type(mixer).__module__]
+        code.torch_chunk_gated_delta_rule = _run_delta_rule
     names = StoredNames(model.config.model_type)
     tensors = {
         stored: torch.empty(shape, dtype=torch.bfloat16, device="meta")
@@ -125,6 +132,27 @@ def _write_hollow_model(folder: Path, settings: Mapping[str, Any], *, num_layers
     }
     write_hollow_file(tensors, folder / WEIGHTS)
     return folder
+
+
+class _DeltaRule(torch.autograd.Function):
+    """The kernel of flash-linear-attention (fla.ops.gated_delta_rule): what it makes and keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:  # noqa: ANN401
+        query_RLNK, _, value_RLNV, *_ = inputs
+        within_blocks = query_RLNK.new_empty(*query_RLNK.shape[:-1], _DELTA_BLOCK)
+        ctx.save_for_backward(*inputs, within_blocks)
+        return torch.empty_like(value_RLNV)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:-1])
+
+
+def _run_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object
+) -> tuple[Tensor, None]:
+    return _DeltaRule.apply(query, key, value, g, beta), None  # type: ignore[no-untyped-call]
 
 
 def write_hollow_file(tensors: Mapping[str, Tensor], path: Path, **_: object) -> None:

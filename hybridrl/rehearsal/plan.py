@@ -168,7 +168,9 @@ def layers_to_execute(config: ExperimentConfig, model: Architecture) -> tuple[in
     num_parts = _num_stages(config)
     if config.megatron_worlds:
         num_parts *= megatron.num_virtual_stages
-    kinds = [model.is_sparse(layer) for layer in range(model.num_layers)]
+    kinds = [
+        (model.is_sparse(layer), model.is_recurrent(layer)) for layer in range(model.num_layers)
+    ]
     block = num_parts * (_period(kinds) or model.num_layers)
     if not is_even or _FEWEST * block + block >= model.num_layers:
         return (model.num_layers,)

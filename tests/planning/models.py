@@ -103,3 +103,36 @@ GPT_OSS_20B = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
+
+QWEN3_5_9B = {
+    "model_type": "qwen3_5",
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "dtype": "bfloat16",
+    },
+    "vision_config": {"depth": 27, "hidden_size": 1152, "out_hidden_size": 4096},
+}
+"""As it is published: its language model is part of one that also sees."""

@@ -11,6 +11,7 @@ from tests.planning.models import (
     GLM4_5_AIR,
     GPT_OSS_20B,
     QWEN2_5_0_5B,
+    QWEN3_5_9B,
     QWEN3_8B,
     QWEN3_30B_A3B,
     QWEN3_32B,
@@ -46,7 +47,7 @@ BLOCK = 512
 
 def case_of(name: str, *, num_layers: int | None = None, rank: int = 0) -> Case:
     models = {"0_5b": QWEN2_5_0_5B, "8b": QWEN3_8B, "32b": QWEN3_32B, "30b": QWEN3_30B_A3B}
-    models |= {"air": GLM4_5_AIR, "20b": GPT_OSS_20B}
+    models |= {"air": GLM4_5_AIR, "20b": GPT_OSS_20B, "9b": QWEN3_5_9B}
     return Case(
         (f"recipes=gpu/{name}", "model.path=FOLDER/model"),
         {"model": next(model for size, model in models.items() if f"_{size}_" in name)},
@@ -79,7 +80,7 @@ def test_recipe_takes_two_steps_with_more_layers(rehearse: Rehearse, name: str) 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != WHOLE])
 def test_recipe_takes_two_steps_with_all_its_layers(rehearse: Rehearse, name: str) -> None:
     [model] = case_of(name).folders.values()
-    num_layers = model["num_hidden_layers"]
+    num_layers = model.get("text_config", model)["num_hidden_layers"]
     assert isinstance(num_layers, int)
     assert_woken_twice(rehearse(case_of(name, num_layers=num_layers)))
 

@@ -25,13 +25,21 @@ from hybridrl.run.check import rehearsed_configs
 from hybridrl.workers.rollout.sglang import rehearsal as server_rehearsal
 from hybridrl.workers.rollout.sglang.arguments import environment, server_spec
 from hybridrl.workers.rollout.sglang.rehearsal import case_of, rehearse_server
-from tests.planning.models import GLM4_5_AIR, GPT_OSS_20B, QWEN2_5_0_5B, QWEN3_8B, QWEN3_30B_A3B
+from tests.planning.models import (
+    GLM4_5_AIR,
+    GPT_OSS_20B,
+    QWEN2_5_0_5B,
+    QWEN3_5_9B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+)
 
 ON_CUDA = "tests.sglang.on_cuda"
 MODELS = {
     **{"qwen2": QWEN2_5_0_5B, "qwen3": QWEN3_8B, "qwen3_moe": QWEN3_30B_A3B},
     "glm4_moe": GLM4_5_AIR,
     "gpt_oss": GPT_OSS_20B,
+    "qwen3_5": QWEN3_5_9B,
 }
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -39,6 +47,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
 }
 
 
@@ -55,7 +64,7 @@ def model_of(recipe: str) -> str:
     path = yaml.safe_load(text)["model"]["path"]
     sizes = {"Qwen2.5-0.5B-Instruct": "qwen2", "Qwen3-8B": "qwen3", "Qwen3-32B": "qwen3"}
     sizes |= {"Qwen3-30B-A3B": "qwen3_moe", "GLM-4.5-Air": "glm4_moe"}
-    sizes |= {"gpt-oss-20b": "gpt_oss"}
+    sizes |= {"gpt-oss-20b": "gpt_oss", "Qwen3.5-9B": "qwen3_5"}
     return sizes[Path(path).name]
 
 
