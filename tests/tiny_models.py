@@ -34,14 +34,17 @@ Family = Literal[
     "mixtral",
     "qwen2_moe",
     "cohere2",
+    "deepseek_v3",
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "granite",
     "hunyuan_v1_dense",
+    "minimax_m2",
     "ministral3",
     "olmo3",
     "qwen3_5_moe_text",
@@ -74,6 +77,7 @@ DENSE: tuple[Family, ...] = (
 SPARSE: tuple[Family, ...] = (
     *("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe"),
     *("gpt_oss", "qwen3_5_moe_text", "qwen3_next"),
+    *("deepseek_v3", "glm4_moe_lite", "minimax_m2"),
 )
 """Mixtures of experts."""
 
@@ -101,6 +105,24 @@ _SHARED_EXPERT: dict[str, object] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
+}
+
+_LATENT: dict[str, object] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "pad_token_id": None,
 }
 
 _OF_FAMILY: dict[Family, dict[str, object]] = {
@@ -182,6 +204,12 @@ _OF_FAMILY: dict[Family, dict[str, object]] = {
     "hunyuan_v1_dense": {"pad_token_id": None},
     "ministral3": {"pad_token_id": None, "sliding_window": None},
     "seed_oss": {"pad_token_id": None},
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "minimax_m2": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None},
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    },
     "qwen3_5_text": _DELTA_NET,
     "qwen3_5_moe_text": {**_DELTA_NET, **_SHARED_EXPERT},
     "qwen3_next": {**_DELTA_NET, **_SHARED_EXPERT},
@@ -298,22 +326,21 @@ def tiny_config(
     settings = _OF_FAMILY.get(family, {}) | changes
     if isinstance(kinds := settings.get("layer_types"), list):
         settings["layer_types"] = kinds[:num_layers]
-    config: PretrainedConfig = AutoConfig.for_model(
-        family,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=hidden_size // num_attention_heads,
-        max_position_embeddings=max_position_embeddings,
-        initializer_range=initializer_range,
-        tie_word_embeddings=tie_embeddings,
-        bos_token_id=None,
-        eos_token_id=None,
-        **settings,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "head_dim": hidden_size // num_attention_heads,
+        "max_position_embeddings": max_position_embeddings,
+        "initializer_range": initializer_range,
+        "tie_word_embeddings": tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config: PretrainedConfig = AutoConfig.for_model(family, **sizes | settings)
     return config
 
 

@@ -16,6 +16,7 @@ TRANSFORMERS_MODEL_TYPES = (
     *("ministral3", "mistral", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3"),
     *("ernie4_5_moe", "glm4_moe", "qwen3_moe", "mixtral", "qwen2_moe"),
     *("gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+    *("deepseek_v3", "glm4_moe_lite", "minimax_m2"),
 )
 """Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those
 whose packed forward pass is shown equal to a pass of single rows."""

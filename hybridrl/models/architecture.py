@@ -117,6 +117,34 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttention:
+    """Keys and values made of fewer numbers (arXiv:2405.04434, 2.1)."""
+
+    query_rank: int
+    """Numbers of which a token's queries are made; 0: of all."""
+
+    rank: int
+    """Numbers of which keys, but for their rotary part, and values of all heads are made."""
+
+    plain_size: int
+    """Of a head's key without rotary embedding."""
+
+    rotary_size: int
+    """Of the part with it, which all heads share."""
+
+    value_size: int
+
+    def count_parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Count those of one layer's attention."""
+        queries = num_heads * (self.plain_size + self.rotary_size)
+        inner = self.query_rank or hidden_size
+        compressed = hidden_size * (self.query_rank + self.rank + self.rotary_size)
+        expanded = queries * inner + self.rank * num_heads * (self.plain_size + self.value_size)
+        norms = self.query_rank + self.rank
+        return compressed + expanded + norms + num_heads * self.value_size * hidden_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """A decoder of the llama family: grouped queries, gated MLPs, RMS norms, rotary.
 
@@ -178,6 +206,9 @@ class Architecture:
     experts: MoEConfig | None = None
     """None in a dense model."""
 
+    latent: LatentAttention | None = None
+    """None where heads have keys and values of their own."""
+
     delta_net: DeltaNet | None = None
     """None where every layer attends."""
 
@@ -211,6 +242,12 @@ class Architecture:
         return self.num_heads * self.head_size
 
     @property
+    def cached_size(self) -> int:
+        """Numbers that a server keeps of a token in each layer that attends."""
+        latent = self.latent
+        return 2 * self.key_size if latent is None else latent.rank + latent.rotary_size
+
+    @property
     def key_size(self) -> int:
         """Width of all key heads, J D; the values have the same."""
         return self.num_key_value_heads * self.head_size
@@ -219,7 +256,7 @@ class Architecture:
     def linear_sizes(self) -> Mapping[str, tuple[int, int]]:
         """(outputs, inputs) of each linear layer of a dense block, by the end of its name."""
         hidden, query, inner = self.hidden_size, self.query_size, self.intermediate_size
-        attention = {
+        attention: dict[str, tuple[int, int]] = {
             "q_proj": (query * (1 + self.has_output_gate), hidden),
             "k_proj": (self.key_size, hidden),
             "v_proj": (self.key_size, hidden),
@@ -230,6 +267,8 @@ class Architecture:
                 "qkv_proj": (query + 2 * self.key_size, hidden),
                 "o_proj": (hidden, query),
             }
+        if self.latent is not None:
+            attention = {"o_proj": (hidden, self.num_heads * self.latent.value_size)}
         experts = self.experts
         if experts is not None and (experts.has_biases or experts.names.gate not in MLP_MODULES):
             return attention  # rollout engines adapt no layers of these names, nor fused ones
@@ -322,6 +361,10 @@ class _SizeReader:
 def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
     size = _SizeReader(values, family)
     num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
+    latent = _latent(size) if family.has_latents else None
+    head_size = size("head_dim", hidden_size // num_heads)
+    if latent is not None:
+        head_size = latent.plain_size + latent.rotary_size
     has_bias = bool(values.get(family.bias_setting))
     rope = rope_of(values)
     return Architecture(
@@ -330,7 +373,7 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
         num_layers=size("num_hidden_layers"),
         num_heads=num_heads,
         num_key_value_heads=size("num_key_value_heads", num_heads),
-        head_size=size("head_dim", hidden_size // num_heads),
+        head_size=head_size,
         intermediate_size=size("intermediate_size"),
         vocab_size=size("vocab_size"),
         max_positions=_max_positions(rope, size),
@@ -348,6 +391,7 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
         rope_scaling=_scaling(rope, size) if rope["rope_type"] == "llama3" else None,
         window=_window(values, size) if "sliding_window" in family.defaults else None,
         experts=_experts(values, size) if {*_PER_TOKEN} & family.defaults.keys() else None,
+        latent=latent,
         delta_net=_delta_net(values, size),
         has_output_gate=family.has_output_gate,
         classifier=_classifier(values),
@@ -390,6 +434,17 @@ def _scaling(rope: Mapping[str, Any], size: _SizeReader) -> RopeScaling:
         original_max_positions=int(
             rope.get("original_max_position_embeddings") or size("max_position_embeddings")
         ),
+    )
+
+
+def _latent(size: _SizeReader) -> LatentAttention:
+    has_query_rank = size.values.get("q_lora_rank", 1) is not None
+    return LatentAttention(
+        query_rank=size("q_lora_rank") if has_query_rank else 0,
+        rank=size("kv_lora_rank"),
+        plain_size=size("qk_nope_head_dim"),
+        rotary_size=size("qk_rope_head_dim"),
+        value_size=size("v_head_dim"),
     )
 
 

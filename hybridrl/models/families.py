@@ -66,6 +66,9 @@ class Family:
     has_output_gate: bool = False
     """Whether ``q_proj`` also gives a gate of the attention's output."""
 
+    has_latents: bool = False
+    """Whether keys and values are made of fewer numbers (latent attention: arXiv:2405.04434)."""
+
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -73,16 +76,19 @@ _SIZES = (
 )
 _TABLE = """
 cohere2            8192  22528     40     64      - 256000   8192
+deepseek_v3        7168  18432     61    128    128 129280   4096
 ernie4_5           1024   3072     18     16      2 103424 131072
 ernie4_5_moe       2560  12288     28     20      4 103424 131072
 exaone4            4096  16384     32     32      - 102400   2048
 gemma3_text        2304   9216     26      8      4 262208 131072
 glm4               4096  13696     40     32      2 151552 131072
 glm4_moe           4096  10944     46     96      8 151552 131072
+glm4_moe_lite      2048  10240     47     20     20 154880 202752
 gpt_oss            2880   2880     36     64      8 201088 131072
 granite            4096  11008     32     32      -  32000   2048
 hunyuan_v1_dense   4096  11008     32     32      - 290943   2048
 llama              4096  11008     32     32      -  32000   2048
+minimax_m2         3072   1536     62     48      8 200064 196608
 ministral3         4096  14336     34     32      8 131072 262144
 mistral            4096  14336     32     32      8  32000 131072
 mixtral            4096  14336     32     32      8  32000 131072
@@ -116,6 +122,16 @@ _DELTA_NET = {
 }
 FAMILIES = {
     "cohere2": Family(_defaults("cohere2", tie_word_embeddings=True), num_norms=1),
+    "deepseek_v3": Family(
+        _defaults(
+            "deepseek_v3",
+            **{"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128},
+            **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "num_experts_per_tok": 8},
+            **{"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048},
+            **{"first_k_dense_replace": 3, "norm_topk_prob": True},
+        ),
+        has_latents=True,
+    ),
     "ernie4_5": Family(
         _defaults("ernie4_5", head_dim=128, tie_word_embeddings=True, rms_norm_eps=1e-5),
         bias_setting="use_bias",
@@ -155,6 +171,16 @@ FAMILIES = {
         ),
         has_output_bias=False,
     ),
+    "glm4_moe_lite": Family(
+        _defaults(
+            "glm4_moe_lite",
+            **{"q_lora_rank": 768, "kv_lora_rank": 512, "v_head_dim": 256, "rms_norm_eps": 1e-5},
+            **{"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "num_experts_per_tok": 4},
+            **{"n_routed_experts": 64, "n_shared_experts": 1, "moe_intermediate_size": 1536},
+            **{"first_k_dense_replace": 1, "norm_topk_prob": True},
+        ),
+        has_latents=True,
+    ),
     "gpt_oss": Family(
         _defaults(
             "gpt_oss",
@@ -169,6 +195,16 @@ FAMILIES = {
     "granite": Family(_defaults("granite")),
     "hunyuan_v1_dense": Family(_defaults("hunyuan_v1_dense"), has_head_norms=True),
     "llama": Family(_defaults("llama")),
+    "minimax_m2": Family(
+        _defaults(
+            "minimax_m2",
+            **{"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8},
+            **{"norm_topk_prob": True, "decoder_sparse_step": 1},
+        ),
+        norms_all_heads=True,
+        expert_names=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        off=("router_jitter_noise",),
+    ),
     "ministral3": Family(_defaults("ministral3", head_dim=128, rms_norm_eps=1e-5)),
     "mistral": Family(_defaults("mistral", sliding_window=4096), off=("layer_types",)),
     "mixtral": Family(

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hybridrl.models.recurrent import Mix, RowsOfTokens
 
@@ -136,8 +137,11 @@ def attend_in_spans(
 
     Some queries see ``prompts``, too; keys are then those of the queries' tokens.
     """
+    # Latent attention has other values than keys, which the kernel refuses.
+    value_size, key_size = value_SJD.shape[-1], key_SJD.shape[-1]
+    value_SJD = pad(value_SJD, (0, key_size - value_size))
     attended = _Attention.apply(query_TND, key_SJD, value_SJD, sink_N, own, prompts, scale)  # type: ignore[no-untyped-call]
-    return cast("Tensor", attended)
+    return cast("Tensor", attended)[..., :value_size]
 
 
 class _Attention(torch.autograd.Function):

@@ -220,8 +220,11 @@ class RolloutMemory:
         return BYTES[self._section.dtype]
 
     def _keys_and_values(self, num_tokens: int) -> int:
-        per_token = 2 * self.model.num_attention_layers * self._share(self.model.key_size)
-        return num_tokens * per_token * self._size
+        model = self.model
+        of_layer = 2 * self._share(model.key_size)
+        if self._is_server and model.latent is not None:  # each rank has them whole
+            of_layer = model.cached_size
+        return num_tokens * model.num_attention_layers * of_layer * self._size
 
     @property
     def _state(self) -> int:

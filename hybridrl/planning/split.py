@@ -73,6 +73,8 @@ def count_parameters(model: Architecture) -> int:
 
 def _count_attention(model: Architecture) -> int:
     hidden, query, key = model.hidden_size, model.query_size, model.key_size
+    if model.latent is not None:
+        return model.latent.count_parameters(hidden, model.num_heads)
     attention = 2 * hidden * (query + key) + model.has_output_gate * hidden * query
     attention += model.has_qkv_bias * (query + 2 * key) + model.has_output_bias * hidden
     norms = model.has_head_norms * 2 * model.head_size + model.norms_all_heads * (query + key)

@@ -117,7 +117,9 @@ def test_a_family_without_sizes_has_those_of_transformers(model_type: str, tmp_p
     assert architecture.is_tied == config.tie_word_embeddings
     assert architecture.norm_eps == getattr(config, "rms_norm_eps", architecture.norm_eps)
     if architecture.experts is not None:
-        names = {"glm4_moe": ("n_routed_experts", "num_experts_per_tok")}
+        routed = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+        names = dict.fromkeys(routed, ("n_routed_experts", "num_experts_per_tok"))
+        names["minimax_m2"] = ("num_local_experts", "num_experts_per_tok")
         names["ernie4_5_moe"] = ("moe_num_experts", "moe_k")
         read = (architecture.experts.num_experts, architecture.experts.num_per_token)
         usual = ("num_experts", "num_experts_per_tok")

@@ -42,12 +42,13 @@ def _attend(
     segments: list[Segment],
     scale: float | None,
     window: int | None = None,
+    value_size: int = 8,
 ) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(1)
     num_tokens = sum(segment.num_tokens for segment in segments)
     states = [
-        torch.randn(num_tokens, heads, 8, generator=generator, requires_grad=True)
-        for heads in (4, 2, 2)
+        torch.randn(num_tokens, heads, size, generator=generator, requires_grad=True)
+        for heads, size in ((4, 8), (2, 8), (2, value_size))
     ]
     layout = build_layout(segments, kernel=kernel, device=CPU)
     output = layout.attend(states[0], states[1], states[2], scale=scale, window=window)
@@ -62,6 +63,12 @@ def test_values_and_gradients_are_those_of_the_padded_kernel(
     segments: list[Segment], scale: float | None, window: int | None
 ) -> None:
     varlen, padded = (_attend(k, segments, scale, window) for k in ("varlen", "padded"))
+    for one, other in zip(varlen, padded, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+def test_values_may_be_smaller_than_keys() -> None:
+    varlen, padded = (_attend(k, SEGMENTS, None, value_size=5) for k in ("varlen", "padded"))
     for one, other in zip(varlen, padded, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 

@@ -92,8 +92,9 @@ class HFRolloutEngine:
         parameters = names.tensors(self._model)
         every_name = names.tensors(self._model, tied_again=True).keys()
         self._tied_names = every_name - parameters.keys()
-        self._buffer_names = frozenset(name for name, _ in self._model.named_buffers())
-        self._tensors: dict[str, Tensor] = {**parameters, **dict(self._model.named_buffers())}
+        buffers = {names.stored(name): tensor for name, tensor in self._model.named_buffers()}
+        self._buffer_names = frozenset(buffers)
+        self._tensors: dict[str, Tensor] = parameters | buffers
         self._adapter = None if self._lora is None else LoadedAdapter(self._model, self._lora)
         adapted = {} if self._adapter is None else self._adapter.tensors
         self._fused = fuse(self._model)
