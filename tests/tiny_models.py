@@ -204,7 +204,14 @@ _OF_FAMILY: dict[Family, dict[str, object]] = {
     "hunyuan_v1_dense": {"pad_token_id": None},
     "ministral3": {"pad_token_id": None, "sliding_window": None},
     "seed_oss": {"pad_token_id": None},
-    "deepseek_v3": _LATENT,
+    "deepseek_v3": {
+        **_LATENT,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32},
+            **{"beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "original_max_position_embeddings": 32,
+        },
+    },
     "glm4_moe_lite": _LATENT,
     "minimax_m2": {
         **{"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None},

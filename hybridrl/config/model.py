@@ -34,7 +34,7 @@ SGLANG_MODEL_TYPES = (
     *MEGATRON_MODEL_TYPES,
     *("ernie4_5", "gemma3_text", "glm4", "granite", "ministral3", "olmo2", "seed_oss", "smollm3"),
     *("ernie4_5_moe", "glm4_moe", "gpt_oss"),
-    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe_lite"),
 )
 """Architectures whose samples from SGLang are shown to have the trainer's log-probs."""
 

@@ -66,6 +66,9 @@ class Family:
     has_output_gate: bool = False
     """Whether ``q_proj`` also gives a gate of the attention's output."""
 
+    for_sglang: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that SGLang needs, and transformers does not write."""
+
     has_latents: bool = False
     """Whether keys and values are made of fewer numbers (latent attention: arXiv:2405.04434)."""
 
@@ -131,6 +134,7 @@ FAMILIES = {
             **{"first_k_dense_replace": 3, "norm_topk_prob": True},
         ),
         has_latents=True,
+        for_sglang={"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     "ernie4_5": Family(
         _defaults("ernie4_5", head_dim=128, tie_word_embeddings=True, rms_norm_eps=1e-5),

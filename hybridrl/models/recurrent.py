@@ -1,7 +1,7 @@
 """Layers whose state goes from token to token: delta rules and state spaces of transformers.
 
 On packed rows that state would cross the ends of rows: transformers' own torch code ignores the
-keywords that tell it of these ends, and its convolution has none. So such a layer is given rows.
+keywords that name these ends, and its convolution has none. So such a layer is given rows.
 
 Legend: T tokens end to end, R rows, L tokens of the longest row, H hidden.
 """

@@ -222,7 +222,7 @@ class RolloutMemory:
     def _keys_and_values(self, num_tokens: int) -> int:
         model = self.model
         of_layer = 2 * self._share(model.key_size)
-        if self._is_server and model.latent is not None:  # each rank has them whole
+        if self._is_server and model.latent is not None:  # not divided over ranks
             of_layer = model.cached_size
         return num_tokens * model.num_attention_layers * of_layer * self._size
 

@@ -1278,12 +1278,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.path=phi is phi3",
     ),
     ((*_GEMMA, "actor=megatron"), "actor.engine", "model.path=gemma is gemma3_text"),
-    ((*_GEMMA, "algorithm=ppo"), "algorithm.advantage", "no gemma3_text with a value head"),
-    (
-        (*_FOLDER, "model.path=granite", "mode=reward_model"),
-        "model.path",
-        "transformers has no granite with one score",
-    ),
     (
         (*_FOLDER, "model.path=capped"),
         "model.path",

@@ -46,6 +46,8 @@ EXPERTS: tuple[Family, ...] = (
     "gpt_oss",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "deepseek_v3",
+    "glm4_moe_lite",
 )
 ROUTED: tuple[Family, ...] = ("qwen3_moe", "qwen2_moe")  # Mixtral's would end the server
 CHANGES: dict[Family, dict[str, Any]] = {
@@ -66,6 +68,7 @@ GREEDY = sampling_params(group=1, tokens=8, temperature=0.0)
                 *("mixtral", "olmo2", "qwen2_moe", "seed_oss", "smollm3"),
                 *("ernie4_5_moe", "glm4_moe", "gpt_oss"),
                 *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+                *("deepseek_v3", "glm4_moe_lite"),
             )
         ),
     ],

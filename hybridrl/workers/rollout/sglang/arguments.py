@@ -210,10 +210,11 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
 
 def _overrides(settings: Mapping[str, Any]) -> dict[str, object]:
     """Return settings of config.json that SGLang needs otherwise than they are."""
-    overrides: dict[str, object] = {}
+    family = FAMILIES[settings["model_type"]]
+    overrides = {n: value for n, value in family.for_sglang.items() if n not in settings}
     if is_mxfp4(settings):  # the trainer sends bfloat16
         overrides["quantization_config"] = None
-    kinds = layer_kinds(settings, FAMILIES[settings["model_type"]])
+    kinds = layer_kinds(settings, family)
     if any(map(is_recurrent_kind, kinds)):  # transformers writes the list in its place
         attends = next(n for n, kind in enumerate(kinds, 1) if not is_recurrent_kind(kind))
         overrides["full_attention_interval"] = attends

@@ -12,7 +12,7 @@ from sglang.srt.server_args import (
     add_radix_supported_deterministic_attention_backend_choices,
 )
 
-from sglang_cpu import delta_net, sinks, without_cuda
+from sglang_cpu import delta_net, latent_attention, sinks, without_cuda
 
 BEFORE_OTHER_PROCESSES = "sglang.srt.entrypoints.engine._set_envs_and_config"
 BATCH_INVARIANT_KERNELS = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
@@ -38,6 +38,7 @@ def install() -> None:
     HookRegistry.register(SHARED_EXPERT, _add_shared_expert, HookType.REPLACE)
     sinks.install()
     delta_net.install()
+    latent_attention.install()
 
 
 def _fork_them(original: Callable[..., None], *args: object, **kwargs: object) -> None:
