@@ -52,6 +52,9 @@ class SeenCopies(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.cat.default:  # DeepSeek's compressing matrices become one
+            for source in args[0]:
+                self._note(source)
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         self._see(args[0], args[1])
@@ -63,9 +66,12 @@ class SeenCopies(TorchDispatchMode):
             self.unlike.append(
                 f"{list(source.shape)} {source.dtype} to {list(target.shape)} {target.dtype}"
             )
+        self._note(source)
+        self.written[_storage_of(target)] += target.numel()
+
+    def _note(self, source: Tensor) -> None:
         begin = int(source.storage_offset()) * source.itemsize
         self.read[_storage_of(source), begin] += source.nbytes
-        self.written[_storage_of(target)] += target.numel()
 
     def bytes_from(self, storage: int, begin: int, end: int) -> int:
         """How many bytes of a range were copied."""

@@ -23,6 +23,11 @@ from hybridrl.workers.sharding.memory import DeviceMemory
 Load = Callable[[StagedBucket, Sequence[str]], None]
 """Loads a bucket, given the handles that all ranks of the engine staged; see ``RolloutEngine``."""
 
+_ATTENTION = ".self_attn."
+_JOINED = (f"{_ATTENTION}q_a_proj.weight", f"{_ATTENTION}kv_a_proj_with_mqa.weight")
+"""SGLang makes one matrix of both, and silently drops one that comes in a bucket without the other
+(models/deepseek_common/deepseek_weight_loader.py, 0.5.23)."""
+
 _SHARE_OF_FREE = 0.1
 _DEFAULT_BUCKET_BYTES = 256 * 2**20
 
@@ -55,15 +60,22 @@ def common_bucket_bytes(configured_mib: int, device: torch.device, *, control: C
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
-    """Gather tensors until the next would exceed ``bucket_bytes``; a larger one is sent alone."""
+    """Gather tensors until the next would exceed ``bucket_bytes``; a larger one is sent alone.
+
+    Where ``_JOINED`` are in a layer, a bucket takes all that comes between them.
+    """
     bucket: list[tuple[str, Tensor]] = []
     filled = 0
+    waits_for = ""
     for name, tensor in weights:
-        if bucket and filled + tensor.nbytes > bucket_bytes:
+        module = name.partition(_ATTENTION)[0]
+        if bucket and filled + tensor.nbytes > bucket_bytes and module != waits_for:
             yield bucket
             bucket, filled = [], 0
         bucket.append((name, tensor))
         filled += tensor.nbytes
+        if name.endswith(_JOINED):
+            waits_for = "" if module == waits_for else module
     if bucket:
         yield bucket
 

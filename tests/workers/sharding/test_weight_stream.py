@@ -129,6 +129,27 @@ def test_buckets_hold_everything_in_order_and_are_well_filled(
         assert filled + following[0][1].numel() > bucket_floats
 
 
+@pytest.mark.parametrize("begins", ["q_a", "kv_a"])
+def test_matrices_that_sglang_joins_are_in_one_bucket(begins: str) -> None:
+    parts = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    names = parts if begins == "q_a" else sorted(parts)
+    weights = [
+        (f"model.layers.{layer}.{name}.weight", torch.zeros(2))
+        for layer in range(2)
+        for name in (*(f"self_attn.{name}" for name in names), "mlp.up_proj")
+    ]
+    cut = [[name for name, _ in bucket] for bucket in buckets(iter(weights), bucket_bytes=8)]
+    for layer in range(2):
+        joined = {
+            f"model.layers.{layer}.self_attn.{name}.weight"
+            for name in ("q_a_proj", "kv_a_proj_with_mqa")
+        }
+        assert [bucket for bucket in cut if joined & {*bucket}] == [
+            bucket for bucket in cut if joined <= {*bucket}
+        ]
+    assert len(cut) > 4
+
+
 def test_the_size_of_a_bucket_is_configured_or_from_free_memory() -> None:
     assert bucket_bytes_for(3, torch.device("cpu")) == 3 * 2**20
     assert bucket_bytes_for(0, torch.device("cpu")) == 256 * 2**20
