@@ -134,14 +134,25 @@ class LatentAttention:
 
     value_size: int
 
+    def linear_sizes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of each linear layer of one layer's attention."""
+        queries = num_heads * (self.plain_size + self.rotary_size)
+        of_queries = {"q_proj": (queries, hidden_size)}
+        if self.query_rank:
+            of_queries = {
+                "q_a_proj": (self.query_rank, hidden_size),
+                "q_b_proj": (queries, self.query_rank),
+            }
+        return of_queries | {
+            "kv_a_proj_with_mqa": (self.rank + self.rotary_size, hidden_size),
+            "kv_b_proj": (num_heads * (self.plain_size + self.value_size), self.rank),
+            "o_proj": (hidden_size, num_heads * self.value_size),
+        }
+
     def count_parameters(self, hidden_size: int, num_heads: int) -> int:
         """Count those of one layer's attention."""
-        queries = num_heads * (self.plain_size + self.rotary_size)
-        inner = self.query_rank or hidden_size
-        compressed = hidden_size * (self.query_rank + self.rank + self.rotary_size)
-        expanded = queries * inner + self.rank * num_heads * (self.plain_size + self.value_size)
-        norms = self.query_rank + self.rank
-        return compressed + expanded + norms + num_heads * self.value_size * hidden_size
+        sizes = self.linear_sizes(hidden_size, num_heads).values()
+        return sum(outputs * inputs for outputs, inputs in sizes) + self.query_rank + self.rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,7 +279,7 @@ class Architecture:
                 "o_proj": (hidden, query),
             }
         if self.latent is not None:
-            attention = {"o_proj": (hidden, self.num_heads * self.latent.value_size)}
+            attention = self.latent.linear_sizes(hidden, self.num_heads)
         experts = self.experts
         if experts is not None and (experts.has_biases or experts.names.gate not in MLP_MODULES):
             return attention  # rollout engines adapt no layers of these names, nor fused ones

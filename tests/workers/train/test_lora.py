@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.model import ATTENTION_LINEAR, LINEAR_MODULES
+from hybridrl.config.model import LINEAR_MODULES
 from hybridrl.errors import ModelError
-from hybridrl.models.architecture import read_architecture
+from hybridrl.models.architecture import MLP_MODULES, read_architecture
 from hybridrl.workers.train.policy_engine import BaseModelReference
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.ranks import run_ranks
@@ -105,8 +105,8 @@ def test_both_exports_give_the_same_logits_in_peft(
     tmp_path: Path, family: Family, tie_embeddings: bool
 ) -> None:
     source = make_tiny_model(tmp_path / "model", family, tie_embeddings=tie_embeddings)
-    names = tuple(read_architecture(source).linear_sizes)
-    names = ATTENTION_LINEAR if family in SPARSE else names
+    sizes = read_architecture(source).linear_sizes
+    names = tuple(n for n in sizes if family not in SPARSE or n not in MLP_MODULES)
     engine = build_lora(source, lora=replace(LORA, target_modules=names))
     randomize(engine)
     engine.export_hf(tmp_path / "hf")
