@@ -40,11 +40,13 @@ COMMANDS: Mapping[str, str] = {
     "asynchronous": "OMP_NUM_THREADS=1 python -m benchmarks.asynchronous "
     "--picture docs/images/asynchronous.svg",
     "memory_plan": "python -m benchmarks.memory_plan",
+    "families": "OMP_NUM_THREADS=1 python -m benchmarks.families",
 }
 """How each published table is made."""
 
 PAGES = {
     "algorithms": "docs/algorithms.md",
+    "families": "docs/how-to/model.md",
     "memory_plan": "docs/memory.md",
     "router": "docs/serving.md",
 }

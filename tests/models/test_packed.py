@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from hybridrl.models.packed import AttentionKernel, PaddedLayout, Segment, build
 from hybridrl.models.packed_model import PackedTokens, PolicyModel
 from tests.tiny_models import TRAINED, Family, make_tiny_model
 
+Record = Callable[[str, object], None]
 CPU = torch.device("cpu")
 LENGTHS = [13, 12, 5, 4, 4, 1]  # descending, as the planner packs: three buckets
 SHUFFLED = [4, 13, 1, 5, 12, 4]  # any order must be right
@@ -60,7 +62,11 @@ def plain_logprobs(model: PreTrainedModel, row: Tensor) -> Tensor:
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 @pytest.mark.parametrize("lengths", [LENGTHS, SHUFFLED, [7]])
 def test_packed_rows_equal_single_rows(
-    tmp_path: Path, family: Family, tie_embeddings: bool, lengths: list[int]
+    tmp_path: Path,
+    family: Family,
+    tie_embeddings: bool,
+    lengths: list[int],
+    record_property: Record,
 ) -> None:
     folder = make_tiny_model(tmp_path, family, tie_embeddings=tie_embeddings)
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -71,6 +77,7 @@ def test_packed_rows_equal_single_rows(
     expected_T = torch.cat([plain_logprobs(plain, row) for row in rows])
     logprobs_T, _ = PolicyModel(packed, chunk_tokens=7)(pack(rows), 1.0)
     torch.testing.assert_close(logprobs_T, expected_T, atol=1e-5, rtol=0)
+    record_property("packed", float((logprobs_T - expected_T).detach().abs().max()))
 
     (expected_T * weights_T).sum().backward()
     (logprobs_T * weights_T).sum().backward()
@@ -81,6 +88,9 @@ def test_packed_rows_equal_single_rows(
     assert list(grads) == list(expected_grads)
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected_grads[name], atol=5e-5, rtol=1e-4, msg=name)
+    largest = max(float(grad.abs().max()) for grad in expected_grads.values())
+    apart = max(float((grads[name] - grad).abs().max()) for name, grad in expected_grads.items())
+    record_property("gradient", apart / largest)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,10 @@ def test_the_language_model_of_one_that_sees_is_served_alone(kind: str, tmp_path
 
 @pytest.mark.shows("3.7")
 def test_greedy_tokens_are_those_of_hugging_face_after_each_sync(
-    family: Family, family_engine: SGLangEngine, tmp_path: Path
+    family: Family,
+    family_engine: SGLangEngine,
+    tmp_path: Path,
+    record_property: Callable[..., None],
 ) -> None:
     answers = []
     for version in range(3):
@@ -139,6 +142,10 @@ def test_greedy_tokens_are_those_of_hugging_face_after_each_sync(
         assert tokens_of(found) == tokens_of(expected)
         for response, reference in zip(found, expected, strict=True):
             torch.testing.assert_close(response.logprobs, reference.logprobs, atol=2e-4, rtol=0)
+        pairs = zip(found, expected, strict=True)
+        record_property(
+            "sglang", float(max((a.logprobs - b.logprobs).abs().max() for a, b in pairs))
+        )
         if family in ROUTED:
             check_experts(folder, found)
         answers.append(tokens_of(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def rescore(
     ],
 )
 def test_logprobs_are_those_of_hugging_face_whatever_the_slots(
-    family: Family, tie_embeddings: bool, tmp_path: Path
+    family: Family, tie_embeddings: bool, tmp_path: Path, record_property: Callable[..., None]
 ) -> None:
     folder = make_tiny_model(tmp_path, family, tie_embeddings=tie_embeddings)
     prompts = make_prompts(LENGTHS)
@@ -65,6 +66,8 @@ def test_logprobs_are_those_of_hugging_face_whatever_the_slots(
         expected = rescore(folder, prompts, responses, sampling)
         for response, scores in zip(responses, expected, strict=True):
             torch.testing.assert_close(response.logprobs, scores, atol=1e-4, rtol=0)
+        apart = [(r.logprobs - s).abs().max() for r, s in zip(responses, expected, strict=True)]
+        record_property("embedded", float(max(apart)))
 
 
 def test_greedy_takes_the_best_tokens_of_hugging_face(tiny_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def test_merged_stream_keeps_the_training_weights(tiny_model: Path, use_rslora: 
 @pytest.mark.parametrize("family", TRAINED)
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_both_exports_give_the_same_logits_in_peft(
-    tmp_path: Path, family: Family, tie_embeddings: bool
+    tmp_path: Path, family: Family, tie_embeddings: bool, record_property: Callable[..., None]
 ) -> None:
     source = make_tiny_model(tmp_path / "model", family, tie_embeddings=tie_embeddings)
     sizes = read_architecture(source).linear_sizes
@@ -118,6 +119,7 @@ def test_both_exports_give_the_same_logits_in_peft(
     merged = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
     assert (adapted - untrained).abs().max() > 0.1
+    record_property("lora", float((adapted - merged).abs().max()))
     rollouts = to_rollouts(make_rows(3))
     ours = engine.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
     loaded = build_fsdp2(tmp_path / "hf").compute_logprobs(rollouts, temperature=1.0)

@@ -1,0 +1,71 @@
+"""Model families: how far each engine is from transformers alone, as the tests measure it.
+
+    python -m benchmarks.families
+
+Runs the tests that compare tiny models of all families in float32, those of SGLang with real
+servers on a CPU (ten minutes), and prints what they recorded. A failed test has no number.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+from hybridrl.config.model import MEGATRON_MODEL_TYPES, SGLANG_MODEL_TYPES, TRANSFORMERS_MODEL_TYPES
+
+TESTS = (
+    "tests/models/test_packed.py::test_packed_rows_equal_single_rows",
+    "tests/workers/train/test_lora.py::test_both_exports_give_the_same_logits_in_peft",
+    "tests/workers/rollout/test_hf_sampling.py"
+    "::test_logprobs_are_those_of_hugging_face_whatever_the_slots",
+    "tests/sglang/test_equality_greedy.py"
+    "::test_greedy_tokens_are_those_of_hugging_face_after_each_sync",
+)
+COLUMNS = {
+    "packed": "`actor=fsdp2`, nats",
+    "gradient": "gradient, of the largest",
+    "lora": "LoRA, logits",
+    "embedded": "`rollout=hf`, nats",
+    "sglang": "`rollout=sglang`, nats",
+}
+
+
+def measured() -> dict[str, dict[str, float]]:
+    """Run the tests; return the largest number that each recorded, by family and column."""
+    largest: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "tests.xml")
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *TESTS]
+        subprocess.run(command, stdout=sys.stderr, check=False)
+        for case in ElementTree.parse(report).iter("testcase"):
+            if case.find("failure") is not None or case.find("error") is not None:
+                continue
+            words = case.get("name", "").partition("[")[2].rstrip("]").split("-")
+            families = [word for word in words if word in TRANSFORMERS_MODEL_TYPES]
+            for found in case.iter("property"):
+                numbers, column = largest[families[0]], found.get("name", "")
+                numbers[column] = max(numbers[column], float(found.get("value", "nan")))
+    return largest
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    numbers = measured()
+    rows = []
+    for family in sorted(TRANSFORMERS_MODEL_TYPES):
+        cells = [f"{numbers[family][c]:.0e}" if c in numbers[family] else "" for c in COLUMNS]
+        if family not in SGLANG_MODEL_TYPES:
+            cells[-1] = "refused"
+        on_megatron = "equal" if family in MEGATRON_MODEL_TYPES else "refused"
+        rows.append([f"`{family}`", *cells, on_megatron])
+    heads = ["model family", *COLUMNS.values(), "`actor=megatron`"]
+    for cells in (heads, ["---"] * len(heads), *rows):
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
