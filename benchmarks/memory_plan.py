@@ -58,7 +58,7 @@ def _tokens(number: int) -> tuple[str, ...]:
     return (f"actor.max_tokens_per_microbatch={number}",)
 
 
-CRITIC = ("critic.max_tokens_per_microbatch=4096", "critic.num_minibatches=1")
+CRITIC = ("critic.num_minibatches=1",)
 LONG = _rows(64, 192, prompts=8)
 CASES = {
     "default": _shape(SMALL),

@@ -14,14 +14,16 @@ from pathlib import Path
 
 from hybridrl import __version__
 from hybridrl.checkpoint.store import Recipe, RunFingerprint
+from hybridrl.config import parts
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
+from hybridrl.config.foreign_names import foreign_keys
 from hybridrl.config.spelling import flatten
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
 
 _FREE_SECTIONS = ("tracking.", "checkpoint.", "cluster.")
 _SHAPE = (
-    *("actor.engine", "critic.engine", "megatron.layers", "megatron.overlap_communication"),
+    *("actor.engine", "megatron.layers", "megatron.overlap_communication"),
     *("megatron.tensor_parallel_size", "megatron.sequence_parallel"),
     *("megatron.pipeline_parallel_size", "megatron.num_virtual_stages"),
     *("megatron.context_parallel_size", "megatron.expert_parallel_size"),
@@ -31,7 +33,7 @@ _SHAPE = (
 
 _FREE_KEYS = (
     *_SHAPE,
-    *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf"),
+    *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf", "critic.num_ranks_per_node"),
     *("reward.timeout_s", "reward.on_error", "reward.num_processes", "rollout.num_threads"),
     "data.num_processes",
     *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
@@ -59,6 +61,9 @@ _FORMER = {
 
 _MOVED = {"megatron.replay_routing": "actor.replay_routing"}
 """By a former key."""
+
+_FREE_OF_RECIPES = (*_FREE_KEYS, "critic.placement")
+"""Keys that were compared once."""
 
 _SAMPLE_BYTES = 2**20
 
@@ -194,12 +199,19 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 
 
 def _in_keys_of_today(saved: Recipe) -> Recipe:
-    """Return a recipe of a run that began when some keys had other names."""
-    recipe = {}
+    """Return a recipe of a run that began when there were other keys."""
+    recipe, constants = {}, foreign_keys().former
+    has_critic = parts.ADVANTAGE.reads(str(saved.get("algorithm.advantage")), "values_BL")
     for key, value in saved.items():
         section, _, name = key.partition(".")
+        twin = f"actor.{name}"
         if section == saved.get("mode") and name in _FORMER:
             recipe[_FORMER[name]] = value
+        elif section == "critic" and twin in saved and name != "optimizer.lr":
+            if has_critic and value != saved[twin]:  # the critic has the actor's now
+                recipe[key] = value
+        elif key in _FREE_OF_RECIPES or (key in constants and value == constants[key]):
+            pass
         elif section not in OFFLINE_MODES or section == saved.get("mode"):
             recipe.setdefault(_MOVED.get(key, key), value)
     return recipe

@@ -13,7 +13,7 @@ from hybridrl.config.limits import (
     Epochs,
     NotNegative,
     PackedTokens,
-    Ranks,
+    RanksOrZero,
     Rows,
 )
 
@@ -86,7 +86,7 @@ class FSDP2Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """A training engine: the keys that actor and critic share."""
+    """A training engine, of the actor and of the critic."""
 
     engine: Literal["fsdp2", "megatron"]
     """Training engine: PyTorch's FSDP2, or megatron-core with the sizes of section ``megatron``."""
@@ -123,11 +123,28 @@ class ActorConfig(EngineConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CriticConfig(EngineConfig):
+class CriticEngineConfig(EngineConfig):
+    """The engine of a critic: the actor's, with the critic's learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticOptimizerConfig:
+    """What the critic's optimizer has of its own; all else is that of ``actor.optimizer``."""
+
+    lr: Annotated[float, Field(gt=0.0, le=1.0, examples=[1e-5])]
+    """Peak learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticConfig:
     """How the critic is trained, and on which processes. Mirrors hydra_configs/critic/*.yaml.
 
     The critic starts as the policy's model; a value head of zeros replaces the output embedding.
+    Its engine, number types, micro-batches and optimizer are those of section ``actor``.
     """
+
+    optimizer: CriticOptimizerConfig
+    """The rest of it is ``actor.optimizer``, over the critic's own steps."""
 
     num_warmup_steps: Annotated[int, Field(ge=0, le=10**8, description="no run is so long")]
     """First steps of the run, in which only the critic learns and the policy does not change."""
@@ -142,12 +159,9 @@ class CriticConfig(EngineConfig):
     """A value may move this far, in reward units, from its value before the step; beyond, its loss
     is clipped (PPO2). 0 is off."""
 
-    placement: Literal["fused", "own_pool"]
-    """``fused`` shares processes and devices with the policy; ``own_pool`` has its own beside them,
-    and computes at the same time."""
-
-    num_ranks_per_node: Ranks
-    """With ``own_pool``: worker processes per machine, in addition to the cluster's."""
+    num_ranks_per_node: RanksOrZero
+    """Worker processes of its own per machine, in addition to the cluster's, which compute at the
+    same time. 0: it shares processes and devices with the policy."""
 
     @property
     def num_updates_per_step(self) -> int:

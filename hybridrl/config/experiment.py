@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hybridrl.config.actor import ActorConfig, CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig, CriticEngineConfig, EngineConfig
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.algorithm import AlgorithmConfig, DpoConfig, RewardModelConfig, SftConfig
 from hybridrl.config.cluster import ClusterConfig
@@ -264,7 +264,7 @@ class ExperimentConfig:
     @property
     def num_train_groups(self) -> int:
         """Data-parallel ranks of the policy's training: those with different rows."""
-        return self._num_groups(self.actor.engine, self.cluster.num_ranks)
+        return self._num_groups(self.cluster.num_ranks)
 
     @property
     def has_critic(self) -> bool:
@@ -275,7 +275,14 @@ class ExperimentConfig:
     @property
     def has_critic_pool(self) -> bool:
         """Whether a critic has processes of its own, beside the cluster's ranks."""
-        return self.has_critic and self.critic.placement == "own_pool"
+        return self.has_critic and self.critic.num_ranks_per_node > 0
+
+    @property
+    def critic_engine(self) -> CriticEngineConfig:
+        """The critic's engine: the actor's, whose optimizer has the critic's learning rate."""
+        shared = {one.name: getattr(self.actor, one.name) for one in fields(EngineConfig)}
+        optimizer = replace(self.actor.optimizer, lr=self.critic.optimizer.lr)
+        return CriticEngineConfig(**{**shared, "optimizer": optimizer})
 
     @property
     def num_critic_ranks(self) -> int:
@@ -287,7 +294,7 @@ class ExperimentConfig:
     @property
     def num_critic_groups(self) -> int:
         """Data-parallel ranks of the critic's training."""
-        return self._num_groups(self.critic.engine, self.num_critic_ranks)
+        return self._num_groups(self.num_critic_ranks)
 
     @property
     def megatron_worlds(self) -> dict[str, int]:
@@ -295,18 +302,15 @@ class ExperimentConfig:
 
         Empty if no model of this run trains on megatron-core.
         """
-        engines = {self.actor.engine}
-        if self.has_critic and not self.has_critic_pool:
-            engines.add(self.critic.engine)
-        worlds = {}
-        if "megatron" in engines:
-            worlds["cluster.num_ranks_per_node"] = self.cluster.num_ranks
-        if self.has_critic_pool and self.critic.engine == "megatron":
+        if self.actor.engine != "megatron":
+            return {}
+        worlds = {"cluster.num_ranks_per_node": self.cluster.num_ranks}
+        if self.has_critic_pool:
             worlds["critic.num_ranks_per_node"] = self.num_critic_ranks
         return worlds
 
-    def _num_groups(self, engine: str, num_ranks: int) -> int:
-        if engine != "megatron":
+    def _num_groups(self, num_ranks: int) -> int:
+        if self.actor.engine != "megatron":
             return num_ranks
         return max(1, num_ranks // self.megatron.model_parallel_size)
 

@@ -222,11 +222,10 @@ def _complete(recipe: Recipe) -> None:
         )
     longest = recipe.number("data.max_prompt_tokens", 512)
     longest += recipe.number("rollout.max_response_tokens", 512)
-    for role in ("actor", "critic"):
-        key = f"{role}.max_tokens_per_microbatch"
-        if recipe.number(key, longest) < longest:
-            origin = f"{values[key][1]}; a prompt and a response of full length fit"
-            values[key] = longest, origin
+    key = "actor.max_tokens_per_microbatch"
+    if recipe.number(key, longest) < longest:
+        origin = f"{values[key][1]}; a prompt and a response of full length fit"
+        values[key] = longest, origin
 
 
 # -- rules ---------------------------------------------------------------------------------------
@@ -258,10 +257,6 @@ def _rule_tokens_of_rows(command: Command, value: str) -> str:
     if command.get("use_dynamic_bsz").lower() == "true":
         return "out micro-batches are packed by tokens"
     return f"actor.max_tokens_per_microbatch={int(float(value)) * command.num_row_tokens}"
-
-
-def _rule_tokens_of_critic_rows(command: Command, value: str) -> str:
-    return _rule_tokens_of_rows(command, value).replace("actor.", "critic.")
 
 
 def _rule_tokens_of_ranks(command: Command, value: str) -> str:

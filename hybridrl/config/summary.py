@@ -109,7 +109,8 @@ def _of_critic(config: ExperimentConfig) -> dict[str, str]:
         return {}
     critic = config.critic
     return {
-        "critic": f"{critic.placement}, {config.num_critic_ranks} of its ranks; "
+        "critic": f"{_count(config.num_critic_ranks, 'rank')} "
+        f"{'of its own' if config.has_critic_pool else 'of the policy'}; "
         f"{critic.num_updates_per_step} updates a step, alone in the first "
         f"{critic.num_warmup_steps} steps"
     }

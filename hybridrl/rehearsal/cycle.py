@@ -322,7 +322,7 @@ class CriticCycle(Cycle):
         super().__init__(config, gpu)
         num_rows = rows_of_two_microbatches(
             config,
-            config.critic.max_tokens_per_microbatch,
+            config.actor.max_tokens_per_microbatch,
             num_parts=config.num_critic_groups * config.critic.num_minibatches,
         )
         self._rows = Rows(num_rows, 1)

@@ -35,7 +35,7 @@ Policy | Learning rate | policy/lr=learning rate |
 Policy | Values of the critic | critic/*/mean=* |
 Policy | Explained variance of the critic | critic/explained_variance=explained variance |
 Policy | Loss of the critic | loss/value=value loss |
-Policy | Gradient norm of the critic | critic/grad_norm=before clipping | log limit=critic.optimizer.max_grad_norm
+Policy | Gradient norm of the critic | critic/grad_norm=before clipping | log limit=actor.optimizer.max_grad_norm
 Policy | Clipped values of the critic | critic/clip_fraction=moved too far |
 Policy | Updates left out | policy/skipped_updates=not finite |
 Responses | Response length | length/response_tokens/mean=training, eval/length/response_tokens/mean=held-out prompts, length/response_tokens/min=shortest, length/response_tokens/max=longest | limit=rollout.max_response_tokens

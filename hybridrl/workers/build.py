@@ -17,7 +17,7 @@ import torch
 from hybridrl.agents.rollout import AgentRollout
 from hybridrl.algorithms.load import load_part, require_part
 from hybridrl.config import parts
-from hybridrl.config.actor import ActorConfig, CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticEngineConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.serving import HALVES
@@ -119,11 +119,11 @@ def build_critic_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> CriticEngine:
     """Start the critic's engine."""
-    section, num_steps = config.critic, config.num_critic_updates
+    section, num_steps = config.critic_engine, config.num_critic_updates
     backend = _build_backend(
         config, model_folder, device, section=section, num_total_steps=num_steps
     )
-    return CriticEngine(backend, value_clip=section.value_clip)
+    return CriticEngine(backend, value_clip=config.critic.value_clip)
 
 
 def build_agent_rollout(config: ExperimentConfig, model_folder: Path) -> AgentRollout | None:
@@ -343,7 +343,7 @@ def _build_backend(
     model_folder: Path,
     device: torch.device,
     *,
-    section: CriticConfig | None = None,
+    section: CriticEngineConfig | None = None,
     num_total_steps: int | None = None,
     lora: LoraConfig | None = None,
     is_reward_model: bool = False,
@@ -352,7 +352,7 @@ def _build_backend(
 
     Without steps it does not learn.
     """
-    chosen: ActorConfig | CriticConfig = section or config.actor
+    chosen: ActorConfig | CriticEngineConfig = section or config.actor
     adapter = None
     if lora is not None and lora.enabled:
         adapter = import_module(_ADAPTER).Adapter(lora, seed=config.seed)

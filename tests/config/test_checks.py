@@ -241,11 +241,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (
         (
-            *(*COLOCATED, "algorithm=ppo", "critic.placement=fused", *ASKING),
+            *(*COLOCATED, "algorithm=ppo", *ASKING),
             "serving.models={judge: {path: judge, groups: {m: {num_devices: 1}}}, "
             "p: {groups: {m: {num_devices: 1}}}}",
         ),
-        "critic.placement",
+        "critic.num_ranks_per_node",
         "group m of judge answers until the trainer computes",
     ),
     (("serving.router=sglang",), "serving.router", "would be ignored: the ranks have the rollout"),
@@ -528,12 +528,12 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*GPUS, "actor.fsdp2.num_replicas=6"),
         "actor.fsdp2.num_replicas",
-        "train the model, 8",
+        "train a model, 8",
     ),
     (
-        ("algorithm=ppo", "critic.fsdp2.num_replicas=3"),
-        "critic.fsdp2.num_replicas",
-        "number of ranks",
+        ("algorithm=ppo", "critic.num_ranks_per_node=2", "actor.fsdp2.num_replicas=2"),
+        "actor.fsdp2.num_replicas",
+        "number of ranks that train a model, 1 and 2",
     ),
     (
         (*MEGATRON, "actor.fsdp2.compile_blocks=true"),
@@ -564,26 +564,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "actor.optimizer.num_warmup_steps",
         "takes 5 optimizer steps",
     ),
-    (
-        ("algorithm=ppo", "critic.optimizer.num_warmup_steps=400"),
-        "critic.optimizer.num_warmup_steps",
-        "takes 400 optimizer steps",
-    ),
     (("algorithm=ppo", "critic.num_minibatches=3"), "critic.num_minibatches", "multiple of 3"),
     (
-        ("algorithm=ppo", "critic.placement=own_pool", "critic.num_ranks_per_node=3"),
+        ("algorithm=ppo", "critic.num_ranks_per_node=3"),
         "critic.num_ranks_per_node",
         "multiple of 12 (3 ranks",
-    ),
-    (
-        (
-            "algorithm=ppo",
-            "cluster=one_gpu",
-            "model.attention=varlen",
-            "actor.compute_dtype=bfloat16",
-        ),
-        "critic.compute_dtype",
-        "computes in bfloat16",
     ),
     (("algorithm.num_epochs=2",), "algorithm.old_logprobs", "one update"),
     (("algorithm.num_minibatches=4",), "algorithm.old_logprobs", "num_minibatches=4"),
@@ -1014,12 +999,12 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("megatron.transformer_args={fp8: hybrid}",), "megatron.transformer_args", "would be ignored"),
     ((*MEGATRON, *TP2), "cluster.num_ranks_per_node", "multiple of 2: tensor 2 x pipeline 1"),
     (
-        ("algorithm=ppo", "critic=megatron", *TP2, "cluster.num_ranks_per_node=3"),
+        (*MEGATRON, *TP2, "cluster.num_ranks_per_node=3"),
         "cluster.num_ranks_per_node",
         "ranks over all nodes, 3, must be a multiple of 2",
     ),
     (
-        ("algorithm=ppo", "critic=megatron", *TP2, "critic.placement=own_pool"),
+        (*FOUR, *TP2, "algorithm=ppo", "critic.num_ranks_per_node=1"),
         "critic.num_ranks_per_node",
         "ranks over all nodes, 1, must be a multiple of 2",
     ),
@@ -1159,7 +1144,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*MEGATRON, "model.dtype=bfloat16"), "model.dtype", "keeps trained weights in float32"),
     (
-        ("algorithm=ppo", "critic=megatron", *LORA, "model.dtype=bfloat16"),
+        ("algorithm=ppo", *MEGATRON, *LORA, "model.dtype=bfloat16"),
         "model.dtype",
         "keeps trained weights in float32",
     ),
@@ -1304,14 +1289,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         ),
         "trainer.num_prompts_per_step",
         "2 data-parallel ranks, of 2 ranks each",
-    ),
-    (
-        (
-            *(*FOUR, *TP2, "algorithm=ppo", "critic.num_minibatches=1"),
-            *("trainer.num_prompts_per_step=10", "rollout.num_responses_per_prompt=1"),
-        ),
-        "trainer.num_prompts_per_step",
-        "4 ranks of the critic",
     ),
     (
         (*FOUR, *TP2, "mode=sft", "trainer.num_prompts_per_step=63"),
@@ -1586,8 +1563,6 @@ def test_a_run_on_megatron_without_it_is_told_how_to_get_it(
     assert (violation.key, violation.remedies) == ("actor.engine", (("actor.engine=fsdp2",),))
     assert "pip install 'hybridrl[megatron]'" in str(violation)
     assert config_of(*MEGATRON, "actor.engine=fsdp2").megatron_worlds == {}
-    (violation,) = violations_of("algorithm=ppo", "critic=megatron")
-    assert violation.remedies == (("critic.engine=fsdp2",),)
 
 
 def test_context_parallel_ranks_have_the_same_rows_on_any_device() -> None:
@@ -1640,7 +1615,7 @@ def test_a_section_that_divides_is_accepted_and_counts_its_data_parallel_ranks()
         *(*MEGATRON, *SGLANG, *TP2, *PP2, "megatron.num_virtual_stages=2"),
         *("cluster.num_ranks_per_node=8", "megatron.sequence_parallel=true"),
     )
-    assert (config.num_train_groups, config.num_critic_groups) == (2, 8)
+    assert (config.num_train_groups, config.num_critic_groups) == (2, 2)
     assert config.megatron_worlds == {"cluster.num_ranks_per_node": 8}
     moe = config_of(
         *(*MOE, *GPUS, *TP2, "megatron.sequence_parallel=true", "rollout.routed_experts=true"),
@@ -1663,11 +1638,9 @@ def test_columns_of_a_built_in_task_are_held_to_nothing() -> None:
 
 
 def test_a_warm_up_that_ends_before_the_run_is_accepted() -> None:
-    given = ("algorithm=ppo", "critic.optimizer.num_warmup_steps=399")
-    assert config_of(*given, "actor.optimizer.num_warmup_steps=94").num_policy_updates == 95
-    assert violations_of(*given, "actor.optimizer.num_warmup_steps=95")
-    unread = config_of("mode=sft", "algorithm=ppo", "critic.optimizer.num_warmup_steps=1000")
-    assert unread.mode == "sft"
+    given = ("algorithm=ppo", "actor.optimizer.num_warmup_steps=94")
+    assert config_of(*given).num_policy_updates == 95
+    assert violations_of("algorithm=ppo", "actor.optimizer.num_warmup_steps=95")
 
 
 def test_what_learns_keeps_float32_but_a_frozen_base_need_not() -> None:
@@ -1845,7 +1818,7 @@ def test_a_critic_needs_no_siblings_and_what_it_lacks_matters_only_where_it_is_a
     broken = (
         "critic.num_minibatches=3",
         "critic.num_warmup_steps=1000",
-        "critic.placement=own_pool",
+        "critic.num_ranks_per_node=1",
     )
     config = config_of(*broken)
     assert not config.has_critic

@@ -43,8 +43,8 @@ def test_reference_states_type_interval_and_rules() -> None:
     assert KEYS["megatron.num_layers_in_first_stage"].interval == ">= 1 and <= 10000"
     assert KEYS["lora.sync"].type_text == "adapter | merged"
     assert len(KEYS["algorithm.kl.estimator"].rules) == 1
-    replicas: KeyReference = KEYS["critic.fsdp2.num_replicas"]  # named by f"{section}.fsdp2..."
-    assert replicas.rules == ("must divide the number of ranks that train the model, ...",)
+    replicas: KeyReference = KEYS["actor.fsdp2.num_replicas"]
+    assert replicas.rules == ("must divide the number of ranks that train a model, ...",)
 
 
 def test_help_for_a_section_names_each_of_its_keys() -> None:

@@ -47,7 +47,7 @@ class Layout:
     """Changes of the ``megatron`` section."""
 
     fsdp2: Mapping[str, int | bool | str] = field(default_factory=dict)
-    """Changes of ``actor.fsdp2`` and ``critic.fsdp2``."""
+    """Changes of ``actor.fsdp2``."""
 
     replays_routes: bool = False
     """As ``actor.replay_routing``."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridrl.algorithms import aggregate
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import jagged_from, row_lengths
-from hybridrl.config.actor import ActorConfig, CriticConfig
+from hybridrl.config.actor import ActorConfig, CriticOptimizerConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import LoraConfig
 from hybridrl.metrics import Metrics, merge
@@ -37,8 +37,6 @@ from tests.ranks import RankPool
 from tests.workers.train.critics import CRITIC
 from tests.workers.train.engines import ACTOR, CPU, LOSS, MODEL, rows_of
 from tests.workers.train.lora_engines import LORA
-
-Config = TypeVar("Config", ActorConfig, CriticConfig)
 
 NO_ADAPTER = replace(LORA, enabled=False)
 
@@ -67,9 +65,13 @@ class Rank:
         assert engine is not None
         return engine
 
-    def critic(self, folder: Path, config: CriticConfig = CRITIC) -> CriticEngine:
-        critic = self._with_layout(config)
-        return build_critic_engine(replace(self._config, critic=critic), folder, CPU)
+    def critic(
+        self, folder: Path, config: ActorConfig = ACTOR, *, value_clip: float = 0.0
+    ) -> CriticEngine:
+        own = CriticOptimizerConfig(lr=config.optimizer.lr)
+        critic = replace(CRITIC, optimizer=own, value_clip=value_clip)
+        whole = replace(self._config_with(config, NO_ADAPTER), critic=critic)
+        return build_critic_engine(whole, folder, CPU)
 
     def reward_model(self, folder: Path) -> RewardEngine:
         args = {"path": str(folder)}
@@ -89,12 +91,10 @@ class Rank:
             lora = replace(lora, target_modules=self.layout.adapted)
         return replace(self._config, actor=self._with_layout(config), lora=lora)
 
-    def _with_layout(self, config: Config) -> Config:
+    def _with_layout(self, config: ActorConfig) -> ActorConfig:
         options = replace(config.fsdp2, **self.layout.fsdp2)  # type: ignore[arg-type]
         whole = replace(config, engine=self.layout.engine, fsdp2=options)  # type: ignore[arg-type]
-        if isinstance(whole, ActorConfig):
-            return replace(whole, replay_routing=self.layout.replays_routes)
-        return whole
+        return replace(whole, replay_routing=self.layout.replays_routes)
 
 
 class RanksUnderTest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.contract.ranks_under_test import (
     rows_of_rank,
     take_step,
 )
-from tests.workers.train.critics import CRITIC, make_lessons
+from tests.workers.train.critics import make_lessons
 from tests.workers.train.engines import load, make_rows, save, weights_of, with_optimizer
 from tests.workers.train.lora_engines import LORA, with_lora
 
@@ -37,8 +36,7 @@ ROLES = ("policy", "adapter", "merged adapter", "critic")
 
 def _build(rank: Rank, folder: Path, role: str) -> LearningEngine:
     if role == "critic":
-        optimizer = replace(CRITIC.optimizer, **COSINE)  # type: ignore[arg-type]
-        return rank.critic(folder, replace(CRITIC, optimizer=optimizer))
+        return rank.critic(folder, with_optimizer(**COSINE))
     config = with_optimizer(**COSINE)
     if role == "policy":
         return rank.policy(folder, config)

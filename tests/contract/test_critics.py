@@ -30,8 +30,8 @@ from tests.contract.ranks_under_test import (
     output_metrics,
     rows_of_rank,
 )
-from tests.workers.train.critics import CRITIC, make_lessons
-from tests.workers.train.engines import OPTIMIZER, make_rows, to_rollouts
+from tests.workers.train.critics import make_lessons
+from tests.workers.train.engines import ACTOR, OPTIMIZER, make_rows, to_rollouts
 
 pytestmark = on_layouts(lambda engine: engine.has_critic)
 
@@ -97,7 +97,7 @@ def test_new_critic_values_0_on_the_policys_body(
 def _train(
     rank: Rank, folder: Path, target: Path, case: Case
 ) -> tuple[list[Metrics], Tensor | None]:
-    engine = rank.critic(folder, replace(CRITIC, **case.changes))
+    engine = rank.critic(folder, replace(ACTOR, **case.changes))
     steps = []
     for seed in range(NUM_STEPS):
         lessons = make_lessons(12, seed=seed, num_siblings=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,15 @@ from tests.contract.ranks_under_test import (
     output_metrics,
     rows_of_rank,
 )
-from tests.workers.train.critics import CRITIC, make_lessons
-from tests.workers.train.engines import make_rows, to_rollouts
+from tests.workers.train.critics import make_lessons
+from tests.workers.train.engines import make_rows, to_rollouts, with_optimizer
 
 pytestmark = on_layouts(first_only=True)
 
 
 def _learn_returns(rank: Rank, folder: Path) -> tuple[list[Metrics], Any]:
-    optimizer = replace(CRITIC.optimizer, lr=0.01, eps=1e-8)
-    config = replace(CRITIC, optimizer=optimizer, value_clip=0.2)
-    engine, batch = rank.critic(folder, config), make_lessons(6)
+    config = with_optimizer(lr=0.01, eps=1e-8)
+    engine, batch = rank.critic(folder, config, value_clip=0.2), make_lessons(6)
     batch.old_values_BL = jagged_from(
         torch.zeros(batch.old_values_BL.values().shape), row_lengths(batch.old_values_BL)
     )

@@ -77,7 +77,7 @@ def test_ppo_trains_policy_and_critic_in_pipeline_stages_of_one_process(tmp_path
     lines = train(
         tmp_path / "run",
         PIPELINE,
-        *("algorithm=ppo", "critic=megatron"),
+        *("algorithm=ppo", "actor=megatron"),
         *("critic.num_warmup_steps=1", "critic.num_minibatches=1", "algorithm.num_minibatches=1"),
         *("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.1"),
     )

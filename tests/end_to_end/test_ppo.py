@@ -56,7 +56,7 @@ def test_in_the_warm_up_the_critic_learns_alone_and_then_both_do(tmp_path: Path)
 
 def test_a_critic_on_ranks_of_its_own_learns_what_a_fused_one_does(tmp_path: Path) -> None:
     fused = train(tmp_path / "fused")
-    apart = train(tmp_path / "apart", "critic.placement=own_pool", "critic.num_ranks_per_node=2")
+    apart = train(tmp_path / "apart", "critic.num_ranks_per_node=2")
     for step in (1, 2):
         for name in ("reward/mean", "critic/value/mean", "critic/return/mean"):
             assert apart[step][name] == pytest.approx(fused[step][name], rel=1e-3, abs=1e-5), name

@@ -59,7 +59,7 @@ TENSOR = ("megatron.tensor_parallel_size=2", "megatron.sequence_parallel=true")
 DENSE = {
     "one rank": (),
     "no sequence parallelism": ("megatron.tensor_parallel_size=2",),
-    "tensor parallelism, a critic": (*TENSOR, *PPO, "critic.engine=megatron"),
+    "tensor parallelism, a critic": (*TENSOR, *PPO),
     "context parallelism, a reference": ("megatron.context_parallel_size=2", *REFERENCE),
     "pipeline": ("megatron.pipeline_parallel_size=2",),
     "adapters": (LORA,),

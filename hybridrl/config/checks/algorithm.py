@@ -192,17 +192,16 @@ def check_overlong_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_warmups(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A learning rate, and a critic, have warmed up before the run ends."""
-    optimizers = [("actor", config.actor.optimizer, config.num_policy_updates)]
+    optimizer, num_steps = config.actor.optimizer, config.num_policy_updates
     if config.has_critic:
-        optimizers.append(("critic", config.critic.optimizer, config.num_critic_updates))
-    for section, optimizer, num_steps in optimizers:
-        if 0 < num_steps <= optimizer.num_warmup_steps:
-            key = f"{section}.optimizer.num_warmup_steps"
-            rule = (
-                f"the run takes {num_steps} optimizer steps: the rate would never rise to "
-                f"{section}.optimizer.lr={optimizer.lr:g}"
-            )
-            yield error(config, key, rule, f"{key}={num_steps // 10}", f"{key}=0")
+        num_steps = min(num_steps, config.num_critic_updates)
+    if 0 < num_steps <= optimizer.num_warmup_steps:
+        key = "actor.optimizer.num_warmup_steps"
+        rule = (
+            f"the run takes {num_steps} optimizer steps: the rate would never rise to "
+            f"actor.optimizer.lr={optimizer.lr:g}"
+        )
+        yield error(config, key, rule, f"{key}={num_steps // 10}", f"{key}=0")
     key, num_steps = "critic.num_warmup_steps", config.trainer.num_steps
     num_warmup_steps = config.critic.num_warmup_steps
     if config.has_critic and num_warmup_steps >= num_steps:

@@ -110,9 +110,6 @@ def check_critic_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
     elif config.has_critic_pool:
         fix = f"set it and critic.num_minibatches to numbers whose product divides {num_rows}"
         yield error(config, "critic.num_ranks_per_node", rule, fix=fix)
-    elif num_ranks != config.num_train_groups:  # megatron-core splits one engine alone
-        multiple = shares // math.gcd(shares, config.rollout.num_responses_per_prompt)
-        yield error(config, _PROMPTS, rule, fix=f"set {_PROMPTS} to a multiple of {multiple}")
     # else check_batch_sizes reports that the policy's own rows do not divide
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from hybridrl.config.actor import EngineConfig, FSDP2Config
+from hybridrl.config.actor import FSDP2Config
 from hybridrl.config.checks.batch_sizes import check_parallel_sizes
 from hybridrl.config.checks.megatron_args import keys_of_transformer_engine
 from hybridrl.config.checks.messages import error, unused_keys
@@ -32,8 +32,7 @@ def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
     is_elsewhere = config.mode in ("check", "plan")
     is_installed = find_spec("megatron") is not None and find_spec("megatron.core") is not None
     if not is_installed and not is_elsewhere:
-        key = "actor.engine" if config.actor.engine == "megatron" else "critic.engine"
-        fix = f"pip install 'hybridrl[megatron]', or set {key}=fsdp2"
+        key, fix = "actor.engine", "pip install 'hybridrl[megatron]', or set actor.engine=fsdp2"
         yield error(config, key, "megatron-core is not installed", f"{key}=fsdp2", fix=fix)
 
 
@@ -89,11 +88,8 @@ def check_recompute_modules(config: ExperimentConfig) -> Iterator[ConfigError]:
     key, modules = "megatron.recompute_modules", config.megatron.recompute_modules
     if not config.megatron_worlds or not modules:
         return
-    engines: list[tuple[str, EngineConfig]] = [("actor", config.actor)]
-    engines += [("critic", config.critic)] if config.has_critic else []
-    on_megatron = [(name, engine) for name, engine in engines if engine.engine == "megatron"]
-    if not any(engine.gradient_checkpointing for _, engine in on_megatron):
-        switch = f"{on_megatron[0][0]}.gradient_checkpointing"
+    if not config.actor.gradient_checkpointing:
+        switch = "actor.gradient_checkpointing"
         rule = f"would be ignored, because {switch}=false"
         yield error(config, key, rule, f"{key}=[]", f"{switch}=true")
     lacking = _lacking_modules(config)
@@ -119,12 +115,11 @@ def _lacking_modules(config: ExperimentConfig) -> dict[str, str]:
 
 def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The optimizer keeps float32 weights; a frozen base beside adapters needs none."""
-    trains_policy = config.actor.engine == "megatron" and not config.lora.enabled
-    trains_critic = config.has_critic and config.critic.engine == "megatron"
-    if config.model.dtype != "float32" and (trains_policy or trains_critic):
+    trains_all = not config.lora.enabled or config.has_critic
+    if config.megatron_worlds and config.model.dtype != "float32" and trains_all:
         rule = (
             "megatron-core's optimizer keeps trained weights in float32; they compute in "
-            "actor.compute_dtype (critic.compute_dtype)"
+            "actor.compute_dtype"
         )
         yield error(config, "model.dtype", rule, "model.dtype=float32")
 
@@ -139,45 +134,37 @@ def check_load_balance(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_fsdp2(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Keys are changed only where a model trains on FSDP2, whose copies have equal ranks."""
-    for section, engine, num_ranks in _engines(config):
-        key, number = f"{section}.fsdp2.num_replicas", engine.fsdp2.num_replicas
-        if engine.engine != "fsdp2":
-            why = f", because {section}.engine={engine.engine}"
-            fsdp2 = f"{section}.fsdp2"
-            yield from unused_keys(config, fsdp2, FSDP2Config(), why, f"{section}=fsdp2")
-        elif num_ranks % number:
-            rule = f"must divide the number of ranks that train the model, {num_ranks}"
-            yield error(config, key, rule, f"{key}={math.gcd(number, num_ranks)}")
+    key, number = "actor.fsdp2.num_replicas", config.actor.fsdp2.num_replicas
+    worlds = {config.cluster.num_ranks, config.num_critic_ranks if config.has_critic else 0} - {0}
+    if config.actor.engine != "fsdp2":
+        why = f", because actor.engine={config.actor.engine}"
+        yield from unused_keys(config, "actor.fsdp2", FSDP2Config(), why, "actor=fsdp2")
+    elif any(num_ranks % number for num_ranks in worlds):
+        counts = " and ".join(map(str, sorted(worlds)))
+        rule = f"must divide the number of ranks that train a model, {counts}"
+        yield error(config, key, rule, f"{key}={math.gcd(number, *worlds)}")
 
 
 def check_fsdp2_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Liger's kernels need CUDA and an extra package; a compiler does not know those of experts."""
-    model = find_architecture(config.model)
-    for section, engine, _ in _engines(config):
-        key, compiled = f"{section}.fsdp2.liger_kernels", f"{section}.fsdp2.compile_blocks"
-        off = f"{key}=false"
-        if engine.fsdp2.liger_kernels and config.cluster.device != "cuda":
-            rule = f"runs on CUDA alone, and cluster.device={config.cluster.device}"
-            yield error(config, key, rule, off)
-        elif engine.fsdp2.liger_kernels and model and model.model_type not in LIGER_MODEL_TYPES:
-            rule = f"is shown for {', '.join(LIGER_MODEL_TYPES)}, and this is {model.model_type}"
-            yield error(config, key, rule, off)
-        elif engine.fsdp2.liger_kernels and find_spec("liger_kernel") is None:
-            fix = f"pip install liger-kernel, or set {off}"
-            yield error(config, key, "liger-kernel is not installed", off, fix=fix)
-        if engine.fsdp2.liger_kernels and engine.fsdp2.compile_blocks:
-            yield error(config, key, f"{compiled}=true fuses the same operations", off)
-        # Seen with torch 2.13.
-        if engine.fsdp2.compile_blocks and model is not None and model.experts is not None:
-            rule = f"the products of {model.model_type}'s experts do not compile"
-            yield error(config, compiled, rule, f"{compiled}=false")
-
-
-def _engines(config: ExperimentConfig) -> Iterator[tuple[str, EngineConfig, int]]:
-    """Yield section, engine and ranks of each model that learns."""
-    yield "actor", config.actor, config.cluster.num_ranks
-    if config.has_critic:
-        yield "critic", config.critic, config.num_critic_ranks
+    model, options = find_architecture(config.model), config.actor.fsdp2
+    key, compiled = "actor.fsdp2.liger_kernels", "actor.fsdp2.compile_blocks"
+    off = f"{key}=false"
+    if options.liger_kernels and config.cluster.device != "cuda":
+        rule = f"runs on CUDA alone, and cluster.device={config.cluster.device}"
+        yield error(config, key, rule, off)
+    elif options.liger_kernels and model and model.model_type not in LIGER_MODEL_TYPES:
+        rule = f"is shown for {', '.join(LIGER_MODEL_TYPES)}, and this is {model.model_type}"
+        yield error(config, key, rule, off)
+    elif options.liger_kernels and find_spec("liger_kernel") is None:
+        fix = f"pip install liger-kernel, or set {off}"
+        yield error(config, key, "liger-kernel is not installed", off, fix=fix)
+    if options.liger_kernels and options.compile_blocks:
+        yield error(config, key, f"{compiled}=true fuses the same operations", off)
+    # Seen with torch 2.13.
+    if options.compile_blocks and model is not None and model.experts is not None:
+        rule = f"the products of {model.model_type}'s experts do not compile"
+        yield error(config, compiled, rule, f"{compiled}=false")
 
 
 RULES = (

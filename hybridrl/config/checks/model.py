@@ -132,7 +132,7 @@ def check_chat_template(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_attention(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Variable-length attention is a CUDA kernel for bfloat16, for a critic too."""
+    """Variable-length attention is a CUDA kernel for bfloat16."""
     key, device, dtype = "model.attention", config.cluster.device, config.actor.compute_dtype
     if config.model.attention != "varlen":
         return
@@ -142,9 +142,6 @@ def check_attention(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"actor.compute_dtype={dtype}"
         )
         yield error(config, key, rule, f"{key}=auto", f"{key}=padded")
-    if config.has_critic and config.critic.compute_dtype != dtype == "bfloat16":
-        key, rule = "critic.compute_dtype", "model.attention=varlen computes in bfloat16"
-        yield error(config, key, rule, f"{key}=bfloat16", "model.attention=auto")
 
 
 def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -213,7 +210,6 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
         yield error(config, "model.path", problem, fix="set model.path to another model")
     for key, engine, is_asked, others in (
         ("actor.engine", config.actor.engine, True, ("fsdp2", "megatron")),
-        ("critic.engine", config.critic.engine, config.has_critic, ("fsdp2", "megatron")),
         ("rollout.engine", config.rollout.engine, config.offline is None, ("hf", "sglang")),
     ):
         if is_asked and model_type not in _MODEL_TYPES[engine]:

@@ -257,7 +257,8 @@ def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"group {frozen.name} of {frozen.model} answers until the trainer computes, and a "
             "critic on its devices computes values while rewards are asked for"
         )
-        yield error(config, "critic.placement", rule, "critic.placement=own_pool", _OWN_DEVICES)
+        key = "critic.num_ranks_per_node"
+        yield error(config, key, rule, f"{key}=1", _OWN_DEVICES)
 
 
 def check_external_servers(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from hybridrl.config.actor import ActorConfig, CriticConfig, EngineConfig
+from hybridrl.config.actor import ActorConfig, CriticEngineConfig, EngineConfig
 from hybridrl.models.experts import ExpertMatrix, StoredNames
 from hybridrl.models.load import (
     DTYPES,
@@ -57,7 +57,7 @@ Adapt = Callable[[PreTrainedModel, WeightSource], WeightSource]
 def build_model(
     folder: Path,
     *,
-    config: ActorConfig | CriticConfig,
+    config: ActorConfig | CriticEngineConfig,
     dtype: torch.dtype,
     ranks: Ranks,
     is_trainable: bool = True,
@@ -76,7 +76,7 @@ def build_model(
     else:
         hf = build_empty_model(folder, dtype=dtype)
         check_weights(hf, files)
-    if isinstance(config, CriticConfig):
+    if isinstance(config, CriticEngineConfig):
         hf = build_empty_critic(folder, dtype=dtype, device=device)
     hf.requires_grad_(is_trainable)
     weights: WeightSource = ModelFiles(files, hf.config.model_type)
@@ -84,7 +84,7 @@ def build_model(
         weights = adapt(hf, weights)
     model = (
         ValueModel(hf)
-        if is_reward_model or isinstance(config, CriticConfig)
+        if is_reward_model or isinstance(config, CriticEngineConfig)
         else PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
     )
     _fill_and_shard(model, weights, config=config, ranks=ranks)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 from torch import Tensor
 
 from hybridrl.batch import CriticBatch, jagged_from, row_lengths
-from hybridrl.config.actor import CriticConfig, EngineConfig
-from tests.workers.train.engines import ACTOR, make_rows
+from hybridrl.config.actor import CriticConfig, CriticOptimizerConfig
+from tests.workers.train.engines import OPTIMIZER, make_rows
 
 CRITIC = CriticConfig(
-    **{field.name: getattr(ACTOR, field.name) for field in fields(EngineConfig)},
+    optimizer=CriticOptimizerConfig(lr=OPTIMIZER.lr),
     num_warmup_steps=0,
     num_epochs=1,
     num_minibatches=1,
     value_clip=0.0,
-    placement="fused",
-    num_ranks_per_node=1,
+    num_ranks_per_node=0,
 )
 
 

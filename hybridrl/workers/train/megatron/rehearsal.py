@@ -100,8 +100,9 @@ def _roles(config: ExperimentConfig) -> Iterator[_Role]:
         if teacher is not None:
             taught_by = megatron_architecture(Path(teacher))
             yield _Role(name="teacher", architecture=taught_by, engine=actor, duty="scores")
-    if config.has_critic and config.critic.engine == "megatron":
-        yield _Role(name="critic", architecture=model, engine=config.critic, duty="learns")
+        if config.has_critic:
+            critic = config.critic_engine
+            yield _Role(name="critic", architecture=model, engine=critic, duty="learns")
 
 
 def _of_teacher(error: ConfigError, config: ExperimentConfig) -> ConfigError:
