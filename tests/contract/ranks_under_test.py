@@ -29,7 +29,6 @@ from hybridrl.workers.build import (
 from hybridrl.workers.train.checkpoint import shards_of
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
-from hybridrl.workers.train.protocol import LearningEngine
 from hybridrl.workers.train.value_engines import CriticEngine, RewardEngine
 from tests.config.values import config_of
 from tests.contract.layouts import ENGINES, Layout
@@ -201,7 +200,7 @@ def merge_metrics(answers: list[Metrics]) -> dict[str, float]:
     return {name: metric.value for name, metric in merge(answers).items()}
 
 
-def copy_state(engine: LearningEngine) -> dict[str, Tensor]:
+def copy_state(engine: ModelEngine) -> dict[str, Tensor]:
     """Copy the tensors of this rank's checkpoint."""
     return {
         key: shard.values.clone()

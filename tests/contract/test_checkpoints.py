@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridrl.config.model import ATTENTION_LINEAR
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter, ShardReader
-from hybridrl.workers.train.protocol import LearningEngine
+from hybridrl.workers.train.model_engine import ModelEngine
 from tests.contract.layouts import RESHAPES, RESHAPES_BY_NIGHT, layout_of, on_layouts
 from tests.contract.ranks_under_test import (
     Rank,
@@ -34,7 +34,7 @@ COSINE = {"schedule": "cosine", "num_warmup_steps": 1, "lr": 0.1, "eps": 1e-3}
 ROLES = ("policy", "adapter", "merged adapter", "critic")
 
 
-def _build(rank: Rank, folder: Path, role: str) -> LearningEngine:
+def _build(rank: Rank, folder: Path, role: str) -> ModelEngine:
     if role == "critic":
         return rank.critic(folder, with_optimizer(**COSINE))
     config = with_optimizer(**COSINE)

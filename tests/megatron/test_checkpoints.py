@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.workers.train.protocol import LearningEngine
+from hybridrl.workers.train.model_engine import ModelEngine
 from tests.megatron.engines import build_megatron
 from tests.ranks import run_ranks
 from tests.tiny_models import Family, make_tiny_model
@@ -41,7 +41,7 @@ def _go_on(
     return weights | {f"next {n}": w for n, w in weights_of(engine).items()}, engine.num_updates
 
 
-def _state_of(engine: LearningEngine) -> dict[str, Tensor]:
+def _state_of(engine: ModelEngine) -> dict[str, Tensor]:
     return {name: t.detach().clone() for name, t in whole_tensors(engine).items()}
 
 

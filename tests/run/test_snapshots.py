@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -13,6 +14,7 @@ from hybridrl.errors import CheckpointError, RemoteCallError
 from hybridrl.run.checkpoints import Checkpointer
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter, is_unchanged
+from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.shard_spec import RankShards
 from hybridrl.workers.train.shards import rank_shards
 
@@ -57,7 +59,7 @@ class Rank:
     def save(self, folder: Path) -> list[None]:
         name = checkpoint.file_name(rank=0, world_size=1)
         self._writer._thread.submit(self.may_write.wait)
-        self._writer.begin(self.engine, folder / name, notes={})
+        self._writer.begin(cast(ModelEngine, self.engine), folder / name, notes={})
         return [None]
 
     def collect_saved(self, waits: bool) -> list[FileEntry | None]:
@@ -76,7 +78,7 @@ class Rank:
         return [[entry.name for entry in files if not is_unchanged(folder / entry.name, entry)]]
 
     def load(self, folder: Path) -> list[None]:
-        checkpoint.load(self.engine, folder, rank=0, world_size=1)
+        checkpoint.load(cast(ModelEngine, self.engine), folder, rank=0, world_size=1)
         return [None]
 
 

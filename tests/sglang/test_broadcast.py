@@ -243,7 +243,7 @@ def test_what_a_transfer_or_a_phase_loses_is_replaced_with_the_newest_weights(
             control=ControlGroup(timeout_s=30.0),
             call_timeout_s=300.0,
         )
-        rank.attach_policy(trainer)
+        rank.attach_policy(trainer.as_policy())
 
         def require_new(version: int) -> None:
             rank.weights_changed(version=version)

@@ -17,7 +17,7 @@ from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.sglang.engines import sglang_config
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice
 from tests.workers.rollout.engines import tokens_of
@@ -33,7 +33,7 @@ FUSED = {
 """What the server calls a tensor of ours that has this word in its name."""
 
 
-def fused(engine: SGLangEngine, trainer: TrainEngine) -> FusedEngines:
+def fused(engine: SGLangEngine, trainer: PolicyEngine) -> FusedEngines:
     """The engine as it is synced, without the life cycle, that would restart it after a failure."""
     config = sglang_config(verify_weights="first")
     engine.pause()

@@ -36,7 +36,8 @@ from hybridrl.workers.sharding.weight_stream import (
     common_bucket_bytes,
     stream_weights,
 )
-from hybridrl.workers.train.protocol import TrainEngine, WeightSet
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.protocol import WeightSet
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class FusedEngines:
         """Whether some are frozen models, which answer after a phase, too."""
         self.trained_version = 0
         self._synced_version: int | None = None
-        self._source: TrainEngine | None = None
+        self._source: PolicyEngine | None = None
         self._names: dict[WeightSet, frozenset[str]] = {}
         self._config = config
         self._dtype = DTYPES[config.dtype]
@@ -101,7 +102,7 @@ class FusedEngines:
         self._metrics: Metrics = {}
         self._unanswered_bytes = 0
 
-    def attach(self, source: TrainEngine, *, resends_base: bool) -> None:
+    def attach(self, source: PolicyEngine, *, resends_base: bool) -> None:
         """Make ``source`` the training engine whose weights a sync sends.
 
         With ``resends_base`` weights that no step changes are sent again after their release,
@@ -134,7 +135,7 @@ class FusedEngines:
                 _, error = attempt(lambda: action(managed))
         return self._of_engines(self._control.exchange(stage, error, limit=limit))
 
-    def require_source(self) -> TrainEngine:
+    def require_source(self) -> PolicyEngine:
         """Return the training engine whose weights a sync sends; PhaseError before ``attach``."""
         if self._source is None:
             raise PhaseError("there are no weights to sample from: call attach_policy first")
@@ -168,7 +169,7 @@ class FusedEngines:
 
         return self.run(stage, load, members=self._frozen, loads_files=True)
 
-    def _sync_policy(self, source: TrainEngine) -> Failures:
+    def _sync_policy(self, source: PolicyEngine) -> Failures:
         """Stream the training weights that engines lack, with a comparison if one is due."""
         if not self._policy:
             return {}
@@ -180,7 +181,7 @@ class FusedEngines:
             "compare_weights", ManagedEngine.verify_weights, members=unproved
         )
 
-    def _stream(self, source: TrainEngine) -> Failures:
+    def _stream(self, source: PolicyEngine) -> Failures:
         """Stream the weight sets one by one, base before adapter.
 
         The last set changes in every step: it is sent unless all engines hold this version. The set
@@ -236,7 +237,7 @@ class FusedEngines:
         flags = self._control.gather(stage, is_unproved)
         return [self._index_of[rank] for rank, flag in enumerate(flags) if flag]
 
-    def _load_reference(self, source: TrainEngine, unproved: Sequence[int]) -> Failures:
+    def _load_reference(self, source: PolicyEngine, unproved: Sequence[int]) -> Failures:
         """Write the weights to files first, and let engines load them from there."""
         leaders = [self._engines[engine].leader for engine in unproved]
         with folder_on_each_node(leaders, dtype=self._dtype, control=self._control) as made:
@@ -252,7 +253,7 @@ class FusedEngines:
 
             return self.run("load_reference_weights", load, members=unproved, loads_files=True)
 
-    def _send(self, part: WeightSet, source: TrainEngine) -> StreamReport:
+    def _send(self, part: WeightSet, source: PolicyEngine) -> StreamReport:
         managed, load = self._learns, None
         is_adapter = part is WeightSet.ADAPTER
         if managed is not None:

@@ -19,7 +19,8 @@ from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.offloadable_models import OffloadableModels
-from hybridrl.workers.train.protocol import OffloadableModel, TrainEngine
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.protocol import OffloadableModel
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class ShardingManager:
         )
         self._life.start()
 
-    def attach_policy(self, source: TrainEngine) -> None:
+    def attach_policy(self, source: PolicyEngine) -> None:
         """Make ``source`` the engine whose weights are streamed; register it as ``actor``."""
         self._engines.attach(source, resends_base=self._resends_base)
         self.register("actor", source)

@@ -28,7 +28,7 @@ from hybridrl.workers.sharding.weight_stream import (
     common_bucket_bytes,
     stream_weights,
 )
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.policy_engine import PolicyEngine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Publisher:
         self._num_bytes = 0
         self._published: WeightFolder | None = None
 
-    def bring(self, source: TrainEngine, *, version: int) -> None:
+    def bring(self, source: PolicyEngine, *, version: int) -> None:
         """Bring the weights to all engines that lack them, or StageError. A collective call."""
         is_due = self._on_writer(partial(self._servers.need_weights, version=version))
         if self._control.is_true_anywhere("sync of servers needed", flag=bool(is_due)):
@@ -93,7 +93,7 @@ class Publisher:
         num_bytes, self._num_bytes = self._num_bytes, 0
         return {"memory/synced_bytes": Sum(num_bytes)} if num_bytes else {}
 
-    def _publish(self, source: TrainEngine, version: int) -> None:
+    def _publish(self, source: PolicyEngine, version: int) -> None:
         """Write all weights to a folder, and let the servers load it; the one before goes."""
         before = self._published
         folder = self._on_writer(self._make_folder)
@@ -120,7 +120,7 @@ class Publisher:
         )
         return self._published
 
-    def _broadcast(self, source: TrainEngine, version: int) -> None:
+    def _broadcast(self, source: PolicyEngine, version: int) -> None:
         """Send all weights to the servers; in the next try a lost one has a successor."""
         begin = partial(self._servers.begin_update, version=version, device=self._device)
         self._on_writer(begin)
@@ -129,7 +129,7 @@ class Publisher:
         self._on_writer(partial(self._servers.end_update, reason=reasons))
         self._count(report)
 
-    def _stream(self, source: TrainEngine, load: Load | None) -> StreamReport:
+    def _stream(self, source: PolicyEngine, load: Load | None) -> StreamReport:
         config, control = self._config, self._control
         return stream_weights(
             source.full_weights(source.weight_sets[0], dtype=DTYPES[config.dtype]),

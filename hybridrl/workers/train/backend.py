@@ -5,7 +5,7 @@ Legend: B rows of a batch, L tokens of a row, S scored (response) tokens of a mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +25,8 @@ from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatcher, MicroBatches, Rows
 from hybridrl.workers.train.optimizer import GuardedOptimizer, StepResult
-from hybridrl.workers.train.protocol import (
-    LearningEngine,
-    NamedTensors,
-    TrainState,
-    WeightSet,
-    WeightSpec,
-)
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
+from hybridrl.workers.train.shard_spec import RankShards
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
@@ -62,7 +57,7 @@ class StepOutcome:
     """Of the model itself, such as the load of its experts; the same on all ranks."""
 
 
-class Backend(LearningEngine, Protocol):
+class Backend(Protocol):
     """A model in shards and, if it learns, its optimizer; base class of all back ends.
 
     Every method is a collective: all ranks call it in the same order, whatever their rows.
@@ -78,7 +73,11 @@ class Backend(LearningEngine, Protocol):
 
     @property
     def weight_sets(self) -> tuple[WeightSet, ...]:
-        """See ``TrainEngine.weight_sets``."""
+        """The weights of rollout engines, in the order of loading; steps change only the last set.
+
+        ``(BASE,)`` for full fine-tuning and for LoRA that is merged before it is sent,
+        ``(BASE, ADAPTER)`` where rollout engines apply the adapter.
+        """
         sends_adapter = self.adapter is not None and self.adapter.config.sync == "adapter"
         return (WeightSet.BASE, WeightSet.ADAPTER) if sends_adapter else (WeightSet.BASE,)
 
@@ -89,12 +88,25 @@ class Backend(LearningEngine, Protocol):
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted."""
+        """Optimizer steps taken, skipped ones not counted: the state of the schedule."""
         return self.optimizer.num_steps
 
+    def checkpoint_tensors(self) -> Mapping[str, RankShards]:
+        """List this rank's shards of the live tensors that a resumed run needs, views of them.
+
+        They are the parameters that learn and, after the first step, the optimizer's moments, under
+        the names of FSDP2. Every rank lists all names, with empty ``RankShards`` for tensors of
+        other ranks. So each back end resumes the runs of every other. Nothing may be offloaded.
+        """
+        ...
+
     def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments for the caller to fill."""
+        """Go to ``num_updates``; the caller then fills ``checkpoint_tensors``."""
         self.optimizer.begin_restore(num_steps=num_updates)
+
+    def end_restore(self) -> None:
+        """Use the filled values."""
+        ...
 
     def microbatches(self, rows: Rows) -> MicroBatches:
         """Divide this rank's rows; all data-parallel ranks get equally many micro-batches.
@@ -127,7 +139,10 @@ class Backend(LearningEngine, Protocol):
         ...
 
     def full_weights(self, weight_set: WeightSet, dtype: torch.dtype | None) -> NamedTensors:
-        """Yield each weight, gathered from its shards; these may be cast to ``dtype`` first."""
+        """Yield each full weight of a set, one at a time. Every rank must exhaust it.
+
+        Shards in a wider type than ``dtype``, the receiver's, may be cast to it first.
+        """
         ...
 
     def merged_weights(self) -> NamedTensors:

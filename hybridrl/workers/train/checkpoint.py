@@ -30,8 +30,8 @@ from torch import Tensor
 from hybridrl.checkpoint.store import FileEntry
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
+from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.offload import copy_to_host
-from hybridrl.workers.train.protocol import LearningEngine
 from hybridrl.workers.train.shard_spec import (
     RankShards,
     ShardSpec,
@@ -255,7 +255,7 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[FileEntry] | None = None
 
-    def begin(self, engine: LearningEngine, path: Path, *, notes: Notes) -> None:
+    def begin(self, engine: ModelEngine, path: Path, *, notes: Notes) -> None:
         """Copy the engine's checkpoint tensors to the host, and begin to write them.
 
         Waits for the end of the previous write. The engine must not be offloaded.
@@ -286,7 +286,7 @@ class CheckpointWriter:
         self._thread.shutdown()
 
 
-def load(engine: LearningEngine, folder: Path, *, rank: int, world_size: int) -> Notes:
+def load(engine: ModelEngine, folder: Path, *, rank: int, world_size: int) -> Notes:
     """Restore an engine from the files of all ranks; returns the notes of a worker.
 
     The states of random number generators return only with the same number of ranks.
@@ -305,7 +305,7 @@ def load(engine: LearningEngine, folder: Path, *, rank: int, world_size: int) ->
     return notes
 
 
-def load_weights(engine: LearningEngine, folder: Path) -> None:
+def load_weights(engine: ModelEngine, folder: Path) -> None:
     """Fill the parameters that learn, no moments, from the files of all ranks; see ``load``."""
     with ShardReader(folder) as reader:
         engine.begin_restore(num_updates=0)

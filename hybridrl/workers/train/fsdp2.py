@@ -209,7 +209,7 @@ class FSDP2Backend(Backend):
         return self._optimizer.gradients() if is_gradients else self._optimizer.state()
 
     def checkpoint_tensors(self) -> dict[str, RankShards]:
-        """See ``LearningEngine``."""
+        """See ``Backend``."""
         optimizer = self.optimizer
         learning = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         tensors: dict[str, RankShards] = {}

@@ -71,13 +71,13 @@ class ModelEngine:
         return resident_bytes(self.backend.tensors(state))
 
     def weight_specs(self, weight_set: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
-        """See ``TrainEngine``."""
+        """See ``Backend``."""
         return self.backend.weight_specs(weight_set)
 
     def full_weights(
         self, weight_set: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
     ) -> NamedTensors:
-        """See ``TrainEngine``.
+        """See ``Backend``.
 
         Weights have their Hugging Face names, tied ones come once. With ``lora.sync=merged`` the
         base includes the adapter, merged into a copy. Without shards a tensor is the live weight.
@@ -113,20 +113,20 @@ class ModelEngine:
 
     @property
     def num_updates(self) -> int:
-        """See ``LearningEngine``."""
+        """See ``Backend``."""
         return self.backend.num_updates
 
     def checkpoint_tensors(self) -> Mapping[str, RankShards]:
-        """See ``LearningEngine``."""
+        """See ``Backend``."""
         self._require("checkpoint_tensors()", *TrainState)
         return self.backend.checkpoint_tensors()
 
     def begin_restore(self, *, num_updates: int) -> None:
-        """See ``LearningEngine``."""
+        """See ``Backend``."""
         self.backend.begin_restore(num_updates=num_updates)
 
     def end_restore(self) -> None:
-        """See ``LearningEngine``."""
+        """See ``Backend``."""
         self.backend.end_restore()
 
     def _require(self, action: str, *states: TrainState) -> None:

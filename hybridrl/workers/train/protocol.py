@@ -1,22 +1,19 @@
-"""The interfaces of a training engine: losses, checkpoints and the weight stream.
+"""Parts of the interface of a training engine: losses, states to offload, and sets of weights.
 
-Legend: B rows, L tokens of a row, T packed tokens, V vocabulary.
+Legend: T packed tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from hybridrl.algorithms.token_rows import TokenRows
-from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train.shard_spec import RankShards
 
 NamedTensors = Iterator[tuple[str, Tensor]]  # weights by name, one at a time
 
@@ -80,32 +77,6 @@ class TokenLoss(Protocol):
         ...
 
 
-class LearningEngine(Protocol):
-    """A model with its optimizer, which a run saves and loads. Every method is a collective."""
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted: the state of the schedule."""
-        ...
-
-    def checkpoint_tensors(self) -> Mapping[str, RankShards]:
-        """List this rank's shards of the live tensors that a resumed run needs, views of them.
-
-        They are the parameters that learn and, after the first step, the optimizer's moments, under
-        the names of FSDP2. Every rank lists all names, with empty ``RankShards`` for tensors of
-        other ranks. So each engine resumes the runs of every other. Nothing may be offloaded.
-        """
-        ...
-
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``; the caller then fills ``checkpoint_tensors``."""
-        ...
-
-    def end_restore(self) -> None:
-        """Use the filled values."""
-        ...
-
-
 class OffloadableModel(Protocol):
     """A model whose memory can leave the device. Every method is a collective."""
 
@@ -119,36 +90,4 @@ class OffloadableModel(Protocol):
 
     def resident_bytes(self, state: TrainState) -> int:
         """Measure the bytes of a state on this rank's device."""
-        ...
-
-
-class TrainEngine(OffloadableModel, Protocol):
-    """The policy as its rollout engines see it: weights to load, log-probs to compare."""
-
-    dp_rank: int
-
-    weight_sets: tuple[WeightSet, ...]
-    """The weights of rollout engines, in the order of loading; steps change only the last set.
-
-    ``(BASE,)`` for full fine-tuning and for LoRA that is merged before it is sent,
-    ``(BASE, ADAPTER)`` where rollout engines apply the adapter.
-    """
-
-    def weight_specs(self, weight_set: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
-        """Describe the tensors of ``full_weights``, in its order."""
-        ...
-
-    def full_weights(
-        self, weight_set: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
-    ) -> NamedTensors:
-        """Yield each full weight of a set, one at a time. Every rank must exhaust it.
-
-        Shards in a wider type than ``dtype``, the receiver's, may be cast to it first.
-        """
-        ...
-
-    def compute_logprobs(
-        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
-    ) -> ScoreBatch:
-        """Score this rank's rows with the current weights, without gradient."""
         ...

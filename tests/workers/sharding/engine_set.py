@@ -19,7 +19,7 @@ from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.policy_engine import PolicyEngine
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ class LocalSet:
     def __init__(
         self,
         engines: Sequence[ManagedEngine],
-        sources: Sequence[TrainEngine],
+        sources: Sequence[PolicyEngine],
         *,
         config: RolloutConfig,
         resends_base: bool,

@@ -8,10 +8,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from hybridrl.workers.train.protocol import TrainEngine, WeightSet
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.protocol import WeightSet
 
 
-def tear(trainer: TrainEngine, *, word: str, at_pass: int) -> None:
+def tear(trainer: PolicyEngine, *, word: str, at_pass: int) -> None:
     """Let one pass of the trainer's ``full_weights`` change one number of one tensor.
 
     Args:

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from hybridrl.batch import PreferenceBatch, RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.topology import LedEngine
 from hybridrl.errors import EngineError
@@ -34,6 +33,7 @@ from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.offloadable_models import OffloadableModels
 from hybridrl.workers.sharding.states import State
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
 from tests.workers.rollout import engines
 from tests.workers.sharding.engine_set import LocalSet
@@ -392,10 +392,7 @@ class RecordingTenant:
 
 
 class RecordingTrainEngine(RecordingTenant):
-    """A TrainEngine that can step and export; it neither scores nor learns."""
-
-    dp_rank = 0
-    dp_size = 1
+    """A training engine that can step and export; it neither scores nor learns."""
 
     def __init__(self, journal: Journal, policy: Policy = Policy.WHOLE) -> None:
         super().__init__(journal)
@@ -408,6 +405,10 @@ class RecordingTrainEngine(RecordingTenant):
             self.state[TrainState.PARAMETERS] |= {
                 name: torch.full((size,), float(size)) for name, size in policy.adapter.items()
             }
+
+    def as_policy(self) -> PolicyEngine:
+        """This engine, as far as a sync asks it."""
+        return cast(PolicyEngine, self)
 
     def step(self) -> None:
         """What an optimizer does, in miniature."""
@@ -445,11 +446,6 @@ class RecordingTrainEngine(RecordingTenant):
             if not self.resident_bytes(TrainState.PARAMETERS):
                 raise EngineError("training parameters are not on the device")
             yield name, self.state[TrainState.PARAMETERS][name].clone()
-
-    def compute_logprobs(
-        self, rows: RolloutBatch | SupervisedBatch | PreferenceBatch, *, temperature: float
-    ) -> ScoreBatch:
-        raise NotImplementedError
 
 
 @dataclass
@@ -512,7 +508,7 @@ class Rig:
                 managed_engine(engine, sleep=depth is not SleepLevel.KEEP_ALL, stage_timeout_s=0.05)
                 for engine in self.engines
             ],
-            [Shard(index, shards) for index in range(num_engines)],
+            [Shard(index, shards).as_policy() for index in range(num_engines)],
             config=rollout_config(sleep=depth is not SleepLevel.KEEP_ALL),
             resends_base=policy is not Policy.ADAPTER_KEPT_BASE,
         )
@@ -626,7 +622,7 @@ def recording_device(
         servers=servers,
     )
     trainer = RecordingTrainEngine(journal)
-    manager.attach_policy(trainer)
+    manager.attach_policy(trainer.as_policy())
     return RecordingDevice(journal, engine, trainer, manager)
 
 

@@ -76,7 +76,7 @@ def _two_ranks_of_an_engine_that_starts_late(rank: int) -> bool:
     assert (engine is None) == (rank == 1)
     assert engine is None or isinstance(engine, SlowEngine)
     manager = sharding_manager(engine, config=config, control=control)
-    manager.attach_policy(RecordingTrainEngine(Journal()))
+    manager.attach_policy(RecordingTrainEngine(Journal()).as_policy())
     with manager.rollout_phase():
         served = {} if engine is None else engine.serve()
     return all(served[name].tolist() == [size] * size for name, size in WEIGHTS.items() if served)

@@ -27,9 +27,8 @@ from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
-from hybridrl.workers.train.model_engine import TOKEN_MEAN
+from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine
 from hybridrl.workers.train.policy_engine import PolicyEngine
-from hybridrl.workers.train.protocol import LearningEngine
 
 CPU = torch.device("cpu")
 LOSS = PolicyGradientLoss(policy_loss=Part.of(ppo_clip))
@@ -157,7 +156,7 @@ def update(
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def save(engine: LearningEngine, folder: Path) -> None:
+def save(engine: ModelEngine, folder: Path) -> None:
     """Write this rank's file of a checkpoint."""
     writer = CheckpointWriter()
     rank, world_size = _place()
@@ -167,7 +166,7 @@ def save(engine: LearningEngine, folder: Path) -> None:
     writer.close()
 
 
-def load(engine: LearningEngine, folder: Path) -> checkpoint.Notes:
+def load(engine: ModelEngine, folder: Path) -> checkpoint.Notes:
     """Load the checkpoint of all ranks."""
     rank, world_size = _place()
     return checkpoint.load(engine, folder, rank=rank, world_size=world_size)
@@ -186,7 +185,7 @@ def fsdp2_of(engine: PolicyEngine) -> FSDP2Backend:
     return engine.backend
 
 
-def whole_tensors(engine: LearningEngine) -> dict[str, Tensor]:
+def whole_tensors(engine: ModelEngine) -> dict[str, Tensor]:
     """Return the live tensors of a checkpoint, each of which this rank has one shard of."""
     tensors = {}
     for name, tensor in engine.checkpoint_tensors().items():

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.train import checkpoint, offload
 from hybridrl.workers.train.checkpoint import CheckpointWriter
-from hybridrl.workers.train.protocol import LearningEngine
+from hybridrl.workers.train.model_engine import ModelEngine
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import build_fsdp2, whole_tensors, with_optimizer
 
 COSINE = {"schedule": "cosine", "num_warmup_steps": 1, "lr": 0.1, "eps": 1e-3}
 
 
-def _policy(folder: Path) -> LearningEngine:
+def _policy(folder: Path) -> ModelEngine:
     return build_fsdp2(folder, config=with_optimizer(**COSINE))
 
 

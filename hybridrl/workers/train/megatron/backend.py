@@ -245,7 +245,7 @@ class MegatronBackend(Backend):
         return self._optimizer.tensors_besides(weights)
 
     def checkpoint_tensors(self) -> Mapping[str, RankShards]:
-        """See ``LearningEngine``."""
+        """See ``Backend``."""
         export = self._export if self._stage_adapter is None else self._adapter_export
         return checkpoint_tensors(
             [*self._owned_spans()],
