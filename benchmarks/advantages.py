@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from benchmarks.sides.measure import print_head, print_row, seconds_of
 from hybridrl.algorithms.advantages.distillation import distillation
 from hybridrl.algorithms.advantages.gae import gae
 from hybridrl.algorithms.advantages.gdpo import gdpo
@@ -63,11 +64,8 @@ def main() -> None:
         f"B={options.rows}, {NUM_TOKENS} response tokens of a row beside {NUM_PROMPT_TOKENS} "
         f"others, G={GROUP_SIZE}, one thread, {options.repeats} repeats"
     )
-    print("\n| what | median ms of the core | median ms by the clock |\n|---|---|---|")
     uneven_gae = {f"gae, 1 to {NUM_TOKENS} response tokens": of_tokens(uneven)["gae"]}
-    for name, work in (of_rows(full) | of_tokens(full) | uneven_gae).items():
-        core_s, clock_s = measure(work, num_repeats=options.repeats)
-        print(f"| {name} | {core_s * 1e3:.2f} | {clock_s * 1e3:.2f} |")
+    print_times("what", of_rows(full) | of_tokens(full) | uneven_gae, options.repeats, digits=2)
 
 
 def of_rows(x: Inputs) -> dict[str, Callable[[], object]]:
@@ -133,16 +131,21 @@ def make_inputs(response_lengths_B: Tensor, source: torch.Generator) -> Inputs:
     )
 
 
-def measure(work: Callable[[], object], *, num_repeats: int) -> tuple[float, float]:
-    """Return median seconds: the thread's own, which neighbours do not lengthen, and clock's."""
-    work()
-    core_s, clock_s = [], []
-    for _ in range(num_repeats):
-        began = time.thread_time(), time.perf_counter()
+def print_times(
+    what: str, ways: Mapping[str, Callable[[], object]], num_repeats: int, *, digits: int
+) -> None:
+    """Print medians: of the thread's own seconds, which neighbours do not lengthen, and clock's."""
+    print()
+    print_head(what, "median ms of the core", "median ms by the clock", num_texts=3)
+    for name, work in ways.items():
         work()
-        core_s.append(time.thread_time() - began[0])
-        clock_s.append(time.perf_counter() - began[1])
-    return statistics.median(core_s), statistics.median(clock_s)
+        core_s, clock_s = [], []
+        for _ in range(num_repeats):
+            began = time.thread_time()
+            clock_s.append(seconds_of(work))
+            core_s.append(time.thread_time() - began)
+        medians = (1e3 * statistics.median(seconds) for seconds in (core_s, clock_s))
+        print_row(name, *(f"{ms:.{digits}f}" for ms in medians))
 
 
 if __name__ == "__main__":

@@ -35,12 +35,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from benchmarks.sides.measure import CACHE, ROOT, print_head, print_row, train
 from hybridrl import env
 from hybridrl.data.tasks import build_sort_digits_rows
 
-_ROOT = Path(__file__).resolve().parents[1]
-_CACHE = _ROOT / ".cache" / "benchmarks"
-_TRL_PYTHON = _CACHE / "trl" / "bin" / "python"
+_TRL_PYTHON = CACHE / "trl" / "bin" / "python"
 _TRL = "trl==1.16.*"
 _PHASES = ("step", "generate", "update", "rest")
 _TURN_TIMEOUT_S = 300.0
@@ -170,8 +169,8 @@ def make_trl_environment() -> None:
     pip = [str(_TRL_PYTHON), "-m", "pip", "install", "--quiet", "-c", "constraints.txt"]
     try:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([*pip, "torch"], check=True, cwd=_ROOT)  # first: no other build of it
-        subprocess.run([*pip, _TRL], check=True, cwd=_ROOT)
+        subprocess.run([*pip, "torch"], check=True, cwd=ROOT)  # first: no other build of it
+        subprocess.run([*pip, _TRL], check=True, cwd=ROOT)
     except subprocess.CalledProcessError:
         shutil.rmtree(folder)
         raise
@@ -179,13 +178,11 @@ def make_trl_environment() -> None:
 
 def make_model() -> Path:
     """Let a run of one step, whose learning rate is 1e-9, make the starter model and export it."""
-    run_dir = _CACHE / "starter"
-    if not (run_dir / "hf").is_dir():
+    folder = CACHE / "starter"
+    if not (folder / "run" / "hf").is_dir():
         words = ["trainer.num_steps=1", "actor.optimizer.lr=1e-9", "eval.every_num_steps=0"]
-        paths = [f"trainer.run_dir={run_dir}", "trainer.overwrite=true"]
-        command = [sys.executable, "-m", "hybridrl.main", *words, *paths]
-        subprocess.run(command, check=True, cwd=_ROOT, stdout=sys.stderr)
-    return run_dir / "hf"
+        train([*words, "trainer.overwrite=true"], folder)
+    return folder / "run" / "hf"
 
 
 def without_end(model: Path, scratch: Path) -> Path:
@@ -223,7 +220,7 @@ def start(name: str, command: Sequence[str], *, log_path: Path) -> Iterator[Side
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [*command, "--connection", str(its_end.fileno())],
-            cwd=_ROOT,
+            cwd=ROOT,
             env=os.environ | _ENVIRONMENT,
             pass_fds=[its_end.fileno()],
             stdout=log,
@@ -257,18 +254,14 @@ def print_cases(rounds: Mapping[str, Sequence[Round]]) -> None:
     """Print a row for each case."""
     print("Seconds are medians over steps; TRL / hybridrl is the median over rounds of the ratio")
     print("between turns that were neighbours, with quartiles.\n")
-    print("| case | tokens a response | TRL, s | hybridrl, s | step | generate | update |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print_head("case", "tokens a response", "TRL, s", "hybridrl, s", "step", "generate", "update")
     for name, several in rounds.items():
         tokens = mean_of(several, "hybridrl", "response_tokens")
-        step, generate, update = (
-            ratio_of(several, part) for part in ("step", "generate", "update")
-        )
-        low, middle, high = step
-        print(
-            f"| {name} | {tokens:.1f} | {median_of(several, 'TRL', 'step'):.3f} "
-            f"| {median_of(several, 'hybridrl', 'step'):.3f} "
-            f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {generate[1]:.2f} | {update[1]:.2f} |"
+        seconds = (median_of(several, side, "step") for side in ("TRL", "hybridrl"))
+        step, generate, update = (ratio_of(several, p) for p in ("step", "generate", "update"))
+        print_row(
+            *(name, f"{tokens:.1f}", *(f"{one:.3f}" for one in seconds), spread(step)),
+            *(f"{generate[1]:.2f}", f"{update[1]:.2f}"),
         )
 
 
@@ -276,16 +269,19 @@ def print_parts(name: str, rounds: Sequence[Round]) -> None:
     """Print where the time of one case goes, and that both sides did the same."""
     num_steps = sum(len(one["TRL"]) for one in rounds)
     print(f"\nThe parts of a step of {name!r}, {num_steps} steps each in {len(rounds)} rounds:\n")
-    print("| part of the step | TRL, s | hybridrl, s | TRL / hybridrl |")
-    print("|---|---:|---:|---:|")
+    print_head("part of the step", "TRL, s", "hybridrl, s", "TRL / hybridrl")
     for part in _PHASES:
-        trl, hybridrl = (median_of(rounds, side, part) for side in ("TRL", "hybridrl"))
-        low, middle, high = ratio_of(rounds, part)
-        print(f"| {part} | {trl:.3f} | {hybridrl:.3f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
-    print("\n| mean over steps | TRL | hybridrl |\n|---|---:|---:|")
+        seconds = (f"{median_of(rounds, side, part):.3f}" for side in ("TRL", "hybridrl"))
+        print_row(part, *seconds, spread(ratio_of(rounds, part)))
+    print()
+    print_head("mean over steps", "TRL", "hybridrl")
     for what in ("prompt_tokens", "response_tokens", "reward", "entropy"):
-        trl, hybridrl = (mean_of(rounds, side, what) for side in ("TRL", "hybridrl"))
-        print(f"| {what} | {trl:.3f} | {hybridrl:.3f} |")
+        print_row(what, *(f"{mean_of(rounds, side, what):.3f}" for side in ("TRL", "hybridrl")))
+
+
+def spread(quartiles: tuple[float, float, float]) -> str:
+    low, middle, high = quartiles
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def ratio_of(rounds: Sequence[Round], part: str) -> tuple[float, float, float]:

@@ -17,30 +17,30 @@ import asyncio
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.rollout import make_engine
+from benchmarks.sides.measure import ROOT, print_head, print_row, seconds_of
 from hybridrl.agents.conversation import Conversation
 from hybridrl.agents.rollout import AgentRollout
 from hybridrl.agents.tool_calls import ToolCall
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.model import StarterConfig
-from hybridrl.config.rollout import RolloutConfig
 from hybridrl.data.prompts import encode_row
 from hybridrl.data.rows import Message, Row
 from hybridrl.run.starter import write_random_model
 from hybridrl.sampler import RequestParams, Sample, Sampler, SamplingParams
-from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 
-_CONFIGS = Path(__file__).parents[1] / "hydra_configs"
+_CONFIGS = ROOT / "hydra_configs"
 _NUM_TURNS = 4
 _PROMPT_TOKENS, _MAX_TOKENS = 16, 240
 _STOPS = tuple(range(0, 512, 16))
@@ -84,23 +84,15 @@ class Turn:
         return len(self.context) + len(self.sample.token_ids)
 
 
-@dataclass(slots=True)
+@dataclass
 class Recorder:
     """A sampler that keeps what another one answered."""
 
     sampler: Sampler
     turns: list[Turn] = field(default_factory=list)
 
-    max_context_tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.max_context_tokens = self.sampler.max_context_tokens
-
-    async def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
-    ) -> list[Sample]:
-        """Pass the request on."""
-        return await self.sampler.sample_group(token_ids, params, keys=keys)
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self.sampler, name)
 
     async def sample(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
@@ -121,17 +113,10 @@ class Bench:
         starter |= {name: scale * starter[name] for name in widths}
         starter |= {"max_position_embeddings": _PROMPT_TOKENS + _MAX_TOKENS}
         write_random_model(StarterConfig(**starter | {"warmup_lr": 1e-3}), folder, seed=0)
-        settings = yaml.safe_load((_CONFIGS / "rollout/hf.yaml").read_text())
-        self._engine = HFRolloutEngine(
-            folder,
-            config=RolloutConfig(**settings | {"num_slots": num_slots, "dtype": "float32"}),
-            max_context_tokens=_PROMPT_TOKENS + _MAX_TOKENS,
-            device=torch.device("cpu"),
-        )
         model = AutoModelForCausalLM.from_pretrained(folder)
         self.num_parameters: int = model.num_parameters()
-        self._engine.load(self._engine.stage(list(model.named_parameters())), [])
-        self._engine.finish_update(version=0)
+        size = _PROMPT_TOKENS + _MAX_TOKENS
+        self._engine = make_engine(folder, model, num_slots, max_context_tokens=size)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._sampling = SamplingParams(
             num_responses_per_prompt=1,
@@ -153,11 +138,9 @@ class Bench:
 
         async def recorded(sampler: Sampler) -> list[Sample]:
             recorders.append(Recorder(sampler))
-            return await program(recorders[0])
+            return await program(cast(Sampler, recorders[0]))
 
-        began = time.perf_counter()
-        self._engine.run(recorded)
-        seconds = time.perf_counter() - began
+        seconds = seconds_of(lambda: self._engine.run(recorded))
         rollout.close()
         return seconds, recorders[0].turns
 
@@ -186,9 +169,7 @@ class Bench:
             ]
             return await asyncio.gather(*requests)
 
-        began = time.perf_counter()
-        self._engine.run(program)
-        return time.perf_counter() - began
+        return seconds_of(lambda: self._engine.run(program))
 
 
 def _prompts(waits: Sequence[Sequence[float]]) -> PromptBatch:
@@ -214,8 +195,8 @@ def draw_waits(num_conversations: int, mean_s: float) -> list[list[float]]:
     ]
 
 
-def measure(bench: Bench, num_conversations: int, mean_s: float, rounds: int) -> str:
-    """Return a line of the table: medians over rounds of all three in turn."""
+def measure(bench: Bench, num_conversations: int, mean_s: float, rounds: int) -> None:
+    """Print a line of the table: medians over rounds of all three in turn."""
     waits = draw_waits(num_conversations, mean_s)
     longest = max(waits, key=sum)
     seconds: list[tuple[float, float, float]] = []
@@ -226,9 +207,9 @@ def measure(bench: Bench, num_conversations: int, mean_s: float, rounds: int) ->
     wall_s, chain_s, work_s = map(statistics.median, zip(*seconds, strict=True))
     ratio = statistics.median(wall / max(ideal) for wall, *ideal in seconds)
     num_tokens = sum(len(turn.sample.token_ids) for turn in turns)
-    return (
-        f"| {bench.num_parameters / 1e6:.1f} | {mean_s:g} | {len(turns)} | {num_tokens} "
-        f"| {wall_s:.2f} | {chain_s:.2f} | {work_s:.2f} | {ratio:.2f} |"
+    print_row(
+        *(f"{bench.num_parameters / 1e6:.1f}", f"{mean_s:g}", len(turns), num_tokens),
+        *(f"{value:.2f}" for value in (wall_s, chain_s, work_s, ratio)),
     )
 
 
@@ -241,15 +222,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     print(f"{options.conversations} conversations of {_NUM_TURNS} turns, {options.slots} slots.\n")
-    print("| million parameters | a call, mean s | turns | sampled tokens ", end="")
-    print("| s | longest chain, s | work, s | ratio |")
-    print("|---" * 8 + "|")
+    print_head(
+        *("million parameters", "a call, mean s", "turns", "sampled tokens"),
+        *("s", "longest chain, s", "work, s", "ratio"),
+        num_texts=8,
+    )
     for scale in options.scales:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), num_slots=options.slots, scale=scale)
             bench.hold(draw_waits(options.conversations, 0.0))  # warms up
             for mean_s in options.waits:
-                print(measure(bench, options.conversations, mean_s, options.rounds), flush=True)
+                measure(bench, options.conversations, mean_s, options.rounds)
 
 
 if __name__ == "__main__":

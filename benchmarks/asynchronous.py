@@ -11,28 +11,30 @@ about more devices. With ``--folder`` finished runs are kept, and read from ther
 from __future__ import annotations
 
 import argparse
+import random
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.sides.asynchronous_runs import NUM_PROMPTS, NUM_RESPONSES, train_once
-from benchmarks.sides.measured_costs import (
+from benchmarks.sides.drawing import COLORS, Frame, picture, words
+from benchmarks.sides.measure import print_head, print_row
+from benchmarks.sides.measured_runs import (
     NUM_FIRST,
+    NUM_PROMPTS,
+    NUM_RESPONSES,
     MeasuredRun,
     fit_costs,
     read_lengths,
     read_run,
+    train_once,
 )
-from benchmarks.sides.simulated_tables import (
-    DATA_SHEET,
-    DATA_SHEET_LENGTHS,
-    MeasuredLengths,
-    print_devices,
-)
-from benchmarks.sides.simulated_training import (
+from benchmarks.sides.simulation import (
     Costs,
+    DecodeCost,
+    DrawLengths,
+    HeavyTail,
     Topology,
     simulate,
     summarize,
@@ -41,8 +43,28 @@ from benchmarks.sides.simulated_training import (
 _SIZES = ((8, 64), (64, 128), (1024, 512))
 """Devices, and prompts of a step."""
 
-_COLORS = ("#8c959f", "#4051b5", "#d9480f", "#2b8a3e")
-_WIDTH, _HEIGHT, _MARGIN = 760, 300, 46
+_TENSOR_BYTES_PER_S, _FLOPS = 3.35e12, 989e12
+_NUM_PARAMETERS, _CACHE_BYTES_PER_TOKEN = 8.2e9, 2 * 2 * 36 * 8 * 128
+_DECODE_SHARE, _TRAIN_SHARE = 0.7, 0.4
+
+DATA_SHEET_LENGTHS = HeavyTail(
+    median_tokens=2000, sigma=1.0, max_tokens=32_000, num_responses=16, prompt_share=0.5
+)
+_MEAN_CONTEXT_TOKENS = 3000
+
+DATA_SHEET = Costs(
+    decode=DecodeCost(
+        2 * _NUM_PARAMETERS / (_DECODE_SHARE * _TENSOR_BYTES_PER_S),
+        _MEAN_CONTEXT_TOKENS * _CACHE_BYTES_PER_TOKEN / (_DECODE_SHARE * _TENSOR_BYTES_PER_S),
+    ),
+    num_slots=128,
+    train_s_per_token=8 * _NUM_PARAMETERS / (_TRAIN_SHARE * _FLOPS),
+    train_fixed_s=5.0,
+    transfer_s=3.0,
+    recompute_s_per_token=2 * _NUM_PARAMETERS / (_TRAIN_SHARE * _FLOPS),
+)
+"""An 8B model on H100s, computed: bytes over bandwidth, operations over peak, times a share. The
+fixed seconds are assumed. No run has shown these numbers."""
 
 Lengths = Sequence[Sequence[Sequence[int]]]
 """Tokens of each response to each prompt of each step."""
@@ -94,7 +116,7 @@ def print_costs(costs: Costs, lengths: Lengths) -> None:
         + ", ".join(f"{name:.0%} <= {value}" for name, value in quantiles.items())
         + ".\n"
     )
-    print("| fitted to the run with K = 0 | ms |\n|---|---:|")
+    print_head("fitted to the run with K = 0", "ms")
     for name, seconds in (
         ("transfer of the weights, and calls", costs.transfer_s),
         ("decode step", costs.decode.fixed_s),
@@ -102,38 +124,28 @@ def print_costs(costs: Costs, lengths: Lengths) -> None:
         ("training and rewards, of a step", costs.train_fixed_s),
         ("training, of a token", costs.train_s_per_token),
     ):
-        print(f"| {name} | {1e3 * seconds:.3f} |")
+        print_row(name, f"{1e3 * seconds:.3f}")
 
 
-def print_runs(
-    runs: Mapping[int, MeasuredRun],
-    costs: Costs,
-    lengths: Lengths,
-) -> None:
+def print_runs(runs: Mapping[int, MeasuredRun], costs: Costs, lengths: Lengths) -> None:
     """Print the real runs beside the simulation of the same steps."""
     equal_s = min(run.accuracies[-1][0] for run in runs.values())
     print(f"\nReal runs of {len(lengths)} steps; accuracy after {equal_s:.0f} s of training:\n")
-    print(
-        "| K | steps/h | gain | simulated | real / simulated | trainer waits, s a step | ", end=""
+    print_head(
+        *("K", "steps/h", "gain", "simulated", "real / simulated", "trainer waits, s a step"),
+        *("engines idle, s a step", "update of engines, s", "staleness, mean", "accuracy"),
+        num_texts=0,
     )
-    print("engines idle, s a step | update of engines, s | staleness, mean | accuracy |")
-    print("|---:" * 10 + "|")
+    names = ("time/wait_for_groups_s", "time/engines_idle_s", "time/update_engines_s")
     for max_staleness, run in runs.items():
         simulated = simulate_run(costs, lengths, max_staleness=max_staleness)
-        said = [
-            "" if (value := run.mean(name)) is None else f"{value:.2f}"
-            for name in (
-                "time/wait_for_groups_s",
-                "time/engines_idle_s",
-                "time/update_engines_s",
-                "rollout/staleness_steps/mean",
-            )
-        ]
-        print(
-            f"| {max_staleness} | {run.steps_per_hour:,.0f} "
-            f"| {run.steps_per_hour / runs[0].steps_per_hour:.2f} | {simulated:,.0f} "
-            f"| {run.steps_per_hour / simulated:.2f} | {' | '.join(said)} "
-            f"| {run.accuracy_at(equal_s):.3f} |"
+        means = [run.mean(name) for name in (*names, "rollout/staleness_steps/mean")]
+        rate = run.steps_per_hour
+        print_row(
+            *(max_staleness, f"{rate:,.0f}", f"{rate / runs[0].steps_per_hour:.2f}"),
+            *(f"{simulated:,.0f}", f"{rate / simulated:.2f}"),
+            *("" if value is None else f"{value:.2f}" for value in means),
+            f"{run.accuracy_at(equal_s):.3f}",
         )
 
 
@@ -141,7 +153,6 @@ def simulate_run(costs: Costs, lengths: Lengths, *, max_staleness: int) -> float
     """Return the steps per hour of a run with the same prompts in the same order."""
     remaining = chain.from_iterable(lengths)
     topology = Topology(
-        num_devices=2,
         num_engines=1,
         num_trainer_devices=1,
         max_staleness=max_staleness,
@@ -161,37 +172,74 @@ def simulate_run(costs: Costs, lengths: Lengths, *, max_staleness: int) -> float
 
 def draw(runs: Mapping[int, MeasuredRun]) -> str:
     """Return an SVG of held-out accuracy over seconds of training, a curve for each K."""
-    last_s = max(run.accuracies[-1][0] for run in runs.values())
-    size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-    font = 'font-family="Helvetica, Arial, sans-serif" font-size="13" fill="#57606a"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-    ]
-    for tenth in range(0, 11, 2):
-        _, y = _pixel(0, tenth / 10, last_s)
-        parts.append(f'<path stroke="#d0d7de" d="M{_MARGIN} {y:.1f}H{_WIDTH - _MARGIN}"/>')
-        parts.append(
-            f'<text x="{_MARGIN - 8}" y="{y + 4:.1f}" text-anchor="end">{tenth / 10}</text>'
-        )
-    for fifth in range(6):
-        x, y = _pixel(last_s * fifth / 5, 0, last_s)
-        seconds = f"{last_s * fifth / 5:.0f} s"
-        parts.append(f'<text x="{x:.1f}" y="{y + 20:.1f}" text-anchor="middle">{seconds}</text>')
+    frame = Frame(last_x=max(run.accuracies[-1][0] for run in runs.values()))
+    marks = [frame.last_x * fifth / 5 for fifth in range(6)]
+    parts = [*frame.axes([n / 10 for n in range(0, 11, 2)], [(x, f"{x:.0f} s") for x in marks])]
     for place, (max_staleness, run) in enumerate(runs.items()):
-        color = _COLORS[place % len(_COLORS)]
-        points = " ".join("{:.1f},{:.1f}".format(*_pixel(*one, last_s)) for one in run.accuracies)
-        parts.append(
-            f'<polyline fill="none" stroke="{color}" stroke-width="2.5" points="{points}"/>'
-        )
-        at = _MARGIN + 12 + 80 * place
-        parts.append(f'<text x="{at}" y="20" fill="{color}">K = {max_staleness}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        color = COLORS[place % len(COLORS)]
+        parts.append(frame.curve(run.accuracies, color))
+        parts.append(words(58 + 80 * place, 20, f"K = {max_staleness}", color=color))
+    return picture(frame.width, frame.height, parts)
 
 
-def _pixel(seconds: float, accuracy: float, last_s: float) -> tuple[float, float]:
-    x = _MARGIN + seconds / last_s * (_WIDTH - 2 * _MARGIN)
-    return x, _HEIGHT - _MARGIN - accuracy * (_HEIGHT - 2 * _MARGIN)
+@dataclass(frozen=True, slots=True)
+class MeasuredLengths:
+    """Draws among the groups of a run."""
+
+    groups: Sequence[Sequence[int]]
+
+    def __call__(self, source: random.Random) -> Sequence[int]:
+        """Draw the responses to one prompt."""
+        return source.choice(self.groups)
+
+
+def topologies(num_devices: int, num_trainer_devices: int) -> Iterator[tuple[str, Topology]]:
+    """Yield the rows of a table, by name."""
+    yield "both in turns", Topology(num_engines=num_devices, num_trainer_devices=num_devices)
+    for max_staleness in (0, 1, 4):
+        for on_update in ("finish", "interrupt") if max_staleness else ("finish",):
+            yield (
+                f"own, K={max_staleness}" + (f", {on_update}" if max_staleness else ""),
+                Topology(
+                    num_engines=num_devices - num_trainer_devices,
+                    num_trainer_devices=num_trainer_devices,
+                    max_staleness=max_staleness,
+                    num_ahead=max_staleness,
+                    on_update=on_update,
+                ),
+            )
+
+
+def split(costs: Costs, lengths: DrawLengths, *, num_devices: int, num_prompts: int) -> int:
+    """Return how many devices should train, so that both sides need as long for a step."""
+    source = random.Random(0)
+    groups = [lengths(source) for _ in range(256)]
+    num_open = min(costs.num_slots, max(1, num_prompts * len(groups[0]) // num_devices))
+    sample_s = costs.decode.step_s(num_open) / num_open
+    share = costs.train_s_per_token / (costs.train_s_per_token + sample_s)
+    return min(max(round(share * num_devices), 1), num_devices - 1)
+
+
+def print_devices(
+    costs: Costs, lengths: DrawLengths, *, sizes: Sequence[tuple[int, int]], num_steps: int
+) -> None:
+    """Print a table of simulated runs, for pairs of devices and prompts of a step."""
+    print("| devices | that train | prompts | topology | steps/h | gain | trainer idle", end="")
+    print(" | engines idle | staleness, mean | max |")
+    print("|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|")
+    for num_devices, num_prompts in sizes:
+        trainers = split(costs, lengths, num_devices=num_devices, num_prompts=num_prompts)
+        base = 0.0
+        for name, topology in topologies(num_devices, trainers):
+            steps = simulate(topology, costs, lengths, num_prompts=num_prompts, num_steps=num_steps)
+            found = summarize(steps, topology, num_first=topology.num_ahead + 1)
+            base = base or found.steps_per_hour
+            print_row(
+                *(f"{num_devices:,}", f"{topology.num_trainer_devices:,}", num_prompts, name),
+                *(f"{found.steps_per_hour:,.1f}", f"{found.steps_per_hour / base:.2f}"),
+                *(f"{found.trainer_idle:.2f}", f"{found.engines_idle:.2f}"),
+                *(f"{found.mean_staleness:.2f}", found.max_staleness),
+            )
 
 
 if __name__ == "__main__":

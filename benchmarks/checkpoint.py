@@ -14,7 +14,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.algorithms import read_metrics, train
+from benchmarks.sides.measure import print_head, print_row, read_metrics, train
 
 _EVERY = 4
 _LIMIT = 0.10
@@ -34,24 +34,20 @@ def main() -> None:
     # during which the ranks write.
     after = [s for s in steps if (s["step"] - 1) % _EVERY == 0 and s["step"] > _EVERY]
     others = [s for s in steps if (s["step"] - 1) % _EVERY != 0 and s["step"] > _EVERY]
-    usual_s = statistics.median(s["time/step_s"] for s in others)
-    waits_s = statistics.median(s["time/checkpoint_s"] for s in after)
-    polls_s = statistics.median(s["time/checkpoint_s"] for s in others)
-    writing_s = statistics.median(s["time/step_s"] for s in after)
-    num_bytes = statistics.median(s["memory/checkpoint_bytes"] for s in steps if _is_done(s))
-    print("| figure | seconds | share of a step |")
-    print("|---|---|---|")
-    print(f"| step without a checkpoint | {usual_s:.3f} | 1 |")
-    print(
-        f"| waits for a checkpoint ({num_bytes / 1e6:.0f} MB) | {waits_s:.4f} | "
-        f"{waits_s / usual_s:.3f} (limit {_LIMIT}) |"
-    )
-    print(f"| asks whether one is written | {polls_s:.4f} | {polls_s / usual_s:.3f} |")
-    print(f"| step during which it is written | {writing_s:.3f} | {writing_s / usual_s:.3f} |")
 
+    def median(name: str, steps: list[dict[str, float]]) -> float:
+        return statistics.median(step[name] for step in steps)
 
-def _is_done(step: dict[str, float]) -> bool:
-    return "memory/checkpoint_bytes" in step
+    sizes = [s["memory/checkpoint_bytes"] for s in steps if "memory/checkpoint_bytes" in s]
+    usual_s, waits_s = median("time/step_s", others), median("time/checkpoint_s", after)
+    polls_s, writing_s = median("time/checkpoint_s", others), median("time/step_s", after)
+    size = f"{statistics.median(sizes) / 1e6:.0f} MB"
+    limit = f"{waits_s / usual_s:.3f} (limit {_LIMIT})"
+    print_head("figure", "seconds", "share of a step", num_texts=3)
+    print_row("step without a checkpoint", f"{usual_s:.3f}", 1)
+    print_row(f"waits for a checkpoint ({size})", f"{waits_s:.4f}", limit)
+    print_row("asks whether one is written", f"{polls_s:.4f}", f"{polls_s / usual_s:.3f}")
+    print_row("step during which it is written", f"{writing_s:.3f}", f"{writing_s / usual_s:.3f}")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch
 from tensordict import TensorDict
 
 import hybridrl.payload  # noqa: F401 - teaches the controller to carry tensors
+from benchmarks.sides.measure import ROOT, in_turns, print_head, print_row
 from hybridrl import env
 from hybridrl.single_controller import (
     Dispatch,
@@ -62,27 +62,24 @@ class RawEcho:
         return batch
 
 
-def alternate(ways: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
-    """Return the median seconds of each way; each round does every way once, in turned order."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for round_index in range(num_rounds + 2):
-        names = list(ways) if round_index % 2 else list(ways)[::-1]
-        for name in names:
-            started = time.perf_counter()
-            result = ways[name]()
-            seconds[name].append(time.perf_counter() - started)
-            del result  # give the shared memory back before the next way needs it
-    return {name: statistics.median(values[2:]) for name, values in seconds.items()}  # 2 warm up
+def medians_of(ways: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
+    turns = in_turns(ways, num_rounds, num_warmup=2)
+    return {name: statistics.median(seconds) for name, seconds in turns.items()}
 
 
-def raw_actors(size: int) -> list[Any]:
-    """Start plain Ray actors."""
+@contextmanager
+def workers(size: int, num_cpus: float = 1.0) -> Iterator[tuple[list[Any], RayWorkerGroup]]:
+    """Start plain Ray actors, and as many workers of the controller."""
     actor_class = ray.remote(RawEcho)
-    return [actor_class.options(num_cpus=0.01).remote() for _ in range(size)]
+    actors = [actor_class.options(num_cpus=0.01).remote() for _ in range(size)]
+    pool = RayResourcePool([size], num_cpus_per_rank=num_cpus)
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Echo)) as group:
+        yield actors, group
+    for actor in actors:
+        ray.kill(actor)
 
 
 def raw_empty_call(actors: list[Any]) -> object:
-    """Call raw actors without arguments."""
     return ray.get([actor.nothing.remote() for actor in actors])
 
 
@@ -95,21 +92,14 @@ def raw_echo(actors: list[Any], array: Array) -> Array:
 
 def empty_calls(sizes: Sequence[int], num_rounds: int) -> None:
     """Print the cost of a call without arguments, by number of workers."""
-    print("The empty call:\n\n| workers | raw Ray, us | hybridrl, us | ratio | us per worker |")
-    print("|---:|---:|---:|---:|---:|")
+    print("The empty call:\n")
+    print_head("workers", "raw Ray, us", "hybridrl, us", "ratio", "us per worker", num_texts=0)
     for size in sizes:
-        actors = raw_actors(size)
-        pool = RayResourcePool([size], num_cpus_per_rank=0.5)
-        with RayWorkerGroup(pool, RayClassWithInitArgs(Echo)) as group:
-            ways: dict[str, Callable[[], object]] = {
-                "raw": partial(raw_empty_call, actors),
-                "ours": group.nothing,
-            }
-            medians_s = alternate(ways, max(min(50, num_rounds), num_rounds // size))
-        for actor in actors:
-            ray.kill(actor)
-        raw, ours = medians_s["raw"] * 1e6, medians_s["ours"] * 1e6
-        print(f"| {size} | {raw:.0f} | {ours:.0f} | {ours / raw:.2f} | {ours / size:.0f} |")
+        with workers(size, num_cpus=0.5) as (actors, group):
+            ways = {"raw": partial(raw_empty_call, actors), "ours": partial(group.nothing)}
+            seconds = medians_of(ways, max(min(50, num_rounds), num_rounds // size))
+        raw, ours = seconds["raw"] * 1e6, seconds["ours"] * 1e6
+        print_row(size, f"{raw:.0f}", f"{ours:.0f}", f"{ours / raw:.2f}", f"{ours / size:.0f}")
 
 
 def batches(num_bytes: int, num_rounds: int) -> None:
@@ -122,23 +112,14 @@ def batches(num_bytes: int, num_rounds: int) -> None:
     print("| ranks | payload | raw Ray numpy, ms | hybridrl, ms | ratio |")
     print("|---:|---|---:|---:|---:|")
     for size in (1, 2):
-        actors = raw_actors(size)
-        with RayWorkerGroup(RayResourcePool([size]), RayClassWithInitArgs(Echo)) as group:
-            ways = {
-                "raw": partial(raw_echo, actors, array),
-                "numpy": partial(group.echo, array),
-                "torch tensor": partial(group.echo, tensor),
-                "TensorDict": partial(group.echo, batch),
-            }
-            medians_s = alternate(ways, num_rounds)
-        for actor in actors:
-            ray.kill(actor)
-        raw_s = medians_s.pop("raw")
-        for name, ours_s in medians_s.items():
-            print(
-                f"| {size} | {name} | {raw_s * 1e3:.0f} | {ours_s * 1e3:.0f} "
-                f"| {ours_s / raw_s:.2f} |"
-            )
+        with workers(size) as (actors, group):
+            sent = {"numpy": array, "torch tensor": tensor, "TensorDict": batch}
+            ours = {name: partial(group.echo, payload) for name, payload in sent.items()}
+            seconds = medians_of({"raw": partial(raw_echo, actors, array), **ours}, num_rounds)
+        raw_s = seconds.pop("raw")
+        for name, ours_s in seconds.items():
+            times = (f"{raw_s * 1e3:.0f}", f"{ours_s * 1e3:.0f}", f"{ours_s / raw_s:.2f}")
+            print_row(size, name, *times)
 
 
 def main() -> None:
@@ -149,7 +130,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES, help="numbers of workers")
     parser.add_argument("--batch-mb", type=int, default=256)
     options = parser.parse_args()
-    env.set_value("PYTHONPATH", str(Path(__file__).parents[1]))
+    env.set_value("PYTHONPATH", str(ROOT))
     ray.init(
         address="local",
         num_cpus=80,

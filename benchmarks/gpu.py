@@ -13,6 +13,9 @@ JSON file; an error is a result too. Weights are random, of real sizes, made onc
 from __future__ import annotations
 
 import argparse
+import datetime
+import faulthandler
+import logging
 import os
 import shutil
 import signal
@@ -21,21 +24,27 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(_ROOT)  # run as a script: this folder's modules are not top-level ones
 
-from benchmarks.gpu_parts.bench import Part  # noqa: E402
-from benchmarks.gpu_parts.machine import HOST_GIB  # noqa: E402
-from benchmarks.gpu_parts.page import summary, write_document  # noqa: E402
-from benchmarks.gpu_parts.registry import PARTS  # noqa: E402
-from benchmarks.gpu_parts.result import (  # noqa: E402
+from benchmarks.gpu_parts.bench import (  # noqa: E402
     FAILED,
+    HOST_GIB,
     RUNNING,
+    Bench,
+    Part,
     Recorder,
     Result,
+    Skip,
+    commit_of,
+    describe_machine,
     read_result,
     read_results,
 )
+from benchmarks.gpu_parts.page import summary, write_document  # noqa: E402
+from benchmarks.gpu_parts.registry import PARTS  # noqa: E402
 
 _DOCS = _ROOT / "docs" / "gpu-results.md"
 _KEPT = _ROOT / "docs" / "gpu-results"
@@ -49,6 +58,8 @@ def main() -> int:
         _list()
         return 0
     chosen = [part for part in PARTS if part.name in (options.parts or _names())]
+    if options.here:
+        return int(_run_here(chosen[0], options).status == FAILED)
     if not options.write_docs or options.parts:
         options.out.mkdir(parents=True, exist_ok=True)
         _run_all(chosen, options)
@@ -67,6 +78,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", choices=[*_names(), []], metavar="PART")
     parser.add_argument("--dry", action="store_true", help="tiny, on a CPU")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--here", action="store_true", help="one part, within this process")
     parser.add_argument("--write-docs", action="store_true")
     parser.add_argument("--out", type=Path, default=None, help="folder of the JSON files")
     parser.add_argument("--models", type=Path, default=None, help="folder of made models")
@@ -114,7 +126,7 @@ def _run(part: Part, options: argparse.Namespace, *, limit_s: float) -> None:
     """Run one part; whatever happens to its process, there is a file afterwards."""
     path = options.out / f"{part.name}.json"
     path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.gpu_parts.run_part", part.name]
+    command = [sys.executable, "-m", "benchmarks.gpu", part.name, "--here"]
     command += ["--out", str(options.out), "--models", str(options.models)]
     command += ["--engine", options.engine, *(["--dry"] if options.dry else [])]
     command += [f"--engine-arg={word}" for word in options.engine_arg]
@@ -138,6 +150,42 @@ def _run(part: Part, options: argparse.Namespace, *, limit_s: float) -> None:
         result.error = f"the process {ended}; the end of its log:\n" + _tail(options.out, part)
         Recorder(result, options.out).write()
     print(f"  {result.status} after {result.seconds:.0f} s {result.error[:300]}", flush=True)
+
+
+def _run_here(part: Part, options: argparse.Namespace) -> Result:
+    """Run a part; its file says how it went."""
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    signal.signal(signal.SIGTERM, _raise)
+    result = Result(
+        part.name,
+        is_dry=options.dry,
+        machine=describe_machine() | {"engine arguments": " ".join(options.engine_arg)},
+        commit=commit_of(_ROOT, options.commit),
+        date=datetime.date.today().isoformat(),
+    )
+    record = Recorder(result, options.out)
+    options.models.mkdir(parents=True, exist_ok=True)
+    with record.recording():
+        on_cuda = torch.cuda.is_available() and not options.dry
+        if not options.dry:
+            if not on_cuda:
+                raise Skip("there is no CUDA device; --dry runs the code path on a CPU")
+            part.needs.check(options.models)
+        bench = Bench(
+            record=record,
+            is_dry=options.dry,
+            engine=options.engine,
+            scratch=options.models,
+            device=torch.device("cuda:0" if on_cuda else "cpu"),
+            engine_args=tuple(options.engine_arg),
+        )
+        part.run(bench)
+    return result
+
+
+def _raise(number: int, frame: object) -> None:
+    raise TimeoutError("the part was ended at its time limit")
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:

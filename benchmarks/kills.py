@@ -52,10 +52,6 @@ class Killer:
     num_done: int = 0
     num_named: int = 0
 
-    def reference(self) -> Path:
-        """Run once without a kill."""
-        return self.run_to_end(self.folder / "undisturbed")
-
     def run_to_end(self, run_dir: Path) -> Path:
         """Start, or go on, and wait for the end."""
         child = self.start(run_dir)
@@ -88,13 +84,11 @@ class Killer:
     def kill_once(self, child: Child, run_dir: Path) -> bool:
         """Return True if the run ended before anybody killed it."""
         # By turns at any moment from the start on, and between steps alone.
-        before = _num_lines(run_dir)
         waits_for_steps = self.random.random() < 0.6
-        while waits_for_steps and child.poll() is None and _num_lines(run_dir) == before:
-            time.sleep(0.01)
-        began = time.monotonic()
-        delay_s = self.random.uniform(0.0, 2.5 if waits_for_steps else 9.0)
-        while time.monotonic() - began < delay_s and child.poll() is None:
+        if waits_for_steps:
+            _wait_for_a_line(child, run_dir)
+        deadline = time.monotonic() + self.random.uniform(0.0, 2.5 if waits_for_steps else 9.0)
+        while time.monotonic() < deadline and child.poll() is None:
             time.sleep(0.005)
         if child.poll() is not None:
             return child.poll() == 0
@@ -108,12 +102,7 @@ class Killer:
             flush=True,
         )
         if target == "rank":  # the driver starts the ranks again, or ends by itself
-            deadline = time.monotonic() + 60
-            lines = _num_lines(run_dir)
-            while child.poll() is None and time.monotonic() < deadline:
-                if _num_lines(run_dir) > lines:
-                    break
-                time.sleep(0.05)
+            _wait_for_a_line(child, run_dir)
             return child.poll() == 0
         return False
 
@@ -141,7 +130,7 @@ def main() -> None:
         killer = Killer(
             arguments.overrides, Path(folder), random.Random(arguments.seed), arguments.kills
         )
-        reference = killer.reference()
+        reference = killer.run_to_end(Path(folder) / "undisturbed")
         num_runs = num_different = 0
         while killer.num_done < killer.num_kills:
             run_dir = Path(folder) / f"disturbed-{num_runs}"
@@ -161,8 +150,8 @@ def main() -> None:
 
 def _kill(child: Child, target: str) -> str:
     if target == "rank":
-        ranks = [pid for pid in members_of(child.pid) if b"ray::" in _command(pid)]
-        ranks = [pid for pid in ranks if b"Worker" in _command(pid)]
+        titles = {pid: _command(pid) for pid in members_of(child.pid)}
+        ranks = [pid for pid, title in titles.items() if b"ray::" in title and b"Worker" in title]
         if ranks:
             with suppress(ProcessLookupError):
                 os.kill(ranks[-1], signal.SIGKILL)
@@ -180,6 +169,13 @@ def _command(pid: int) -> bytes:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
+
+
+def _wait_for_a_line(child: Child, run_dir: Path) -> None:
+    """Wait until the run has done one more step, or has ended."""
+    lines, deadline = _num_lines(run_dir), time.monotonic() + 60
+    while child.poll() is None and _num_lines(run_dir) == lines and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _num_lines(run_dir: Path) -> int:

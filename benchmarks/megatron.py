@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.sides.measure import print_head, print_row, seconds_of
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.config.values import config_of
@@ -61,27 +61,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", type=int, default=len(_CASES), help="run the first so many")
     options = parser.parse_args()
-    print(
-        "| ranks | update, s: FSDP2, megatron | ratio | scoring, s | ratio | export, GB/s | copy |"
+    print_head(
+        *("ranks", "update, s: FSDP2, megatron", "ratio", "scoring, s", "ratio", "export, GB/s"),
+        "copy",
     )
-    print("|---|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_tiny_model(Path(scratch) / "model", **_SIZES)  # type: ignore[arg-type]
         for name, num_ranks, sizes in _CASES[: options.cases]:
             times = run_ranks(num_ranks, _measure, folder, dict(sizes), options.rounds)[0]
-            print(_row(name, times), flush=True)
+            print_row(name, *_cells(times))
 
 
-def _row(name: str, times: Times) -> str:
-    cells = [name]
+def _cells(times: Times) -> list[str]:
+    cells = []
     for what in ("update", "score"):
         mine, theirs = (statistics.median(times[f"{what} {e}"]) for e in ("megatron", "fsdp2"))
         cells += [f"{theirs:.3f}, {mine:.3f}", f"{mine / theirs:.2f}"]
     num_bytes = times["bytes"][0]
     speeds = [num_bytes / statistics.median(times[f"export {e}"]) / 1e9 for e in _ENGINES]
     cells.append(", ".join(f"{speed:.2f}" for speed in speeds))
-    cells.append(f"{num_bytes / statistics.median(times['copy']) / 1e9:.2f}")
-    return "| " + " | ".join(cells) + " |"
+    return [*cells, f"{num_bytes / statistics.median(times['copy']) / 1e9:.2f}"]
 
 
 _ENGINES = ("fsdp2", "megatron")
@@ -142,10 +141,7 @@ def _copy(engine: PolicyEngine) -> float:
 
 def _seconds(action: Callable[[], object]) -> float:
     dist.barrier()
-    begin = time.perf_counter()
-    action()
-    dist.barrier()
-    return time.perf_counter() - begin
+    return seconds_of(lambda: (action(), dist.barrier()))
 
 
 if __name__ == "__main__":

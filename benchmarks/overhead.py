@@ -14,22 +14,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
-from hybridrl import env
-from hybridrl.config.load import load_config
+from benchmarks.sides.measure import print_head, print_row, seconds_of
+from benchmarks.sides.records import train_with
 from hybridrl.diagnostics import trace
 from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.diagnostics.trace_file import FOLDER
-from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.run.cluster import ray_cluster
-from hybridrl.run.record import RunFolder, open_record
+from hybridrl.run.record import RunFolder
 from hybridrl.run.run_folder import SampleRow
-from hybridrl.run.train import train
 
 _LIMIT = 0.01
 _WARM_UP = 5
@@ -41,11 +36,11 @@ _NUM_REPEATS = 50
 class Times:
     """What recording cost, step by step."""
 
-    steps: list[dict[str, float]] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    metrics_s: list[float] = field(default_factory=list)
+    trace_s: list[float] = field(default_factory=list)
     ended: float = 0.0
     samples_s: float = 0.0
-    num_rank_events: int = 0
-    """That the first rank wrote in all steps."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +49,10 @@ class TimedRecord(RunFolder):
 
     times: Times = field(kw_only=True, default_factory=Times)
 
-    @classmethod
-    def around(cls, record: RunFolder) -> TimedRecord:
-        """Take over a run's record."""
-        return cls(**{one.name: getattr(record, one.name) for one in fields(record)})
-
     def samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         """Keep samples, and time it."""
-        begin = time.perf_counter()
-        super().samples(step, samples)
-        self.times.samples_s = time.perf_counter() - begin
+        keep = super().samples
+        self.times.samples_s = seconds_of(lambda: keep(step, samples))
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep metrics and trace, and time each."""
@@ -74,13 +63,9 @@ class TimedRecord(RunFolder):
         trace.process.write()
         end = time.perf_counter()
         if step > _WARM_UP and self.times.ended:
-            self.times.steps.append(
-                {
-                    "step_s": end - self.times.ended,
-                    "metrics_s": logged - begin + self.times.samples_s,
-                    "trace_s": end - logged,
-                }
-            )
+            self.times.step_s.append(end - self.times.ended)
+            self.times.metrics_s.append(logged - begin + self.times.samples_s)
+            self.times.trace_s.append(end - logged)
         self.times.ended = end
 
 
@@ -89,28 +74,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("overrides", nargs="*", help="of the configuration")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        times = run(options.steps, options.overrides, Path(folder) / "run")
-        span_s, write_s = cost_per_span(Path(folder))
-    print_table(times, num_steps=options.steps, span_s=span_s, write_s=write_s)
-
-
-def run(num_steps: int, overrides: list[str], folder: Path) -> Times:
-    """Train the default, or what the overrides make of it."""
-    words = [f"trainer.num_steps={num_steps}", f"trainer.run_dir={folder}", "tracking.live=off"]
-    composed = compose([*words, "eval.every_num_steps=0", "trainer.export_hf=false", *overrides])
-    config = load_config(composed)
-    for name, value in env.process_environment(config.cluster.num_threads_per_rank).items():
-        env.set_default(name, value)
-    with (
-        open_record(config, resolved_yaml=yaml.safe_dump(composed)) as record,
-        ray_cluster(config.cluster),
-    ):
-        timed = TimedRecord.around(record)
-        train(config, record=timed)
-    ranks = sorted((folder / FOLDER).glob("rank 0 ActorRolloutWorker*.jsonl"))
-    timed.times.num_rank_events = len(ranks[0].read_bytes().splitlines())
-    return timed.times
+    with tempfile.TemporaryDirectory(prefix="overhead-") as scratch:
+        folder = Path(scratch) / "run"
+        words = [f"trainer.num_steps={options.steps}", f"trainer.run_dir={folder}"]
+        words += ["tracking.live=off", "eval.every_num_steps=0", "trainer.export_hf=false"]
+        times = train_with(TimedRecord, [*words, *options.overrides]).times
+        first_rank = min((folder / FOLDER).glob("rank 0 ActorRolloutWorker*.jsonl"))
+        num_events = len(first_rank.read_bytes().splitlines()) / options.steps
+        span_s, write_s = cost_per_span(Path(scratch))
+    print_table(times, num_events=num_events, span_s=span_s, write_s=write_s)
 
 
 def cost_per_span(folder: Path) -> tuple[float, float]:
@@ -133,25 +105,19 @@ def cost_per_span(folder: Path) -> tuple[float, float]:
     return statistics.median(record_s), statistics.median(write_s)
 
 
-def print_table(times: Times, *, num_steps: int, span_s: float, write_s: float) -> None:
+def print_table(times: Times, *, num_events: float, span_s: float, write_s: float) -> None:
     """Print the median step, and the mean cost of each part."""
-    step_s = statistics.median(step["step_s"] for step in times.steps)
-    metrics_s = statistics.fmean(step["metrics_s"] for step in times.steps)
-    trace_s = statistics.fmean(step["trace_s"] for step in times.steps)
-    events_per_step = times.num_rank_events / num_steps
-    rank_s = events_per_step * (span_s + write_s)
-    print("| what | ms | share of a step |\n|---|---:|---:|")
-    rows = {
-        "step, median": step_s,
-        "metrics, TensorBoard and samples, on the driver": metrics_s,
-        "trace, on the driver": trace_s,
-        f"trace, on a rank: {events_per_step:.0f} events": rank_s,
+    step_s = statistics.median(times.step_s)
+    costs = {
+        "metrics, TensorBoard and samples, on the driver": statistics.fmean(times.metrics_s),
+        "trace, on the driver": statistics.fmean(times.trace_s),
+        f"trace, on a rank: {num_events:.0f} events": num_events * (span_s + write_s),
     }
-    for name, seconds in rows.items():
-        print(f"| {name} | {1000 * seconds:.3f} | {seconds / step_s:.2%} |")
+    print_head("what", "ms", "share of a step")
+    for name, seconds in {"step, median": step_s, **costs}.items():
+        print_row(name, f"{1000 * seconds:.3f}", f"{seconds / step_s:.2%}")
     print(f"\none span: {1e6 * span_s:.2f} µs to record, {1e6 * write_s:.2f} µs to write")
-    share = (metrics_s + trace_s + rank_s) / step_s
-    print(f"trace + metrics: {share:.2%} of a step (limit {_LIMIT:.0%})")
+    print(f"trace + metrics: {sum(costs.values()) / step_s:.2%} of a step (limit {_LIMIT:.0%})")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.advantages import NUM_TOKENS, measure
+from benchmarks.advantages import NUM_TOKENS, print_times
 from hybridrl.algorithms.kl import k3, kl_penalty
 from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.algorithms.rollout_correction import importance
@@ -34,11 +34,8 @@ def main() -> None:
         name: loss_and_gradient(vars(import_module(f"hybridrl.algorithms.{module}"))[name], inputs)
         for name, module in parts.POLICY_LOSS.built_in.items()
     } | others(inputs)
-    print(f"B={options.rows}, T={NUM_TOKENS}, one thread, {options.repeats} repeats\n")
-    print("| part | median ms of the core | median ms by the clock |\n|---|---|---|")
-    for name, call in work.items():
-        core_s, clock_s = measure(call, num_repeats=options.repeats)
-        print(f"| {name} | {core_s * 1e3:.1f} | {clock_s * 1e3:.1f} |")
+    print(f"B={options.rows}, T={NUM_TOKENS}, one thread, {options.repeats} repeats")
+    print_times("part", work, options.repeats, digits=1)
 
 
 def make_inputs(num_rows: int) -> dict[str, Any]:

@@ -13,11 +13,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 import yaml
 
+from benchmarks.sides.measure import print_head, print_row, seconds_of
 from hybridrl.main import compose
 from hybridrl.metrics import DECLARATIONS
 
@@ -33,18 +34,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="report-") as scratch:
         folder = options.keep or Path(scratch) / "run"
         write_run(folder, num_steps=options.steps)
-        seconds = []
-        for _ in range(_NUM_RUNS):
-            begin = time.perf_counter()
-            subprocess.run(
-                [sys.executable, "-m", "hybridrl.report", str(folder)],
-                check=True,
-                capture_output=True,
-            )
-            seconds.append(time.perf_counter() - begin)
-        print("| file | MB |\n|---|---:|")
+        command = [sys.executable, "-m", "hybridrl.report", str(folder)]
+        make = partial(subprocess.run, command, check=True, capture_output=True)
+        seconds = [seconds_of(make) for _ in range(_NUM_RUNS)]
+        print_head("file", "MB")
         for path in sorted(folder.iterdir()):
-            print(f"| {path.name} | {path.stat().st_size / 1e6:.1f} |")
+            print_row(path.name, f"{path.stat().st_size / 1e6:.1f}")
     print(
         f"\n{options.steps} steps, the whole command: median {statistics.median(seconds):.2f} s, "
         f"{min(seconds):.2f} to {max(seconds):.2f} over {_NUM_RUNS} (limit {_LIMIT_S:.0f} s)"

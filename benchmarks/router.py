@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from benchmarks.algorithms import read_metrics, train
+from benchmarks.sides.measure import print_head, print_row, read_metrics, train
 
 _ROUTERS = {"the manager": "none", "sglang-router": "sglang"}
 _METRICS = (
@@ -35,11 +35,12 @@ def main() -> None:
             words = [f"serving.router={router}", *options.overrides]
             with tempfile.TemporaryDirectory(prefix="router-") as folder:
                 steps[name] += run(Path(folder), words, num_steps=options.steps + 1)[1:]
-    print("| who chooses | cached share of prompt tokens | turns | generate, s | tokens/s |")
-    print("|---|---:|---:|---:|---:|")
+    print_head(
+        *("who chooses", "cached share of prompt tokens", "turns", "generate, s", "tokens/s")
+    )
     for name, measured in steps.items():
         hits, turns, seconds, speed = (median(s[metric] for s in measured) for metric in _METRICS)
-        print(f"| {name} | {hits:.3f} | {turns:.2f} | {seconds:.2f} | {speed:.0f} |")
+        print_row(name, f"{hits:.3f}", f"{turns:.2f}", f"{seconds:.2f}", f"{speed:.0f}")
 
 
 def run(folder: Path, words: list[str], *, num_steps: int) -> list[dict[str, float]]:

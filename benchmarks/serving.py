@@ -16,7 +16,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.sides.answering_engines import AnsweringEngine, Answers
-from benchmarks.sides.timed_engine import TimedEngine
+from benchmarks.sides.drawing import BLUE, ORANGE, Frame, picture, words
+from benchmarks.sides.engines import AnsweringEngine, Answers, TimedEngine
+from benchmarks.sides.measure import in_turns, print_head, print_row, seconds_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig
@@ -78,7 +79,7 @@ def main() -> None:
         write_random_model(config.model.starter, model_folder, seed=0)
         with ray_cluster(config.cluster, num_more_ranks=config.num_server_devices):
             skewed(config, model_folder, num_rounds=options.rounds, num_draws=options.draws)
-            killed(config, model_folder, picture=options.picture)
+            killed(config, model_folder, picture_path=options.picture)
 
 
 # -- skewed lengths -----------------------------------------------------------------------------
@@ -98,22 +99,19 @@ def skewed(
         f"{_NUM_LONG} prompts of {_LONG}; two engines, medians of {num_rounds} rounds (side by "
         f"side: at least {_RATIO}):\n"
     )
-    print("| the long ones | halves, tokens/s | as engines become free, tokens/s | ratio |")
-    print("|---|---:|---:|---:|")
+    print_head("the long ones", "halves, tokens/s", "as engines become free, tokens/s", "ratio")
     with served(config, model_folder) as (server, _):
-        ways = {"halves": in_halves, "free": as_they_become_free}
         drawn = []
         for name, lengths in orders.items():
+            ways = {way: partial(way, server, config, lengths) for way in (in_halves, in_any)}
+            named = {way.__name__: work for way, work in ways.items()}
+            taken = in_turns(named, num_rounds, num_warmup=0)
             tokens = _GROUP_SIZE * sum(lengths)
-            seconds: dict[str, list[float]] = {way: [] for way in ways}
-            for _ in range(num_rounds):
-                for way, sample in ways.items():
-                    seconds[way].append(timed(partial(sample, server, config, lengths)))
-            halves, free = (tokens / statistics.median(seconds[way]) for way in ways)
-            print(f"| {name} | {halves:,.0f} | {free:,.0f} | {free / halves:.2f} |")
-            drawn += [free / halves] if name in list(orders)[1:] else []
-    if drawn:
-        print(f"\nmean ratio of the drawn orders: {statistics.fmean(drawn):.2f}")
+            halves, free = (tokens / statistics.median(seconds) for seconds in taken.values())
+            print_row(name, f"{halves:,.0f}", f"{free:,.0f}", f"{free / halves:.2f}")
+            drawn.append(free / halves)
+    if num_draws:
+        print(f"\nmean ratio of the drawn orders: {statistics.fmean(drawn[1:]):.2f}")
 
 
 def in_halves(server: RolloutServer, config: ExperimentConfig, lengths: Sequence[int]) -> None:
@@ -123,10 +121,8 @@ def in_halves(server: RolloutServer, config: ExperimentConfig, lengths: Sequence
     asyncio.run(together(ask(pools[0], lengths[:half]), ask(pools[1], lengths[half:])))
 
 
-def as_they_become_free(
-    server: RolloutServer, config: ExperimentConfig, lengths: Sequence[int]
-) -> None:
-    """Sample all prompts with both engines."""
+def in_any(server: RolloutServer, config: ExperimentConfig, lengths: Sequence[int]) -> None:
+    """Sample all prompts with both engines, as they become free."""
     asyncio.run(ask(pool_of(server, config, server.serving_engines()), lengths))
 
 
@@ -147,7 +143,7 @@ async def ask(
 # -- a killed engine ----------------------------------------------------------------------------
 
 
-def killed(config: ExperimentConfig, model_folder: Path, *, picture: Path | None) -> None:
+def killed(config: ExperimentConfig, model_folder: Path, *, picture_path: Path | None) -> None:
     """Kill an engine while both sample, and print how long its replacement took."""
     with served(config, model_folder) as (server, engines):
         recovery = Recovery(server, health_timeout_s=config.serving.health_timeout_s)
@@ -157,24 +153,26 @@ def killed(config: ExperimentConfig, model_folder: Path, *, picture: Path | None
     new = engines[-1]
     noticed_s, start_s = new.launched_s - died_s, new.built_s - new.launched_s
     answer_s = new.answers[0][0] - new.built_s
-    print("\nAn engine is killed; both sample without a break:\n\n| what | s |\n|---|---:|")
-    print(f"| from its death to the start of its replacement | {noticed_s:.2f} |")
-    print(f"| the engine's own start | {start_s:.2f} |")
-    print(f"| from there to its first answer, with weights | {answer_s:.2f} |")
-    print(f"| all but its own start (limit {_LIMIT_S:.0f}) | {noticed_s + answer_s:.2f} |")
+    print("\nAn engine is killed; both sample without a break:\n")
+    print_head("what", "s")
+    print_row("from its death to the start of its replacement", f"{noticed_s:.2f}")
+    print_row("the engine's own start", f"{start_s:.2f}")
+    print_row("from there to its first answer, with weights", f"{answer_s:.2f}")
+    print_row(f"all but its own start (limit {_LIMIT_S:.0f})", f"{noticed_s + answer_s:.2f}")
     answers = sorted(answer for engine in engines for answer in engine.answers)
-    began_s, ended_s = answers[0][0], answers[-1][0]
-    print("\n| tokens/s | both | of one alone | with the replacement |\n|---|---:|---:|---:|")
-    phases = ((began_s, died_s), (died_s, new.answers[0][0]), (new.answers[0][0], ended_s))
+    began_s, ended_s, replaced_s = answers[0][0], answers[-1][0], new.answers[0][0]
+    print()
+    print_head("tokens/s", "both", "of one alone", "with the replacement")
+    phases = ((began_s, died_s), (died_s, replaced_s), (replaced_s, ended_s))
     rates = [
         sum(tokens for at_s, tokens in answers if begin < at_s <= end) / (end - begin)
         for begin, end in phases
     ]
-    print(f"| all engines | {rates[0]:,.0f} | {rates[1]:,.0f} | {rates[2]:,.0f} |")
-    if picture is not None:
-        lines = {"killed": died_s - began_s, "replaced": new.answers[0][0] - began_s}
+    print_row("all engines", *(f"{rate:,.0f}" for rate in rates))
+    if picture_path is not None:
+        lines = {"killed": died_s - began_s, "replaced": replaced_s - began_s}
         moments = [(at_s - began_s, tokens) for at_s, tokens in answers]
-        picture.write_text(draw(moments, lines), encoding="utf-8")
+        picture_path.write_text(draw(moments, lines), encoding="utf-8")
 
 
 async def kill_one(
@@ -190,7 +188,7 @@ async def kill_one(
     clients = [asyncio.ensure_future(ask_again_and_again()) for _ in range(2 * num_engines)]
     await asyncio.sleep(_CURVE_S)
     died_s = time.perf_counter()
-    engines[0].end()
+    engines[0].handle.end()
     while len(engines) == num_engines or not engines[-1].answers:
         await asyncio.sleep(0.05)
     await asyncio.sleep(_CURVE_S)
@@ -201,33 +199,22 @@ async def kill_one(
 
 def draw(moments: Sequence[tuple[float, int]], lines: dict[str, float]) -> str:
     """Return an SVG of tokens per second over time, with named moments."""
-    width, height, margin = 760, 260, 40
     rates = [0.0] * (int(moments[-1][0] / _BIN_S) + 1)
     for at_s, tokens in moments:
         rates[int(at_s / _BIN_S)] += tokens / _BIN_S
     rates = rates[:-1] or rates  # the last one is not full
-    per_s = (width - 2 * margin) / (_BIN_S * len(rates))
-    per_rate = (height - 2 * margin) / max(rates)
-    points = " ".join(
-        f"{margin + (n + 0.5) * _BIN_S * per_s:.1f},{height - margin - rate * per_rate:.1f}"
-        for n, rate in enumerate(rates)
-    )
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    font = 'font-family="Helvetica, Arial, sans-serif" font-size="13" fill="#57606a"'
+    frame = Frame(last_x=_BIN_S * len(rates), high=max(rates), height=260)
+    curve = [((n + 0.5) * _BIN_S, rate) for n, rate in enumerate(rates)]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<polyline fill="none" stroke="#4051b5" stroke-width="2.5" points="{points}"/>',
-        f'<text x="{margin}" y="20">tokens/s, at most {max(rates):,.0f}</text>',
+        *frame.axes((), [(0, "0 s"), (frame.last_x, f"{frame.last_x:.0f} s")]),
+        frame.curve(curve, BLUE),
+        words(frame.left, 20, f"tokens/s, at most {max(rates):,.0f}"),
     ]
-    for name, at_s in {"0 s": 0.0, f"{moments[-1][0]:.0f} s": _BIN_S * len(rates), **lines}.items():
-        x = margin + at_s * per_s
-        top = height - margin if name.endswith(" s") else margin
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - margin}" stroke="#d9480f"/>'
-            f'<text x="{x:.1f}" y="{height - 20}" text-anchor="middle">{name}</text>'
-        )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    for name, at_s in lines.items():
+        parts.append(frame.curve([(at_s, 0), (at_s, frame.high)], ORANGE, width=1))
+        x, bottom = frame.pixel((at_s, 0))
+        parts.append(words(x, bottom + 18, name, anchor="middle"))
+    return picture(frame.width, frame.height, parts)
 
 
 # -- engines without a process ------------------------------------------------------------------
@@ -236,8 +223,10 @@ def draw(moments: Sequence[tuple[float, int]], lines: dict[str, float]) -> str:
 def simulated(config: ExperimentConfig, sizes: Sequence[int], num_requests: int) -> None:
     """Print what calling engines costs, by their number."""
     print(f"Engines that answer at once; {num_requests:,} requests of one response:\n")
-    print("| engines | update of all, ms | µs per engine | requests, s | µs per request |")
-    print("|---:|---:|---:|---:|---:|")
+    print_head(
+        *("engines", "update of all, ms", "µs per engine", "requests, s", "µs per request"),
+        num_texts=0,
+    )
     gc.collect()
     gc.freeze()  # else a pass over all objects of the libraries, 0.3 s, falls into some row
     lengths = [1] * num_requests
@@ -251,16 +240,16 @@ def simulated(config: ExperimentConfig, sizes: Sequence[int], num_requests: int)
             server = RolloutServer(plan_of(size), launch, config=config.rollout)
             server.start()
             updates_s = [
-                timed(partial(server.update, Path(folder), version=n)) for n in range(_NUM_UPDATES)
+                seconds_of(partial(server.update, Path(folder), version=n))
+                for n in range(_NUM_UPDATES)
             ]
             pool = pool_of(server, config, server.serving_engines())
-            requests_s = timed(partial(asyncio.run, ask(pool, lengths, num_keys=1)))
+            requests_s = seconds_of(partial(asyncio.run, ask(pool, lengths, num_keys=1)))
             server.shutdown()
         update_s = statistics.median(updates_s[1:])  # the first one pauses nobody
-        print(
-            f"| {size} | {1e3 * update_s:.1f} | {1e6 * update_s / size:.0f} | {requests_s:.2f} | "
-            f"{1e6 * requests_s / num_requests:.0f} |",
-            flush=True,
+        print_row(
+            *(size, f"{1e3 * update_s:.1f}", f"{1e6 * update_s / size:.0f}"),
+            *(f"{requests_s:.2f}", f"{1e6 * requests_s / num_requests:.0f}"),
         )
 
 
@@ -297,9 +286,9 @@ def served(
         placements=resources.lease(),
     )
 
-    def launch(group: GroupPlan, engine: EnginePlan) -> TimedEngine:
+    def launch(group: GroupPlan, engine: EnginePlan) -> EngineHandle:
         engines.append(TimedEngine(start(group, engine)))
-        return engines[-1]
+        return engines[-1].handle
 
     server = RolloutServer(plan, launch, config=config.rollout)
     try:
@@ -323,13 +312,6 @@ def pool_of(
         vocab_size=starter.vocab_size if starter else 0,
         version=server.version,
     )
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that it takes."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":

@@ -11,20 +11,23 @@ from there the next time.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.algorithms import Run, draw, name_of, starter_model
-from benchmarks.publish import ROOT
 from benchmarks.sides.ahead_in_turns import train_in_turns
-from hybridrl.atomic_io import atomic_write_text
-from hybridrl.json_text import to_json_text
+from benchmarks.sides.curves import (
+    Curves,
+    Run,
+    curves_parser,
+    kept,
+    run_of,
+    starter_model,
+    write_picture,
+)
+from benchmarks.sides.measure import print_head, print_row
 
 _WEIGHED = ("algorithm.rollout_correction=importance",)
 _NOTHING = (*_WEIGHED, "algorithm.rollout_correction_args.level=none")
@@ -62,85 +65,51 @@ _OVERRIDES = (
     *("tracking.num_samples_per_step=0", "cluster.num_threads_per_rank=1"),
 )
 
-_CACHE = ROOT / ".cache" / "benchmarks" / "staleness"
-_PICTURE = ROOT / "docs" / "images" / "staleness.svg"
 _ALL = {**SETTINGS, **OTHERS}
-_EFFECTIVE = "policy/effective_sample_fraction"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One finished run."""
-
-    run: Run
-    effective: float | None
-    """Share of the tokens that would estimate as well unweighed: mean of the second half."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = curves_parser("staleness", __doc__)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=_ALL)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
-    parser.add_argument("--cache", type=Path, default=_CACHE, help="folder of finished runs")
-    parser.add_argument("--picture", type=Path, default=_PICTURE, help="SVG to write")
-    parser.add_argument("overrides", nargs="*", help="of the configuration")
     options = parser.parse_args()
-    options.cache.mkdir(parents=True, exist_ok=True)
     overrides = [*_OVERRIDES, *options.overrides]
     model = starter_model(overrides, options.cache)
-    measured: dict[str, list[Measured]] = {title: [] for title in options.settings}
+    curves: dict[str, list[Run]] = {title: [] for title in options.settings}
     for seed in options.seeds:
-        for title in options.settings:
-            words = [*overrides, *_ALL[title][1], f"seed={seed}"]
-            measured[title].append(measure_once(title, words, model, options.cache))
-    print_table(measured)
-    options.picture.parent.mkdir(parents=True, exist_ok=True)
-    curves = {title: [one.run for one in runs] for title, runs in measured.items()}
-    options.picture.write_text(draw(curves), encoding="utf-8")
+        for title, runs in curves.items():
+            max_staleness, correction = _ALL[title]
+            words = [*overrides, *correction, f"seed={seed}"]
+            measure = partial(measured, words, model, max_staleness)
+            runs.append(kept("", [title, *words], options.cache, measure))
+    print_table(curves)
+    write_picture(options.picture, curves)
 
 
-def measure_once(title: str, words: Sequence[str], model: Path, cache: Path) -> Measured:
-    """Return a run from the cache; without one, train it and keep it there."""
+def measured(words: Sequence[str], model: Path, max_staleness: int) -> Run:
     begin = time.perf_counter()
-    command = " ".join([title, *words])
-    kept = cache / f"{name_of(command)}.json"
-    if not kept.is_file():
-        rows = train_in_turns(words, model, _ALL[title][0]).rows
-        minutes = (time.perf_counter() - begin) / 60
-        measured = asdict(read_rows(rows, minutes))
-        atomic_write_text(kept, to_json_text({"command": command, **measured}) + "\n")
-    record = json.loads(kept.read_text(encoding="utf-8"))
-    run = Run(**record["run"])
-    said = " ".join(f"{accuracy:.3f}" for accuracy in run.accuracies)
-    print(f"{title}, {words[-1]}: {said}, {run.minutes:.1f} min", file=sys.stderr, flush=True)
-    return Measured(run, record["effective"])
+    rows = train_in_turns(words, model, max_staleness).rows
+    return run_of(rows, minutes=(time.perf_counter() - begin) / 60)
 
 
-def read_rows(rows: Sequence[Mapping[str, float]], minutes: float) -> Measured:
-    """Read the metrics of all steps."""
-    evaluated = [row for row in rows if "eval/reward/mean" in row]
-    steps = [int(row["step"]) for row in evaluated]
-    shares = [row[_EFFECTIVE] for row in rows if _EFFECTIVE in row]
-    run = Run(steps, [row["eval/reward/mean"] for row in evaluated], minutes)
-    return Measured(run, fmean(shares[len(shares) // 2 :]) if shares else None)
-
-
-def print_table(measured: Mapping[str, Sequence[Measured]]) -> None:
+def print_table(curves: Curves) -> None:
     """Print what each setting came to."""
-    num_seeds = len(next(iter(measured.values())))
-    print(f"Held-out accuracy of greedy responses, {num_seeds} seed(s).\n")
-    print("| rows | steps | before | halfway, mean | final, mean | final, min to max ", end="")
-    print("| best | effective samples, second half |")
-    print("|---|" + "---:|" * 7)
-    for title, runs in measured.items():
-        columns = list(zip(*(one.run.accuracies for one in runs), strict=True))
-        final, best = columns[-1], max(max(one.run.accuracies) for one in runs)
+    print(f"Held-out accuracy of greedy responses, {len(next(iter(curves.values())))} seed(s).\n")
+    print_head(
+        *("rows", "steps", "before", "halfway, mean", "final, mean", "final, min to max", "best"),
+        "effective samples, second half",
+    )
+    for title, runs in curves.items():
+        columns = list(zip(*(one.accuracies for one in runs), strict=True))
+        final = columns[-1]
+        means = [fmean(columns[at]) for at in (0, len(columns) // 2, -1)]
         shares = [one.effective for one in runs if one.effective is not None]
-        effective = f"{fmean(shares):.2f}" if shares else ""
-        print(
-            f"| {title} | {runs[0].run.steps[-1]} | {fmean(columns[0]):.3f} "
-            f"| {fmean(columns[len(columns) // 2]):.3f} | {fmean(final):.3f} "
-            f"| {min(final):.3f} to {max(final):.3f} | {best:.3f} | {effective} |"
+        print_row(
+            title,
+            runs[0].steps[-1],
+            *(f"{one:.3f}" for one in means),
+            f"{min(final):.3f} to {max(final):.3f}",
+            f"{max(max(one.accuracies) for one in runs):.3f}",
+            f"{fmean(shares):.2f}" if shares else "",
         )
 
 

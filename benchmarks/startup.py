@@ -22,8 +22,8 @@ from pathlib import Path
 
 import psutil
 
-_ROOT = Path(__file__).resolve().parents[1]
-_CACHE = _ROOT / ".cache" / "benchmarks" / "models"
+from benchmarks.sides.measure import CACHE, ROOT, print_head, print_row
+
 _LIMIT_S = 12.0
 _TIMEOUT_S = 180.0
 _POLL_S = 0.02
@@ -45,7 +45,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="of each kind")
     parser.add_argument("--kinds", nargs="+", choices=list(_KINDS), default=list(_KINDS))
-    parser.add_argument("--models", type=Path, default=_CACHE, help="cache of starter models")
+    parser.add_argument(
+        "--models", type=Path, default=CACHE / "models", help="cache of starter models"
+    )
     parser.add_argument("overrides", nargs="*", help="of the configuration")
     options = parser.parse_args()
     runs: dict[str, list[Run]] = {kind: [] for kind in options.kinds}
@@ -70,7 +72,7 @@ def watch(overrides: list[str], run_dir: Path, models: Path) -> Run:
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(
-            command, cwd=_ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         ) as process,
     ):
         signs = dict(zip(_EVENTS, signs_of(process, run_dir), strict=True))
@@ -109,14 +111,10 @@ def descendants(pid: int) -> Iterator[str]:
 
 def print_table(runs: dict[str, list[Run]]) -> None:
     """Print medians, with the range of the one that has a limit."""
-    print("| seconds after the command, median | " + " | ".join(runs) + " |")
-    print("|---|" + "---:|" * len(runs))
+    print_head("seconds after the command, median", *runs)
     for event in _EVENTS:
-        cells = []
-        for several in runs.values():
-            seconds = [run[event] for run in several if event in run]
-            cells.append(f"{statistics.median(seconds):.1f}" if seconds else "")
-        print(f"| {event} | " + " | ".join(cells) + " |")
+        found = [[run[event] for run in several if event in run] for several in runs.values()]
+        print_row(event, *(f"{statistics.median(s):.1f}" if s else "" for s in found))
     for kind, several in runs.items():
         ends = [run["step 1 recorded"] for run in several]
         print(

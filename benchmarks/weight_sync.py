@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.sides.measure import in_turns, print_head, print_row, seconds_of
 from hybridrl.config.load import load_config
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.main import compose
@@ -102,27 +102,28 @@ def measure(
 ) -> None:
     """Send the weights in rounds, the transports taking turns."""
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
-    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *TRANSPORTS)}
-    for _ in range(1 + arguments.rounds):
-        seconds["memcpy"].append(timed(lambda: [t.clone() for t in weights.values()]))
-        for transport in TRANSPORTS:
-            use(engine, transport)
-            seconds[transport].append(
-                timed(lambda: send(engine, weights, bucket_bytes=arguments.bucket_mib * 2**20))
-            )
-    copied = statistics.median(seconds["memcpy"][1:])
-    write(f"{num_bytes / 2**20:.0f} MiB in buckets of {arguments.bucket_mib} MiB, median of ")
-    write(f"{arguments.rounds} rounds after one to warm up\n\n")
-    write("| transport | seconds | GB/s | times memcpy | ms a tiny bucket |\n")
-    write("|---|---:|---:|---:|---:|\n")
+    bucket_mib, sent_s = arguments.bucket_mib, dict[str, list[float]]()
+
+    def send_by(transport: Transport) -> None:
+        use(engine, transport)
+        took = seconds_of(lambda: send(engine, weights, bucket_bytes=bucket_mib * 2**20))
+        sent_s.setdefault(transport, []).append(took)
+
+    ways: dict[str, Callable[[], object]] = {t: partial(send_by, t) for t in TRANSPORTS}
+    memcpy = partial(lambda: [tensor.clone() for tensor in weights.values()])
+    taken = in_turns({"memcpy": memcpy, **ways}, arguments.rounds)
+    medians = {"memcpy": statistics.median(taken["memcpy"])}
+    medians |= {name: statistics.median(seconds[1:]) for name, seconds in sent_s.items()}
     tiny_ms: dict[str, str] = {
         name: f"{1e3 * tiny_bucket(engine, name, weights):.1f}" for name in TRANSPORTS
     }
-    for name, every in seconds.items():
-        median = statistics.median(every[1:])
-        tiny = "" if name == "memcpy" else tiny_ms[name]
-        rate = num_bytes / median / 1e9
-        write(f"| {name} | {median:.3f} | {rate:.2f} | {median / copied:.1f} | {tiny} |\n")
+    print(f"{num_bytes / 2**20:.0f} MiB in buckets of {bucket_mib} MiB, median of ", end="")
+    print(f"{arguments.rounds} rounds after one to warm up\n")
+    print_head("transport", "seconds", "GB/s", "times memcpy", "ms a tiny bucket")
+    for name, seconds in medians.items():
+        ratio = f"{seconds / medians['memcpy']:.1f}"
+        rate = f"{num_bytes / seconds / 1e9:.2f}"
+        print_row(name, f"{seconds:.3f}", rate, ratio, tiny_ms.get(name, ""))
 
 
 def use(engine: SGLangEngine, transport: Transport) -> None:
@@ -158,22 +159,10 @@ def tiny_bucket(engine: SGLangEngine, transport: Transport, weights: dict[str, T
         staged = engine.stage(list(norm.items()))
         engine.load(staged, [staged.make_handle()])
 
-    took = [timed(send_one) for _ in range(NUM_SMALL_BUCKETS)]
+    took = [seconds_of(send_one) for _ in range(NUM_SMALL_BUCKETS)]
     engine.release_buffers()
     engine.finish_update(version=0)
     return statistics.median(took)
-
-
-def timed(action: Callable[[], object]) -> float:
-    """Return the seconds that ``action`` takes."""
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
-
-
-def write(text: str) -> None:
-    """Print without a newline of its own."""
-    sys.stdout.write(text)
 
 
 if __name__ == "__main__":

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import re
 import statistics
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.gpu_parts.bench import Bench
-from benchmarks.gpu_parts.server import LOGGING
-from benchmarks.gpu_parts.watch import DeviceWatch, free_after_all
-from hybridrl.batch import PromptBatch, RolloutBatch, TrainBatch, jagged, spread_over_tokens
+from benchmarks.sides.one_rank import (
+    build_worker,
+    draw_prompts,
+    sampling_of,
+    stand_alone,
+    train_batch,
+)
+from hybridrl.batch import PromptBatch, spread_over_tokens
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.diagnostics import trace
+from hybridrl.diagnostics.trace_file import Event
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.sampler import SamplingParams
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.single_turn import single_turn
@@ -32,6 +38,67 @@ from hybridrl.workers.train.protocol import TrainState
 _PROBES = 4
 _CHUNK_TOKENS = 1024
 """Logits of 152,000 words take 10 GiB for 4096 tokens: too much beside the training state of 7B."""
+
+_EVERY_S = 0.002
+_CAPTURE = re.compile(r"Capture (.+?) begin\.")
+_LOGGING = ("log_level=info", "log_level_http=warning")
+"""Engine arguments without which the server does not write what is counted here."""
+
+
+class DeviceWatch:
+    """Samples the device's used memory while it is open: training and engine share the device.
+
+    The engine is a process of its own, so torch's own peak would not see it. On a CPU it sees
+    nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._samples: list[tuple[int, int]] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> DeviceWatch:
+        if self._device.type == "cuda":
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def peaks(self, events: Iterable[Event]) -> dict[str, int]:
+        """Return the largest number of used bytes seen within each kind of span.
+
+        A stage shorter than the interval of 2 ms may be missing.
+        """
+        found: dict[str, int] = {}
+        for span in events:
+            begin_ns, end_ns = 1000 * span["ts"], 1000 * (span["ts"] + span["dur"])
+            within = [used for at, used in self._samples if begin_ns <= at <= end_ns]
+            if within:
+                found[span["name"]] = max(found.get(span["name"], 0), *within)
+        return found
+
+    def _sample(self) -> None:
+        while not self._end.wait(_EVERY_S):
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._samples.append((time.time_ns(), total - free))
+
+
+def free_after_all(device: torch.device) -> int | None:
+    """Return the free bytes once nothing runs and nothing is cached; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +179,7 @@ def read_setup(bench: Bench, setup: Setup) -> ExperimentConfig:
     if bench.engine == "sglang":
         words += [f"rollout.memory_fraction={setup.memory_fraction}"]
         words += [f"rollout.num_slots={setup.num_prompts * setup.group_size}"]
-        arguments = (*bench.engine_args, *(LOGGING if on_cuda else ()))
+        arguments = (*bench.engine_args, *(_LOGGING if on_cuda else ()))
         words += [f"+rollout.engine_args.{word}" for word in arguments]
     if setup.lora_base is not None:
         words += ["lora=default", "lora.rank=32", f"lora.base={setup.lora_base}"]
@@ -132,14 +199,12 @@ class Rank:
         self._generator = torch.Generator().manual_seed(0)
         self._num_steps = 0
         stand_alone()
-        assert self.config.model.path is not None
-        built_from = (self.config, bench.model(setup.shape))
         begin = time.perf_counter()
-        self.worker = ActorRolloutWorker.__new__(ActorRolloutWorker, *built_from)
-        self.worker.fused = {"actor": self.worker}
-        ActorRolloutWorker.__init__(self.worker, *built_from)
+        self.worker: ActorRolloutWorker = build_worker(
+            "actor", ActorRolloutWorker, self.config, bench.model(setup.shape), fused={}
+        )
         self.start_s = time.perf_counter() - begin
-        self.probes = [self._prompts(1, seed=n) for n in range(_PROBES)]
+        self.probes = [self.prompts(1, seed=n) for n in range(_PROBES)]
 
     def __enter__(self) -> Rank:
         return self
@@ -172,12 +237,13 @@ class Rank:
         """Sample and update once; returns seconds and metrics."""
         self._num_steps += 1
         begin = time.perf_counter()
-        rollouts = self.worker.generate(
-            self._prompts(self.setup.num_prompts, seed=100 + self._num_steps), self.sampling()
-        )
+        prompts = self.prompts(self.setup.num_prompts, seed=100 + self._num_steps)
+        rollouts = self.worker.generate(prompts, sampling_of(self.config))
         middle = time.perf_counter()
         assert rollouts is not None
-        metrics = self.worker.update(self._as_batch(rollouts), kl_coefficient=0.0)
+        advantages_B = torch.randn(len(rollouts), generator=self._generator)
+        batch = train_batch(rollouts, spread_over_tokens(advantages_B, rollouts.response_mask_BL))
+        metrics = self.worker.update(batch, kl_coefficient=0.0)
         end = time.perf_counter()
         return {name: metric.value for name, metric in metrics.items()} | {
             "generate_s": middle - begin,
@@ -188,8 +254,9 @@ class Rank:
         """Wake the engine, ask the probes greedily one by one, and put it to sleep."""
         self.worker.sharding.take_metrics()
         trace.take()
-        with DeviceWatch(self._device) as watch:
-            answers, seconds = self._one_phase()
+        with DeviceWatch(self._device) as watch, self.worker.sharding.rollout_phase() as engine:
+            assert engine is not None
+            answers, seconds = self.ask(engine)
         events = trace.take()
         metrics = self.worker.sharding.take_metrics()
         return Cycle(
@@ -201,52 +268,17 @@ class Rank:
             logprobs=[answer[1] for answer in answers],
         )
 
-    def _one_phase(self) -> tuple[list[tuple[list[int], list[float]]], float]:
-        with self.worker.sharding.rollout_phase() as engine:
-            assert engine is not None
-            return self.ask(engine)
-
     def ask(self, engine: RolloutEngine) -> tuple[list[tuple[list[int], list[float]]], float]:
         """Ask the probes one by one; returns tokens and log-probs of each, and the seconds."""
-        greedy = replace(self.sampling(), num_responses_per_prompt=1, temperature=0.0)
+        greedy = replace(sampling_of(self.config), num_responses_per_prompt=1, temperature=0.0)
         begin = time.perf_counter()
         responses = [engine.run(single_turn(probe, greedy))[0] for probe in self.probes]
         seconds = time.perf_counter() - begin
         return [(r.token_ids.tolist(), r.logprobs.tolist()) for r in responses], seconds
 
-    def sampling(self) -> SamplingParams:
-        """Return how this setup samples."""
-        return SamplingParams(
-            num_responses_per_prompt=self.setup.group_size,
-            max_response_tokens=self.setup.response_tokens,
-            temperature=1.0,
-        )
-
-    def _prompts(self, number: int, *, seed: int) -> PromptBatch:
-        generator = torch.Generator().manual_seed(seed)
-        length = self.setup.prompt_tokens
-        return PromptBatch(
-            token_ids_PL=jagged(
-                [torch.randint(3, 250, (length,), generator=generator) for _ in range(number)]
-            ),
-            prompt_index_P=torch.arange(number) + 1000 * seed,
-            seed_P=torch.arange(number) + 1000 * seed,
-            batch_size=[number],
-        )
-
     def prompts(self, number: int, *, seed: int) -> PromptBatch:
         """Draw prompts of the setup's length."""
-        return self._prompts(number, seed=seed)
-
-    def _as_batch(self, rollouts: RolloutBatch) -> TrainBatch:
-        advantages_B = torch.randn(len(rollouts), generator=self._generator)
-        return TrainBatch(
-            token_ids_BL=rollouts.token_ids_BL,
-            response_mask_BL=rollouts.response_mask_BL,
-            advantages_BL=spread_over_tokens(advantages_B, rollouts.response_mask_BL),
-            sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
-            batch_size=[len(rollouts)],
-        )
+        return draw_prompts(number, self.setup.prompt_tokens, seed=seed, first_index=1000 * seed)
 
 
 def medians(cycles: Iterable[Cycle]) -> dict[str, float]:
@@ -275,11 +307,10 @@ def largest_difference(cycles: list[Cycle]) -> float:
 
 
 def _stages(metrics: Metrics) -> dict[str, float]:
-    prefix = "time/"
     return {
-        name[len(prefix) :].removesuffix("_s"): metric.value
+        name.removeprefix("time/").removesuffix("_s"): metric.value
         for name, metric in metrics.items()
-        if name.startswith(prefix)
+        if name.startswith("time/")
     }
 
 
@@ -291,13 +322,32 @@ def _bytes(metrics: Metrics) -> dict[str, int]:
     }
 
 
-def stand_alone() -> None:
-    """Be a group of one: what a launcher would put into the environment."""
-    if dist.is_initialized():
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def server_of(engine: RolloutEngine) -> Any:  # noqa: ANN401 - `Server`, which only SGLang's has
+    """Return the server of an engine that has one; None of the embedded engine."""
+    return vars(engine).get("_server")
+
+
+def count_graph_captures(engine: RolloutEngine) -> int | None:
+    """Return how often the server captured its CUDA graphs of one kind; the most of any kind.
+
+    SGLang captures graphs of decode steps and, where it chooses to, of prefill; each kind once, at
+    its start. None where there is no server, or its log shows no capture.
+    """
+    server = server_of(engine)
+    if server is None:
+        return None
+    text = server.process.log_file.read_text(encoding="utf-8", errors="replace")
+    kinds = Counter(_CAPTURE.findall(text))
+    return max(kinds.values()) if kinds else None
+
+
+def checksums(engine: RolloutEngine) -> dict[str, str]:
+    """Return the server's own checksum of each tensor that it compares, by its name there."""
+    server = server_of(engine)
+    if server is None:
+        raise TypeError("only a server tells checksums of its tensors")
+    answer = server.post("/weights_checker", action="checksum")
+    found: dict[str, str] = {}
+    for number, rank in enumerate(answer["ranks"]):
+        found |= {f"{number}:{name}": value for name, value in rank["checksums"].items()}
+    return found

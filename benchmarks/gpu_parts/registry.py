@@ -4,181 +4,129 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.gpu_parts import (
-    checks,
-    cycle,
-    fraction,
-    learn,
-    lora,
-    megatron,
-    mfu,
-    rollout,
-    start_up,
-    sync,
-    transfers,
-    wake,
-)
-from benchmarks.gpu_parts.bench import Part
-from benchmarks.gpu_parts.machine import Needs
-from benchmarks.gpu_parts.mfu import Variant
+from benchmarks.gpu_parts import commands, cycle, rollout, training, transfers
+from benchmarks.gpu_parts.bench import Needs, Part
+from benchmarks.gpu_parts.training import both
 
-_MFU_8B = (
-    Variant("qwen3-8b", "bfloat16", checkpointing=False),
-    Variant("qwen3-8b", "bfloat16", checkpointing=True),
-)
-_MFU_3B = (
-    Variant("qwen2.5-3b", "float32", checkpointing=False),
-    Variant("qwen2.5-3b", "float32", checkpointing=True),
-)
-_MFU_MEGATRON = (
-    Variant("qwen2.5-3b", "float32", checkpointing=False, engine="megatron"),
-    Variant("qwen2.5-3b", "float32", checkpointing=True, engine="megatron"),
-)
-"""Full fine-tuning of 8B takes 18 bytes a parameter on one rank: more than such a device has."""
-
-_MFU_MEGATRON_LORA = (
-    Variant("qwen3-8b", "bfloat16", checkpointing=True, engine="megatron", has_adapter=True),
-    Variant("qwen3-8b", "bfloat16", checkpointing=False, engine="megatron", has_adapter=True),
-)
+_TEN = "ten cycles of full fine-tuning"
+_LORA = "ten cycles of LoRA rank 32, 7B, base"
+_PACKS = "packs of 8k tokens"
+_SMALL, _LARGE = Needs(75, 40, 16, "sglang"), Needs(75, 60, 16, "sglang")
 
 PARTS = (
     Part(
-        name="start_up",
-        title="versions, memory, disk, rate of a matrix product",
-        run=start_up.run,
-        about_s=30,
+        "start_up",
+        "versions, memory, disk, rate of a matrix product",
+        transfers.run_start_up,
+        30,
     ),
     Part(
-        name="transfers",
-        title="pinned bandwidth both ways, device copies, offload and restore of odd tensors",
-        run=transfers.run,
-        needs=Needs(device=40, host=40),
-        about_s=40,
+        "transfers",
+        "pinned bandwidth both ways, device copies, offload and restore of odd tensors",
+        transfers.run,
+        40,
+        Needs(40, 40),
+    ),
+    Part("checks", "`pytest -m gpu`", commands.run_checks, 280),
+    Part(
+        "cycle_0_5b",
+        f"{_TEN}, 0.5B",
+        partial(cycle.run, shape="qwen2.5-0.5b", memory_fraction=0.5),
+        100,
+        Needs(40, 24, 2, "sglang"),
     ),
     Part(
-        name="checks",
-        title="`pytest -m gpu`",
-        run=checks.run,
-        about_s=280,
+        "learn",
+        "a GRPO run from the command line learns the default task",
+        commands.run_learn,
+        180,
+        Needs(20, 24, 0, "sglang"),
     ),
     Part(
-        name="cycle_0_5b",
-        title="ten cycles of full fine-tuning, 0.5B",
-        run=partial(cycle.run, shape="qwen2.5-0.5b", memory_fraction=0.5),
-        needs=Needs(device=40, host=24, disk=2, sglang=True),
-        about_s=100,
+        "sync_8b",
+        "full sync of 8B in bfloat16",
+        cycle.run_sync,
+        140,
+        Needs(75, 48, 17, "sglang"),
     ),
     Part(
-        name="learn",
-        title="a GRPO run from the command line learns the default task",
-        run=learn.run,
-        needs=Needs(device=20, host=24, sglang=True),
-        about_s=180,
+        "cycle_7b",
+        f"{_TEN}, 7B with float32 masters",
+        partial(cycle.run, shape="qwen2.5-7b", memory_fraction=0.85),
+        240,
+        Needs(130, 110, 16, "sglang"),
     ),
     Part(
-        name="sync_8b",
-        title="full sync of 8B in bfloat16",
-        run=sync.run,
-        needs=Needs(device=75, host=48, disk=17, sglang=True),
-        about_s=140,
+        "lora_backup",
+        f"{_LORA} kept on the host",
+        partial(cycle.run_lora, base="backup"),
+        120,
+        _LARGE,
     ),
     Part(
-        name="cycle_7b",
-        title="ten cycles of full fine-tuning, 7B with float32 masters",
-        run=partial(cycle.run, shape="qwen2.5-7b", memory_fraction=0.85),
-        needs=Needs(device=130, host=110, disk=16, sglang=True),
-        about_s=240,
+        "lora_resident",
+        f"{_LORA} resident",
+        partial(cycle.run_lora, base="resident"),
+        110,
+        _SMALL,
+    ),
+    Part("lora_resend", f"{_LORA} sent again", partial(cycle.run_lora, base="resend"), 110, _SMALL),
+    Part(
+        "lora_garbage",
+        "LoRA without a copy and without the ledger's guard, once, on purpose",
+        cycle.run_garbage,
+        120,
+        _LARGE,
+    ),
+    Part("wake", "staged wake-up against a single stage, 7B", cycle.run_wake, 230, _LARGE),
+    *(
+        Part(
+            f"fraction_{percent}",
+            f"ten GRPO steps of 7B at memory fraction {percent / 100}",
+            partial(cycle.run_steps, memory_fraction=percent / 100),
+            270,
+            _LARGE,
+        )
+        for percent in (90, 95)
+    ),
+    Part("rollout", "rollout tokens/s beside SGLang alone, 7B", rollout.run, 230, _SMALL),
+    Part(
+        "mfu_8b",
+        f"training MFU, 8B shape in bfloat16, {_PACKS}",
+        partial(training.run, variants=both("qwen3-8b", "bfloat16")),
+        150,
+        Needs(75, 40, 17),
     ),
     Part(
-        name="lora_backup",
-        title="ten cycles of LoRA rank 32, 7B, base kept on the host",
-        run=partial(lora.run, base="backup"),
-        needs=Needs(device=75, host=60, disk=16, sglang=True),
-        about_s=120,
+        "mfu_3b",
+        f"training MFU, 3B shape with float32 masters, {_PACKS}",
+        partial(training.run, variants=both("qwen2.5-3b", "float32")),
+        100,
+        Needs(75, 40, 7),
     ),
     Part(
-        name="lora_resident",
-        title="ten cycles of LoRA rank 32, 7B, base resident",
-        run=partial(lora.run, base="resident"),
-        needs=Needs(device=75, host=40, disk=16, sglang=True),
-        about_s=110,
+        "megatron_mfu_3b",
+        f"megatron-core: training MFU, 3B shape with float32 masters, {_PACKS}",
+        partial(training.run, variants=both("qwen2.5-3b", "float32", engine="megatron")),
+        120,
+        Needs(75, 40, 7, "megatron-core"),
     ),
     Part(
-        name="lora_resend",
-        title="ten cycles of LoRA rank 32, 7B, base sent again",
-        run=partial(lora.run, base="resend"),
-        needs=Needs(device=75, host=40, disk=16, sglang=True),
-        about_s=110,
+        "megatron_mfu_8b_lora",
+        f"megatron-core: training MFU, 8B shape, LoRA of rank 32, {_PACKS}",
+        partial(
+            training.run,
+            variants=both("qwen3-8b", "bfloat16", engine="megatron", has_adapter=True),
+        ),
+        150,
+        Needs(75, 40, 17, "megatron-core"),
     ),
     Part(
-        name="lora_garbage",
-        title="LoRA without a copy and without the ledger's guard, once, on purpose",
-        run=lora.run_garbage,
-        needs=Needs(device=75, host=60, disk=16, sglang=True),
-        about_s=120,
-    ),
-    Part(
-        name="wake",
-        title="staged wake-up against a single stage, 7B",
-        run=wake.run,
-        needs=Needs(device=75, host=60, disk=16, sglang=True),
-        about_s=230,
-    ),
-    Part(
-        name="fraction_90",
-        title="ten GRPO steps of 7B at memory fraction 0.9",
-        run=partial(fraction.run, memory_fraction=0.9),
-        needs=Needs(device=75, host=60, disk=16, sglang=True),
-        about_s=270,
-    ),
-    Part(
-        name="fraction_95",
-        title="ten GRPO steps of 7B at memory fraction 0.95",
-        run=partial(fraction.run, memory_fraction=0.95),
-        needs=Needs(device=75, host=60, disk=16, sglang=True),
-        about_s=270,
-    ),
-    Part(
-        name="rollout",
-        title="rollout tokens/s beside SGLang alone, 7B",
-        run=rollout.run,
-        needs=Needs(device=75, host=40, disk=16, sglang=True),
-        about_s=230,
-    ),
-    Part(
-        name="mfu_8b",
-        title="training MFU, 8B shape in bfloat16, packs of 8k tokens",
-        run=partial(mfu.run, variants=_MFU_8B),
-        needs=Needs(device=75, host=40, disk=17),
-        about_s=150,
-    ),
-    Part(
-        name="mfu_3b",
-        title="training MFU, 3B shape with float32 masters, packs of 8k tokens",
-        run=partial(mfu.run, variants=_MFU_3B),
-        needs=Needs(device=75, host=40, disk=7),
-        about_s=100,
-    ),
-    Part(
-        name="megatron_mfu_3b",
-        title="megatron-core: training MFU, 3B shape with float32 masters, packs of 8k tokens",
-        run=partial(mfu.run, variants=_MFU_MEGATRON),
-        needs=Needs(device=75, host=40, disk=7, megatron=True),
-        about_s=120,
-    ),
-    Part(
-        name="megatron_mfu_8b_lora",
-        title="megatron-core: training MFU, 8B shape, LoRA of rank 32, packs of 8k tokens",
-        run=partial(mfu.run, variants=_MFU_MEGATRON_LORA),
-        needs=Needs(device=75, host=40, disk=17, megatron=True),
-        about_s=150,
-    ),
-    Part(
-        name="megatron_offload",
-        title="megatron-core: 3B leaves the device and comes back; what stays on it",
-        run=megatron.run,
-        needs=Needs(device=75, host=80, disk=7, megatron=True),
-        about_s=120,
+        "megatron_offload",
+        "megatron-core: 3B leaves the device and comes back; what stays on it",
+        training.run_offload,
+        120,
+        Needs(75, 80, 7, "megatron-core"),
     ),
 )
 """What each needs is added up from 16 bytes a parameter that learns, 2 of a copy, and the engine's

@@ -20,14 +20,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 from transformers.utils import logging as transformers_logging
 
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.models.architecture import Architecture, read_architecture
 
 _FILE_BYTES = 4 * 2**30
 _STD = 0.02
 _CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Shape:
     """The sizes of one published model."""
 
@@ -38,110 +37,28 @@ class Shape:
     num_key_value_heads: int
     intermediate_size: int
     vocab_size: int
-    is_tied: bool
     head_size: int
 
     num_parameters: int
     """What transformers counts; a test compares."""
 
+    is_tied: bool = False
+
 
 SHAPES = {
-    "qwen2.5-0.5b": Shape(
-        family="qwen2",
-        hidden_size=896,
-        num_layers=24,
-        num_heads=14,
-        num_key_value_heads=2,
-        intermediate_size=4864,
-        vocab_size=151936,
-        is_tied=True,
-        head_size=64,
-        num_parameters=494_032_768,
-    ),
-    "qwen2.5-1.5b": Shape(
-        family="qwen2",
-        hidden_size=1536,
-        num_layers=28,
-        num_heads=12,
-        num_key_value_heads=2,
-        intermediate_size=8960,
-        vocab_size=151936,
-        is_tied=True,
-        head_size=128,
-        num_parameters=1_543_714_304,
-    ),
-    "qwen2.5-3b": Shape(
-        family="qwen2",
-        hidden_size=2048,
-        num_layers=36,
-        num_heads=16,
-        num_key_value_heads=2,
-        intermediate_size=11008,
-        vocab_size=151936,
-        is_tied=True,
-        head_size=128,
-        num_parameters=3_085_938_688,
-    ),
-    "qwen2.5-7b": Shape(
-        family="qwen2",
-        hidden_size=3584,
-        num_layers=28,
-        num_heads=28,
-        num_key_value_heads=4,
-        intermediate_size=18944,
-        vocab_size=152064,
-        is_tied=False,
-        head_size=128,
-        num_parameters=7_615_616_512,
-    ),
-    "qwen3-8b": Shape(
-        family="qwen3",
-        hidden_size=4096,
-        num_layers=36,
-        num_heads=32,
-        num_key_value_heads=8,
-        intermediate_size=12288,
-        vocab_size=151936,
-        is_tied=False,
-        head_size=128,
-        num_parameters=8_190_735_360,
-    ),
-    "small": Shape(
-        family="qwen3",
-        hidden_size=512,
-        num_layers=4,
-        num_heads=8,
-        num_key_value_heads=4,
-        intermediate_size=1024,
-        vocab_size=2048,
-        is_tied=False,
-        head_size=64,
-        num_parameters=11_539_456,
-    ),
-    "tiny": Shape(
-        family="qwen3",
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        vocab_size=512,
-        is_tied=False,
-        head_size=16,
-        num_parameters=139_648,
-    ),
+    "qwen2.5-0.5b": Shape("qwen2", 896, 24, 14, 2, 4864, 151936, 64, 494_032_768, is_tied=True),
+    "qwen2.5-1.5b": Shape("qwen2", 1536, 28, 12, 2, 8960, 151936, 128, 1_543_714_304, is_tied=True),
+    "qwen2.5-3b": Shape("qwen2", 2048, 36, 16, 2, 11008, 151936, 128, 3_085_938_688, is_tied=True),
+    "qwen2.5-7b": Shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 128, 7_615_616_512),
+    "qwen3-8b": Shape("qwen3", 4096, 36, 32, 8, 12288, 151936, 128, 8_190_735_360),
+    "small": Shape("qwen3", 512, 4, 8, 4, 1024, 2048, 64, 11_539_456),
+    "tiny": Shape("qwen3", 64, 2, 4, 2, 128, 512, 16, 139_648),
 }
 """By name. ``tiny`` stands for each of the others in a dry run, ``small`` serves tests on a GPU."""
 
 
 def ensure_model(name: str, folder: Path, *, device: torch.device) -> Path:
-    """Return a Hugging Face folder with random bfloat16 weights of that shape; make it if need be.
-
-    Args:
-        name: key of ``SHAPES``.
-        folder: where made models are kept.
-        device: draws the numbers.
-    """
+    """Return a Hugging Face folder with random bfloat16 weights; make it if need be."""
     target = folder / name
     if target.is_dir():
         return target
@@ -153,11 +70,6 @@ def ensure_model(name: str, folder: Path, *, device: torch.device) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return target
-
-
-def shape_in(folder: Path) -> Architecture:
-    """Return the sizes as planning reads them from a made folder."""
-    return read_architecture(folder)
 
 
 def config_of(shape: Shape) -> PretrainedConfig:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import torch.distributed as dist
 
-from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
-from hybridrl.config.experiment import ExperimentConfig
+from benchmarks.sides.one_rank import build_worker, stand_alone
+from hybridrl.batch import PromptBatch, RolloutBatch
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
@@ -60,17 +59,9 @@ class SamplingInTurns:
             raise TypeError("the worker has no engine")
         return rollouts
 
-    def take_agent_metrics(self) -> Metrics:
-        """Ask the worker."""
-        return self.worker.take_agent_metrics()
-
-    def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
-        """Ask the worker."""
-        return self.worker.compute_logprobs(rollouts)
-
-    def update(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
-        """Ask the worker."""
-        return self.worker.update(batch, kl_coefficient=kl_coefficient)
+    def __getattr__(self, name: str) -> object:
+        """Leave all else to the worker."""
+        return getattr(self.worker, name)
 
 
 @dataclass
@@ -83,33 +74,19 @@ class Recorded:
         """Keep them."""
         self.rows.append({"step": step, **{name: one.value for name, one in metrics.items()}})
 
-    def begin_step(self, step: int) -> None:
+    def nothing(self, *_: object) -> None:
         """Do nothing."""
 
-    def phase(self, name: str) -> None:
-        """Do nothing."""
-
-    def progress(self, text: str) -> None:
-        """Do nothing."""
-
-    def samples(self, step: int, taken: object) -> None:
-        """Do nothing."""
+    begin_step = phase = progress = samples = nothing
 
 
 def train_in_turns(overrides: Sequence[str], model: Path, max_staleness: int) -> Recorded:
-    """Train in this process.
-
-    Args:
-        overrides: of the configuration; with ``max_staleness`` above 0 a correction is among them.
-        model: folder to start from.
-        max_staleness: K.
-    """
+    """Train in this process; with a staleness above 0, a correction is among the overrides."""
     words = [*overrides, f"model.path={model}", "model.starter=null", "trainer.run_dir=unused"]
     torch.set_num_threads(1)
-    if not dist.is_initialized():  # the worker uses it
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    stand_alone()
     config = load_config(compose(words))
-    worker = _worker_of(config, model)
+    worker = build_worker("actor", ActorRolloutWorker, config, model, fused={})
     if max_staleness:
         config = load_config(compose([*words, *_AHEAD, f"trainer.max_staleness={max_staleness}"]))
     policy = SamplingInTurns(worker, config.trainer.num_prompts_per_step)
@@ -120,10 +97,3 @@ def train_in_turns(overrides: Sequence[str], model: Path, max_staleness: int) ->
     if recorded.rows[-1]["step"] < config.trainer.num_steps:
         raise KeyboardInterrupt("a signal stopped the training")  # an unfinished run is not kept
     return recorded
-
-
-def _worker_of(config: ExperimentConfig, model: Path) -> ActorRolloutWorker:
-    worker = ActorRolloutWorker.__new__(ActorRolloutWorker, config, model)
-    worker.fused = {"actor": worker}
-    worker.__init__(config, model)  # type: ignore[misc]
-    return worker

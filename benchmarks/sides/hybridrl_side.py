@@ -9,18 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import cast
+from typing import Any
 
-import yaml
-
-from hybridrl.config.load import load_config
-from hybridrl.main import compose
+from benchmarks.sides.records import train_with
 from hybridrl.metrics import Metrics
-from hybridrl.run.cluster import ray_cluster
-from hybridrl.run.record import RunFolder, open_record
-from hybridrl.run.train import train
+from hybridrl.run.record import RunFolder
 
 _REPORTED = {
     "generate": "time/generate_s",
@@ -61,11 +56,6 @@ class GatedRecord(RunFolder):
 
     gate: Gate = field(kw_only=True)
 
-    @classmethod
-    def around(cls, record: RunFolder, gate: Gate) -> GatedRecord:
-        """Take over a run's record."""
-        return cls(**{one.name: getattr(record, one.name) for one in fields(record)}, gate=gate)
-
     def record(self, step: int, metrics: Metrics) -> None:
         """Record and report."""
         super().record(step, metrics)
@@ -80,38 +70,24 @@ def main() -> None:
     parser.add_argument("--connection", type=int, required=True, help="file descriptor")
     options = parser.parse_args()
     settings = json.loads(options.settings)
-    composed = compose([*overrides(settings), *options.overrides])
-    config = load_config(composed)
-    with (
-        Connection(options.connection) as parent,
-        open_record(config, resolved_yaml=yaml.safe_dump(composed)) as record,
-        ray_cluster(config.cluster),
-    ):
+    with Connection(options.connection) as parent:
         gate = Gate(parent, settings["num_warmup_steps"])
-        train(config, record=GatedRecord.around(record, gate))
+        train_with(GatedRecord, [*overrides(settings), *options.overrides], gate=gate)
 
 
-def overrides(settings: dict[str, object]) -> list[str]:
-    """Say the same to hybridrl as side_trl says to GRPOTrainer."""
-    optimizer = cast("dict[str, float]", settings["optimizer"])
+def overrides(settings: dict[str, Any]) -> list[str]:
+    """Say the same to hybridrl as trl_side says to GRPOTrainer."""
     return [
-        "model=hf_folder",
-        f"model.path={settings['model']}",
-        "data=files",
-        f"data.train_files=[{settings['rows']}]",
-        "data.use_chat_template=false",
-        "data.shuffle=false",
-        "data.max_prompt_tokens=24",
+        *("model=hf_folder", f"model.path={settings['model']}", "rollout.temperature=1.0"),
+        *("data=files", f"data.train_files=[{settings['rows']}]", "data.use_chat_template=false"),
+        *("data.shuffle=false", "data.max_prompt_tokens=24"),
         f"trainer.num_steps={settings['num_steps']}",
         f"trainer.num_prompts_per_step={settings['num_prompts']}",
         f"rollout.num_responses_per_prompt={settings['num_responses']}",
         f"rollout.max_response_tokens={settings['max_response_tokens']}",
-        "rollout.temperature=1.0",
-        f"trainer.run_dir={settings['scratch']}/run",
-        "trainer.overwrite=true",
-        "eval.every_num_steps=0",
-        "tracking.live=off",
-        *(f"actor.optimizer.{key}={value}" for key, value in optimizer.items()),
+        *(f"trainer.run_dir={settings['scratch']}/run", "trainer.overwrite=true"),
+        *("eval.every_num_steps=0", "tracking.live=off"),
+        *(f"actor.optimizer.{key}={value}" for key, value in settings["optimizer"].items()),
     ]
 
 

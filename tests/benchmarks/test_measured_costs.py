@@ -10,10 +10,15 @@ import pytest
 import torch
 
 from benchmarks.asynchronous import draw, print_runs
-from benchmarks.sides.asynchronous_runs import write_rows
-from benchmarks.sides.measured_costs import MeasuredRun, fit, fit_costs, read_lengths, read_run
-from benchmarks.sides.simulated_engines import DecodeCost
-from benchmarks.sides.simulated_training import Costs, HeavyTail, Topology, simulate
+from benchmarks.sides.measured_runs import (
+    MeasuredRun,
+    fit,
+    fit_costs,
+    read_lengths,
+    read_run,
+    write_rows,
+)
+from benchmarks.sides.simulation import Costs, DecodeCost, HeavyTail, Topology, simulate
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.rollout_files import RolloutFiles, name_of
@@ -32,7 +37,7 @@ LENGTHS = [[DRAW(source) for _ in range(8)] for source in map(random.Random, ran
 
 def simulated_run(costs: Costs) -> MeasuredRun:
     groups = (group for step in LENGTHS for group in step)
-    topology = Topology(num_devices=2, num_engines=1, num_trainer_devices=1)
+    topology = Topology(num_engines=1, num_trainer_devices=1)
     steps = simulate(topology, costs, lambda _: next(groups), num_prompts=8, num_steps=12)
     metrics = [
         {"time/step_s": one.ended_s - one.began_s, "time/generate_s": one.trains_s - one.began_s}

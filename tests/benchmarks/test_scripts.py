@@ -11,34 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.algorithms import Run, draw, print_table
+from benchmarks.algorithms import print_table
 from benchmarks.sides.ahead_in_turns import Recorded, train_in_turns
+from benchmarks.sides.curves import Run, draw
 from hybridrl.run.starter import write_random_model
 from tests.end_to_end.small import SMALL, VARIED, small_config
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = {"__init__", "budget", "child", "source_tree"}
+LIBRARIES = {"budget", "child", "source_tree"}
 
 TABLES: Mapping[str, list[str]] = {
     "advantages": ["--rows", "16", "--repeats", "2"],
     "agents": [
-        "--conversations",
-        "4",
-        "--slots",
-        "4",
-        "--waits",
-        "0.01",
-        "--scales",
-        "1",
-        "--rounds",
-        "1",
+        *("--conversations", "4", "--slots", "4", "--waits", "0.01"),
+        *("--scales", "1", "--rounds", "1"),
     ],
     "asynchronous": ["--steps", "0", "--devices", "8", "--simulated-steps", "10"],
     "gpu": ["--list"],
     "policy_losses": ["--rows", "16", "--repeats", "2"],
     "report": ["--steps", "20"],
-    "rewards": ["--math-rows", "8", "--code-rows", "8", "--repeats", "1"],
 }
 OF_RANKS: Mapping[str, list[str]] = {
     "rollout": ["--rounds", "1", "--slots", "8"],
@@ -48,7 +40,6 @@ OF_RANKS: Mapping[str, list[str]] = {
         *("--rounds", "1", "--draws", "1", "--engines", "4", "--requests", "16"),
         *("model.starter.num_layers=1", "model.starter.hidden_size=60"),
     ],
-    "weight_routes": ["model.starter.num_layers=1", "--rounds", "1", "--hidden-sizes", "64"],
     "megatron": ["--rounds", "1", "--cases", "1"],
     "dispatch": [
         *("--empty-rounds", "2", "--batch-rounds", "1"),
@@ -233,7 +224,7 @@ def test_a_side_that_ends_early_says_why(tmp_path: Path) -> None:
 
 def test_curves_have_a_panel_each_with_mean_and_band(capsys: pytest.CaptureFixture[str]) -> None:
     runs = {
-        "none": [Run([0, 10], [0.41, 0.7], 1.0), Run([0, 10], [0.43, 0.8], 0.5)],
+        "GRPO": [Run([0, 10], [0.41, 0.7], 1.0), Run([0, 10], [0.43, 0.8], 0.5)],
         "mine": [Run([0, 5], [0.42, 0.6], 1.5)] * 2,
     }
     print_table(runs, num_seeds=2)
@@ -251,19 +242,15 @@ def test_curves_have_a_panel_each_with_mean_and_band(capsys: pytest.CaptureFixtu
 def test_the_curve_of_conversations_is_drawn_from_kept_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for kind, last in (("with-the-tool", 0.75), ("without", 0.25)):
-        folder = tmp_path / f"{kind}-0" / "run"
-        folder.mkdir(parents=True)
-        (folder / "report.html").touch()
-        lines = [
-            {"step": 10 * n, "eval/reward/mean": accuracy, "elapsed_s": 30.0 * n}
-            for n, accuracy in enumerate((0.25, last))
-        ]
-        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    finals = iter((0.75, 0.25))
+    monkeypatch.setattr(
+        "benchmarks.calculator.measured", lambda _: Run([0, 10], [0.25, next(finals)], 0.5)
+    )
     picture = tmp_path / "curve.svg"
-    words = ("--seeds", "0", "--folder", str(tmp_path), "--picture", str(picture))
-    call("calculator", *words, patch=monkeypatch)
-    assert "| with the tool | 10 | 0.250 | 0.750 |" in capsys.readouterr().out
+    words = ("--seeds", "0", "--cache", str(tmp_path), "--picture", str(picture))
+    for _ in range(2):  # the second time nothing is measured
+        call("calculator", *words, patch=monkeypatch)
+        assert "| with the tool | 10 | 0.250 | 0.750 |" in capsys.readouterr().out
     assert ">without</text>" in picture.read_text()
 
 

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.sides.simulated_engines import DecodeCost, OnUpdate
-from benchmarks.sides.simulated_training import (
+from benchmarks.sides.simulation import (
     Costs,
+    DecodeCost,
     DrawLengths,
     HeavyTail,
+    OnUpdate,
     SimulatedStep,
     Topology,
     simulate,
@@ -39,7 +40,6 @@ def lengths_in_order(*groups: Sequence[int]) -> DrawLengths:
 
 def own(num_ahead: int = 0, on_update: OnUpdate = "finish", *, num_engines: int = 1) -> Topology:
     return Topology(
-        num_devices=num_engines + 2,
         num_engines=num_engines,
         num_trainer_devices=2,
         max_staleness=num_ahead,
@@ -64,7 +64,6 @@ def test_a_synchronous_run_takes_the_seconds_of_a_hand_computation() -> None:
     assert summary.steps_per_hour == pytest.approx(3600 / 8.5)
     assert summary.trainer_idle == pytest.approx(1 - 2.5 / 8.5)
     assert summary.engines_idle == pytest.approx(1 - 3 / 8.5)
-    assert summary.devices_idle == pytest.approx(1 - (2 * 2.5 + 3) / (3 * 8.5))
 
 
 def test_interrupted_responses_keep_their_tokens_and_the_step_waits_for_those_due() -> None:
@@ -90,13 +89,13 @@ def test_finishing_responses_hold_up_the_transfer() -> None:
 
 
 def test_both_sides_in_turns_take_as_long_as_with_devices_of_their_own() -> None:
-    fused = Topology(num_devices=2, num_engines=2, num_trainer_devices=2)
+    fused = Topology(num_engines=2, num_trainer_devices=2)
     draw = lengths_in_order([4], [6])
     (step,) = simulate(fused, COSTS, draw, num_prompts=2, num_steps=1)
     # One response on each engine: 6 decode steps of 1.5 s; then 10 tokens on both devices.
     assert (step.trains_s, step.ended_s) == (12.0, 15.25)
     summary = summarize([step], fused, num_first=0)
-    assert summary.devices_idle == pytest.approx(1 - (6.0 + 9.0 + 2 * 3.25) / (2 * 15.25))
+    assert summary.engines_idle == pytest.approx(1 - (6.0 + 9.0) / (2 * 15.25))
 
 
 def test_a_group_waits_until_another_one_is_complete() -> None:

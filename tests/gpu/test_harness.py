@@ -14,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_parts import page
-from benchmarks.gpu_parts.goals import GOALS
-from benchmarks.gpu_parts.machine import Needs
+from benchmarks.gpu_parts.bench import Needs, Recorder, Result, Skip, read_result, read_results
+from benchmarks.gpu_parts.page import GOALS
 from benchmarks.gpu_parts.rank import Cycle, largest_difference
 from benchmarks.gpu_parts.registry import PARTS
-from benchmarks.gpu_parts.result import Recorder, Result, Skip, read_result, read_results
-from benchmarks.gpu_parts.shapes import SHAPES, config_of, ensure_model, shape_in
+from benchmarks.gpu_parts.shapes import SHAPES, config_of, ensure_model
+from hybridrl.models.architecture import read_architecture
 from hybridrl.planning.split import count_parameters
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_a_made_model_is_what_transformers_and_planning_read(tmp_path: Path) -> 
     folder = ensure_model("tiny", tmp_path, device=CPU)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert sum(p.numel() for p in model.parameters()) == SHAPES["tiny"].num_parameters
-    assert count_parameters(shape_in(folder)) == SHAPES["tiny"].num_parameters
+    assert count_parameters(read_architecture(folder)) == SHAPES["tiny"].num_parameters
     assert float(model.model.layers[0].mlp.up_proj.weight.detach().std()) == pytest.approx(
         0.02, rel=0.1
     )

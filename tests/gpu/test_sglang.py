@@ -13,11 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_parts.bench import Bench
-from benchmarks.gpu_parts.rank import Cycle, Rank, Setup, largest_difference
-from benchmarks.gpu_parts.result import Recorder, Result
-from benchmarks.gpu_parts.server import checksums, count_graph_captures
-from benchmarks.gpu_parts.watch import free_after_all
+from benchmarks.gpu_parts.bench import Bench, Recorder, Result
+from benchmarks.gpu_parts.rank import (
+    Cycle,
+    Rank,
+    Setup,
+    checksums,
+    count_graph_captures,
+    free_after_all,
+    largest_difference,
+)
 from hybridrl.errors import PhaseError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import StageError

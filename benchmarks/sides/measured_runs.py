@@ -1,9 +1,10 @@
-"""Costs and lengths of a synchronous run with one engine of its own, for the simulation."""
+"""Real runs whose lengths have a heavy tail, and what their steps cost, for the simulation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from pathlib import Path
@@ -11,13 +12,66 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.sides.simulated_engines import DecodeCost
-from benchmarks.sides.simulated_training import Costs
+from benchmarks.sides.measure import read_metrics, train
+from benchmarks.sides.simulation import Costs, DecodeCost, HeavyTail
 from hybridrl.batch import RolloutBatch
+from hybridrl.data.tasks import Split, build_sort_digits_rows
 from hybridrl.trainer.rollout_files import RolloutFiles, name_of
 
 NUM_FIRST = 2
 """Steps at the begin of a run that are not measured: imports and allocations."""
+
+NUM_PROMPTS, NUM_RESPONSES = 16, 8
+_MIN_DIGITS, _MAX_DIGITS = 2, 100
+_DIGITS = HeavyTail(median_tokens=8, sigma=0.9, max_tokens=_MAX_DIGITS, num_responses=1)
+_MAX_TOKENS = _MAX_DIGITS + 1
+_NUM_ROWS: Mapping[Split, int] = {"train": 4000, "eval": 256}
+
+_OVERRIDES = (
+    *("serving=own", "serving.num_devices_per_node=1", "cluster.num_threads_per_rank=1"),
+    "serving.models.policy.groups.main.num_devices=1",
+    "algorithm.rollout_correction=importance",
+    *("data=files", "data.use_chat_template=false", f"data.max_prompt_tokens={_MAX_TOKENS}"),
+    f"rollout.num_slots={NUM_PROMPTS * NUM_RESPONSES}",
+    "model.starter.max_position_embeddings=256",
+    *(f"trainer.num_prompts_per_step={NUM_PROMPTS}", f"rollout.max_response_tokens={_MAX_TOKENS}"),
+    *(f"rollout.num_responses_per_prompt={NUM_RESPONSES}", "trainer.overwrite=true"),
+    *("eval.every_num_steps=10", f"eval.num_prompts={_NUM_ROWS['eval']}"),
+    *("checkpoint.every_num_steps=0", "trainer.export_hf=false", "tracking.live=off"),
+    "tracking.trackers=[]",
+)
+
+
+def train_once(
+    max_staleness: int, folder: Path, *, num_steps: int, overrides: Sequence[str]
+) -> Path:
+    """Train, and return the run folder; a run that is in the folder is not repeated.
+
+    The run with ``max_staleness`` 0 writes its responses, too.
+    """
+    run_dir = folder / f"k{max_staleness}-{num_steps}" / "run"
+    if (run_dir / "report.html").is_file():  # the end of a run writes it
+        return run_dir
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    files = [f"data.{split}_files=[{write_rows(split, folder)}]" for split in _NUM_ROWS]
+    mode = f"trainer.max_staleness={max_staleness}" if max_staleness else "rollout.dump=true"
+    words = [*_OVERRIDES, *files, f"trainer.num_steps={num_steps}", mode, *overrides]
+    return train(words, run_dir.parent)
+
+
+def write_rows(split: Split, folder: Path) -> Path:
+    """Write numbers to sort, a few of which are long."""
+    source = random.Random(split)
+    lines = []
+    for index in range(_NUM_ROWS[split]):
+        digits = max(_MIN_DIGITS, _DIGITS(source)[0])
+        (row,) = build_sort_digits_rows(
+            1, split=split, seed=index, min_digits=digits, max_digits=digits
+        )
+        lines.append(json.dumps({"prompt": row.prompt, "answer": row.answer}))
+    path = folder / f"{split}.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +107,7 @@ class MeasuredRun:
 
 def read_run(run_dir: Path) -> MeasuredRun:
     """Read ``metrics.jsonl``. Seconds of training are those of steps, without evaluations."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_metrics(run_dir)
     seconds, accuracies = 0.0, []
     for row in rows:
         seconds += row.get("time/step_s", 0.0)

@@ -1,8 +1,9 @@
-"""Engines without a process that answer at once: what remains is the cost of who calls them."""
+"""Handles of engines that note their times, and of engines without a process."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -17,6 +18,37 @@ from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.workers.sharding.lifecycle import Action
 
 _TOKENS, _LOGPROBS = torch.tensor([1]), torch.zeros(1)
+
+
+class TimedEngine:
+    """What a handle did from here on. Times are of ``time.perf_counter``."""
+
+    def __init__(self, handle: EngineHandle) -> None:
+        self.handle = handle
+        self.launched_s = time.perf_counter()
+        self.built_s = 0.0
+        self.answers: list[tuple[float, int]] = []
+        """Time and tokens of each request that was answered."""
+        self._build, self._sample_group = handle.build, handle.sample_group
+        handle.build = self._build_timed  # type: ignore[method-assign]
+        handle.sample_group = self._sample_timed  # type: ignore[method-assign]
+
+    def _build_timed(self) -> Future[None]:
+        future = self._build()
+        future.add_done_callback(lambda _: setattr(self, "built_s", time.perf_counter()))
+        return future
+
+    def _sample_timed(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        future = self._sample_group(token_ids, params, keys=keys)
+        future.add_done_callback(self._note)
+        return future
+
+    def _note(self, future: Future[list[Sample]]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            num_tokens = sum(len(sample.token_ids) for sample in future.result())
+            self.answers.append((time.perf_counter(), num_tokens))
 
 
 class Answers:
@@ -47,10 +79,9 @@ class Answers:
 
 
 class AnsweringEngine(EngineHandle):
-    """Answers at once."""
+    """Answers at once: what remains is the cost of who calls it."""
 
     def __init__(self, answers: Answers) -> None:
-        """Take the thread that answers."""
         self._answers = answers
         self._version = -1
 
