@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.child import to_yaml
+from hybridrl.checkpoint.compare import compare_runs
 from hybridrl.run.launch import run
 from tests.end_to_end.small import read_metrics, small_config
 
@@ -43,12 +44,13 @@ def turns_of(folder: Path, split: str | None = None) -> list[Mapping[str, Any]]:
     return [turn for sample in samples_of(folder, split) for turn in sample.get("turns", ())]
 
 
-def assert_same_tensors(first: Path, second: Path) -> None:
-    ours, theirs = load_file(first), load_file(second)
+def assert_same_weights(first: Path, second: Path) -> None:
+    """Of the models that two runs left, bit by bit."""
+    ours, theirs = load_file(first / WEIGHTS), load_file(second / WEIGHTS)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def assert_same_weights(first: Path, second: Path) -> None:
-    """Of the models that two runs left, bit by bit."""
-    assert_same_tensors(first / WEIGHTS, second / WEIGHTS)
+def assert_same_run(first: Path, second: Path) -> None:
+    """Metrics, samples and newest checkpoints; that one bit is seen is shown by test_resume.py."""
+    assert [finding for finding in compare_runs(first, second) if finding.differences] == []

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from benchmarks.child import to_yaml
-from hybridrl.checkpoint.compare import compare_runs
 from hybridrl.run.launch import run
-from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.end_to_end.small import read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -82,19 +79,3 @@ def test_evaluation_holds_conversations_with_tools(learned: Path, tmp_path: Path
         samples = _samples(folder, split="eval")
         turns = [turn for sample in samples for turn in sample.get("turns", ())]
         assert any(turn["role"] == "tool" for turn in turns)
-
-
-def test_conversations_in_two_parts_are_bit_by_bit_those_in_one(tmp_path: Path) -> None:
-    small = ("checkpoint.every_num_steps=2", "actor.optimizer.lr=1e-2", VARIED)
-    own = Path(__file__).parents[1] / "agents" / "own_agents.py"
-    settings = (*small, f"agent.loop={own}:AsksTwice", "cluster.num_ranks_per_node=2")
-    whole = _run(tmp_path / "whole", *settings, "trainer.num_steps=4")
-    begun = _run(tmp_path / "begun", *settings, "trainer.num_steps=2")
-    _run(begun, *settings, "trainer.num_steps=4")
-
-    findings = compare_runs(whole, begun)
-    assert findings
-    assert not [finding for finding in findings if finding.differences]
-    first, second = (load_file(folder / "hf" / "model.safetensors") for folder in (whole, begun))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert max(line.get("agent/tool_calls/mean", 0.0) for line in read_metrics(begun)) > 0
