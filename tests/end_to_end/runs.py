@@ -12,7 +12,11 @@ from safetensors.torch import load_file
 
 from benchmarks.child import to_yaml
 from hybridrl.checkpoint.compare import compare_runs
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.source import PromptSource
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.run.launch import run
+from hybridrl.run.rows import load_train_rows
 from tests.end_to_end.small import read_metrics, small_config
 
 TIMED = ("time/", "throughput/", "memory/", "reward/early_fraction", "elapsed_s")
@@ -42,6 +46,13 @@ def samples_of(folder: Path, split: str | None = None) -> list[Mapping[str, Any]
 
 def turns_of(folder: Path, split: str | None = None) -> list[Mapping[str, Any]]:
     return [turn for sample in samples_of(folder, split) for turn in sample.get("turns", ())]
+
+
+def prompts_in_order(config: ExperimentConfig, number: int) -> list[str]:
+    """The prompts that a synchronous run draws first."""
+    rows = load_train_rows(config, build_starter_tokenizer())
+    source = PromptSource(rows.rows, num_prompts=number, seed=config.seed, sampler=rows.sampler)
+    return [row.prompt_text for row in source.next().rows]
 
 
 def assert_same_weights(first: Path, second: Path) -> None:
