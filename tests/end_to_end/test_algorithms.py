@@ -6,18 +6,14 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-import hybridrl
-from benchmarks.child import to_yaml
-from hybridrl.run.launch import run
-from tests.end_to_end.small import VARIED, read_metrics, small_config
+from hybridrl.env import ROOT
+from tests.end_to_end.runs import train
+from tests.end_to_end.small import VARIED
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-FOLDER = Path(hybridrl.__file__).parents[1] / "hydra_configs/algorithm"
-ALGORITHMS = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+ALGORITHMS = sorted(file.stem for file in (ROOT / "hydra_configs/algorithm").glob("*.yaml"))
 # One for each part that a step may have: a critic, a critic by turns, a greedy baseline, a teacher,
 # groups sampled again, weights of the sampler, covariances, several rewards, a token baseline.
 BY_DAY = {
@@ -74,29 +70,5 @@ def test_own_parts_are_loaded_by_path_on_every_rank(tmp_path: Path) -> None:
 
 
 def _train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    short = ["trainer.num_steps=2", "eval.every_num_steps=0", "critic.num_warmup_steps=0"]
-    given = [*short, VARIED, *overrides]
-    config = small_config(folder, *given)
-    run(config, resolved_yaml=to_yaml(config))
-    return [step for step in read_metrics(folder) if step["step"] > 0]
-
-
-def test_dynamic_sampling_and_an_adaptive_kl_resume_bit_by_bit(tmp_path: Path) -> None:
-    adaptive = [
-        *("algorithm=dapo", "algorithm.num_minibatches=2", "algorithm.max_sampling_rounds=3"),
-        *("algorithm.group_filter=mean_within", "algorithm.group_filter_args.low=0.9"),
-        "algorithm.group_filter_args.high=1.6",
-        *("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.01"),
-        *("algorithm.kl.target_nats=0.001", "algorithm.kl.horizon=100"),
-        *("checkpoint.every_num_steps=2", "actor.optimizer.lr=1e-2"),
-    ]
-    whole = _train(tmp_path / "whole", *adaptive, "trainer.num_steps=4")
-    _train(tmp_path / "parts", *adaptive)
-    parts = _train(tmp_path / "parts", *adaptive, "trainer.num_steps=4")
-    assert max(step["groups/sampled"] for step in whole) > 4  # some groups were replaced
-    assert len({step["policy/kl_coefficient"] for step in whole}) == 4
-    for one, other in zip(whole, parts, strict=True):
-        kept = [name for name in one if not name.startswith(("time/", "throughput/", "memory/"))]
-        assert [name for name in kept if one[name] != other[name] and name != "elapsed_s"] == []
-    weights = [load_file(tmp_path / name / "hf/model.safetensors") for name in ("whole", "parts")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    short = ("trainer.num_steps=2", "eval.every_num_steps=0", "critic.num_warmup_steps=0")
+    return train(folder, *short, VARIED, *overrides)

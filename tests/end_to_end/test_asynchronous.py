@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections import Counter
@@ -10,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.data.source import PromptSource
-from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import WorkerDiedError
-from hybridrl.run.launch import run
-from hybridrl.run.rows import load_train_rows
+from tests.end_to_end.runs import prompts_in_order, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 from tests.end_to_end.test_faults import find_ranks, run_into
 from tests.serving.processes import engine_processes
@@ -35,21 +31,11 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
     return [line for line in read_metrics(folder) if line["step"]]
 
 
-def drawn_prompts() -> Counter[str]:
-    """The prompts that a synchronous run draws in as many steps; two rows may have the same."""
-    config = small_config(Path("unused"), *AHEAD)
-    rows = load_train_rows(config, build_starter_tokenizer())
-    source = PromptSource(
-        rows.rows, num_prompts=NUM_STEPS * NUM_PROMPTS, seed=config.seed, sampler=rows.sampler
-    )
-    return Counter(row.prompt_text for row in source.next().rows)
-
-
 def require_each_prompt_once(folder: Path) -> None:
-    """All prompts of the run were learned from, each in one step."""
-    lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    samples = [each for each in map(json.loads, lines) if each["split"] == "train"]
-    assert Counter(each["prompt"] for each in samples) == drawn_prompts()
+    """The prompts that a synchronous run draws in as many steps, each in one step."""
+    drawn = prompts_in_order(small_config(folder, *AHEAD), NUM_STEPS * NUM_PROMPTS)
+    samples = samples_of(folder, "train")
+    assert Counter(each["prompt"] for each in samples) == Counter(drawn)  # two may be equal
     assert set(Counter(each["step"] for each in samples).values()) == {NUM_PROMPTS}
 
 
@@ -77,7 +63,7 @@ def test_a_run_samples_ahead_while_its_engines_are_killed(
         *(f"trainer.max_staleness={max_staleness}", f"serving.on_update={on_update}"),
         "serving.faults={kills: {kind: kill, every_num_phases: 2, within_requests: 3}}",
     )
-    run(small_config(folder, *AHEAD, *keys), resolved_yaml="")
+    train(folder, *AHEAD, *keys)
     require_bounded(folder, max_staleness)
     require_each_prompt_once(folder)
     lines = steps_of(folder)
@@ -91,7 +77,7 @@ def test_open_responses_lose_their_tokens_to_new_weights(tmp_path: Path) -> None
     folder = tmp_path / "run"
     slow = ("rollout.num_slots=1", "rollout.max_response_tokens=96")  # so responses are open
     keys = ("trainer.max_staleness=2", "serving.on_update=abort", *slow)
-    run(small_config(folder, *AHEAD, *keys), resolved_yaml="")
+    train(folder, *AHEAD, *keys)
     require_bounded(folder, 2)
     require_each_prompt_once(folder)
     lines = steps_of(folder)
@@ -99,19 +85,6 @@ def test_open_responses_lose_their_tokens_to_new_weights(tmp_path: Path) -> None
     assert sum(line.get("rollout/aborted_tokens", 0.0) for line in lines) > 0
     assert not any("rollout/interrupted_responses" in line for line in lines)
     assert all("rollout/aborted_tokens" in line for line in lines)
-
-
-@pytest.mark.nightly
-def test_a_run_whose_manager_is_killed_learns_from_each_prompt_once(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    keys = (
-        *("trainer.max_staleness=2", "checkpoint.every_num_steps=1", "checkpoint.max_restarts=5"),
-        "eval.every_num_steps=0",  # each phase is a step, and two steps save one
-        "serving.faults={kills: {kind: kill_manager, every_num_phases: 3, within_requests: 2}}",
-    )
-    run(small_config(folder, *AHEAD, *keys), resolved_yaml="")
-    require_each_prompt_once(folder)
-    assert "workers are started again" in (folder / "log.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.nightly

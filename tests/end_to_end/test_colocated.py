@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hybridrl.errors import WorkerDiedError
-from hybridrl.run.launch import run
-from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.end_to_end.runs import train
+from tests.end_to_end.small import VARIED
 from tests.end_to_end.test_faults import run_into
 from tests.serving.processes import engine_processes
 from tests.waiting import wait_until
@@ -35,8 +36,7 @@ def require_good(lines: list[dict[str, float]], *, num_steps: int) -> None:
 
 @pytest.mark.shows("4.1", "4.15")
 def test_a_lost_engine_of_a_rank_is_back_in_the_next_phase(tmp_path: Path) -> None:
-    run(small_config(tmp_path / "run", *COLOCATED, faults("error", every=2)), resolved_yaml="")
-    lines = read_metrics(tmp_path / "run")
+    lines = train(tmp_path / "run", *COLOCATED, faults("error", every=2))
     require_good(lines, num_steps=4)
     assert [line["rollout/lost_engines"] for line in lines] == [0, 1, 0, 1]
     assert [line["rollout/replaced_engines"] for line in lines] == [0, 0, 1, 0]
@@ -46,8 +46,7 @@ def test_a_lost_engine_of_a_rank_is_back_in_the_next_phase(tmp_path: Path) -> No
 
 @pytest.mark.shows("4.3")
 def test_own_engines_serve_beside_those_of_the_ranks(tmp_path: Path) -> None:
-    run(small_config(tmp_path / "run", *MIXED), resolved_yaml="")
-    lines = read_metrics(tmp_path / "run")
+    lines = train(tmp_path / "run", *MIXED)
     require_good(lines, num_steps=3)
     assert [line["rollout/lost_engines"] for line in lines] == [0, 0, 0]
     wait_until(lambda: not engine_processes())
@@ -57,9 +56,7 @@ def test_own_engines_serve_beside_those_of_the_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", [COLOCATED, MIXED], ids=["colocated", "mixed"])
 def test_a_killed_manager_starts_the_workers_again(recipe: tuple[str, ...], tmp_path: Path) -> None:
     restarts = ("checkpoint.every_num_steps=1", "checkpoint.max_restarts=4")
-    kill = faults("kill_manager", every=3)
-    run(small_config(tmp_path / "run", *recipe, *restarts, kill), resolved_yaml="")
-    lines = read_metrics(tmp_path / "run")
+    lines = train(tmp_path / "run", *recipe, *restarts, faults("kill_manager", every=3))
     require_good(lines, num_steps=len(lines))
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "sample: the rollout manager is gone" in log
@@ -81,13 +78,9 @@ def test_a_killed_rank_ends_the_run_by_name(
 
 def processes_of_the_run() -> list[str]:
     """The ranks, the manager and own engines of this test."""
-    titles = [" ".join(words_of(one)) for one in psutil.Process().children(recursive=True)]
+    titles = []
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            titles.append(" ".join(one.cmdline()))
     names = ("ActorRolloutWorker", "RolloutManager", "EngineProcess")
     return [title for title in titles if any(name in title for name in names)]
-
-
-def words_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []

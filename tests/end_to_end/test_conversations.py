@@ -1,42 +1,44 @@
-"""Runs whose responses are conversations: the same step, with other programs on the ranks."""
+"""Runs whose responses are conversations: with tools, environments, and clients of OpenAI."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from benchmarks.child import to_yaml
+from hybridrl.config.load import load_config
 from hybridrl.data.tokenizer import load_tokenizer
-from hybridrl.env import cache_dir
+from hybridrl.env import ROOT, cache_dir
 from hybridrl.errors import AgentError
+from hybridrl.main import compose
 from hybridrl.run.launch import run
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import ensure_starter
-from tests.end_to_end.small import read_metrics, small_config
+from tests.end_to_end.runs import STAND_INS, train, turns_of
+from tests.end_to_end.small import VARIED, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-ENVIRONMENT = Path(__file__).parents[1] / "agents" / "environments_file.py"
-OWN = Path(__file__).parents[1] / "agents" / "own_agents.py"
-REWARD = Path(__file__).with_name("varied_reward.py")
+AGENTS = ROOT / "tests" / "agents"
+ENVIRONMENT, OWN = AGENTS / "environments_file.py", AGENTS / "own_agents.py"
+CALCULATOR = ("data=calculator", "data.max_prompt_tokens=32", "rollout.max_response_tokens=64")
 SMALL = (
-    *("agent=tool_calls", f"agent.loop={OWN}:AsksTwice", "data=calculator"),
-    *("data.num_task_rows=64", f"reward.function={REWARD}:varied"),
-    *("rollout.max_response_tokens=64", "model.starter.num_warmup_steps=60"),
-    *("data.max_prompt_tokens=32", "rollout.temperature=0.5", "critic.num_warmup_steps=0"),
+    *("agent=tool_calls", f"agent.loop={OWN}:AsksTwice", *CALCULATOR, VARIED),
+    *("model.starter.num_warmup_steps=60", "rollout.temperature=0.5", "critic.num_warmup_steps=0"),
     *("trainer.num_steps=2", "eval.every_num_steps=0"),
 )
-MEGATRON = ("actor=megatron", "cluster.worker_setup_hook=tests.megatron.stand_ins.install")
+MEGATRON = ("actor=megatron", STAND_INS)
 
 
 def _train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    config = small_config(folder, *SMALL, *overrides)
-    run(config, resolved_yaml=to_yaml(config))
-    return [step for step in read_metrics(folder) if "loss/policy" in step]
+    """The steps in which the policy learned."""
+    lines = train(folder, *SMALL, *overrides)
+    return [line for line in lines if "loss/policy" in line]
 
 
 def test_conversations_are_trained_and_can_be_read(tmp_path: Path) -> None:
@@ -47,8 +49,7 @@ def test_conversations_are_trained_and_can_be_read(tmp_path: Path) -> None:
         assert step["agent/turns/mean"] > 1
         assert step["agent/tool_error_fraction"] == 0
     assert max(step["policy/grad_norm"] for step in steps) > 0
-    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    turns = [turn for line in lines for turn in json.loads(line).get("turns", ())]
+    turns = turns_of(tmp_path)
     assert {"role": "tool", "text": "t:7<|end|>a:", "num_tokens": 6} in turns
     call = {"name": "calculator", "arguments": '{"expression": "0+7"}', "is_error": False}
     assert [call] in [turn.get("calls") for turn in turns]
@@ -75,9 +76,7 @@ def test_conversations_that_break_off_are_not_learned_from(tmp_path: Path) -> No
         assert 0 < step["agent/ended_by_error_fraction"] == step["reward/left_out_fraction"] < 1
         assert step["rollout/truncated_fraction"] < 1
     assert max(step["policy/grad_norm"] for step in steps) > 0
-    lines = (tmp_path / "run/samples.jsonl").read_text(encoding="utf-8").splitlines()
-    turns = [turn for line in lines for turn in json.loads(line).get("turns", ())]
-    reasons = {turn["text"] for turn in turns if turn["role"] == "failure"}
+    reasons = {turn["text"] for turn in turns_of(tmp_path / "run") if turn["role"] == "failure"}
     assert {reason.partition(" (")[0] for reason in reasons} == {
         "ConnectionError: the tool's server is away"
     }
@@ -164,3 +163,89 @@ def test_an_environment_rewards_turns(algorithm: str, tmp_path: Path) -> None:
     assert max(step["policy/sampler_mismatch_nats/mean"] for step in steps) < 1e-5
     samples = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
     assert "\\n\\n7" in samples or "8<|end|>" in samples
+
+
+LEARNING = (
+    *("agent=tool_calls", "agent.tool_format=pythonic", *CALCULATOR),
+    *("model.starter.hidden_size=64", "model.starter.num_layers=2"),
+    *("model.starter.intermediate_size=128", "model.starter.num_warmup_steps=400"),
+    *("model.starter.warmup_batch_size=64", "model.starter.warmup_lr=5e-3"),
+    *("data.num_task_rows=2000", "actor.optimizer.lr=1e-3", "rollout.num_slots=128"),
+    *("trainer.num_prompts_per_step=16", "rollout.num_responses_per_prompt=8"),
+    *("trainer.num_steps=10", "eval.num_prompts=128", "eval.every_num_steps=10"),
+    "eval.temperature=1.0",
+)
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    """The folder of a run in which a model of two layers learned to call the calculator."""
+    folder = tmp_path_factory.mktemp("learned") / "run"
+    train(folder, *LEARNING)
+    return folder
+
+
+@pytest.mark.nightly
+def test_a_small_model_learns_to_call_its_tool(learned: Path) -> None:
+    before, *steps = read_metrics(learned)
+
+    assert steps[-1]["eval/reward/mean"] > before["eval/reward/mean"] + 0.25
+    assert steps[-1]["agent/tool_calls/mean"] > steps[0]["agent/tool_calls/mean"] + 0.25
+    assert max(step["policy/sampler_mismatch_nats/max"] for step in steps) < 1e-4
+
+
+@pytest.mark.nightly
+def test_evaluation_holds_conversations_with_tools(learned: Path, tmp_path: Path) -> None:
+    source = ("mode=eval", f"eval.checkpoint={learned}")
+    alone = ("agent=single_turn", "agent.tools=[]")
+    of_run = read_metrics(learned)[-1]
+    (of_model,) = train(tmp_path / "with", *LEARNING, *source)
+    (none,) = train(tmp_path / "without", *LEARNING, *source, *alone)
+    assert of_model["eval/reward/mean"] == of_run["eval/reward/mean"]
+    names = {"eval/agent/turns/mean", "eval/agent/tool_calls/mean", "eval/agent/sequences/mean"}
+    assert {name: of_run[name] for name in names} == {name: of_model[name] for name in names}
+    assert of_run["eval/agent/tool_calls/mean"] > 0.5
+    assert not any(name.startswith("eval/agent/") for name in none)
+    assert none["eval/reward/mean"] < 0.1
+    for folder in (learned, tmp_path / "with"):
+        assert any(turn["role"] == "tool" for turn in turns_of(folder, "eval"))
+
+
+def _command(program: Path, argument: str) -> str:
+    return f"agent.command=[{sys.executable},{program},{argument}]"
+
+
+def test_what_a_program_sampled_is_trained(tmp_path: Path) -> None:
+    asks_twice = _command(AGENTS / "programs.py", "answers")
+    steps = _train(tmp_path, "agent=proxy", "agent.loop=proxy", asks_twice)
+    for step in steps:
+        assert step["policy/sampler_mismatch_nats/mean"] < 1e-5
+        assert step["agent/turns/mean"] == 2
+        assert step["agent/ended_by_error_fraction"] == 0
+    assert max(step["policy/grad_norm"] for step in steps) > 0
+    assert any(turn["text"].endswith("u:Sure?<|end|>a:") for turn in turns_of(tmp_path))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)  # each step starts 128 programs
+@pytest.mark.parametrize(("client", "num_steps"), [("http", 25), ("openai", 2)])
+def test_the_calculator_is_learned_through_a_client(
+    client: str, num_steps: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("openai", reason="comes with SGLang")
+    config = load_config(
+        compose(
+            [
+                *("recipes=cpu/calculator", "agent.loop=proxy", "agent.tools=[]"),
+                _command(Path(__file__).with_name("calculator_program.py"), client),
+                *(f"trainer.num_steps={num_steps}", "eval.every_num_steps=0"),
+                *("tracking.live=off", f"trainer.run_dir={tmp_path}"),
+            ]
+        )
+    )
+    run(config, resolved_yaml=to_yaml(config))
+    steps = [step for step in read_metrics(tmp_path) if "loss/policy" in step]
+    rewards = [step["reward/mean"] for step in steps]
+    assert steps[0]["agent/turns/mean"] > 1.1
+    assert num_steps < 10 or sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
+    assert max(step["policy/sampler_mismatch_nats/mean"] for step in steps) < 1e-5

@@ -7,11 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from hybridrl.run.launch import run
-from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.end_to_end.runs import assert_same_weights, samples_of, train
+from tests.end_to_end.small import VARIED, read_metrics
 from tests.serving.processes import engine_processes
 from tests.waiting import wait_until
 
@@ -33,20 +31,10 @@ def learning_of(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "hf" / "model.safetensors")
-
-
 def require_equal(folder: Path, expected: Path) -> None:
     assert learning_of(folder) == learning_of(expected)
-    assert (folder / "samples.jsonl").read_text() == (expected / "samples.jsonl").read_text()
-    require_equal_weights(folder, expected)
-
-
-def require_equal_weights(folder: Path, expected: Path) -> None:
-    weights = weights_of(expected)
-    for name, tensor in weights_of(folder).items():
-        assert torch.equal(tensor, weights[name]), name
+    assert samples_of(folder) == samples_of(expected)
+    assert_same_weights(folder, expected)
 
 
 def total(folder: Path, name: str) -> float:
@@ -56,13 +44,13 @@ def total(folder: Path, name: str) -> float:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    run(small_config(folder, *SIX_STEPS), resolved_yaml="")
+    train(folder, *SIX_STEPS, "serving.weights=broadcast")
     return folder
 
 
 def test_engines_beside_the_ranks_change_no_bit_of_a_run(undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run(small_config(folder, *SIX_STEPS, "serving=none"), resolved_yaml="")
+    train(folder, *SIX_STEPS, "serving=none")
     # Other batches round the sampler's own log-probs differently, and nothing learns from those.
     of_sampler = ("policy/sampler_", "policy/effective_sample")
     lines, expected = (
@@ -70,7 +58,11 @@ def test_engines_beside_the_ranks_change_no_bit_of_a_run(undisturbed: Path, tmp_
         for of_run in (learning_of(folder), learning_of(undisturbed))
     )
     assert lines == expected
-    require_equal_weights(folder, undisturbed)
+    assert_same_weights(folder, undisturbed)
+    of_engines = read_metrics(undisturbed)
+    assert [line["policy/version"] for line in of_engines] == [1, 2, 3, 4, 5, 6]
+    assert all(line["memory/synced_bytes"] > 0 for line in of_engines)
+    assert [line["rollout/lost_engines"] for line in of_engines] == [0] * 6
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +70,17 @@ def killed(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
     """Folder of a run that loses two engines."""
     folder = tmp_path_factory.mktemp("killed") / "run"
     faults = f"serving.faults={{kills: {{kind: kill, {EACH_THIRD}}}}}"
-    run(small_config(folder, *SIX_STEPS, faults), resolved_yaml="")
+    train(folder, *SIX_STEPS, faults)
     return folder
 
 
 @pytest.mark.shows("4.15")
 def test_a_run_whose_engines_are_killed_learns_the_same(undisturbed: Path, killed: Path) -> None:
-    folder = killed
-    require_equal(folder, undisturbed)
-    assert [line["rollout/lost_engines"] for line in read_metrics(folder)] == [0, 0, 1, 0, 0, 1]
-    assert total(folder, "rollout/repeated_requests") > 0
-    assert 1 <= total(folder, "rollout/replaced_engines") <= 2  # the last may come after the end
-    assert total(folder, "time/replace_engine_s") > 0
+    require_equal(killed, undisturbed)
+    assert [line["rollout/lost_engines"] for line in read_metrics(killed)] == [0, 0, 1, 0, 0, 1]
+    assert total(killed, "rollout/repeated_requests") > 0
+    assert 1 <= total(killed, "rollout/replaced_engines") <= 2  # the last may come after the end
+    assert total(killed, "time/replace_engine_s") > 0
 
 
 def test_the_run_folder_tells_why_an_engine_was_lost(killed: Path) -> None:
@@ -114,7 +105,7 @@ def test_a_run_whose_engines_hang_or_err_learns_the_same(
 ) -> None:
     folder = tmp_path / "run"
     faults = f"serving.faults={{some: {{kind: {kind}, {EACH_THIRD}}}}}"
-    run(small_config(folder, *SIX_STEPS, faults, "serving.health_timeout_s=2"), resolved_yaml="")
+    train(folder, *SIX_STEPS, faults, "serving.health_timeout_s=2")
     require_equal(folder, undisturbed)
     assert total(folder, "rollout/lost_engines") == 2
     assert 1 <= total(folder, "rollout/replaced_engines") <= 2
@@ -125,7 +116,7 @@ def test_a_run_whose_manager_is_killed_learns_the_same(undisturbed: Path, tmp_pa
     folder = tmp_path / "run"
     faults = "serving.faults={it: {kind: kill_manager, every_num_phases: 4, within_requests: 4}}"
     restarts = ("checkpoint.every_num_steps=1", "checkpoint.max_restarts=2")
-    run(small_config(folder, *SIX_STEPS, *restarts, faults), resolved_yaml="")
+    train(folder, *SIX_STEPS, *restarts, faults)
     require_equal(folder, undisturbed)
     log = (folder / "log.txt").read_text()
     assert "sample: the rollout manager is gone" in log

@@ -8,9 +8,8 @@ import pytest
 
 from hybridrl.checkpoint.compare import compare_runs
 from hybridrl.errors import ReplayError
-from hybridrl.run.launch import run
-from tests.end_to_end.small import VARIED, read_metrics, small_config
-from tests.end_to_end.test_resume import TIMED
+from tests.end_to_end.runs import TIMED, metrics_of, train
+from tests.end_to_end.small import VARIED, read_metrics
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -23,18 +22,22 @@ FILTERED = (
 _OF_ENGINES = ("rollout/slot_occupancy", "rollout/decode_steps", "rollout/prefix_cache")
 
 
+def _metrics(folder: Path) -> list[dict[str, float]]:
+    return metrics_of(folder, without=(*TIMED, *_OF_ENGINES))
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
     """A run of 3 steps that may sample more than once a step, with evaluations."""
     folder = tmp_path_factory.mktemp("recorded") / "run"
-    _run(folder, "rollout.dump=true")
+    train(folder, *FILTERED, "rollout.dump=true")
     return folder
 
 
 @pytest.mark.shows("4.19")
-def test_a_replay_is_bit_by_bit_the_recorded_run(recorded: Path, tmp_path: Path) -> None:
+def test_a_replay_is_bit_by_bit_the_recordedtrain(recorded: Path, tmp_path: Path) -> None:
     folder = tmp_path / "replay"
-    _run(folder, f"rollout.replay={recorded}")
+    train(folder, *FILTERED, f"rollout.replay={recorded}")
     assert list(recorded.glob("rollouts/*-train-1.json")), "no step sampled twice"
     assert not any(f.differences for f in compare_runs(recorded, folder) if f.what == "weights")
     assert _metrics(folder) == _metrics(recorded)
@@ -59,8 +62,9 @@ def test_rates_of_a_step_count_devices_and_the_longest_response(recorded: Path) 
 @pytest.mark.shows("4.19")
 def test_a_smaller_step_learns_from_head_and_tail(recorded: Path, tmp_path: Path) -> None:
     folder = tmp_path / "small"
-    _run(
+    train(
         folder,
+        *FILTERED,
         f"rollout.replay={recorded}",
         "trainer.num_prompts_per_step=4",
         "trainer.num_steps=1",
@@ -85,20 +89,4 @@ def test_what_the_recorded_run_lacks_is_told_before_anything_starts(
     recorded: Path, tmp_path: Path, override: str, told: str
 ) -> None:
     with pytest.raises(ReplayError, match=told):
-        _run(tmp_path / "run", f"rollout.replay={recorded}", override)
-
-
-def _run(folder: Path, *overrides: str) -> None:
-    run(small_config(folder, *FILTERED, *overrides), resolved_yaml="mode: train\n")
-
-
-def _metrics(folder: Path) -> list[dict[str, float]]:
-    """Without seconds and bytes, and without the numbers of engines."""
-    return [
-        {
-            name: value
-            for name, value in line.items()
-            if not name.startswith((*TIMED, *_OF_ENGINES)) and name != "elapsed_s"
-        }
-        for line in read_metrics(folder)
-    ]
+        train(tmp_path / "run", *FILTERED, f"rollout.replay={recorded}", override)

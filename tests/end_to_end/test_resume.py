@@ -8,13 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from filelock import FileLock
-from safetensors.torch import load_file
 
 from benchmarks.child import to_yaml
 from hybridrl.checkpoint.compare import main as compare
@@ -27,12 +25,11 @@ from hybridrl.errors import (
     RewardError,
     RunFolderError,
 )
-from hybridrl.run.launch import run
+from tests.end_to_end.runs import assert_same_run, assert_same_weights, train
 from tests.end_to_end.small import VARIED, change_one_bit, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-TIMED = ("time/", "throughput/", "memory/", "reward/early_fraction")
 TWO_RANKS = (
     *("cluster.num_ranks_per_node=2", "rollout.sleep=true"),
     *("algorithm.num_minibatches=2", "algorithm.old_logprobs=recompute"),
@@ -65,11 +62,8 @@ def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(
     begun: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _run(begun, "trainer.num_steps=5")
-    assert _metrics(begun) == _metrics(whole)
-    assert _samples(begun) == _samples(whole)
-    _assert_same_state(begun, whole)
-    ours, theirs = (load_file(folder / "hf" / "model.safetensors") for folder in (begun, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_run(begun, whole)
+    assert_same_weights(begun, whole)
     assert compare(whole, begun) == 0
     assert "same: optimizer, " in capsys.readouterr().out
     for name, path in (
@@ -102,9 +96,7 @@ def test_a_rank_that_is_killed_is_started_again_and_no_bit_is_different(tmp_path
     told = (folder / "log.txt").read_text()
     assert "workers are started again and continue from step" in told
     assert "WorkerDiedError" in told
-    assert _metrics(folder) == _metrics(whole)
-    assert _samples(folder) == _samples(whole)
-    _assert_same_state(folder, whole)
+    assert_same_run(folder, whole)
 
 
 @pytest.mark.shows("R2.2")
@@ -153,7 +145,7 @@ def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
     repeated: Path, whole: Path
 ) -> None:
     assert [line["step"] for line in read_metrics(repeated)] == [0, 1, 2, 3, 4, 5]
-    _assert_same_state(repeated, whole)
+    assert_same_run(repeated, whole)
 
 
 @pytest.mark.shows("R1.6")
@@ -280,50 +272,65 @@ def test_an_error_in_the_step_after_a_save_leaves_its_checkpoint_complete(tmp_pa
     assert CheckpointStore(folder / "checkpoints").steps() == [2]
 
 
-@pytest.mark.shows("R2.10")
-def test_a_folder_that_another_process_writes_is_refused(begun: Path) -> None:
-    with (
-        FileLock(begun / ".lock"),
-        pytest.raises(RunFolderError, match="another process is writing"),
-    ):
-        _run(begun, "trainer.num_steps=3")
+Lines = list[dict[str, float]]
 
 
 @pytest.mark.shows("R2.1")
-@pytest.mark.nightly
-def test_supervised_fine_tuning_resumes_bit_by_bit(tmp_path: Path) -> None:
-    tuning = ("mode=sft", "trainer.num_prompts_per_step=8", "eval.every_num_steps=2")
-    whole = _run(tmp_path / "whole", "trainer.num_steps=4", *tuning)
+@pytest.mark.parametrize(
+    ("overrides", "is_meant"),
+    [
+        pytest.param(
+            ("mode=sft", "trainer.num_prompts_per_step=8", "eval.every_num_steps=2"),
+            lambda _: True,
+            id="supervised",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            ("algorithm=ppo", "lora=default", "lora.rank=4", "critic.num_warmup_steps=1"),
+            lambda _: True,
+            id="a critic and an adapter",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            (
+                *("algorithm=dapo", "algorithm.num_minibatches=2"),
+                *("algorithm.max_sampling_rounds=3", "algorithm.group_filter=mean_within"),
+                *("algorithm.group_filter_args.low=0.9", "algorithm.group_filter_args.high=1.6"),
+                *("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.01"),
+                *("algorithm.kl.target_nats=0.001", "algorithm.kl.horizon=100"),
+            ),
+            lambda steps: (
+                max(step["groups/sampled"] for step in steps) > 4  # some groups were replaced
+                and len({step["policy/kl_coefficient"] for step in steps}) == 4
+            ),
+            id="dynamic sampling and an adaptive KL",
+        ),
+        pytest.param(
+            (
+                *("agent=tool_calls", "agent.tool_format=pythonic", "data=calculator"),
+                *("data.max_prompt_tokens=32", "rollout.max_response_tokens=64"),
+                f"agent.loop={ROOT}/tests/agents/own_agents.py:AsksTwice",
+                "cluster.num_ranks_per_node=2",
+            ),
+            lambda steps: max(step["agent/tool_calls/mean"] for step in steps) > 0,
+            id="conversations",
+        ),
+    ],
+)
+def test_a_run_of_each_kind_in_two_parts_is_bit_by_bit_the_run_in_one(
+    tmp_path: Path, overrides: tuple[str, ...], is_meant: Callable[[Lines], bool]
+) -> None:
+    whole = _run(tmp_path / "whole", "trainer.num_steps=4", VARIED, *overrides)
     parts = tmp_path / "parts"
     for num_steps in (2, 4):
-        _run(parts, f"trainer.num_steps={num_steps}", *tuning)
-    assert _metrics(parts) == _metrics(whole)
-    _assert_same_state(parts, whole)
-
-
-@pytest.mark.shows("R2.1")
-@pytest.mark.nightly
-def test_a_critic_and_an_adapter_resume_bit_by_bit(tmp_path: Path) -> None:
-    both = ["algorithm=ppo", "lora=default", "lora.rank=4", "critic.num_warmup_steps=1"]
-    both += (VARIED, "trainer.export_hf=false")
-    whole = _run(tmp_path / "whole", "trainer.num_steps=4", *both)
-    parts = tmp_path / "parts"
-    for num_steps in (2, 4):
-        _run(parts, f"trainer.num_steps={num_steps}", *both)
-    assert _metrics(parts) == _metrics(whole)
-    assert _samples(parts) == _samples(whole)
-    _assert_same_state(parts, whole)
-    newest = max((parts / "checkpoints").glob("step-*[0-9]"))
-    adapter, critic = (
-        load_file(newest / role / "rank-00000-of-00001.safetensors") for role in ("actor", "critic")
-    )
-    assert all("lora_" in name for name in adapter)  # the frozen weights are read, not saved
-    assert not any("lora_" in name for name in critic)
+        _run(parts, f"trainer.num_steps={num_steps}", VARIED, *overrides)
+    assert is_meant([line for line in read_metrics(whole) if line["step"]])
+    assert_same_run(parts, whole)
+    assert_same_weights(parts, whole)
 
 
 def _run(folder: Path, *overrides: str) -> Path:
-    config = small_config(folder, *SAVING, *overrides)
-    run(config, resolved_yaml=to_yaml(config))
+    train(folder, *SAVING, *overrides)
     return folder
 
 
@@ -336,31 +343,10 @@ def _kill_a_rank(metrics: Path) -> None:
     ranks[-1].kill()
 
 
-def _metrics(folder: Path) -> list[dict[str, float]]:
-    return [
-        {k: v for k, v in line.items() if not k.startswith(TIMED) and k != "elapsed_s"}
-        for line in read_metrics(folder)
-    ]
-
-
-def _samples(folder: Path) -> bytes:
-    return (folder / "samples.jsonl").read_bytes()
-
-
 def _drawn(folder: Path) -> object:
     found = CheckpointStore(folder / "checkpoints").newest()
     assert found is not None
     return found.manifest.run.sampler
-
-
-def _assert_same_state(first: Path, second: Path) -> None:
-    newest = [max((folder / "checkpoints").glob("step-*[0-9]")) for folder in (first, second)]
-    assert newest[0].name == newest[1].name
-    for path in newest[1].glob("*/*.safetensors"):
-        ours, theirs = (load_file(new / path.relative_to(newest[1])) for new in newest)
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            assert torch.equal(ours[name], theirs[name]), name
 
 
 def _write_rows(path: Path, numbers: range) -> None:

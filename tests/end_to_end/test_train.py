@@ -13,20 +13,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybridrl.errors import (
-    ConfigErrors,
-    DataError,
-    ModelError,
-    RemoteCallError,
-    TrainingError,
-)
+from hybridrl.errors import DataError, ModelError, RemoteCallError, RewardError, TrainingError
 from hybridrl.run.launch import run
 from hybridrl.run.starter import write_random_model
+from tests.end_to_end.runs import assert_same_weights, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.report.folders import page_of
+from tests.trace_events import Event, check, names_of, spans_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 TWO_RANKS = ("cluster.num_ranks_per_node=2", "actor.max_tokens_per_microbatch=64")
+EDGES = {
+    *("offload_optimizer", "resume_weights", "sync", "offload_parameters", "resume_cache"),
+    *("continue", "skew", "pause", "drain", "release", "onload_training"),
+}
+OWN_FILES = (
+    *("data=files", "data.use_chat_template=false", "data.max_prompt_tokens=8"),
+    "model.starter.num_warmup_steps=0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,135 +43,183 @@ def plain(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
-    """The folder of a run of two ranks whose engines stay awake."""
-    folder = tmp_path_factory.mktemp("two-ranks") / "run"
-    run(small_config(folder, *TWO_RANKS, "rollout.sleep=false"), resolved_yaml="")
+def asleep(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    """The folder of a run of two ranks whose engines sleep, with old log-probs asked for."""
+    folder = tmp_path_factory.mktemp("asleep") / "run"
+    train(folder, *TWO_RANKS, "rollout.sleep=true", "algorithm.old_logprobs=recompute")
     return folder
 
 
 @pytest.fixture(scope="module")
-def rewarded_alike(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
-    """The folder of a run on files of its own, with a reward function of its own."""
-    folder = tmp_path_factory.mktemp("alike")
-    data, reward = folder / "rows.jsonl", folder / "reward.py"
-    rows = [{"prompt": f"{n}=", "answer": str(n), "info": {"n": n}} for n in range(10, 18)]
-    data.write_text("\n".join(json.dumps(row) for row in rows))
-    reward.write_text(
-        "def alike(responses, answers, info):\n"
-        "    return [0.7 * (answers[n] == str(each['n'])) for n, each in enumerate(info)]\n"
-    )
-    config = small_config(
-        folder / "run",
-        "data=files",
-        f"data.train_files=[{data}]",
-        f"data.eval_files=[{data}]",
-        "data.use_chat_template=false",
-        "data.max_prompt_tokens=8",
-        "model.starter.num_warmup_steps=0",
-        f"reward.function={reward}:alike",
-    )
-    run(config, resolved_yaml="")
-    return folder / "run"
+def events(asleep: Path) -> list[Event]:
+    """Of the trace, without the ranks that made the starter model."""
+    events: list[Event] = json.loads((asleep / "trace.json").read_text())
+    check(events)
+    begin = max(e["ts"] for e in spans_of(events, "start workers"))
+    rows = [row for row, name in names_of(events).items() if "SupervisedWorker" not in name]
+    return [e for e in events if e["pid"] in rows and e.get("ts", begin) >= begin]
 
 
 def test_a_run_leaves_configuration_log_metrics_events_samples_and_weights(plain: Path) -> None:
-    folder = plain
-    metrics = read_metrics(folder)
+    metrics = read_metrics(plain)
     assert [line["step"] for line in metrics] == [0, 1, 2, 3]
     assert {"eval/reward/mean", "time/eval_s"} <= metrics[0].keys()
     assert "eval/reward/mean" not in metrics[1]
     assert metrics[3]["policy/updates"] == 1
     assert [line.get("policy/version") for line in metrics] == [None, 1, 2, 3]
     assert [line.get("data/prompts") for line in metrics] == [None, 4, 8, 12]
-    assert (folder / "config.yaml").read_text() == "mode: train\n"
-    assert (folder / "log.txt").is_file()
-    assert list((folder / "tensorboard").iterdir())
-    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
-    assert sample["prompt"].endswith("=")
-    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    assert (plain / "config.yaml").read_text() == "mode: train\n"
+    assert (plain / "log.txt").is_file()
+    assert list((plain / "tensorboard").iterdir())
+    assert samples_of(plain)[0]["prompt"].endswith("=")
+    model = AutoModelForCausalLM.from_pretrained(plain / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(plain / "hf")
     assert tokenizer.decode(tokenizer("312=").input_ids) == "312="
     assert all(bool(weight.isfinite().all()) for weight in model.parameters())
 
 
-def test_the_same_seed_trains_the_same_weights_bit_by_bit(plain: Path, tmp_path: Path) -> None:
-    run(small_config(tmp_path / "run"), resolved_yaml="")
-    first, second = _weights(plain), _weights(tmp_path / "run")
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.shows("1.5")
-def test_sleeping_engines_on_two_ranks_train_what_waking_ones_train(
-    two_ranks: Path, tmp_path: Path
+def test_sleeping_engines_on_two_ranks_train_what_waking_ones_and_nearly_what_one_rank_does(
+    plain: Path, asleep: Path, tmp_path: Path
 ) -> None:
-    config = small_config(tmp_path / "asleep", *TWO_RANKS, "rollout.sleep=true")
-    run(config, resolved_yaml="")
-    awake, asleep = _weights(two_ranks), _weights(tmp_path / "asleep")
-    assert all(torch.equal(awake[name], asleep[name]) for name in awake)
-    last = read_metrics(tmp_path / "asleep")[-1]
-    assert last["memory/released_bytes"] > 0
-    assert last["time/release_s"] > 0
+    waking = ("rollout.sleep=false", "algorithm.old_logprobs=recompute")
+    train(tmp_path / "awake", *TWO_RANKS, *waking)
+    assert_same_weights(asleep, tmp_path / "awake")
+    two, one = read_metrics(asleep), read_metrics(plain)
+    assert two[-1]["memory/released_bytes"] > 0
+    assert two[-1]["time/release_s"] > 0
+    assert one[1]["reward/mean"] == two[1]["reward/mean"]
+    assert one[1]["policy/grad_norm"] == pytest.approx(two[1]["policy/grad_norm"], rel=1e-4)
 
 
-def test_engines_of_their_own_train_what_those_of_the_ranks_train(
-    plain: Path, tmp_path: Path
+def test_the_trace_has_every_phase_and_every_edge_of_the_life_cycle_on_every_rank(
+    events: list[Event],
 ) -> None:
-    config = small_config(tmp_path / "own", "serving=own", "serving.weights=broadcast")
-    run(config, resolved_yaml="")
-    ranks, own = _weights(plain), _weights(tmp_path / "own")
-    assert all(torch.equal(ranks[name], own[name]) for name in ranks)
-    metrics = read_metrics(tmp_path / "own")
-    assert [line.get("policy/version") for line in metrics] == [None, 1, 2, 3]
-    assert [line["memory/synced_bytes"] > 0 for line in metrics[1:]] == [True] * 3
-    assert metrics[1]["rollout/lost_engines"] == 0
+    names = names_of(events)
+    assert names[1].startswith("driver on ")
+    ranks = sorted(name.partition(" on ")[0] for name in names.values())[1:]
+    assert ranks == ["rank 0 ActorRolloutWorker", "rank 1 ActorRolloutWorker"]
+    driver = {e["name"] for e in spans_of(events) if e["pid"] == 1}
+    assert {"start workers", "step", "eval", "generate", "reward", "logprobs", "update"} <= driver
+    for row in set(names) - {1}:
+        of_rank = {e["name"] for e in spans_of(events) if e["pid"] == row}
+        assert of_rank >= EDGES | {"build", "generate", "sample", "compute_logprobs", "update"}
+        assert of_rank >= {"microbatch", "export_hf"}
+    assert [e["args"]["item"] for e in spans_of(events, "step")] == [1, 2, 3]
+    for stage, bytes_name in (("sync", "synced_bytes"), ("release", "released_bytes")):
+        assert max(e["args"].get(bytes_name, 0) for e in spans_of(events, stage)) > 1000
+    assert all(e["args"]["host_bytes"] > 2**20 for e in spans_of(events, "update") if e["pid"] > 1)
 
 
-def test_two_ranks_take_nearly_the_steps_of_one(plain: Path, two_ranks: Path) -> None:
-    one, two = (read_metrics(folder)[1] for folder in (plain, two_ranks))
-    assert one["reward/mean"] == two["reward/mean"]
-    assert one["policy/grad_norm"] == pytest.approx(two["policy/grad_norm"], rel=1e-4)
+@pytest.mark.parametrize(
+    ("call", "phases"),
+    [
+        ("generate", {"generate", "eval"}),
+        ("compute_logprobs", {"logprobs"}),
+        ("update", {"update"}),
+    ],
+)
+def test_what_a_rank_does_in_a_call_lies_within_the_drivers_call(
+    events: list[Event], call: str, phases: set[str]
+) -> None:
+    driver = [e for e in spans_of(events) if e["pid"] == 1 and e["name"] in phases]
+    ranks = [e for e in spans_of(events, call) if e["pid"] != 1]
+    assert len(ranks) == 2 * len(driver) > 0
+    for span in ranks:
+        begin, end = span["ts"], span["ts"] + span["dur"]
+        around = [e for e in driver if e["ts"] <= begin and end <= e["ts"] + e["dur"]]
+        assert len(around) == 1
+
+
+def test_counters_follow_the_metrics(asleep: Path, events: list[Event]) -> None:
+    counted = {e["name"] for e in events if e["ph"] == "C"}
+    assert counted >= {"host memory, MiB", "eval/reward/mean"}
+    values = [e["args"]["value"] for e in events if e["name"] == "eval/reward/mean"]
+    assert values[0] == read_metrics(asleep)[0]["eval/reward/mean"]
+
+
+def test_samples_of_steps_and_evaluations_carry_the_log_probs_of_their_tokens(
+    asleep: Path,
+) -> None:
+    assert {s["step"] for s in samples_of(asleep, "train")} == {1, 2, 3}
+    held_out = samples_of(asleep, "eval")
+    assert {s["step"] for s in held_out} == {0, 2, 3}
+    for sample in samples_of(asleep):
+        assert 0 < len(sample["tokens"]) == len(sample["logprobs"])
+        assert all(logprob <= 0 for logprob in sample["logprobs"])
+        assert "".join(sample["tokens"]).startswith(sample["response"])
+    by_step = [[s["prompt"] for s in held_out if s["step"] == step] for step in (0, 2, 3)]
+    assert by_step[0] == by_step[1] == by_step[2]
+
+
+def test_the_page_of_the_run_shows_all_of_it(asleep: Path) -> None:
+    assert (asleep / "report.html").is_file()
+    page = page_of(asleep)
+    assert "finished\n: step 3 of 3" in page.text
+    parts = ("Learning", "Policy", "Responses", "Time", "What the model writes", "Configuration")
+    assert {*parts, "machine of the driver"} <= set(page.texts)
+    assert len(page.scripts) > 10  # the library, and a chart each
+    assert page.text.count("answer: ") == 4
+
+
+def test_a_reward_function_that_raises_ends_the_run_by_name_and_with_its_page(
+    tmp_path: Path,
+) -> None:
+    folder, reward = tmp_path / "run", tmp_path / "reward.py"
+    reward.write_text("def broken(responses, **_):\n    return [1 / 0 for _ in responses]\n")
+    without_trace = ("tracking.trace=false", "eval.every_num_steps=0")
+    with pytest.raises(RewardError, match=r"reward\.py:broken(.|\n)*ZeroDivisionError"):
+        train(folder, *without_trace, f"reward.function={reward}:broken")
+    assert "ZeroDivisionError" in (folder / "log.txt").read_text()
+    assert not (folder / "trace.json").exists()
+    assert (folder / "report.html").is_file()
+    text = page_of(folder).text
+    assert "failed\n: step 0" in text
+    assert "ZeroDivisionError" in text
 
 
 @pytest.mark.parametrize("placement", ["loss", pytest.param("reward", marks=pytest.mark.nightly)])
 def test_kl_is_measured_against_the_model_that_the_run_started_from(
     tmp_path: Path, placement: str
 ) -> None:
-    config = small_config(
+    metrics = train(
         tmp_path / "run",
-        "algorithm.old_logprobs=recompute",
-        f"algorithm.kl.placement={placement}",
-        "algorithm.kl.coefficient=0.1",
-        "algorithm.num_minibatches=2",
-        "actor.optimizer.lr=1e-2",
-        VARIED,
+        *("algorithm.old_logprobs=recompute", f"algorithm.kl.placement={placement}"),
+        *("algorithm.kl.coefficient=0.1", "algorithm.num_minibatches=2"),
+        *("actor.optimizer.lr=1e-2", VARIED),
     )
-    run(config, resolved_yaml="")
-    metrics = read_metrics(tmp_path / "run")
     assert metrics[1]["policy/updates"] == 2
     first, last = (metrics[n]["policy/kl_to_reference_nats/mean"] for n in (1, 3))
     assert first < last
 
 
 def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path) -> None:
-    config = small_config(
+    lines = train(
         tmp_path / "run",
-        "mode=sft",
-        "trainer.num_steps=8",
-        "trainer.num_prompts_per_step=8",
-        "eval.every_num_steps=4",
-        "actor.optimizer.lr=1e-2",
+        *("mode=sft", "trainer.num_steps=8", "trainer.num_prompts_per_step=8"),
+        *("eval.every_num_steps=4", "actor.optimizer.lr=1e-2"),
         *("cluster.num_ranks_per_node=2", "eval.num_prompts=7"),  # not a multiple of the ranks
     )
-    run(config, resolved_yaml="")
-    losses = [line["eval/loss_nats"] for line in read_metrics(tmp_path / "run")[::4]]
+    losses = [line["eval/loss_nats"] for line in lines[::4]]
     assert losses[0] > losses[1] > losses[2]
     assert (tmp_path / "run" / "hf" / "config.json").is_file()
 
 
-def test_own_data_and_an_own_reward_function_need_no_code_of_ours(rewarded_alike: Path) -> None:
-    rewards = [line["reward/mean"] for line in read_metrics(rewarded_alike)[1:]]
-    assert rewards == pytest.approx([0.7] * 3)
+def test_equal_rewards_of_an_own_function_for_own_rows_leave_the_weights_as_they_are(
+    tmp_path: Path,
+) -> None:
+    data, reward = tmp_path / "rows.jsonl", tmp_path / "reward.py"
+    rows = [{"prompt": f"{n}=", "answer": str(n), "info": {"n": n}} for n in range(10, 18)]
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    reward.write_text(
+        "def alike(responses, answers, info):\n"
+        "    return [0.7 * (answers[n] == str(each['n'])) for n, each in enumerate(info)]\n"
+    )
+    files = (*OWN_FILES, f"data.train_files=[{data}]", f"data.eval_files=[{data}]")
+    lines = train(tmp_path / "run", *files, f"reward.function={reward}:alike")
+    assert [line["reward/mean"] for line in lines[1:]] == pytest.approx([0.7] * 3)
+    assert lines[-1]["reward/zero_variance_group_fraction"] == 1
+    assert lines[-1]["policy/grad_norm"] == 0
 
 
 def test_a_reward_of_its_own_is_learnt_in_thirty_steps(tmp_path: Path) -> None:
@@ -175,35 +228,34 @@ def test_a_reward_of_its_own_is_learnt_in_thirty_steps(tmp_path: Path) -> None:
         "def digits(responses, **_):\n"
         "    return [sum(c.isdigit() for c in text) / 6 for text in responses]\n"
     )
-    config = small_config(
+    lines = train(
         tmp_path / "run",
-        f"reward.function={reward}:digits",
-        "actor.optimizer.lr=1e-2",
-        "trainer.num_steps=30",
-        "eval.every_num_steps=0",
+        *(f"reward.function={reward}:digits", "actor.optimizer.lr=1e-2"),
+        *("trainer.num_steps=30", "eval.every_num_steps=0"),
     )
-    run(config, resolved_yaml="")
-    rewards = [line["reward/mean"] for line in read_metrics(tmp_path / "run")]
+    rewards = [line["reward/mean"] for line in lines]
     assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.2
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_a_bad_row_is_named_before_a_worker_starts(tmp_path: Path, split: str) -> None:
-    good, bad = '{"prompt": "1=", "answer": "1"}\n', '{"prompt": "2="}\n'
-    (tmp_path / "train.jsonl").write_text(good + (bad if split == "train" else good))
-    (tmp_path / "eval.jsonl").write_text(good + (bad if split == "eval" else good))
-    folder = tmp_path / "run"
-    config = small_config(
-        folder,
-        "data=files",
-        f"data.train_files=[{tmp_path}/train.jsonl]",
-        f"data.eval_files=[{tmp_path}/eval.jsonl]",
-        "data.use_chat_template=false",
-        "model.starter.num_warmup_steps=0",
-    )
-    with pytest.raises(DataError, match=rf"{split}\.jsonl:2"):
-        run(config, resolved_yaml="")
-    assert "start workers" not in (folder / "trace.json").read_text()
+@pytest.mark.parametrize(
+    ("bad", "overrides"),
+    [
+        ("train", ()),
+        ("eval", ()),
+        ("held", ("mode=eval", "++eval.sets.own.files=[FOLDER/held.jsonl]")),
+    ],
+)
+def test_a_bad_row_is_named_before_a_worker_starts(
+    tmp_path: Path, bad: str, overrides: tuple[str, ...]
+) -> None:
+    for name in ("train", "eval", "held"):
+        last = '{"prompt": "2="}' if name == bad else '{"prompt": "2=", "answer": "2"}'
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n' + last)
+    files = [f"data.{name}_files=[{tmp_path}/{name}.jsonl]" for name in ("train", "eval")]
+    own = [override.replace("FOLDER", str(tmp_path)) for override in overrides]
+    with pytest.raises(DataError, match=rf"{bad}\.jsonl:2"):
+        train(tmp_path / "run", *OWN_FILES, *files, *own)
+    assert "start workers" not in (tmp_path / "run" / "trace.json").read_text()
 
 
 def _spoil_index(folder: Path) -> None:
@@ -250,33 +302,10 @@ def test_a_broken_model_folder_is_named_before_a_worker_starts(
 
 
 def test_updates_without_a_finite_gradient_are_skipped_then_end_the_run(tmp_path: Path) -> None:
-    config = small_config(
-        tmp_path / "run",
-        *("actor.optimizer.lr=1", "actor.optimizer.weight_decay=1e6"),  # a millionfold each step
-        "trainer.num_steps=20",
-        "trainer.max_skipped_updates=1",
-        "eval.every_num_steps=0",
-        VARIED,
-    )
+    a_millionfold_each_step = ("actor.optimizer.lr=1", "actor.optimizer.weight_decay=1e6")
     with pytest.raises((TrainingError, RemoteCallError), match="finite"):
-        run(config, resolved_yaml="")
-
-
-def test_equal_rewards_leave_the_weights_as_they_are(rewarded_alike: Path) -> None:
-    last = read_metrics(rewarded_alike)[-1]
-    assert last["reward/zero_variance_group_fraction"] == 1
-    assert last["policy/grad_norm"] == 0
-
-
-@pytest.mark.shows("4.16")
-def test_rows_that_do_not_divide_over_ranks_are_refused_before_anything_starts(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(ConfigErrors, match=r"num_prompts_per_step"):
-        small_config(
-            tmp_path / "run", "cluster.num_ranks_per_node=2", "trainer.num_prompts_per_step=3"
+        train(
+            tmp_path / "run",
+            *(*a_millionfold_each_step, "trainer.num_steps=20", "trainer.max_skipped_updates=1"),
+            *("eval.every_num_steps=0", VARIED),
         )
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder / "hf").state_dict())

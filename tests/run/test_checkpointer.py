@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import pytest
 import torch
 
 from hybridrl.checkpoint.store import CheckpointStore, FileEntry, RunState
-from hybridrl.config.trainer import CheckpointConfig
 from hybridrl.data.rows import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
 from hybridrl.metrics import Mean, Metrics
@@ -68,26 +67,9 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def checkpointer(
-    folder: Path,
-    ranks: Ranks,
-    *,
-    every: int = 2,
-    keep_last: int = 2,
-    keep_best: int = 0,
-    best_metric: str | None = None,
-    best_is: Literal["highest", "lowest"] = "highest",
-) -> Checkpointer:
-    config = CheckpointConfig(
-        every_num_steps=every,
-        keep_last=keep_last,
-        keep_best=keep_best,
-        best_metric=best_metric,
-        best_is=best_is,
-        resume="auto",
-        accept_changes=False,
-        max_restarts=0,
-    )
+def checkpointer(folder: Path, ranks: Ranks, **changes: Any) -> Checkpointer:
+    few: dict[str, Any] = {"every_num_steps": 2, "keep_last": 2, "keep_best": 0}
+    config = replace(config_of().checkpoint, **(few | changes))
 
     def capture(step: int) -> RunState:
         return RunState(
@@ -117,25 +99,15 @@ def take(
 
 
 @pytest.mark.shows("R1.3")
-def test_a_run_is_saved_at_each_interval_and_after_its_last_step(
-    tmp_path: Path, ranks: Ranks
+@pytest.mark.parametrize(
+    ("every", "last", "saved"), [(2, 5, [2, 4, 5]), (2, 4, [2, 4]), (0, 4, [])]
+)
+def test_a_run_is_saved_once_at_each_interval_and_after_its_last_step(
+    tmp_path: Path, ranks: Ranks, every: int, last: int, saved: list[int]
 ) -> None:
-    saving = checkpointer(tmp_path, ranks, keep_last=9)
-    list(take(saving, ranks, range(1, 6), last=5))
-    assert steps_on(tmp_path) == [2, 4, 5]
-    assert [value for _, value in ranks.began] == [2.0, 4.0, 5.0]
-
-
-def test_where_the_last_step_was_saved_already_it_is_not_saved_twice(
-    tmp_path: Path, ranks: Ranks
-) -> None:
-    list(take(checkpointer(tmp_path, ranks), ranks, range(1, 5), last=4))
-    assert [value for _, value in ranks.began] == [2.0, 4.0]
-
-
-def test_zero_saves_nothing(tmp_path: Path, ranks: Ranks) -> None:
-    list(take(checkpointer(tmp_path, ranks, every=0), ranks, range(1, 5), last=4))
-    assert not ranks.began
+    saving = checkpointer(tmp_path, ranks, every_num_steps=every, keep_last=9)
+    list(take(saving, ranks, range(1, last + 1), last=last))
+    assert steps_on(tmp_path) == [value for _, value in ranks.began] == saved
 
 
 @pytest.mark.shows("R1.1")
@@ -196,7 +168,6 @@ def test_where_all_are_torn_the_run_does_not_begin_anew_unasked(
 
 
 def no_room() -> RemoteCallError:
-    """What a rank's error is on the driver: it names the rank's own, and was raised from it."""
     why = CheckpointError("rank-1 cannot be written: no space left; free space on its disk")
     cause = f"CheckpointError: {why}"
     error = RemoteCallError(rank=1, host="h", method="collect_saved", cause=cause, traceback="")
@@ -253,24 +224,23 @@ def test_a_rank_that_dies_while_it_writes_is_no_matter_of_the_disk(
 
 
 @pytest.mark.shows("R1.4")
-def test_the_best_of_the_evaluations_is_kept_whether_high_or_low_is_good(tmp_path: Path) -> None:
-    for name, sign in (("eval/reward/mean", 1.0), ("eval/loss_nats", -1.0)):
-        folder, ranks = tmp_path / name.partition("/")[2][:4], Ranks()
-        saving = checkpointer(folder, ranks, keep_last=1, keep_best=1)
-        for step, quality in ((2, 0.1), (4, 0.9), (6, 0.5), (8, 0.3)):
-            saving.after_step(step, {name: Mean(sign * quality)}, is_last=step == 8)
-        assert steps_on(folder) == [4, 8]
-
-
-@pytest.mark.parametrize(("best_is", "kept"), [("highest", [4, 8]), ("lowest", [2, 8])])
-def test_the_best_by_a_named_metric_is_kept(
-    tmp_path: Path, best_is: Literal["highest", "lowest"], kept: list[int]
+@pytest.mark.parametrize(
+    ("name", "key", "best_is", "kept"),
+    [
+        ("eval/reward/mean", None, "highest", [4, 8]),
+        ("eval/loss_nats", None, "highest", [2, 8]),  # a loss is better where it is lower
+        ("eval/math/pass_at_8", "eval/math/pass_at_8", "highest", [4, 8]),
+        ("eval/math/pass_at_8", "eval/math/pass_at_8", "lowest", [2, 8]),
+    ],
+)
+def test_the_best_of_the_evaluations_is_kept(
+    tmp_path: Path, ranks: Ranks, name: str, key: str | None, best_is: str, kept: list[int]
 ) -> None:
-    ranks, name = Ranks(), "eval/math/pass_at_8"
     saving = checkpointer(
-        tmp_path, ranks, keep_last=1, keep_best=1, best_metric=name, best_is=best_is
+        tmp_path, ranks, keep_last=1, keep_best=1, best_metric=key, best_is=best_is
     )
     for step, quality in ((2, 0.1), (4, 0.9), (6, math.nan), (8, 0.3)):
-        metrics: Metrics = {name: Mean(quality), "eval/reward/mean": Mean(float(step == 6))}
+        metrics: Metrics = {"eval/reward/mean": Mean(float(step == 6))} if key else {}
+        metrics[name] = Mean(quality)
         saving.after_step(step, metrics, is_last=step == 8)
     assert steps_on(tmp_path) == kept

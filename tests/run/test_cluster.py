@@ -1,59 +1,44 @@
+"""A Ray that a run starts: what a user is told where it fails, its token, its end."""
+
 from __future__ import annotations
 
+import logging
 import os
 import re
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
-from hybridrl.env import ROOT
 from hybridrl.errors import ResourceError
-from hybridrl.run.cluster import require_device, show_workers_no_more
-from hybridrl.run.workers import rank_variables, start_group
-from hybridrl.single_controller import (
-    Dispatch,
-    RayClassWithInitArgs,
-    Worker,
-    create_colocated_worker_cls,
-    register,
-)
+from hybridrl.run.cluster import keep_token_private, require_device, show_workers_no_more
 from hybridrl.trainer.interrupt import RunInterrupted, ended_by_signals
 from tests.config.values import config_of
-from tests.end_to_end.small import small_config
+
+_BEGIN = """
+import pathlib, subprocess, sys, time
+import ray
+from hybridrl.processes import guard
+from hybridrl.run import cluster
+from hybridrl.run.supervise import ended_with_ray
+from tests.config.values import config_of
+"""
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU here")
-def test_a_missing_gpu_is_named_before_ray_would_wait_for_one(tmp_path: Path) -> None:
-    cluster = replace(small_config(tmp_path / "run").cluster, device="cuda")
+def test_a_missing_gpu_is_named_before_ray_would_wait_for_one() -> None:
+    cluster = replace(config_of().cluster, device="cuda")
     with pytest.raises(ResourceError, match="no NVIDIA device; set cluster=cpu"):
         require_device(cluster)
     require_device(replace(cluster, ray_address="auto"))  # that cluster's nodes may have some
     require_device(replace(cluster, device="cpu"))
-
-
-def test_a_ray_that_does_not_start_is_answered_with_what_to_type() -> None:
-    program = (
-        "from hybridrl.run.cluster import ray_cluster\n"
-        "from tests.config.values import config_of\n"
-        "with ray_cluster(config_of().cluster): pass"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "RAY_TMPDIR": "/proc/nowhere"},
-        timeout=200,
-        capture_output=True,
-        text=True,
-    )
-    message = done.stderr.splitlines()[-1]
-    assert "ResourceError: Ray does not start on this machine: [Errno" in message
-    assert "type `ray start --head`, then set cluster.ray_address=auto" in message
-    assert "logs are in /proc/nowhere/ray/session_latest/logs" in message
 
 
 def test_a_start_that_is_stopped_shows_no_output_of_workers_any_more() -> None:
@@ -66,97 +51,162 @@ def test_a_start_that_is_stopped_shows_no_output_of_workers_any_more() -> None:
     assert shown == []
 
 
-def test_tensor_parallel_ranks_on_cuda_get_one_hardware_queue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    gpus = ("cluster=one_gpu", "cluster.num_ranks_per_node=8", "actor=megatron")
-    cut = config_of(*gpus, "megatron.tensor_parallel_size=2")
-    assert rank_variables(cut) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert rank_variables(config_of(*gpus)) == {}
-    assert rank_variables(replace(cut, cluster=replace(cut.cluster, device="cpu"))) == {}
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
-    assert rank_variables(cut) == {}
-
-
-class Environment(Worker):
-    """Says what a variable was before its constructor ran."""
-
-    def __init__(self) -> None:
-        self.queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-
-    @register(Dispatch.ONE_TO_ALL)
-    def told(self) -> str | None:
-        return self.queues
-
-
-def test_variables_reach_ranks_before_their_workers_are_made(
-    ray_cluster: None, tmp_path: Path
-) -> None:
-    cluster = replace(small_config(tmp_path / "run").cluster, num_ranks_per_node=2)
-    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    worker = RayClassWithInitArgs(Environment)
-    with start_group(cluster, worker, variables=variables) as group:
-        assert group.told() == ["1", "1"]
-    both = create_colocated_worker_cls({"first": worker, "second": worker})
-    with start_group(cluster, both, variables=variables) as fused:
-        assert fused.second_told() == ["1", "1"]
-
-
 _LATE_RAYLET = """
-import time
-import ray
-from hybridrl.run import cluster
-from tests.config.values import config_of
 began, get_node = time.monotonic(), cluster.services.get_node
-
 
 def get_node_late(address, node):
     if time.monotonic() - began < {late_s}:
         raise RuntimeError("it has not registered")  # as Ray says it
     return get_node(address, node)
 
-
 cluster.services.get_node = get_node_late
 cluster._RAYLET_LIMIT_S = {limit_s}
-with cluster.ray_cluster(config_of().cluster):
-    print("answers", ray.get(ray.remote(lambda: 7).remote()))
+"""
+
+_HANGING = """
+cluster._START_LIMIT_S = 0.5
+cluster.ray.init = lambda **_: time.sleep(60)
 """
 
 
-def start_of_late_raylet(*, late_s: float, limit_s: float) -> tuple[str, str]:
-    program = _LATE_RAYLET.format(late_s=late_s, limit_s=limit_s)
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    return done.stdout, done.stderr
+def _start(change: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    work = "    print('answers', ray.get(ray.remote(lambda: 7).remote()))"
+    program = f"{_BEGIN}{change}\nwith cluster.ray_cluster(config_of().cluster):\n{work}"
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **variables},
+        timeout=200,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_ray_that_does_not_start_is_answered_with_what_to_type() -> None:
+    message = _start(RAY_TMPDIR="/proc/nowhere").stderr.splitlines()[-1]
+    assert "ResourceError: Ray does not start on this machine: [Errno" in message
+    assert "type `ray start --head`, then set cluster.ray_address=auto" in message
+    assert "logs are in /proc/nowhere/ray/session_latest/logs" in message
 
 
 @pytest.mark.nightly
 def test_a_raylet_that_is_late_on_a_busy_machine_is_waited_for() -> None:
-    said, _ = start_of_late_raylet(late_s=45.0, limit_s=150.0)  # Ray itself waits 30 s
-    assert "answers 7" in said
+    done = _start(_LATE_RAYLET.format(late_s=45.0, limit_s=150.0))  # Ray itself waits 30 s
+    assert "answers 7" in done.stdout
 
 
 def test_a_raylet_that_never_comes_is_told_with_the_load_of_the_machine() -> None:
-    _, log = start_of_late_raylet(late_s=999.0, limit_s=0.3)
+    log = _start(_LATE_RAYLET.format(late_s=999.0, limit_s=0.3)).stderr
     assert re.search(r"within 0\.3 s; the load is \d+ on \d+ cores: if that is busy, type", log)
-
-
-_HANGING_START = """
-import time
-from hybridrl.run import cluster
-from tests.config.values import config_of
-cluster._START_LIMIT_S = 0.5
-cluster.ray.init = lambda **_: time.sleep(60)
-with cluster.ray_cluster(config_of().cluster):
-    pass
-"""
 
 
 @pytest.mark.shows("R3.5")
 def test_a_start_of_ray_that_hangs_ends_the_driver() -> None:
-    command = [sys.executable, "-c", _HANGING_START]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    done = _start(_HANGING)
     assert done.returncode == 1
     assert "Timeout (0:00:00.500000)!" in done.stderr
     assert "in _start_ray" in done.stderr
+
+
+_WITH_RAY = """
+with cluster.ray_cluster(config_of().cluster):
+    assert ray.get(ray.remote(lambda: 7).remote(), timeout=60) == 7
+    [pid] = [pid for pid in guard.descendants() if guard.process_name(pid) == "gcs_server"]
+    print(pid, flush=True)
+    time.sleep(600)
+"""
+
+_WITHOUT_RAY = """
+child = subprocess.Popen([sys.argv[1], "600"])
+while guard.process_name(child.pid) != pathlib.Path(sys.argv[1]).name:
+    time.sleep(0.01)
+with ended_with_ray():
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.shows("R8.2")
+def test_a_ray_started_here_has_a_private_token_and_its_driver_ends_with_its_head(
+    tmp_path: Path,
+) -> None:
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("RAY_AUTH_")}
+    status, errors = _end_of(_WITH_RAY, "", environment | {"HOME": str(tmp_path)})
+    assert status == 1
+    assert "Ray's gcs_server ended" in errors  # Ray itself would end the driver after 60 s
+    token = tmp_path / ".ray" / "auth_token"
+    assert len(token.read_text()) == 64
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_each_process_of_ray_ends_the_driver(tmp_path: Path, name: str) -> None:
+    program = tmp_path / name
+    shutil.copy("/bin/sleep", program)
+    status, errors = _end_of(_WITHOUT_RAY, str(program), os.environ)
+    assert status == 1
+    assert f"Ray's {name} ended" in errors
+
+
+def _end_of(program: str, argument: str, environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run a driver, kill the process whose id it prints; return how the driver ended."""
+    command = [sys.executable, "-c", _BEGIN + program, argument]
+    pipe = subprocess.PIPE
+    environment = {**environment, "RAY_preload_python_modules": "json"}  # not what ranks need
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            os.kill(int(process.stdout.readline()), signal.SIGKILL)
+            _, errors = process.communicate(timeout=50)
+        finally:
+            process.kill()
+    return process.returncode, errors
+
+
+@pytest.fixture
+def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / ".ray" / "auth_token"
+
+
+@pytest.mark.shows("R8.2")
+def test_a_token_that_is_there_is_kept_and_its_readers_are_told(
+    token: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token.parent.mkdir()
+    token.write_text("mine")
+    with caplog.at_level(logging.WARNING, logger="hybridrl"):
+        token.chmod(0o644)
+        keep_token_private()
+        token.chmod(0o600)
+        keep_token_private()
+    assert token.read_text() == "mine"
+    [message] = caplog.messages
+    assert f"chmod 600 {token}" in message
+
+
+def test_a_token_appears_whole(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_there_before = []
+
+    def draw(num_bytes: int) -> str:
+        is_there_before.append(token.exists())
+        return "7" * 2 * num_bytes
+
+    monkeypatch.setattr(secrets, "token_hex", draw)
+    keep_token_private()
+    assert is_there_before == [False]
+    assert token.read_text() == "7" * 64
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "0" * 64)]
+)
+def test_where_the_user_chose_another_way_no_token_is_made(
+    token: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    keep_token_private()
+    assert not token.parent.exists()

@@ -5,6 +5,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.run.record import describe_end, resume_command
 from tests.config.values import config_of
@@ -79,19 +81,19 @@ def test_a_run_stopped_in_its_start_says_so(tmp_path: Path) -> None:
     assert text.split() == ["stopped", "before", "step", "1", "of", "3"]
 
 
-def test_a_run_without_checkpoints_promises_no_way_to_go_on(tmp_path: Path) -> None:
-    config = config_in(tmp_path / "run", "checkpoint.every_num_steps=0")
-    write_run(tmp_path / "run", [0.5, 0.8])
-    assert "to continue" not in describe_end(config, command=COMMAND, error=KeyboardInterrupt())
-
-
-def test_a_run_that_failed_before_its_first_checkpoint_is_not_to_be_continued(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        pytest.param(["checkpoint.every_num_steps=0"], KeyboardInterrupt(), id="saves nothing"),
+        pytest.param([], RuntimeError(), id="failed before its first checkpoint"),
+    ],
+)
+def test_a_run_without_checkpoints_promises_no_way_to_go_on(
+    tmp_path: Path, overrides: list[str], error: BaseException
 ) -> None:
-    config = config_in(tmp_path / "run")
-    write_run(tmp_path / "run", [0.5])
-    text = describe_end(config, command=COMMAND, error=RuntimeError())
-    assert "to continue" not in text
+    config = config_in(tmp_path / "run", *overrides)
+    write_run(tmp_path / "run", [0.5, 0.8])
+    assert "to continue" not in describe_end(config, command=COMMAND, error=error)
 
 
 def test_a_command_is_quoted_where_a_shell_would_change_it() -> None:

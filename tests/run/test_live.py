@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import io
+import math
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -71,19 +74,15 @@ def test_time_left_counts_no_second_of_a_restart() -> None:
     for step in (1, 2):
         view.step(step, {"reward/mean": 0.5})
     assert view.describe_time_left() != ""
+    view.num_steps = 2  # less than a second is no time left
+    assert view.describe_time_left() == ""
+    view.num_steps = 10**9
     view.break_off()
     assert view.describe_time_left() == ""
     view.rewind(1, [{"reward/mean": 0.25}])
     assert (view.num_done, view.trends) == (1, {"reward/mean": [0.25]})
     view.step(2, {"reward/mean": 0.5})
     assert view.describe_time_left() == ""  # from the end of the last part to this one is no pace
-
-
-def test_less_than_a_second_is_no_time_left() -> None:
-    view = LiveView(3)
-    for step in (1, 2, 3):
-        view.step(step, {})
-        assert view.describe_time_left() == ""
 
 
 def test_a_long_silence_says_which_phase_takes_so_long_and_stops_with_the_run() -> None:
@@ -103,6 +102,7 @@ def test_a_terminal_gets_a_table_with_progress_phase_and_trends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")  # a dumb one gets no escapes
+    Console(file=io.StringIO(), width=80).print(LiveTable(3))  # before the first step
     stream = Terminal()
     with open_live("auto", num_steps=3, stream=stream) as view:
         view.step(1, {"reward/mean": 0.25, "time/step_s": 2.0})
@@ -112,13 +112,6 @@ def test_a_terminal_gets_a_table_with_progress_phase_and_trends(
     assert "\x1b" in stream.getvalue()
     for text in ("step 3/3: update", "reward/mean", "0.75", "mean of 10", "0.5 ", "▁█", "12,345"):
         assert text in stream.getvalue()
-
-
-def test_a_table_before_the_first_step_can_be_drawn() -> None:
-    table = LiveTable(3)
-    console = Console(file=io.StringIO(), width=80)
-    console.print(table)
-    console.print(table)
 
 
 def test_off_is_silent() -> None:
@@ -141,34 +134,30 @@ def test_all_shown_metrics_are_declared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "drawn"),
+    ("write", "value", "text"),
     [
-        ([0.0, 1.0], "▁█"),
-        ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], "▁▂▃▄▅▆▇█"),
-        ([3.0, 3.0], "▅▅"),
-        ([0.0, 0.0], "▁▁"),
-        ([1.0, float("nan"), 2.0, float("inf")], "▁ █ "),
-        ([float("nan")], " "),
-        ([], ""),
+        (sparkline, [0.0, 1.0], "▁█"),
+        (sparkline, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], "▁▂▃▄▅▆▇█"),
+        (sparkline, [3.0, 3.0], "▅▅"),
+        (sparkline, [0.0, 0.0], "▁▁"),
+        (sparkline, [1.0, math.nan, 2.0, math.inf], "▁ █ "),
+        (sparkline, [math.nan], " "),
+        (sparkline, [], ""),
+        (format_value, 0.0, "0"),
+        (format_value, 0.123456, "0.1235"),
+        (format_value, 1e-5, "1e-05"),
+        (format_value, 12345.6, "12,346"),
+        (format_value, math.nan, "nan"),
+        (format_duration, 3.2, "3 s"),
+        (format_duration, 89, "89 s"),
+        (format_duration, 600, "10 min"),
+        (format_duration, 7500, "2 h 05 min"),
     ],
 )
-def test_a_trend_is_drawn_between_its_ends(values: list[float], drawn: str) -> None:
-    assert sparkline(values) == drawn
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (0.123456, "0.1235"), (1e-5, "1e-05"), (12345.6, "12,346"), (float("nan"), "nan")],
-)
-def test_numbers_are_short(value: float, text: str) -> None:
-    assert format_value(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(3.2, "3 s"), (89, "89 s"), (600, "10 min"), (7500, "2 h 05 min")]
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
+def test_trends_numbers_and_durations_are_short(
+    write: Callable[[Any], str], value: object, text: str
+) -> None:
+    assert write(value) == text
 
 
 def test_a_long_trend_is_squeezed_into_means_of_equal_stretches() -> None:

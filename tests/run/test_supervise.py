@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from hybridrl.errors import HybridRLError, RewardError, WorkerDiedError
+from hybridrl.run.supervise import with_restarts
 from tests.composing import composed
 from tests.end_to_end.small import SMALL
 
@@ -32,24 +34,23 @@ except DriverDiedError as error:
 """
 
 
+def _python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def _arguments(folder: Path, *overrides: str) -> tuple[str, str]:
+    values = composed(f"trainer.run_dir={folder}/run", *overrides, base=SMALL)
+    return str(folder / "run"), json.dumps(values)
+
+
 def _run(folder: Path, driver: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _command(folder / "run", driver, *overrides),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def _command(folder: Path, driver: str, *overrides: str) -> list[str]:
-    values = composed(f"trainer.run_dir={folder}", *overrides, base=SMALL)
-    return [sys.executable, "-c", _PROGRAM + driver, str(folder), json.dumps(values)]
+    return _python(_PROGRAM + driver, *_arguments(folder, *overrides))
 
 
 @contextmanager
 def _started(folder: Path, driver: str) -> Iterator[subprocess.Popen[str]]:
-    command = _command(folder / "run", driver)
+    command = [sys.executable, "-c", _PROGRAM + driver, *_arguments(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -65,8 +66,7 @@ def _started(folder: Path, driver: str) -> Iterator[subprocess.Popen[str]]:
     ],
 )
 def test_a_run_starts_without_heavy_imports(module: str, heavy: set[str]) -> None:
-    code = f"import sys, {module}; sys.exit(str({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = _python(f"import sys, {module}; sys.exit(str({heavy} & set(sys.modules)))")
     assert done.stderr.strip() == "set()"
 
 
@@ -186,3 +186,73 @@ def test_a_driver_ends_with_its_parent(tmp_path: Path) -> None:
         child = psutil.Process(int(process.stdout.readline()))
         process.kill()
         assert child.wait(timeout=60) is None
+
+
+_WATCHED = """
+import os, pathlib, sys
+from hybridrl.run.supervise import driver_watchdog
+with driver_watchdog("gone without a word", log_file=pathlib.Path(sys.argv[1])):
+    {act}
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "word"),
+    [
+        *((act, "gone without a word\n") for act in ("os._exit(1)", "os.kill(os.getpid(), 9)")),
+        *((act, None) for act in ("pass", "sys.exit(3)", "raise ValueError('known')")),
+    ],
+)
+def test_the_death_of_a_driver_is_reported_in_output_and_log_an_end_in_order_is_not(
+    act: str, word: str | None, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.txt"
+    done = _python(_WATCHED.format(act=act), str(log))
+    assert ("gone without a word" in done.stderr) == log.exists() == bool(word)
+    if word:
+        assert done.returncode != 0
+        assert done.stderr == log.read_text() == word
+
+
+def _died() -> WorkerDiedError:
+    return WorkerDiedError(rank=1, host="h", method="update", cause="killed", traceback="")
+
+
+DONE = (None, 0)
+
+
+@pytest.mark.shows("R3.2", "R3.3")
+@pytest.mark.parametrize(
+    ("outcomes", "max_in_a_row", "error", "num_left"),
+    [
+        pytest.param([(_died(), 0)] * 2 + [DONE], 2, None, 0, id="until the work is done"),
+        pytest.param([(_died(), 0)] * 3 + [DONE], 2, WorkerDiedError, 1, id="so many in a row"),
+        pytest.param([(_died(), 1)] * 9 + [DONE], 1, None, 0, id="a checkpoint starts the count"),
+        pytest.param([(RewardError("a bug"), 0), DONE], 2, RewardError, 1, id="would come again"),
+        pytest.param([(_died(), 1), DONE], 0, WorkerDiedError, 1, id="switched off"),
+    ],
+)
+def test_lost_workers_restart_and_survived_errors_are_explained(
+    outcomes: list[tuple[HybridRLError | None, int]],
+    max_in_a_row: int,
+    error: type[HybridRLError] | None,
+    num_left: int,
+) -> None:
+    remaining, step, explained = list(outcomes), 0, list[BaseException]()
+
+    def attempt() -> None:
+        nonlocal step
+        error, num_steps = remaining.pop(0)
+        step += num_steps  # of which a checkpoint is made
+        if error is not None:
+            raise error
+
+    with nullcontext() if error is None else pytest.raises(error):
+        with_restarts(
+            attempt,
+            explain=explained.append,
+            newest_step=lambda: step,
+            max_in_a_row=max_in_a_row,
+        )
+    assert len(remaining) == num_left
+    assert len(explained) == len(outcomes) - num_left - 1

@@ -4,8 +4,10 @@ import itertools
 import json
 import logging
 import math
+import os
 import resource
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -43,7 +45,7 @@ def open_log(
         overwrite=overwrite,
         resumes=resumes,
         resolved_yaml="seed: 7\n",
-        settings={"seed": 7},
+        settings={"seed": 7, "actor": {"optimizer": {"lr": 3e-5}}},
         config=TrackingConfig(
             trackers=trackers,  # type: ignore[arg-type]
             project="test",
@@ -73,46 +75,24 @@ def test_a_run_folder_holds_configuration_metrics_and_samples(tmp_path: Path) ->
         # Already there while the run goes on.
         assert read_lines(folder / "metrics.jsonl")[0]["reward/mean"] == 0.75
         run.log_step(2, {"reward/mean": Mean(1.0), "policy/grad_norm": Max(float("inf"))})
+        run.log_samples(2, [replace(sample("1"), reward=math.inf, logprobs=(-math.inf, -1.0))])
     assert values == {"reward/mean": 0.75}
     assert (folder / "config.yaml").read_text() == "seed: 7\n"
     first, second = read_lines(folder / "metrics.jsonl")
-    assert first["step"] == 1
-    assert second["policy/grad_norm"] is None
-    samples = read_lines(folder / "samples.jsonl")
-    assert [s["response"] for s in samples] == ["13", "é\n?"]
-    assert samples[0] == {
-        "step": 1,
-        "prompt": "31=",
-        "response": "13",
-        "answer": "13",
-        "reward": 0.5,
-        "is_truncated": False,
-        "split": "train",
-        "tokens": [],
-        "logprobs": [],
-    }
-
-
-def test_a_sample_that_is_not_finite_does_not_spoil_its_file(tmp_path: Path) -> None:
-    with open_log(tmp_path / "run") as run:
-        run.log_samples(1, [replace(sample("13"), reward=math.inf, logprobs=(-math.inf, -1.0))])
-    text = (tmp_path / "run" / "samples.jsonl").read_text()
-    assert "Infinity" not in text
-    (line,) = read_lines(tmp_path / "run" / "samples.jsonl")
-    assert (line["reward"], line["logprobs"]) == (None, [None, -1.0])
-
-
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    with open_log(tmp_path / "run") as run:
-        run.log_step(1, {"reward/mean": Mean(0.25), "policy/grad_norm": Max(float("nan"))})
-        run.log_step(2, {"reward/mean": Mean(0.5)})
-    (file,) = (tmp_path / "run" / "tensorboard").iterdir()
-    events = list(EventFileLoader(str(file)).Load())
+    assert (first["step"], second["policy/grad_norm"]) == (1, None)
+    (file,) = (folder / "tensorboard").iterdir()
     assert [
         (event.step, value.tag, round(value.tensor.float_val[0], 6))
-        for event in events
+        for event in EventFileLoader(str(file)).Load()
         for value in event.summary.value
-    ] == [(1, "reward/mean", 0.25), (2, "reward/mean", 0.5)]
+    ] == [(1, "reward/mean", 0.75), (2, "reward/mean", 1.0)]
+    samples = read_lines(folder / "samples.jsonl")
+    assert [s["response"] for s in samples] == ["13", "é\n?", "1"]
+    whole = {"step": 1, "prompt": "31=", "response": "13", "answer": "13", "reward": 0.5}
+    whole |= {"is_truncated": False, "split": "train", "tokens": [], "logprobs": []}
+    assert samples[0] == whole
+    assert (samples[2]["reward"], samples[2]["logprobs"]) == (None, [None, -1.0])
+    assert "Infinity" not in (folder / "samples.jsonl").read_text()
 
 
 def test_a_former_run_is_never_overwritten_without_being_asked(tmp_path: Path) -> None:
@@ -165,9 +145,7 @@ def test_a_full_disk_is_named_at_the_step_that_met_it(tmp_path: Path) -> None:
         for step in itertools.count():
             run.log_step(step, {"reward/mean": Mean(step)})
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(
-        range(step)
-    )  # all whole, up to the one at fault
+    assert [line["step"] for line in lines] == list(range(step))  # all up to the one at fault
 
 
 @pytest.mark.shows("R7.8")
@@ -286,32 +264,31 @@ class LostService:
         raise RuntimeError("it was never connected")
 
 
-@pytest.fixture
-def lost_service(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> LostService:
-    service = LostService(request.param)
+def lose_service(monkeypatch: pytest.MonkeyPatch, failing: set[int]) -> LostService:
+    service = LostService(failing)
     monkeypatch.setitem(sys.modules, "wandb", service)  # which need not be installed
     monkeypatch.setitem(TRACKERS, "wandb", service.open_tracker)
     return service
 
 
-@pytest.mark.parametrize("lost_service", [{2, 4, 5}], indirect=True)
 def test_a_tracker_that_fails_is_named_once_and_is_off_after_three_failures(
-    lost_service: LostService, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    service = lose_service(monkeypatch, {2, 4, 5})
     with caplog.at_level(logging.WARNING), open_log(tmp_path / "run", trackers=("wandb",)) as run:
         for step in range(1, 9):
             run.log_step(step, {"reward/mean": Mean(step)})
     assert len(_rewards(tmp_path)) == 8
-    assert lost_service.steps == [1, 2, 3, 4, 5]
+    assert service.steps == [1, 2, 3, 4, 5]
     first, off = caplog.messages
     assert first.startswith("tracking.trackers=[wandb] failed: ConnectionError: no route to the")
     assert off.endswith("This was failure 3; after 3 the tracker gets no more")
 
 
-@pytest.mark.parametrize("lost_service", [set()], indirect=True)
 def test_a_tracker_that_fails_at_the_end_does_not_hide_the_error_of_the_run(
-    lost_service: LostService, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lose_service(monkeypatch, set())
     with (
         pytest.raises(TrainingError, match="its own"),
         open_log(tmp_path / "run", trackers=("wandb",)),
@@ -420,11 +397,12 @@ def test_a_folder_is_written_by_one_process_at_a_time_and_free_however_that_ends
                 open_log(tmp_path / "run", resumes=True)
         finally:
             holder.kill()
-    open_log(tmp_path / "run", resumes=True).close()
+    run = open_log(tmp_path / "run", resumes=True)
+    run.close()
+    run.close()  # which is harmless
 
 
 def hold(folder: str) -> None:
-    """Open a run folder and keep it until somebody kills this process."""
     with open_log(Path(folder), resumes=True, trackers=()):
         sys.stdout.write("holds it\n")
         sys.stdout.flush()
@@ -435,7 +413,108 @@ def _rewards(folder: Path) -> list[object]:
     return [line["reward/mean"] for line in read_lines(folder / "run" / "metrics.jsonl")]
 
 
-def test_closing_twice_is_harmless(tmp_path: Path) -> None:
-    run = open_log(tmp_path / "run")
-    run.close()
-    run.close()
+_BLOCK = 32768  # of W&B's file: the log format of LevelDB
+_HEADER = 7
+
+
+def track(folder: str, tracker: str, first: int, last: int) -> None:
+    path, resumes = Path(folder), Path(folder).is_dir()
+    with open_log(path, resumes=resumes, trackers=(tracker,)) as run:
+        if resumes:
+            run.rewind(first - 1, sizes=run.sizes(), elapsed_s=0.0)
+        for step in range(first, last + 1):
+            run.log_step(step, {"reward/mean": Mean(step / 10), "policy/grad_norm": Mean(math.nan)})
+
+
+def run_part(
+    folder: Path, tracker: str, first: int, last: int, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Track some steps with the real package in a process of its own, as the driver does."""
+    program = f"from {__name__} import track; track({str(folder)!r}, {tracker!r}, {first}, {last})"
+    environment = {"DO_NOT_TRACK": "true", "WANDB_ERROR_REPORTING": "false"}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment | variables,
+        cwd=folder.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """Yield what W&B wrote into its file, as ``wandb sync`` reads it."""
+    from wandb.proto import wandb_internal_pb2  # imports all of wandb
+
+    data, at, parts = file.read_bytes(), _HEADER, b""
+    while at + _HEADER <= len(data):
+        if (room := _BLOCK - at % _BLOCK) < _HEADER:
+            at += room
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + _HEADER : at + _HEADER + size]
+        at += _HEADER + size
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")  # of the package
+def test_wandb_continues_the_same_run_after_a_resume(tmp_path: Path) -> None:
+    for first, last in ((1, 2), (3, 4)):
+        part = run_part(tmp_path / "run", "wandb", first, last, WANDB_MODE="offline")
+        assert part.returncode == 0, part.stdout
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    records = [record for file in files for record in wandb_records(file)]
+    runs = {(r.run.run_id, r.run.project, r.run.display_name) for r in records if r.HasField("run")}
+    run_id = (tmp_path / "run" / "wandb_id.txt").read_text()
+    assert runs == {(run_id, "test", "run")}
+    items = [
+        {item.key or item.nested_key[0]: item.value_json for item in r.history.item}
+        for r in records
+        if r.HasField("history")
+    ]
+    values = [(int(item["_step"]), float(item["reward/mean"])) for item in items]
+    assert sorted(values) == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert all("policy/grad_norm" not in item for item in items)
+
+
+@pytest.mark.nightly
+def test_mlflow_continues_the_same_run_after_a_resume(tmp_path: Path) -> None:
+    for first, last in ((1, 2), (3, 4)):
+        part = run_part(
+            *(tmp_path / "run", "mlflow", first, last),
+            MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/store.db",
+        )
+        assert part.returncode == 0, part.stdout
+    with sqlite3.connect(tmp_path / "store.db") as store:
+        runs = store.execute("SELECT run_uuid, name, status FROM runs").fetchall()
+        metrics = store.execute("SELECT key, step, value FROM metrics ORDER BY step").fetchall()
+    store.close()
+    assert runs == [((tmp_path / "run" / "mlflow_id.txt").read_text(), "run", "FINISHED")]
+    assert metrics == [("reward/mean", step, step / 10) for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "variables", "remedy"),
+    [
+        pytest.param(
+            *("mlflow", {"MLFLOW_TRACKING_URI": "file:///nowhere"}),
+            "set MLFLOW_TRACKING_URI=sqlite:",
+            marks=pytest.mark.nightly,
+        ),
+        ("wandb", {"WANDB_API_KEY": "short", "WANDB_MODE": "online"}, "`wandb login`, set WANDB_"),
+    ],
+)
+def test_a_service_that_refuses_is_told_with_its_remedy(
+    tracker: str, variables: dict[str, str], remedy: str, tmp_path: Path
+) -> None:
+    part = run_part(tmp_path / "run", tracker, 1, 1, **variables)
+    assert part.returncode == 1
+    assert f"TrackerError: tracking.trackers=[{tracker}]: " in part.stdout
+    assert remedy in part.stdout

@@ -9,16 +9,16 @@ from torch import Tensor
 from hybridrl.algorithms.advantages.gae import gae
 from hybridrl.algorithms.kl import k1
 from hybridrl.algorithms.load import Part
-from hybridrl.batch import LogprobBatch, RolloutBatch, jagged
+from hybridrl.batch import LogprobBatch, jagged
 from hybridrl.errors import TrainingError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.trainer.advantages import Advantages, Targets, describe_values
 from hybridrl.trainer.batches import ScoredRollouts
 from hybridrl.trainer.collect import Collected
+from tests.trainer.rollouts import rollouts_of, scores_of
 
 MASK_BL = jagged([torch.tensor([False, True, True]), torch.tensor([False, True])])
 VALUES_BL = jagged([torch.tensor([0.0, 0.25, 0.5]), torch.tensor([0.0, 1.0])])
-REWARDS_B = torch.tensor([1.0, 0.5])
 NO_LOGPROBS = LogprobBatch(batch_size=[2])
 OLD_BL = jagged([torch.tensor([9.0, 0.0, 1.0]), torch.tensor([9.0, -1.0])])
 REFERENCE_BL = jagged([torch.zeros(3), torch.zeros(2)])
@@ -26,22 +26,16 @@ LOGPROBS = LogprobBatch(old_logprobs_BL=OLD_BL, reference_logprobs_BL=REFERENCE_
 
 
 def collected(scores: Scores | None = None, agent_rewards_BL: Tensor | None = None) -> Collected:
-    zeros_B = torch.zeros(2, dtype=torch.int64)
-    rollouts = RolloutBatch(
-        token_ids_BL=jagged([torch.arange(3), torch.arange(2)]),
-        response_mask_BL=MASK_BL,
+    rollouts = rollouts_of(
+        [torch.arange(3), torch.arange(2)],
+        MASK_BL.unbind(),
+        [0, 0],
         sampler_logprobs_BL=VALUES_BL,
-        prompt_index_B=zeros_B,
-        policy_version_B=zeros_B,
         is_truncated_B=torch.tensor([True, False]),
         agent_rewards_BL=agent_rewards_BL,
-        batch_size=[2],
     )
     no_task: Any = None
-    exact = Scores(
-        ("exact",), torch.ones(1), REWARDS_B[:, None], torch.zeros(2, 1, dtype=torch.bool)
-    )
-    return Collected.of(ScoredRollouts(no_task, rollouts, scores or exact))
+    return Collected.of(ScoredRollouts(no_task, rollouts, scores or scores_of([1.0, 0.5])))
 
 
 def targets_of(
@@ -49,16 +43,13 @@ def targets_of(
     logprobs: LogprobBatch = NO_LOGPROBS,
     *,
     kl: float = 0.0,
-    soft_overlong_tokens: int = 0,
     values_BL: Tensor | None = None,
+    given: Collected | None = None,
+    **settings: Any,
 ) -> Targets:
-    advantages = Advantages(
-        part=part,
-        kl_estimator=Part.of(k1) if kl else None,
-        soft_overlong_tokens=soft_overlong_tokens,
-        max_response_tokens=2,
-    )
-    return advantages(collected(), logprobs, kl=kl, values_BL=values_BL)
+    estimator = Part.of(k1) if kl else None
+    advantages = Advantages(part=part, kl_estimator=estimator, max_response_tokens=2, **settings)
+    return advantages(given or collected(), logprobs, kl=kl, values_BL=values_BL)
 
 
 def rewards_of_rows(rewards_B: Tensor) -> Tensor:
@@ -122,13 +113,12 @@ def test_rewards_of_an_agent_stay_with_their_turns() -> None:
         (rewards_of_tokens, [0.0, 0.5, 1.0 + 1.5 - 1.0, 0.0, 2.5 - 0.5]),
         (rewards_of_rows, [0.0, 2.0, 2.0, 0.0, 2.0]),
     ):
-        advantages = Advantages(
-            part=Part.of(part),
+        targets = targets_of(
+            Part.of(part),
+            given=collected(scores, agent_rewards_BL),
             soft_overlong_tokens=2,
-            max_response_tokens=2,
             agent_names=("own",),
         )
-        targets = advantages(collected(scores, agent_rewards_BL), NO_LOGPROBS, kl=0.0)
         assert targets.advantages_BL.values().tolist() == expected
 
 
@@ -154,19 +144,18 @@ def test_a_part_that_returns_no_advantages_is_named(
 
 @pytest.mark.parametrize(
     ("values", "explained"),
-    [((1.0, 2.0, 6.0), 1.0), ((5.0, 5.0, 5.0), 0.0), ((0.0, 1.0, 5.0), 1.0), ((6.0, 5.0, 1.0), -3)],
+    [
+        *(((1.0, 2.0, 6.0), 1.0), ((5.0, 5.0, 5.0), 0.0), ((0.0, 1.0, 5.0), 1.0)),
+        ((6.0, 5.0, 1.0), -3.0),
+    ],
 )
-def test_explained_variance_of_perfect_and_constant_values(
+def test_explained_variance_of_perfect_constant_and_opposite_values(
     values: tuple[float, float, float], explained: float
 ) -> None:
     returns_BL = jagged([torch.tensor([99.0, 1.0, 2.0]), torch.tensor([99.0, 6.0])])
-    first, second, third = values
-    values_BL = jagged([torch.tensor([0.0, first, second]), torch.tensor([0.0, third])])
+    values_BL = jagged([torch.tensor([0.0, *values[:2]]), torch.tensor([0.0, values[2]])])
     metrics = describe_values(returns_BL, values_BL, MASK_BL)
-    if explained >= 0:
-        assert metrics["critic/explained_variance"].value == pytest.approx(explained)
-    else:
-        assert metrics["critic/explained_variance"].value < 0
+    assert metrics["critic/explained_variance"].value == pytest.approx(explained)
     assert metrics["critic/return/mean"].value == pytest.approx(3.0)
 
 

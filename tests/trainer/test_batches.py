@@ -1,66 +1,85 @@
-"""Batches of a run that samples ahead: each prompt is learned from once, over any kills."""
+"""Batches of a run that samples ahead or too much: each prompt is learned from once."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from random import Random
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.batch import PromptBatch, RolloutBatch, jagged, row_offsets
-from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import Row, SamplerState
+from hybridrl.batch import PromptBatch, RolloutBatch, row_offsets
+from hybridrl.data.rows import SamplerState
 from hybridrl.data.source import PromptSource
 from hybridrl.errors import PhaseError
 from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.batches import AheadBatches
-from tests.data.tokenized import source_of
+from hybridrl.trainer.batches import AheadBatches, OversampledBatches, Sampled
 from tests.drawn import cases
+from tests.trainer.rollouts import rollouts_of, source_of_rows
 
-NUM_ROWS = 11
 SAMPLING = SamplingParams(num_responses_per_prompt=2, max_response_tokens=4, temperature=1.0)
 
 
+def source_of_prompts(num_prompts: int) -> PromptSource:
+    return source_of_rows(11, num_prompts=num_prompts)
+
+
+def answers_of(tokens: list[int], index: list[int]) -> RolloutBatch:
+    """Two answers to each prompt: its token, and one more."""
+    rows = [torch.tensor([token, 99]) for token in tokens for _ in range(2)]
+    masks = [torch.tensor([False, True])] * len(rows)
+    return rollouts_of(rows, masks, torch.tensor(index).repeat_interleave(2))
+
+
+def learn_over_kills(
+    build: Callable[[PromptSource], Any],
+    check: Callable[[PromptSource, int, Sampled], None],
+    *,
+    num_prompts: int,
+    num_steps: int,
+    kills: list[int],
+) -> None:
+    """Let a run be killed before the checkpoint of each of the steps, and end."""
+    learned: dict[int, list[int]] = {}
+    saved, saved_step = json.dumps(asdict(source_of_prompts(num_prompts).state())), 0
+    for dies_in in [*kills, num_steps + 1]:
+        source = source_of_prompts(num_prompts)
+        source.restore(SamplerState(**json.loads(saved)))
+        batches = build(source)
+        for step in range(saved_step + 1, num_steps + 1):
+            batches.begin(step)
+            sampled = batches(SAMPLING)
+            index_P = sampled.task.prompts.prompt_index_P.tolist()
+            assert sampled.rollouts.prompt_index_B[::2].tolist() == index_P
+            check(source, step, sampled)
+            if step == dies_in:
+                break
+            learned[step] = index_P
+            saved, saved_step = json.dumps(asdict(source.state())), step
+    trained = [index for of_step in learned.values() for index in of_step]
+    assert sorted(trained) == list(range(num_steps * num_prompts))
+
+
 class BackgroundEngines:
-    """Answers any of the prompts that it was given; each row is the prompt, twice."""
+    """Answers any of the prompts that it was given."""
 
     def __init__(self, random: Random, *, num_prompts: int) -> None:
         self._num_prompts = num_prompts
         self.open: dict[int, tuple[int, int]] = {}
-        self.admitted: list[int] = []
         self._random = random
 
     def exchange(self, prompts: PromptBatch | None, sampling: SamplingParams) -> RolloutBatch:
         if prompts is not None:
             tokens = prompts.token_ids_PL.values()[row_offsets(prompts.token_ids_PL)[:-1]].tolist()
             index_P, seed_P = prompts.prompt_index_P.tolist(), prompts.seed_P.tolist()
-            self.admitted += index_P
             self.open |= dict(zip(index_P, zip(tokens, seed_P, strict=True), strict=True))
         chosen = self._random.sample(sorted(self.open), self._num_prompts)
-        rows = [self.open.pop(index)[0] for index in chosen]
-        group = sampling.num_responses_per_prompt
-        tokens_B = [torch.tensor([token, 99]) for token in rows for _ in range(group)]
-        return RolloutBatch(
-            token_ids_BL=jagged(tokens_B),
-            response_mask_BL=jagged([torch.tensor([False, True])] * len(tokens_B)),
-            sampler_logprobs_BL=jagged([torch.zeros(2)] * len(tokens_B)),
-            prompt_index_B=torch.tensor(chosen).repeat_interleave(group),
-            policy_version_B=torch.zeros(len(tokens_B), dtype=torch.int64),
-            is_truncated_B=torch.zeros(len(tokens_B), dtype=torch.bool),
-            batch_size=[len(tokens_B)],
-        )
-
-
-def source_of_prompts(num_prompts: int) -> PromptSource:
-    rows = [
-        TokenizedRow(Row(f"p{n}", "a", "s", f"f:{n}"), f"p{n}", torch.tensor([n + 1]))
-        for n in range(NUM_ROWS)
-    ]
-    return source_of(rows, num_prompts=num_prompts, seed=3)
+        return answers_of([self.open.pop(index)[0] for index in chosen], chosen)
 
 
 @cases(by_day=25, by_night=100)
@@ -71,46 +90,104 @@ def source_of_prompts(num_prompts: int) -> PromptSource:
     kills=st.lists(st.integers(0, 8), max_size=4),
     random=st.randoms(use_true_random=False),
 )
-def test_each_prompt_is_learned_from_once_over_kills(
+def test_each_prompt_sampled_ahead_is_learned_from_once_over_kills(
     num_prompts: int, num_ahead: int, num_steps: int, kills: list[int], random: Random
 ) -> None:
-    learned: dict[int, list[int]] = {}
-    saved, saved_step = json.dumps(asdict(source_of_prompts(num_prompts).state())), 0
     seeds: dict[int, tuple[int, int]] = {}
-    for dies_in in [*kills, num_steps + 1]:
-        engines = BackgroundEngines(random, num_prompts=num_prompts)
-        source = source_of_prompts(num_prompts)
-        source.restore(SamplerState(**json.loads(saved)))
-        batches = AheadBatches(
+    engines = BackgroundEngines(random, num_prompts=num_prompts)
+
+    def build(source: PromptSource) -> AheadBatches:
+        engines.open.clear()
+        return AheadBatches(
             source=source,
             engines=engines,
             num_prompts=num_prompts,
             num_open=(num_ahead + 1) * num_prompts,
             num_steps=num_steps,
         )
-        for step in range(saved_step + 1, num_steps + 1):
-            batches.begin(step)
-            sampled = batches(SAMPLING)
-            for index, of_engines in engines.open.items():  # same row and seed in all processes
-                assert seeds.setdefault(index, of_engines) == of_engines
-            assert sampled.task.prompts.prompt_index_P.tolist() == (
-                sampled.rollouts.prompt_index_B[::2].tolist()
-            )
-            firsts = sampled.rollouts.token_ids_BL.values()[::4].tolist()
-            assert [int(row.token_ids[0]) for row in sampled.task.rows] == firsts
-            if step == dies_in:  # before the checkpoint of this step
-                break
-            learned[step] = sampled.task.prompts.prompt_index_P.tolist()
-            assert len(source.open) == min(num_ahead, num_steps - step) * num_prompts
-            saved, saved_step = json.dumps(asdict(source.state())), step
-    trained = [index for of_step in learned.values() for index in of_step]
-    assert sorted(trained) == list(range(num_steps * num_prompts))
+
+    def check(source: PromptSource, step: int, sampled: Sampled) -> None:
+        for index, of_engines in engines.open.items():  # same row and seed in all processes
+            assert seeds.setdefault(index, of_engines) == of_engines
+        firsts = sampled.rollouts.token_ids_BL.values()[::4].tolist()
+        assert [int(row.token_ids[0]) for row in sampled.task.rows] == firsts
+        assert len(source.open) == min(num_ahead, num_steps - step) * num_prompts
+
+    learn_over_kills(build, check, num_prompts=num_prompts, num_steps=num_steps, kills=kills)
+
+
+class SharingEngines:
+    """Each completes some of its share; it remembers the prompts that it left open."""
+
+    def __init__(self, number: int, random: Random) -> None:
+        self.open: list[set[int]] = [set() for _ in range(number)]
+        self.num_prompts = 0
+        self._random = random
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
+        index_P: list[int] = prompts.prompt_index_P.tolist()
+        self.num_prompts = len(index_P)
+        size, left = divmod(len(index_P), len(self.open))
+        assert left == 0
+        answered = []
+        for number in range(len(self.open)):
+            share = index_P[number * size : (number + 1) * size]
+            assert self.open[number] <= set(share)  # which stay where their tokens are
+            assert share == sorted(share)
+            assert sampling.num_complete is not None
+            complete = sorted(self._random.sample(share, sampling.num_complete))
+            self.open[number] = set(share) - set(complete)
+            answered += complete
+        return answers_of([index + 1 for index in answered], answered)
+
+
+@settings(max_examples=30)
+@given(
+    num_engines=st.integers(1, 3),
+    per_engine=st.integers(1, 3),
+    surplus=st.integers(1, 4),
+    num_steps=st.integers(1, 7),
+    kills=st.lists(st.integers(1, 7), max_size=4),
+    random=st.randoms(use_true_random=False),
+)
+def test_each_prompt_that_stays_open_is_learned_from_once_by_its_engine_over_kills(
+    num_engines: int,
+    per_engine: int,
+    surplus: int,
+    num_steps: int,
+    kills: list[int],
+    random: Random,
+) -> None:
+    num_prompts, num_open = per_engine * num_engines, (per_engine + surplus) * num_engines
+    engines = SharingEngines(num_engines, random)
+
+    def build(source: PromptSource) -> OversampledBatches:
+        engines.open = [set() for _ in range(num_engines)]
+        return OversampledBatches(
+            source=source,
+            engines=engines,
+            num_prompts=num_prompts,
+            num_open=num_open,
+            num_engines=num_engines,
+            num_steps=num_steps,
+        )
+
+    def check(_: PromptSource, step: int, sampled: Sampled) -> None:
+        assert engines.num_prompts == min(num_open, (num_steps - step + 1) * num_prompts)
+
+    learn_over_kills(build, check, num_prompts=num_prompts, num_steps=num_steps, kills=kills)
+
+
+def ahead(source: PromptSource, *, num_open: int) -> AheadBatches:
+    engines = BackgroundEngines(Random(0), num_prompts=2)
+    return AheadBatches(
+        source=source, engines=engines, num_prompts=2, num_open=num_open, num_steps=4
+    )
 
 
 def test_as_many_prompts_are_drawn_as_steps_are_left() -> None:
-    engines, source = BackgroundEngines(Random(0), num_prompts=2), source_of_prompts(2)
-    batches = AheadBatches(source=source, engines=engines, num_prompts=2, num_open=6, num_steps=4)
-    drawn = []
+    source, drawn = source_of_prompts(2), []
+    batches = ahead(source, num_open=6)
     for step in range(1, 5):
         batches.begin(step)
         batches(SAMPLING)
@@ -120,8 +197,8 @@ def test_as_many_prompts_are_drawn_as_steps_are_left() -> None:
 
 
 def test_a_further_batch_of_a_step_draws_further_prompts() -> None:
-    engines, source = BackgroundEngines(Random(0), num_prompts=2), source_of_prompts(2)
-    batches = AheadBatches(source=source, engines=engines, num_prompts=2, num_open=4, num_steps=4)
+    source = source_of_prompts(2)
+    batches = ahead(source, num_open=4)
     batches.begin(1)
     batches(SAMPLING)
     batches(SAMPLING)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -15,9 +16,6 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from hybridrl.batch import RolloutBatch
-from hybridrl.config.reward import RewardConfig
-from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import RewardError
@@ -25,12 +23,14 @@ from hybridrl.rewards.scorer import RewardScorer, Scores
 from hybridrl.sampler import Reporter, Sample, SamplingParams
 from hybridrl.trainer.reward import EarlyRewards, TextReward, reward_inputs
 from hybridrl.workers.rollout.assemble import assemble_rollouts
+from tests.config.values import config_of
 from tests.drawn import cases
+from tests.trainer.rollouts import row_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 TOKENIZER = build_starter_tokenizer()
-NUM_PROMPTS, NUM_RESPONSES = 3, 2
+NUM_PROMPTS, NUM_RESPONSES, FIRST_INDEX = 3, 2, 5
 SAMPLING = SamplingParams(NUM_RESPONSES, max_response_tokens=9, temperature=1.0)
 ROW = """
 import os
@@ -61,17 +61,16 @@ def open_reward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
     folder = tmp_path_factory.mktemp("early")
     opened: dict[tuple[str, str], TextReward] = {}
 
-    def open_one(source: str = ROW, on_error: str = "zero") -> TextReward:
+    def open_one(source: str = ROW, on_error: Any = "zero") -> TextReward:
         if (source, on_error) not in opened:
             path = folder / f"{len(opened)}.py"
             path.write_text(textwrap.dedent(source.format(notes=str(folder / "notes"))))
-            config = RewardConfig(
+            config = replace(
+                config_of().reward,
                 function=f"{path}:reward",
-                args={},
-                functions={},
                 num_processes=2,
                 timeout_s=20.0,
-                on_error=on_error,  # type: ignore[arg-type]
+                on_error=on_error,
             )
             scorer = RewardScorer(config)
             early = EarlyRewards(scorer, TOKENIZER)
@@ -85,12 +84,9 @@ def open_reward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         reward.scorer.close()
 
 
-def _task(first_index: int = 5) -> PromptStep:
-    rows = [
-        TokenizedRow(Row(f"{n}=", str(n), "s", f"f:{n}"), f"{n}=", torch.tensor([n + 1]))
-        for n in range(NUM_PROMPTS)
-    ]
-    return build_prompt_step(rows, range(first_index, first_index + len(rows)), seed=0)
+def _task() -> PromptStep:
+    rows = [row_of(n, answer=str(n), text=f"{n}=") for n in range(NUM_PROMPTS)]
+    return build_prompt_step(rows, range(FIRST_INDEX, FIRST_INDEX + len(rows)), seed=0)
 
 
 def _sample(text: str) -> Sample:
@@ -102,10 +98,10 @@ def _rollouts(task: PromptStep, texts: Sequence[str]) -> RolloutBatch:
     return assemble_rollouts(task.prompts, [_sample(text) for text in texts], policy_version=0)
 
 
-def _report(reporter: Reporter | None, row: int, text: str, *, first_index: int = 5) -> None:
+def _report(reporter: Reporter | None, row: int, text: str) -> None:
     assert reporter is not None
     prompt, response = divmod(row, NUM_RESPONSES)
-    reporter.report(first_index + prompt, response, _sample(text))
+    reporter.report(FIRST_INDEX + prompt, response, _sample(text))
 
 
 def _score(reward: TextReward, texts: Sequence[str], reported: Sequence[tuple[int, str]]) -> Scores:
@@ -210,7 +206,9 @@ def test_a_lost_channel_costs_no_score(
             ray.kill(sampling.reporter.sender.queue)  # type: ignore[union-attr]
             _report(sampling.reporter, 1, texts[1])
         lost = reward(_rollouts(task, texts), task)
-        again = _score_unreported(reward, texts)
+        with reward.while_sampling(task, SAMPLING) as sampling:
+            assert sampling.reporter is None
+        again = reward(_rollouts(task, texts), task)
 
     assert "responses are scored after all are sampled" in caplog.text
     assert _same(lost, _score(replace(reward, early=None), texts, []))
@@ -233,10 +231,3 @@ def test_rows_that_wait_when_the_channel_is_lost_end_no_step(
         lost = reward(_rollouts(task, texts), task)
 
     assert _same(lost, _score(replace(reward, early=None), texts, []))
-
-
-def _score_unreported(reward: TextReward, texts: Sequence[str]) -> Scores:
-    task = _task()
-    with reward.while_sampling(task, SAMPLING) as sampling:
-        assert sampling.reporter is None
-    return reward(_rollouts(task, texts), task)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import combinations
+from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
 
 from hybridrl.batch import PromptBatch, RolloutBatch
-from hybridrl.config.eval import EvalSet
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptStep, build_prompt_step
@@ -18,9 +20,17 @@ from hybridrl.data.tokenizer import decode_responses
 from hybridrl.metrics import Mean, Metrics, check_declared
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import Sample, SamplingParams
-from hybridrl.trainer.evaluate import EvalTask, Evaluator, extract_answer
+from hybridrl.trainer.evaluate import (
+    EvalTask,
+    Evaluator,
+    bootstrap_intervals,
+    extract_answer,
+    majority_at_k,
+    pass_at_k,
+)
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.config.values import config_of
+from tests.trainer.rollouts import ScoredAfterwards, scores_of
 
 TOKENIZER = build_starter_tokenizer()
 
@@ -44,13 +54,8 @@ class Speaker:
         return assemble_rollouts(prompts, responses, policy_version=0)
 
 
-class Exact:
+class Exact(ScoredAfterwards):
     """Gives 1 for the answer itself."""
-
-    def while_sampling(
-        self, task: PromptStep, sampling: SamplingParams
-    ) -> AbstractContextManager[SamplingParams]:
-        return nullcontext(sampling)
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         answers = [extract_answer(text) for text in decode_responses(rollouts, TOKENIZER)]
@@ -59,15 +64,11 @@ class Exact:
             float(answer == task.rows[row // num_responses].row.answer)
             for row, answer in enumerate(answers)
         ]
-        failed_B1 = torch.zeros(len(rewards), 1, dtype=torch.bool)
-        return Scores(("exact",), torch.ones(1), torch.tensor(rewards)[:, None], failed_B1)
+        return scores_of(rewards)
 
 
-def task_of(name: str, sources: Sequence[str], **given: object) -> EvalTask:
-    values = config_of().eval.own_set()
-    settings = EvalSet(
-        **{f: getattr(values, f) for f in EvalSet.__slots__} | given | {"name": name}
-    )
+def task_of(name: str, sources: Sequence[str], **given: Any) -> EvalTask:
+    settings = replace(config_of().eval.own_set(), name=name, **given)
     rows = [
         TokenizedRow(Row("1=", "1", source, "x:1"), "1=", torch.tensor([1, 2]))
         for source in sources
@@ -156,3 +157,69 @@ def test_conversations_of_each_set_have_metrics_of_its_own() -> None:
     )
     assert metrics["eval/agent/turns/mean"].value == 3.0
     assert metrics["eval/other/agent/turns/mean"].value == 1.0
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k(k: int) -> None:
+    rows = [[n < right for n in range(5)] for right in range(6)]
+    expected = [fmean(any(chosen) for chosen in combinations(row, k)) for row in rows]
+    assert pass_at_k(torch.tensor(rows), k=k).tolist() == pytest.approx(expected)
+
+
+def test_pass_at_k_of_thousands_of_responses_stays_finite() -> None:
+    right = torch.zeros(1, 5000, dtype=torch.bool)
+    right[0, 7] = True
+    assert float(pass_at_k(right, k=2500)) == pytest.approx(0.5)
+    assert pass_at_k(right, k=5000).tolist() == [1.0]
+
+
+def test_majority_counts_votes_in_groups_of_k() -> None:
+    answers = torch.tensor(
+        [[1, 2, 2, 1, 1, 2, 9], [-1, -1, 3, -1, -1, -1, 3], [4, 5, 4, 5, 5, 4, 5]]
+    )
+    right = (answers == torch.tensor([[1], [3], [4]])) & (answers >= 0)
+    # Groups of three, the seventh is left over: wrong, right; right, no vote; right, wrong.
+    assert majority_at_k(answers, right, k=3).tolist() == [0.5, 0.5, 0.5]
+    # Of two votes for each answer the one that came first decides: right, right.
+    assert majority_at_k(answers[2:, :4], right[2:, :4], k=4).tolist() == [1.0]
+    assert majority_at_k(answers, right, k=1).tolist() == pytest.approx([3 / 7, 2 / 7, 3 / 7])
+
+
+def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples = (torch.rand(300, 60, 1, generator=generator) < 0.4).double()
+    intervals = [bootstrap_intervals(s, num_resamples=400, seed=1) for s in samples]
+    covered = fmean(bool(low <= 0.4 <= high) for low, high in intervals)
+    assert 0.90 <= covered <= 0.985
+
+
+def test_intervals_are_of_each_metric_and_of_the_seed() -> None:
+    values = torch.rand(40, 2, generator=torch.Generator().manual_seed(0))
+    values[:, 1] = 0.25
+    low, high = bootstrap_intervals(values, num_resamples=500, seed=3)
+    assert float(low[1]) == float(high[1]) == 0.25
+    assert low[0] < values[:, 0].mean() < high[0]
+    again = bootstrap_intervals(values, num_resamples=500, seed=3)
+    assert torch.equal(low, again[0])
+    assert not torch.equal(low, bootstrap_intervals(values, num_resamples=500, seed=4)[0])
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"so \boxed{1}, no: \boxed{\frac{1}{2}}. #### 7", r"\frac{1}{2}"),
+        (r"\boxed{3} and \boxed{4", "3"),
+        ("6 x 7 = 42\n#### 1,042.\n", "1042"),
+        ("The answer is 5.\nThe final Answer:  $ 6 $ .\nBye", "6"),
+        ("first\n\n  B) Paris  \n", "b) paris"),
+        ("3,4 and 5", "3,4 and 5"),
+        ("", ""),
+        ("$", ""),
+    ],
+)
+def test_equal_answers_become_equal_text(response: str, answer: str) -> None:
+    assert extract_answer(response) == answer
+
+
+def test_thousands_of_open_boxes_cost_one_pass() -> None:
+    assert extract_answer("\\boxed{" * 200_000 + "7}").startswith("7")

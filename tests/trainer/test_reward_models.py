@@ -1,25 +1,37 @@
-"""Reward models on the driver: the text they read, its division over ranks, and bad scores."""
+"""Reward models and judges on the driver: what they read, and bad scores or none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from hybridrl.batch import RewardBatch, SupervisedBatch, row_lengths
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.reward import RewardConfig, RewardPart
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message, Row
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ModelError, RewardError
+from hybridrl.metrics import Mean
+from hybridrl.rewards.report import reward_metrics
 from hybridrl.rewards.runner import RewardInputs
-from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.trainer.reward_models import ModelScores, load_reward_models
-from tests.tiny_models import make_tiny_classifier
+from hybridrl.rewards.scorer import RewardScorer, Scores
+from hybridrl.sampler import RequestParams, Sample
+from hybridrl.trainer.reward_models import (
+    JudgeAnswers,
+    ModelScores,
+    load_judges,
+    load_reward_models,
+)
+from hybridrl.workers.engine_settings import frozen_config
+from tests.config.values import config_of
+from tests.tiny_models import make_tiny_classifier, make_tiny_model
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 STRICT = "{{ raise_exception('no systems') if messages[0].role == 'system' }}" + CHAT
@@ -46,23 +58,27 @@ class Ranks:
         return [row[:-1] for row in rows]
 
 
-def scorer_folder(tmp_path: Path, *, chat_template: str | None = None, **changes: Any) -> Path:
-    sizes: dict[str, Any] = {"vocab_size": 260, **changes}
-    folder = make_tiny_classifier(tmp_path / "scorer", **sizes)
+def with_tokenizer(folder: Path, chat_template: str | None) -> Path:
     tokenizer = build_starter_tokenizer()
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def reward_config(folder: Path, *, on_error: str = "stop", **args: float) -> RewardConfig:
-    return RewardConfig(
+def scorer_folder(tmp_path: Path, *, chat_template: str | None = None, **changes: Any) -> Path:
+    sizes: dict[str, Any] = {"vocab_size": 260, **changes}
+    return with_tokenizer(make_tiny_classifier(tmp_path / "scorer", **sizes), chat_template)
+
+
+def reward_config(folder: Path, *, on_error: Any = "stop", **args: float) -> RewardConfig:
+    given: dict[str, Any] = {"path": str(folder), **args}
+    return replace(
+        config_of().reward,
         function="model",
-        args={"path": str(folder), **args},
-        functions={},
+        args=given,
         num_processes=1,
         timeout_s=5.0,
-        on_error=on_error,  # type: ignore[arg-type]
+        on_error=on_error,
     )
 
 
@@ -71,19 +87,23 @@ def row_of(prompt: str | tuple[Message, ...]) -> TokenizedRow:
     return TokenizedRow(row, str(prompt), torch.tensor([1]))
 
 
+def inputs_of(*responses: str) -> RewardInputs:
+    size = len(responses)
+    return RewardInputs(
+        responses=list(responses),
+        answers=["a"] * size,
+        prompts=["p"] * size,
+        sources=["s"] * size,
+        lengths=[1] * size,
+    )
+
+
 def rewards_of(
     config: RewardConfig, ranks: Ranks, rows: list[TokenizedRow], responses: list[str]
 ) -> list[float]:
     models = ModelScores(models=load_reward_models(config), ranks=ranks, num_groups=2)
-    inputs = RewardInputs(
-        responses=responses,
-        answers=["-"] * len(rows),
-        prompts=[row.prompt_text for row in rows],
-        sources=["s"] * len(rows),
-        lengths=[1] * len(rows),
-    )
     with RewardScorer(config) as scorer:
-        scores = scorer.score(inputs, model_scores=models(rows, responses))
+        scores = scorer.score(inputs_of(*responses), model_scores=models(rows, responses))
     rewards: list[float] = scores.rewards_B.tolist()
     return rewards
 
@@ -135,13 +155,13 @@ def test_scores_return_in_order_from_rows_balanced_over_ranks(
     assert all(mask.nonzero().tolist() == [[len(mask) - 1]] for mask in ends)
 
 
-BAD = [
-    (["fine", "x" * 200], {}, "has 202 tokens, and the context of the reward model is 128"),
-    (["fine", "\x7f"], {"vocab_size": 122}, "gives token 221, and the model knows 0 to 121"),
-]
-
-
-@pytest.mark.parametrize(("responses", "changes", "words"), BAD)
+@pytest.mark.parametrize(
+    ("responses", "changes", "words"),
+    [
+        (["fine", "x" * 200], {}, "has 202 tokens, and the context of the reward model is 128"),
+        (["fine", "\x7f"], {"vocab_size": 122}, "gives token 221, and the model knows 0 to 121"),
+    ],
+)
 def test_a_conversation_that_cannot_be_read_fails_alone(
     tmp_path: Path, responses: list[str], changes: dict[str, int], words: str
 ) -> None:
@@ -149,8 +169,8 @@ def test_a_conversation_that_cannot_be_read_fails_alone(
     rows = [row_of("p=")] * 2
     with pytest.raises(RewardError, match=words):
         rewards_of(reward_config(folder), Ranks(), rows, responses)
-    ranks = Ranks()
-    assert rewards_of(reward_config(folder, on_error="zero"), ranks, rows, responses) == [6.0, 0.0]
+    zero = reward_config(folder, on_error="zero")
+    assert rewards_of(zero, Ranks(), rows, responses) == [6.0, 0.0]
 
 
 def test_a_chat_that_the_template_rejects_fails_alone(tmp_path: Path) -> None:
@@ -178,15 +198,7 @@ def test_each_reward_model_is_a_model_of_its_own(tmp_path: Path) -> None:
         name: RewardPart(function="model", weight=weight, args={"path": str(folder)})
         for name, weight, folder in zip("ab", (1.0, -1.0), folders, strict=True)
     }
-    config = reward_config(folders[0])
-    several = RewardConfig(
-        function=None,
-        args={},
-        functions=parts,
-        num_processes=1,
-        timeout_s=config.timeout_s,
-        on_error="stop",
-    )
+    several = replace(reward_config(folders[0]), function=None, args={}, functions=parts)
     assert [model.name for model in load_reward_models(several)] == ["a", "b"]
     moved = several.with_absolute_files().model_paths
     assert moved == {name: str(folder) for name, folder in zip("ab", folders, strict=True)}
@@ -196,3 +208,120 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = make_tiny_classifier(tmp_path / "scorer")
     with pytest.raises(ModelError, match="no tokenizer"):
         load_reward_models(reward_config(folder))
+
+
+TOKENIZER = build_starter_tokenizer()
+TEMPLATE = "{prompt}|{response}|{answer}|{source}{x}"
+
+
+@dataclass
+class Servers:
+    """Answers as a test says; records the questions."""
+
+    answers: Sequence[str | None]
+    """None: there is none."""
+
+    asked: list[str] = field(default_factory=list)
+    params: list[RequestParams] = field(default_factory=list)
+
+    def ask(
+        self, model: str, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
+    ) -> list[Sample | str]:
+        assert (model, timeout_s) == ("big", 5.0)
+        self.asked += [str(TOKENIZER.decode(context.tolist())) for context in contexts]
+        self.params.append(params)
+        return [sample_of(answer) for answer in self.answers]
+
+
+def sample_of(text: str | None) -> Sample | str:
+    if text is None:
+        return "big is gone"
+    tokens = torch.tensor(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+    return Sample(tokens, torch.zeros(len(tokens)), "stop", 0)
+
+
+def judged(folder: Path, *overrides: str, chat_template: str | None = None) -> ExperimentConfig:
+    """A run whose reward is a judge."""
+    with_tokenizer(make_tiny_model(folder, vocab_size=260), chat_template)
+    return config_of(
+        f"serving.models={{p: {{groups: {{m: {{num_devices: 1}}}}}}, "
+        f"big: {{path: '{folder}', groups: {{m: {{num_devices: 1}}}}}}}}",
+        "serving.num_devices_per_node=2",
+        "reward.function=judge",
+        f"reward.args={{model: big, template: '{TEMPLATE}', max_tokens: 9}}",
+        *("reward.timeout_s=5", "reward.num_processes=1", "reward.on_error=zero"),
+        *overrides,
+    )
+
+
+def scores_of(config: ExperimentConfig, servers: Servers, inputs: RewardInputs) -> Scores:
+    judges = JudgeAnswers(judges=load_judges(config), servers=servers, timeout_s=5.0)
+    with RewardScorer(config.reward) as scorer:
+        return scorer.score(inputs, judge_answers=judges(inputs))
+
+
+@pytest.mark.shows("4.1")
+def test_a_judge_is_asked_about_each_response_and_scores_it(tmp_path: Path) -> None:
+    config, servers = judged(tmp_path / "big"), Servers(["Score: 7", "score=2, no: Score: 3.5"])
+    scores = scores_of(config, servers, inputs_of("{answer}", "b"))
+    assert servers.asked == ["p|{answer}|a|s{x}", "p|b|a|s{x}"]
+    (params,) = servers.params
+    assert (params.max_new_tokens, params.temperature) == (9, 0.0)
+    assert params.stop_token_ids == (TOKENIZER.eos_token_id,)
+    assert scores.rewards_B.tolist() == [7.0, 3.5]
+    assert reward_metrics(scores, num_responses=1)["reward/unreadable_fraction"] == Mean(0.0, 2)
+
+
+def test_a_judge_with_a_chat_template_is_asked_by_a_user(tmp_path: Path) -> None:
+    config, servers = judged(tmp_path / "big", chat_template=CHAT), Servers(["Score: 1"])
+    scores_of(config, servers, inputs_of("r"))
+    assert servers.asked == ["<user>p|r|a|s{x}"]
+
+
+@pytest.mark.parametrize("rubbish", ["", "good!", "Score: 99", "Score: -1"])
+def test_an_answer_without_a_score_is_counted(tmp_path: Path, rubbish: str) -> None:
+    config = judged(tmp_path / "big", "reward.args.missing_score=-2", "reward.on_error=stop")
+    scores = scores_of(config, Servers([rubbish, "Score: 7"]), inputs_of("r", "s"))
+    assert scores.rewards_B.tolist() == [-2.0, 7.0]
+    assert not scores.is_failed_B.any()
+    metrics = reward_metrics(scores.at(torch.tensor([0])), num_responses=1)
+    assert metrics["reward/unreadable_fraction"] == Mean(1.0, 1)
+
+
+def test_a_response_without_an_answer_fails_alone(tmp_path: Path) -> None:
+    config = judged(tmp_path / "big")
+    scores = scores_of(config, Servers([None, "Score: 7"]), inputs_of("r", "s"))
+    assert scores.rewards_B.tolist() == [0.0, 7.0]
+    assert scores.is_failed_B.tolist() == [True, False]
+    stopping = judged(tmp_path / "other", "reward.on_error=stop")
+    with pytest.raises(RewardError, match=r"function=judge: response 0 'r' .*: big is gone"):
+        scores_of(stopping, Servers([None, "Score: 7"]), inputs_of("r", "s"))
+
+
+def test_a_question_longer_than_the_context_fails_alone(tmp_path: Path) -> None:
+    keys = "path: {}, max_context_tokens: 20, groups: {{m: {{num_devices: 1}}}}"
+    short = "serving.models.big={" + keys.format(tmp_path / "big") + "}"
+    config, servers = judged(tmp_path / "big", short), Servers(["Score: 7"])
+    scores = scores_of(config, servers, inputs_of("long" * 4, "s"))
+    assert servers.asked == ["p|s|a|s{x}"]
+    assert scores.rewards_B.tolist() == [0.0, 7.0]
+    assert scores.is_failed_B.tolist() == [True, False]
+    stopping = judged(tmp_path / "big", short, "reward.on_error=stop")
+    with pytest.raises(RewardError, match=r"set serving\.models\.big\.max_context_tokens=34"):
+        scores_of(stopping, Servers(["Score: 7"]), inputs_of("long" * 4, "s"))
+
+
+def test_a_question_about_bytes_that_are_no_text_fits_by_default(tmp_path: Path) -> None:
+    sizes = ("rollout.max_response_tokens=24", "data.max_prompt_tokens=32")
+    config, servers = judged(tmp_path / "big", *sizes), Servers(["Score: 7"])
+    response = bytes([0xFF] * 24).decode(errors="replace")  # 72 tokens of the judge
+    scores = scores_of(config, servers, inputs_of(response))
+    assert scores.rewards_B.tolist() == [7.0]
+    room = frozen_config(config, "big").max_row_tokens
+    assert room > len(TOKENIZER(servers.asked[0])["input_ids"]) + 9  # with its answer
+
+
+def test_a_hostile_expression_costs_its_answer_alone(tmp_path: Path) -> None:
+    config = judged(tmp_path / "big", r"reward.args.pattern='(a+)+(\d)'", "reward.timeout_s=1")
+    scores = scores_of(config, Servers(["a" * 40, "a7"]), inputs_of("r", "s"))
+    assert scores.is_failed_B.tolist() == [True, False]

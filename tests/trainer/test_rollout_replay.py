@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,12 @@ from hybridrl.trainer.rollouts import (
     SampledRollouts,
     head_and_tail,
 )
+from tests.trainer.rollouts import ScoredAfterwards, rollouts_of, scores_of
 
 SAMPLING = SamplingParams(num_responses_per_prompt=2, max_response_tokens=4, temperature=1.0)
 ORIGIN = Origin({"tokenizer": "t", "agent.loop": "single_turn"}, {"reward.function": "exact_match"})
 
 
-@dataclass
 class _Engines:
     """Gives each row tokens of its own."""
 
@@ -38,38 +37,29 @@ class _Engines:
         num_responses = sampling.num_responses_per_prompt
         rows = [row for row in prompts.token_ids_PL.unbind() for _ in range(num_responses)]
         tokens = [torch.cat([row, torch.arange(n % 3 + 1)]) for n, row in enumerate(rows)]
-        size = len(tokens)
-        return RolloutBatch(
-            token_ids_BL=jagged(tokens),
-            response_mask_BL=jagged([torch.arange(len(row)) > 1 for row in tokens]),
+        return rollouts_of(
+            tokens,
+            [torch.arange(len(row)) > 1 for row in tokens],
+            prompts.prompt_index_P.repeat_interleave(num_responses),
             sampler_logprobs_BL=jagged([torch.rand(len(row)) for row in tokens]),
-            prompt_index_B=prompts.prompt_index_P.repeat_interleave(num_responses),
-            policy_version_B=torch.arange(size),
-            is_truncated_B=torch.arange(size) % 2 == 0,
+            policy_version_B=torch.arange(len(tokens)),
+            is_truncated_B=torch.arange(len(tokens)) % 2 == 0,
             routed_experts_BLJK=jagged(
                 [torch.randint(8, (len(row), 2, 3), dtype=torch.int16) for row in tokens]
             ),
             sequence_lengths_BQ=jagged([torch.tensor([1, len(row) - 1]) for row in tokens]),
-            batch_size=[size],
         )
 
 
 @dataclass
-class _Reward:
+class _Reward(ScoredAfterwards):
     """Scores a row by its number, and counts its calls."""
 
     num_calls: int = 0
-    names: tuple[str, ...] = field(default=("exact_match",))
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         self.num_calls += 1
-        parts_BK = torch.arange(len(rollouts)).float()[:, None] / 3
-        return Scores(self.names, torch.ones(1), parts_BK, parts_BK < 0)
-
-    def while_sampling(
-        self, task: PromptStep, sampling: SamplingParams
-    ) -> AbstractContextManager[SamplingParams]:
-        return nullcontext(sampling)
+        return scores_of(torch.arange(len(rollouts)).float() / 3)
 
 
 def _task(first_index: int = 0, *, answer: str = "a", token: int = 7, seed: int = 3) -> PromptStep:

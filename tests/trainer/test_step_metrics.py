@@ -5,9 +5,9 @@ from statistics import fmean
 import pytest
 import torch
 
-from hybridrl.batch import RolloutBatch, jagged
 from hybridrl.metrics import Mean, check_declared
 from hybridrl.trainer.step_metrics import describe_lengths, effective_samples
+from tests.trainer.rollouts import rollouts_of
 
 
 @pytest.mark.shows("4.20")
@@ -18,16 +18,8 @@ def test_a_response_that_ends_in_a_loop_counts_as_repeating() -> None:
     looping[-50] = 0  # not to the letter
     short = varied[:10].repeat(20)
     rows = [varied, looping, short, varied % 2]  # few different tokens
-    size = len(rows)
-    rollouts = RolloutBatch(
-        token_ids_BL=jagged(rows),
-        response_mask_BL=jagged([torch.ones(len(row), dtype=torch.bool) for row in rows]),
-        sampler_logprobs_BL=jagged([torch.zeros(len(row)) for row in rows]),
-        prompt_index_B=torch.zeros(size, dtype=torch.int64),
-        policy_version_B=torch.zeros(size, dtype=torch.int64),
-        is_truncated_B=torch.zeros(size, dtype=torch.bool),
-        batch_size=[size],
-    )
+    masks = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    rollouts = rollouts_of(rows, masks, [0] * 4)
     metrics = describe_lengths(rollouts)
     assert metrics["rollout/repetition_fraction"].value == 0.25
     check_declared(metrics)

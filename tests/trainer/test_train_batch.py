@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.rollout_correction import importance
-from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch, jagged
+from hybridrl.batch import LogprobBatch, TrainBatch, jagged
 from hybridrl.errors import TrainingError
-from hybridrl.rewards.scorer import Scores
 from hybridrl.trainer.batches import ScoredRollouts
 from hybridrl.trainer.build_algorithm import with_time_limit
 from hybridrl.trainer.collect import Collected
 from hybridrl.trainer.train_batch import TrainBatches
+from tests.trainer.rollouts import rollouts_of, scores_of
 
 MASK_BL = jagged([torch.tensor([False, *[True] * n]) for n in (2, 1, 3, 1)])
 OLD_BL = jagged([torch.tensor(row) for row in ([0.0, 0, 1], [0.0, 0], [0.0, 9, 0, 0], [0.0, 0])])
@@ -25,37 +25,20 @@ LOGPROBS = LogprobBatch(old_logprobs_BL=OLD_BL, batch_size=[4])
 
 
 def batch_of(
-    *,
-    is_kept: list[bool] | None = None,
-    correction: Part | None = None,
-    mask_truncated: bool = False,
-    counts_groups: bool = False,
-    row_filter: Part | None = None,
-    logprobs: LogprobBatch = LOGPROBS,
+    *, is_kept: list[bool] | None = None, logprobs: LogprobBatch = LOGPROBS, **settings: Any
 ) -> TrainBatch:
     """Two prompts with two responses each, of 2, 1, 3 and 1 tokens; the third is truncated."""
-    rollouts = RolloutBatch(
-        token_ids_BL=jagged([torch.arange(len(row)) for row in MASK_BL.unbind()]),
-        response_mask_BL=MASK_BL,
-        sampler_logprobs_BL=jagged([torch.zeros(len(row)) for row in MASK_BL.unbind()]),
-        prompt_index_B=torch.tensor([5, 5, 8, 8]),
-        policy_version_B=torch.zeros(4, dtype=torch.int64),
+    rollouts = rollouts_of(
+        [torch.arange(len(row)) for row in MASK_BL.unbind()],
+        MASK_BL.unbind(),
+        [5, 5, 8, 8],
         is_truncated_B=torch.tensor([False, False, True, False]),
-        batch_size=[4],
     )
     nothing: Any = None
-    rewards_B1 = torch.tensor([[0.0], [1.0], [1.0], [0.5]])
-    scores = Scores(("one",), torch.ones(1), rewards_B1, rewards_B1 < 0)
-    scored = ScoredRollouts(nothing, rollouts, scores)
+    scored = ScoredRollouts(nothing, rollouts, scores_of([0.0, 1.0, 1.0, 0.5]))
     kept_B = torch.tensor([True] * 4 if is_kept is None else is_kept)
-    batches = TrainBatches(
-        dp_size=1,
-        num_minibatches=1,
-        mask_truncated=mask_truncated,
-        correction=correction,
-        counts_groups=counts_groups,
-        row_filter=row_filter,
-    )
+    plain: dict[str, Any] = {"mask_truncated": False, "correction": None, "counts_groups": False}
+    batches = TrainBatches(dp_size=1, num_minibatches=1, **(plain | settings))
     collected = Collected(everything=scored, batch=scored, is_kept_B=kept_B)
     return batches(collected, logprobs, torch.ones_like(OLD_BL))
 

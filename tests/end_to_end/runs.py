@@ -1,0 +1,67 @@
+"""Whole runs within this process, and what they leave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.child import to_yaml
+from hybridrl.checkpoint.compare import compare_runs
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.source import PromptSource
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.run.launch import run
+from hybridrl.run.rows import load_train_rows
+from tests.end_to_end.small import read_metrics, small_config
+
+TIMED = ("time/", "throughput/", "memory/", "reward/early_fraction", "elapsed_s")
+WEIGHTS = "hf/model.safetensors"
+STAND_INS = "cluster.worker_setup_hook=tests.megatron.stand_ins.install"
+
+
+def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """Do a small run in ``folder``; return its metrics."""
+    config = small_config(folder, *overrides)
+    run(config, resolved_yaml=to_yaml(config))
+    return read_metrics(folder)
+
+
+def metrics_of(folder: Path, *, without: tuple[str, ...] = TIMED) -> list[dict[str, float]]:
+    """What is the same whenever the run is done again."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith(without)}
+        for line in read_metrics(folder)
+    ]
+
+
+def samples_of(folder: Path, split: str | None = None) -> list[Mapping[str, Any]]:
+    lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    return [each for each in map(json.loads, lines) if split in (None, each["split"])]
+
+
+def turns_of(folder: Path, split: str | None = None) -> list[Mapping[str, Any]]:
+    return [turn for sample in samples_of(folder, split) for turn in sample.get("turns", ())]
+
+
+def prompts_in_order(config: ExperimentConfig, number: int) -> list[str]:
+    """The prompts that a synchronous run draws first."""
+    rows = load_train_rows(config, build_starter_tokenizer())
+    source = PromptSource(rows.rows, num_prompts=number, seed=config.seed, sampler=rows.sampler)
+    return [row.prompt_text for row in source.next().rows]
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    """Of the models that two runs left, bit by bit."""
+    ours, theirs = load_file(first / WEIGHTS), load_file(second / WEIGHTS)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    """Metrics, samples and newest checkpoints; that one bit is seen is shown by test_resume.py."""
+    assert [finding for finding in compare_runs(first, second) if finding.differences] == []
