@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -22,20 +20,16 @@ from hybridrl.errors import HybridRLError, PhaseError, RequestError, ServerDiedE
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams, response_keys
 from hybridrl.serving.background import BackgroundSampling, OpenGroups, SampleBuffer
-from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
-from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.publishing import update_with_tries
 from tests.config.values import config_of
 from tests.serving.decoding_handle import MOST_TOKENS, DecodingHandle, length_of, token_of
-from tests.serving.recording_handle import weights_in
-from tests.serving.test_server import plan_of
+from tests.serving.server_rig import ServerRig, plan_of
 from tests.waiting import wait_until
-from tests.workers.sharding.recording import Journal, rollout_config
 
 GROUP = 2
 PARAMS = RequestParams(max_new_tokens=MOST_TOKENS, temperature=1.0)
@@ -55,35 +49,27 @@ def prompts_at(indices: range) -> PromptBatch | None:
     )
 
 
-class Rig:
+class Rig(ServerRig[DecodingHandle]):
     """Two engines, and all that samples ahead with them."""
 
     def __init__(
         self,
-        folder: Path,
         *,
-        num_prompts: int,
-        max_staleness: int,
-        on_update: OnUpdate,
-        stage_timeout_s: float,
+        num_prompts: int = 2,
+        max_staleness: int = 1,
+        on_update: OnUpdate = "interrupt",
+        timeout_s: float = 20.0,
     ) -> None:
-        self.folder = weights_in(folder, 0)
-        self.num_prompts, self.max_staleness = num_prompts, max_staleness
-        self.plan = plan_of(("regular", 2))
-        self.launched: list[DecodingHandle] = []
+        super().__init__(
+            DecodingHandle,
+            plan_of(("regular", 2)),
+            start_timeout_s=timeout_s,
+            stage_timeout_s=timeout_s,
+            request_timeout_s=0.2,  # no limit of a request whose engine makes tokens
+        )
         self.stuck: set[int] = set()
         """Engines whose next processes never load weights."""
-        self.server = RolloutServer(
-            self.plan,
-            self._launch,
-            config=rollout_config(
-                start_timeout_s=stage_timeout_s,
-                stage_timeout_s=stage_timeout_s,
-                request_timeout_s=0.2,  # no limit of a request whose engine makes tokens
-            ),
-        )
         self.server.start()
-        self.recovery = Recovery(self.server, health_timeout_s=60.0)
         pool = self.server.pool(max_context_tokens=MOST_TOKENS + 1, vocab_size=100, version=-1)
         self.buffer = SampleBuffer(num_prompts=num_prompts, max_staleness=max_staleness)
         self.ahead = BackgroundSampling(
@@ -91,53 +77,35 @@ class Rig:
             pool,
             OpenGroups(pool, single_turn, self.buffer),
             requests=PolicyRequests(config_of("serving=own"), vocab_size=100, key=""),
-            recovery=self.recovery,
+            recovery=Recovery(self.server, health_timeout_s=60.0),
             on_update=on_update,
         )
         self.num_admitted = 0
 
-    def _launch(self, group: GroupPlan, engine: EnginePlan) -> DecodingHandle:
-        handle = DecodingHandle(self.plan.engines.index(engine), Journal())
+    def prepare(self, handle: DecodingHandle) -> None:
         handle.takes_weights = handle.index not in self.stuck
-        self.launched.append(handle)
-        return handle
 
     def update(self, version: int) -> None:
         with self.ahead.updating(version):
-            self.server.update(self.folder, version=version)
+            super().update(version)
 
     def exchange(self, step: int, *, num_open: int) -> tuple[Answered, Metrics]:
         """Admit prompts so that so many are open, and wait for a batch."""
         new = range(self.num_admitted, self.num_admitted + num_open)
         self.num_admitted = new.stop
-        return self.ahead.exchange(prompts_at(new), SAMPLING, step=step)
-
-    def end(self) -> None:
-        self.ahead.end()
-        self.server.shutdown()
+        answered, metrics = self.ahead.exchange(prompts_at(new), SAMPLING, step=step)
+        require_exact(answered)
+        return answered, metrics
 
 
 @contextmanager
-def rig_of(
-    *,
-    num_prompts: int = 2,
-    max_staleness: int = 1,
-    on_update: OnUpdate = "interrupt",
-    stage_timeout_s: float = 20.0,
-) -> Iterator[Rig]:
-    folder = Path(tempfile.mkdtemp())
-    rig = Rig(
-        folder,
-        num_prompts=num_prompts,
-        max_staleness=max_staleness,
-        on_update=on_update,
-        stage_timeout_s=stage_timeout_s,
-    )
+def rig_of(**settings: Any) -> Iterator[Rig]:
+    rig = Rig(**settings)
     try:
         yield rig
     finally:
-        rig.end()
-        shutil.rmtree(folder)
+        rig.ahead.end()
+        rig.server.shutdown()
 
 
 def require_exact(answered: Answered) -> None:
@@ -178,7 +146,6 @@ def test_each_prompt_is_answered_once_and_never_too_old(
             wanted = (min(max_staleness, num_steps - 1 - step) + 1) * num_prompts
             num_open = rig.num_admitted - len(taken)
             answered, _ = rig.exchange(step, num_open=wanted - num_open)
-            require_exact(answered)
             for sample in answered.samples:
                 assert step - sample.weight_version <= max_staleness
                 versions = sample.versions_L.tolist()
@@ -197,7 +164,6 @@ def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
         for step in range(200):
             rig.update(step)
             answered, metrics = rig.exchange(step, num_open=6 if step == 0 else 2)
-            require_exact(answered)
             versions |= {len(set(sample.versions_L.tolist())) for sample in answered.samples}
             assert metrics["time/engines_idle_s"].value >= 0
             assert metrics["time/update_engines_s"].value > 0
@@ -218,7 +184,7 @@ def test_other_programs_sample_beside_open_groups() -> None:
         rig.update(1)
         (sample,) = rig.ahead.run(ask)
         assert sample.versions_L.tolist() == [1] * length_of(7)
-        require_exact(rig.exchange(1, num_open=2)[0])
+        rig.exchange(1, num_open=2)
 
 
 def test_siblings_that_end_in_another_order_are_returned_in_theirs(
@@ -243,8 +209,7 @@ def test_siblings_that_end_in_another_order_are_returned_in_theirs(
     monkeypatch.setitem(globals(), "single_turn", last_first)
     with rig_of() as rig:
         rig.update(0)
-        answered, _ = rig.exchange(0, num_open=4)
-        require_exact(answered)
+        rig.exchange(0, num_open=4)
 
 
 def test_the_error_of_a_program_ends_the_next_batch() -> None:
@@ -277,8 +242,7 @@ def test_after_a_failed_update_nothing_is_sampled_until_the_next() -> None:
         with pytest.raises(HybridRLError, match="broken"), rig.ahead.updating(1):
             raise HybridRLError("broken")
         rig.update(1)
-        answered, _ = rig.exchange(1, num_open=2)
-        require_exact(answered)
+        rig.exchange(1, num_open=2)
 
 
 def test_engines_that_make_tokens_are_not_lost_however_long_a_request_takes() -> None:
@@ -287,35 +251,35 @@ def test_engines_that_make_tokens_are_not_lost_however_long_a_request_takes() ->
         for handle in rig.launched:
             handle.step_s = 0.05
         begin = time.monotonic()
-        answered, metrics = rig.exchange(0, num_open=2)
+        _, metrics = rig.exchange(0, num_open=2)
         assert time.monotonic() - begin > 2 * 0.2
-        require_exact(answered)
         assert len(rig.launched) == 2
         assert metrics["rollout/repeated_requests"] == Sum(0)
 
 
+NO_ANSWER = r"sync failed on engine 1: .*no answer within 2 s"
+
+
 def test_an_engine_that_never_takes_new_weights_is_replaced() -> None:
-    with rig_of(stage_timeout_s=1.0) as rig:
+    with rig_of(timeout_s=1.0) as rig:
         rig.update(0)
         rig.exchange(0, num_open=4)
         rig.launched[1].takes_weights = False
-        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 2 s"):
+        with pytest.raises(StageError, match=NO_ANSWER):
             rig.update(1)
         update_with_tries(lambda: rig.update(1))
         assert [handle.is_alive() for handle in rig.launched] == [True, False, True]
-        answered, _ = rig.exchange(1, num_open=2)
-        require_exact(answered)
+        rig.exchange(1, num_open=2)
         assert rig.server.version == 1
 
 
 @pytest.mark.nightly
 def test_engines_that_never_take_new_weights_end_the_update() -> None:
-    with rig_of(stage_timeout_s=1.0) as rig:
+    with rig_of(timeout_s=1.0) as rig:
         rig.update(0)
-        rig.exchange(0, num_open=4)
         rig.launched[1].takes_weights = False
         rig.stuck = {1}
-        with pytest.raises(StageError, match=r"sync failed on engine 1: .*no answer within 2 s"):
+        with pytest.raises(StageError, match=NO_ANSWER):
             update_with_tries(lambda: rig.update(1))
         assert [handle.index for handle in rig.launched] == [0, 1, 1, 1, 1]  # three tries
 
@@ -330,6 +294,5 @@ def test_a_trainer_that_stays_away_finds_no_more_groups_than_fit() -> None:
         assert sum(handle.num_requests for handle in rig.launched) == 8
         with pytest.raises(PhaseError, match="at most 8 may be open"):
             rig.exchange(0, num_open=3)
-        answered, metrics = rig.exchange(0, num_open=2)
-        require_exact(answered)
+        _, metrics = rig.exchange(0, num_open=2)
         assert metrics["rollout/open_groups"].value == 6

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
-from hybridrl.metrics import Sum
+from hybridrl.metrics import Max, Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool, Member, RequestQueue
@@ -34,7 +36,6 @@ class OpenEngine(EngineHandle):
 
     def __init__(self) -> None:
         self.open: list[tuple[int, Future[list[Sample]]]] = []
-        self.contexts: list[int] = []
         self.asked: list[tuple[list[int], int, list[int]]] = []
         """Contexts, tokens at most, and keys."""
 
@@ -42,11 +43,15 @@ class OpenEngine(EngineHandle):
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
     ) -> Future[list[Sample]]:
         future: Future[list[Sample]] = Future()
-        self.contexts.append(int(token_ids[0]))
         context = [int(token) for token in token_ids]
         self.asked.append((context, params.max_new_tokens, list(keys)))
         self.open.append((len(keys), future))
         return future
+
+    @property
+    def contexts(self) -> list[int]:
+        """The first token of each."""
+        return [context[0] for context, _, _ in self.asked]
 
     def probe(self) -> Future[object]:
         raise NotImplementedError
@@ -61,14 +66,21 @@ class OpenEngine(EngineHandle):
     def answer_with(self, *samples: Sample) -> None:
         self.open.pop(0)[1].set_result(list(samples))
 
-    def fail(self, error: Exception) -> None:
+    async def fail(self, error: Exception) -> None:
         self.open.pop(0)[1].set_exception(error)
+        await settle()
 
 
-def sample(version: int) -> Sample:
+def sample(version: int = 3) -> Sample:
     return Sample(torch.tensor([1]), torch.zeros(1), "stop", version)
 
 
+def cut(*tokens: int) -> Sample:
+    """A response that was interrupted after these tokens."""
+    return Sample(torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(tokens)), CUT, 3)
+
+
+Asking = asyncio.Task[list[Sample]]
 pool_of = partial(Pool, vocab_size=10, version=3)
 
 
@@ -78,37 +90,39 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def ask(pool: EnginePool, context: int, num_keys: int = 1) -> asyncio.Task[list[Sample]]:
+def ask(pool: EnginePool, context: int, num_keys: int = 1) -> Asking:
     return asyncio.ensure_future(pool.sample_group([context], PARAMS, keys=range(num_keys)))
 
 
-async def asked(pool: EnginePool, context: int, num_keys: int = 1) -> asyncio.Task[list[Sample]]:
-    task = ask(pool, context, num_keys)
+async def asked(pool: EnginePool, *contexts: int, num_keys: int = 1) -> list[Asking]:
+    tasks = [ask(pool, context, num_keys) for context in contexts]
     await settle()
-    return task
+    return tasks
+
+
+async def answer_all(*engines: OpenEngine) -> None:
+    while any(engine.open for engine in engines):
+        next(engine for engine in engines if engine.open).answer()
+        await settle()
 
 
 @in_loop
 async def test_work_is_handed_to_engines_as_they_become_free() -> None:
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
-    tasks = [ask(pool, context) for context in range(7)]
-    await settle()
+    tasks = await asked(pool, *range(7))
     assert (one.contexts, other.contexts) == ([0, 2], [1, 3])
     for _ in range(3):
         other.answer()
         await settle()
     assert (one.contexts, other.contexts) == ([0, 2], [1, 3, 4, 5, 6])
-    while one.open or other.open:
-        (one if one.open else other).answer()
-        await settle()
+    await answer_all(one, other)
     assert [len(task.result()) for task in tasks] == [1] * 7
 
 
 @in_loop
 async def test_open_requests_of_a_dropped_engine_go_elsewhere_at_once() -> None:
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
-    tasks = [ask(pool, context, num_keys=2) for context in range(3)]
-    await settle()
+    tasks = await asked(pool, *range(3), num_keys=2)
     assert (one.contexts, other.contexts) == ([0], [1])
     pool.drop(0, OpenEngine(), "a report of an engine before it")
     await settle()
@@ -127,29 +141,23 @@ async def test_open_requests_of_a_dropped_engine_go_elsewhere_at_once() -> None:
     assert pool.take_metrics()["rollout/repeated_requests"] == Sum(2)
 
 
-def test_a_later_turn_returns_to_the_engine_with_its_prefix() -> None:
-    async def program(num_open: int) -> bool:
-        holder, other = OpenEngine(), OpenEngine()
-        pool = pool_of(holder, other, num_slots=20)
-        pool.prefixes = KnownPrefixes()
-        turn = ask(pool, 5)
-        await settle()
-        holder.answer()  # with the token 1
-        await turn
-        others = [ask(pool, 100 + context) for context in range(2 * num_open)]
-        await settle()
-        for _ in range(num_open):
-            other.answer()
-        await settle()
-        turn = asyncio.ensure_future(pool.sample_group([5, 1, 2], PARAMS, keys=[0]))
-        await settle()
-        for task in (turn, *others):
-            task.cancel()
-        assert (holder.contexts[-1] == 5) != (other.contexts[-1] == 5)
-        return holder.contexts[-1] == 5
-
-    assert asyncio.run(program(STAY))
-    assert not asyncio.run(program(STAY + 1))
+@pytest.mark.parametrize("num_open", [STAY, STAY + 1])
+@in_loop
+async def test_a_later_turn_returns_to_the_engine_with_its_prefix(num_open: int) -> None:
+    holder, other = OpenEngine(), OpenEngine()
+    pool = pool_of(holder, other, num_slots=20)
+    pool.prefixes = KnownPrefixes()
+    await asked(pool, 5)
+    holder.answer()  # with the token 1
+    await asked(pool, *range(100, 100 + 2 * num_open))
+    for _ in range(num_open):
+        other.answer()
+    await settle()
+    turn = asyncio.ensure_future(pool.sample_group([5, 1, 2], PARAMS, keys=[0]))
+    await settle()
+    asked_last = [engine for engine in (holder, other) if engine.contexts[-1] == 5]
+    assert asked_last == [holder if num_open == STAY else other]
+    turn.cancel()
 
 
 def test_the_longest_known_beginning_counts() -> None:
@@ -161,19 +169,12 @@ def test_the_longest_known_beginning_counts() -> None:
 
 
 @pytest.mark.shows("1.19")
-def test_requests_of_a_lost_engine_are_repeated_and_answered_once() -> None:
-    asyncio.run(_lose_an_engine_with_a_request())
-
-
-async def _lose_an_engine_with_a_request() -> None:
+@in_loop
+async def test_requests_of_a_lost_engine_are_repeated_and_answered_once() -> None:
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
-    tasks = [ask(pool, context, num_keys=2) for context in range(4)]
-    await settle()
-    one.fail(EngineError("it is gone"))
-    await settle()
-    while other.open:
-        other.answer()
-        await settle()
+    tasks = await asked(pool, *range(4), num_keys=2)
+    await one.fail(EngineError("it is gone"))
+    await answer_all(other)
     assert one.contexts == [0]
     assert sorted(other.contexts) == [0, 1, 2, 3]
     assert [len(task.result()) for task in tasks] == [2] * 4
@@ -184,8 +185,8 @@ async def _lose_an_engine_with_a_request() -> None:
 @in_loop
 async def test_a_refused_request_is_not_repeated() -> None:
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
-    task = await asked(pool, 0)
-    one.fail(RequestError("too long"))
+    (task,) = await asked(pool, 0)
+    await one.fail(RequestError("too long"))
     with pytest.raises(RequestError, match="too long"):
         await task
     assert other.contexts == []
@@ -195,33 +196,21 @@ async def test_a_refused_request_is_not_repeated() -> None:
 @in_loop
 async def test_without_any_engine_left_the_reasons_are_named() -> None:
     pool = pool_of(one := OpenEngine())
-    tasks = [ask(pool, context) for context in range(4)]
-    await settle()
+    tasks = await asked(pool, *range(4))
     for _ in range(2):
-        one.fail(EngineError("out of memory"))
-        await settle()
+        await one.fail(EngineError("out of memory"))
     for task in tasks:
         with pytest.raises(ServerDiedError, match="engine 0: out of memory"):
             await task
 
 
 @in_loop
-async def test_an_answer_with_other_weights_is_an_error() -> None:
-    pool = pool_of(one := OpenEngine())
-    task = await asked(pool, 0)
-    one.answer(version=2)
-    with pytest.raises(DriftError, match=r"version \[2\], and the policy is at version 3"):
-        await task
-
-
-@in_loop
 async def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> None:
     pool, new = pool_of(one := OpenEngine()), OpenEngine()
-    task = await asked(pool, 0)
+    (task,) = await asked(pool, 0)
     pool.join(0, new)
     await settle()
-    one.fail(EngineError("it is gone"))
-    await settle()
+    await one.fail(EngineError("it is gone"))
     new.answer()
     assert len(await task) == 1
     assert pool.reasons == {}
@@ -231,33 +220,27 @@ async def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> No
 async def test_a_request_that_loses_every_engine_is_not_sent_forever() -> None:
     engines = [OpenEngine() for _ in range(6)]
     pool = pool_of(*engines)
-    task = await asked(pool, 0)
+    (task,) = await asked(pool, 0)
     for engine in engines[:4]:
-        engine.fail(EngineError("logits are not finite"))
-        await settle()
+        await engine.fail(EngineError("logits are not finite"))
     with pytest.raises(ServerDiedError, match=r"4 rollout engines.*logits are not finite"):
         await task
     assert set(pool.reasons) == {0, 1, 2, 3}
-
-
-def cut(*tokens: int, version: int = 3) -> Sample:
-    """A response that was interrupted after these tokens."""
-    return Sample(torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(tokens)), CUT, version)
 
 
 @in_loop
 async def test_interrupted_responses_continue_on_other_engines() -> None:
     """Of a group of four, one sibling has ended, one has tokens, and two have none."""
     pool = pool_of(one := OpenEngine(), other := OpenEngine(), num_slots=8)
-    task = await asked(pool, 5, num_keys=4)
+    (task,) = await asked(pool, 5, num_keys=4)
     pool.suspend(0)
     await settle()
-    one.answer_with(sample(3), cut(7, 8), cut(), cut())
+    one.answer_with(sample(), cut(7, 8), cut(), cut())
     await settle()
     assert one.asked == [([5], 4, [0, 1, 2, 3])]
     assert other.asked == [([5, 7, 8], 2, [1]), ([5], 4, [2, 3])]
-    other.answer_with(sample(3))
-    other.answer_with(cut(2), sample(3))  # and the other engine is next
+    other.answer_with(sample())
+    other.answer_with(cut(2), sample())  # and the other engine is next
     pool.suspend(1)
     pool.join(0, one, version=4)
     await settle()
@@ -278,10 +261,10 @@ async def test_interrupted_responses_may_lose_their_tokens_instead() -> None:
     """Of a group of three, one sibling has ended, one has tokens, and one has none."""
     pool = pool_of(one := OpenEngine(), num_slots=8)
     pool.drops_interrupted = True
-    task = await asked(pool, 5, num_keys=3)
+    (task,) = await asked(pool, 5, num_keys=3)
     pool.suspend(0)
     await settle()
-    one.answer_with(sample(3), cut(7, 8), cut())
+    one.answer_with(sample(), cut(7, 8), cut())
     pool.join(0, one, version=4)
     await settle()
     assert one.asked[1:] == [([5], 4, [1, 2])]  # those that lost theirs share a request again
@@ -303,11 +286,10 @@ async def test_interrupted_responses_may_lose_their_tokens_instead() -> None:
 async def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
     """It was handed out just before the engine was suspended, and is asked again."""
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
-    task = await asked(pool, 5)
+    (task,) = await asked(pool, 5)
     for _ in range(9):
         pool.suspend(0)
-        one.fail(PhaseError("the engine is paused"))
-        await settle()
+        await one.fail(PhaseError("the engine is paused"))
         other.answer_with(cut())
         pool.suspend(1)
         pool.join(0, one, version=3)
@@ -327,13 +309,13 @@ async def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
 async def test_an_answer_of_before_the_update_has_its_version() -> None:
     """The answer arrives after the engine has new weights; the next one must have these."""
     pool = pool_of(one := OpenEngine())
-    task = await asked(pool, 5)
+    (task,) = await asked(pool, 5)
     pool.suspend(0)
     pool.join(0, one, version=4)
     await settle()
     one.answer(version=3)
     assert (await task)[0].weight_version == 3
-    task = await asked(pool, 6)
+    (task,) = await asked(pool, 6)
     one.answer(version=3)
     with pytest.raises(DriftError, match=r"version \[3\], and the policy is at version 4"):
         await task
@@ -343,8 +325,7 @@ async def test_an_answer_of_before_the_update_has_its_version() -> None:
 async def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
     pool, new = pool_of(one := OpenEngine()), OpenEngine()
     pool.suspend(0)
-    tasks = [ask(pool, context) for context in (5, 6)]
-    await settle()
+    tasks = await asked(pool, 5, 6)
     pool.join(0, new, version=4)
     await settle()
     assert (one.contexts, new.contexts) == ([], [5, 6])
@@ -356,10 +337,9 @@ async def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
 @in_loop
 async def test_an_engine_that_joins_twice_keeps_its_open_requests() -> None:
     pool = pool_of(engine := OpenEngine(), num_slots=1)
-    task = await asked(pool, 5)
+    (task,) = await asked(pool, 5)
     pool.join(0, engine)  # as a late recovery does
-    waiting = ask(pool, 6)
-    await settle()
+    (waiting,) = await asked(pool, 6)
     assert engine.contexts == [5]  # it has one slot
     pool.suspend(0)
     drained = asyncio.ensure_future(pool.drained())
@@ -376,21 +356,10 @@ async def test_an_engine_that_joins_twice_keeps_its_open_requests() -> None:
 async def test_a_suspended_engine_that_is_given_up_is_named() -> None:
     pool = pool_of(OpenEngine())
     pool.suspend(0)
-    task = await asked(pool, 5)
+    (task,) = await asked(pool, 5)
     pool.give_up(0, "it could not load the weights")
     with pytest.raises(ServerDiedError, match="engine 0: it could not load the weights"):
         await task
-
-
-@in_loop
-async def test_an_engine_that_interrupts_unasked_is_lost() -> None:
-    pool = pool_of(one := OpenEngine(), other := OpenEngine())
-    task = await asked(pool, 5)
-    one.answer_with(cut(7))
-    await settle()
-    other.answer()
-    assert (await task)[0].token_ids.tolist() == [1]
-    assert "was not suspended" in pool.reasons[0]
 
 
 class Cutting(OpenEngine):
@@ -463,11 +432,12 @@ async def test_updates_at_any_moment_lose_and_double_no_token(data: st.DataObjec
 
 NAN = torch.tensor([float("nan")])
 IMPOSSIBLE = {
-    "2 responses where 1": (sample(3), sample(3)),
-    "not finite": (replace(sample(3), logprobs=NAN),),
-    "beyond the vocabulary": (replace(sample(3), token_ids=torch.tensor([10])),),
-    "beyond the vocabulary of 10": (replace(sample(3), token_ids=torch.tensor([-1])),),
-    "2 log-probs to 1 tokens": (replace(sample(3), logprobs=torch.zeros(2)),),
+    "2 responses where 1": (sample(), sample()),
+    "not finite": (replace(sample(), logprobs=NAN),),
+    "beyond the vocabulary": (replace(sample(), token_ids=torch.tensor([10])),),
+    "beyond the vocabulary of 10": (replace(sample(), token_ids=torch.tensor([-1])),),
+    "was not suspended": (cut(7),),
+    "2 log-probs to 1 tokens": (replace(sample(), logprobs=torch.zeros(2)),),
 }
 
 
@@ -475,7 +445,7 @@ IMPOSSIBLE = {
 @in_loop
 async def test_an_engine_that_answers_garbage_is_lost(reason: str) -> None:
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
-    task = await asked(pool, 0)
+    (task,) = await asked(pool, 0)
     one.answer_with(*IMPOSSIBLE[reason])
     await settle()
     other.answer()
@@ -486,8 +456,7 @@ async def test_an_engine_that_answers_garbage_is_lost(reason: str) -> None:
 @in_loop
 async def test_an_engine_of_a_cancelled_request_goes_to_the_next() -> None:
     pool = pool_of(one := OpenEngine(), num_slots=1)
-    first, before, after, last = [ask(pool, context) for context in range(4)]
-    await settle()
+    first, before, after, last = await asked(pool, *range(4))
     before.cancel()  # while it waits
     await settle()
     one.answer()
@@ -495,9 +464,7 @@ async def test_an_engine_of_a_cancelled_request_goes_to_the_next() -> None:
         await asyncio.sleep(0)
     after.cancel()  # it has the engine, and did not run since
     await settle()
-    while one.open:
-        one.answer()
-        await settle()
+    await answer_all(one)
     assert [task.cancelled() for task in (before, after)] == [True, True]
     assert last.done()
 
@@ -560,3 +527,61 @@ async def test_a_queue_keeps_nothing_of_requests_that_ended() -> None:
     for _ in range(1000):
         queue.give_back(await queue.take(1), 1)
     assert sum(len(gc.get_referrers(member)) for member in members) < 50
+
+
+# -- seconds without a request -------------------------------------------------------------------
+
+
+class Idle(Pool):
+    """A pool of one engine that is not ready yet, and its clock, which stands still."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(OpenEngine())
+        self.suspend(0)
+        self.now_s = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+
+    def admit(self) -> None:
+        self.join(0, self._members[0].handle, version=0)
+
+    def idle_s(self) -> float:
+        return self.take_metrics().get("time/engines_idle_s", Max(0.0)).value
+
+
+def test_the_start_of_the_engines_is_not_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Idle(monkeypatch)
+    pool.now_s += 50
+    assert pool.idle_s() == 0
+    pool.now_s += 50
+    pool.admit()
+    pool.now_s += 3
+    assert pool.idle_s() == 3
+    pool.now_s += 2
+    pool.suspend(0)
+    pool.admit()  # another update: the seconds before it count
+    assert pool.idle_s() == 2
+
+
+@in_loop
+async def test_engines_are_idle_while_no_request_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two requests at a time the union counts."""
+    pool = Idle(monkeypatch)
+    pool.admit()
+    gates = [asyncio.Event(), asyncio.Event()]
+
+    async def answer(*request: Any) -> list[Sample]:
+        await gates[int(request[1][0])].wait()
+        return [sample(0)]
+
+    pool.ask = answer
+    for number in range(3):
+        for gate in gates:
+            gate.clear()
+        pool.now_s += 0.5
+        tasks = await asked(pool, 0, 1)
+        for gate, task in zip(gates, tasks, strict=True):
+            pool.now_s += 4
+            gate.set()
+            await task
+        pool.now_s += 0.25
+        assert pool.idle_s() == 0.75, number

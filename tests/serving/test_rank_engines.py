@@ -30,7 +30,7 @@ from hybridrl.workers.rollout.request_listener import RequestListener, answer_bo
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.serving.pools import Pool
 from tests.serving.recording_handle import RecordingHandle, weights_in
-from tests.serving.test_server import plan_of
+from tests.serving.server_rig import plan_of
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import (

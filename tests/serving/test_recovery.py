@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 import torch
@@ -19,25 +17,21 @@ from hybridrl.config.serving import WorkerType
 from hybridrl.errors import EngineError, ServerDiedError
 from hybridrl.metrics import Sum
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.plan import EnginePlan, GroupPlan
 from hybridrl.serving.recovery import Recovery
-from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.sharding.states import State
-from tests.serving.recording_handle import RecordingHandle, weights_in
-from tests.serving.test_server import plan_of
+from tests.serving.recording_handle import RecordingHandle
+from tests.serving.server_rig import ServerRig, plan_of
 from tests.waiting import wait_until
-from tests.workers.sharding.recording import Journal, rollout_config
+from tests.workers.sharding.recording import Journal
 
 PARAMS = RequestParams(max_new_tokens=4, temperature=1.0)
-_SERVERS: list[RolloutServer] = []
 
 
 class AnsweringHandle(RecordingHandle):
     """Answers with its index, once its gate is open; a dead one fails its requests."""
 
-    def __init__(self, index: int, journal: Journal, *, process: int) -> None:
+    def __init__(self, index: int, journal: Journal, process: int = 0) -> None:
         super().__init__(index, journal)
         self.process = process
         self.open: list[tuple[int, Future[list[Sample]]]] = []
@@ -76,7 +70,7 @@ class AnsweringHandle(RecordingHandle):
             self.open.pop(0)[1].set_exception(EngineError("it is gone"))
 
 
-class Rig:
+class Rig(ServerRig[AnsweringHandle]):
     """A server of such engines with its recovery."""
 
     def __init__(
@@ -85,36 +79,33 @@ class Rig:
         *,
         kind: WorkerType = "regular",
         num_prefills: int = 0,
-        start_timeout_s: float = 20.0,
+        **settings: Any,
     ) -> None:
-        self.journal = Journal()
-        self.launched: list[AnsweringHandle] = []
+        prefills: list[tuple[WorkerType, int]] = [("prefill", num_prefills)] if num_prefills else []
+        super().__init__(AnsweringHandle, plan_of((kind, num_engines), *prefills), **settings)
         self.num_silent: Counter[int] = Counter()
         """Processes that never start, by engine."""
-        prefills: list[tuple[WorkerType, int]] = [("prefill", num_prefills)] if num_prefills else []
-        self.plan = plan_of((kind, num_engines), *prefills)
-        self.server = RolloutServer(
-            self.plan,
-            self._launch,
-            config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=5.0),
-        )
-        _SERVERS.append(self.server)
         self.server.start()
-        self.server.update(weights_in(Path(mkdtemp()), 0), version=0)
+        self.update(0)
         self.recovery = Recovery(self.server, health_timeout_s=60.0)
         self.pool = self.new_pool()
 
+    def prepare(self, handle: AnsweringHandle) -> None:
+        handle.process = len(self.launched)
+        if handle.process >= len(self.plan.engines) and self.num_silent[handle.index]:
+            self.num_silent[handle.index] -= 1
+            handle.is_silent = True
+
+    def wait_for_replacement(self) -> None:
+        """Until the third process has a request."""
+        wait_until(lambda: len(self.launched) == 3 and self.launched[2].open)
+
+    def answer(self, *processes: int) -> None:
+        for process in processes:
+            self.launched[process].answer()
+
     def new_pool(self) -> EnginePool:
         return self.server.pool(max_context_tokens=32, vocab_size=100, version=0)
-
-    def _launch(self, group: GroupPlan, engine: EnginePlan) -> AnsweringHandle:
-        index = self.plan.engines.index(engine)
-        handle = AnsweringHandle(index, self.journal, process=len(self.launched))
-        if len(self.launched) >= len(self.plan.engines) and self.num_silent[index]:
-            self.num_silent[index] -= 1
-            handle.is_silent = True
-        self.launched.append(handle)
-        return handle
 
     def sample(self, num_requests: int) -> Future[list[int]]:
         """Ask for responses in a thread; the future has the processes that gave them."""
@@ -136,25 +127,14 @@ class Rig:
         return future
 
 
-@pytest.fixture(autouse=True)
-def _folders_and_servers_of_the_test(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield
-    while _SERVERS:
-        _SERVERS.pop().shutdown()
-
-
 @pytest.mark.shows("4.15")
 def test_a_replacement_joins_the_pool_of_the_running_phase() -> None:
     rig = Rig(2)
     answers = rig.sample(6)
     rig.launched[0].kill()
-    wait_until(lambda: len(rig.launched) == 3 and rig.launched[2].open)
+    rig.wait_for_replacement()
     assert len(rig.launched[1].open) == 2  # it was asked nothing else meanwhile
-    for handle in rig.launched[1:]:
-        handle.answer()
+    rig.answer(1, 2)
     assert set(answers.result(60)) == {1, 2}
     counts = rig.server.take_metrics()
     assert counts["rollout/lost_engines"] == counts["rollout/replaced_engines"] == Sum(1)
@@ -167,8 +147,7 @@ def test_if_all_engines_die_at_once_the_phase_goes_on_with_new_ones() -> None:
     for handle in rig.launched[:3]:
         handle.kill()
     wait_until(lambda: sum(len(handle.open) for handle in rig.launched[3:]) == 6)
-    for handle in rig.launched[3:]:
-        handle.answer()
+    rig.answer(3, 4, 5)
     assert sorted(answers.result(60)) == [3, 3, 4, 4, 5, 5]
     assert rig.server.take_metrics()["rollout/replaced_engines"] == Sum(3)
 
@@ -189,20 +168,6 @@ def test_a_replacement_that_comes_after_the_phase_serves_the_next() -> None:
     assert sorted(answers.result(60)) == [1, 2]
 
 
-def test_a_report_of_an_engine_that_was_replaced_costs_no_other() -> None:
-    rig = Rig(2)
-    old: EngineHandle = rig.launched[0]
-    answers = rig.sample(6)
-    rig.launched[0].kill()
-    wait_until(lambda: len(rig.launched) == 3 and rig.launched[2].open)
-    assert rig.recovery.report(0, old, "a request of it timed out")
-    for handle in rig.launched[1:]:
-        handle.answer()
-    answers.result(60)
-    assert len(rig.launched) == 3
-    assert rig.launched[2].is_alive()
-
-
 def test_the_late_end_of_a_dropped_start_is_not_that_of_its_successor() -> None:
     rig = Rig(1, start_timeout_s=0.3)
     rig.num_silent[0] = 1
@@ -218,16 +183,17 @@ def test_the_late_end_of_a_dropped_start_is_not_that_of_its_successor() -> None:
 
 
 def test_an_engine_that_hangs_is_replaced_once_however_often_it_is_reported() -> None:
-    rig = Rig(2)
+    rig = Rig()
     answers = rig.sample(4)
     for _ in range(3):
         assert rig.recovery.report(0, rig.launched[0], "it does not get on")
-    wait_until(lambda: len(rig.launched) == 3 and rig.launched[2].open)
+    rig.wait_for_replacement()
     assert not rig.launched[0].is_alive()
-    for handle in rig.launched[1:]:
-        handle.answer()
+    assert rig.recovery.report(0, rig.launched[0], "a request of it timed out")  # late
+    rig.answer(1, 2)
     assert sorted(answers.result(60)) == [1, 1, 2, 2]
     assert len(rig.launched) == 3
+    assert rig.launched[2].is_alive()
     assert rig.server.take_metrics()["rollout/lost_engines"] == Sum(1)
 
 

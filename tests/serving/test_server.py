@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
-from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,76 +19,34 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig, WorkerType
+from hybridrl.config.serving import WorkerType
 from hybridrl.metrics import Sum
-from hybridrl.serving.plan import (
-    EnginePlan,
-    GroupPlan,
-    ModelPlan,
-    lay_out,
-    plan_own_engines,
-)
-from hybridrl.serving.server import RolloutServer
+from hybridrl.serving.plan import ModelPlan, plan_own_engines
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
 from tests.config.values import config_of
-from tests.serving.recording_handle import RecordingHandle, weights_in
-from tests.workers.sharding.recording import WEIGHTS, Journal, Policy, rollout_config
+from tests.serving.recording_handle import RecordingHandle
+from tests.serving.server_rig import ServerRig, plan_of
+from tests.workers.sharding.recording import WEIGHTS, Policy
 from tests.workers.sharding.watched import CALLS
 
-RELEASES = ("release", "resume")
 
-
-def plan_of(*groups: tuple[WorkerType, int]) -> ModelPlan:
-    named = {
-        f"g{number}": ServerGroupConfig(num_devices=count, worker_type=kind)
-        for number, (kind, count) in enumerate(groups)
-    }
-    serving = ServingConfig(
-        num_devices_per_node=64,
-        colocated=False,
-        models={"policy": ServedModelConfig(groups=named)},
-    )
-    (plan,) = lay_out(serving.placed_groups, num_devices_per_node=64, num_shared_per_node=0)
-    return plan
-
-
-@pytest.fixture(autouse=True)
-def _folders_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-class Rig:
+class Rig(ServerRig[RecordingHandle]):
     """A server of recording engines, and the stages that it goes through."""
 
-    def __init__(
-        self, plan: ModelPlan, *, start_timeout_s: float = 20.0, stage_timeout_s: float = 5.0
-    ) -> None:
-        self.plan = plan
-        self.journal = Journal()
-        self.launched: list[RecordingHandle] = []
-        self.newest: dict[int, RecordingHandle] = {}
+    def __init__(self, plan: ModelPlan, **settings: Any) -> None:
+        super().__init__(RecordingHandle, plan, **settings)
         self.silent: set[int] = set()
         """Engines whose next process never answers."""
         self.load_s = 0.0
         """Seconds that a process takes to load a bucket."""
         self.stages: list[tuple[str, int, int]] = []
         """Name, and the events of the journal that fell into it."""
-        self.server = RolloutServer(
-            plan,
-            self._launch,
-            config=rollout_config(start_timeout_s=start_timeout_s, stage_timeout_s=stage_timeout_s),
-        )
         self.server._life._observe = self._observe
 
-    def _launch(self, group: GroupPlan, engine: EnginePlan) -> RecordingHandle:
-        index = self.plan.engines.index(engine)
-        handle = RecordingHandle(index, self.journal)
-        handle.is_silent = index in self.silent
+    def prepare(self, handle: RecordingHandle) -> None:
+        handle.is_silent = handle.index in self.silent
         handle.engine.load_s = self.load_s
-        self.launched.append(handle)
-        self.newest[index] = handle
-        return handle
 
     @contextmanager
     def _observe(self, stage: str) -> Iterator[None]:
@@ -99,9 +55,6 @@ class Rig:
             yield
         finally:
             self.stages.append((stage, begin, len(self.journal.events)))
-
-    def update(self, version: int) -> None:
-        self.server.update(weights_in(Path(mkdtemp()), version), version=version)
 
     def recover(self) -> dict[int, bool]:
         """Replace the lost engines one after another; say which serve now."""
@@ -119,7 +72,7 @@ class Rig:
             asked = self.journal.events[begin:end]
             calls = {f"{event.call} {event.part}".strip() for event in asked}
             assert calls <= CALLS[stage], stage
-        assert not [event for event in self.journal.events if event.call in RELEASES]
+        assert not [event for event in self.journal.events if event.call in ("release", "resume")]
 
     def check_served(self, version: int) -> None:
         assert set(self.server.states) == {State.READY}
@@ -143,44 +96,42 @@ def names_since(rig: Rig, first: int) -> list[str]:
 # -- groups -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("is_silent", "error"),
+    [(False, "InjectedFault"), (True, "DeadlineError: no answer within 0.05 s")],
+)
 @pytest.mark.shows("4.6")
-def test_a_second_start_starts_no_engine_again() -> None:
-    rig = Rig(plan_of(("regular", 3)))
-    rig.journal.fail(1, "restart")
-    with pytest.raises(StageError, match="start failed on engine 1"):
+def test_an_engine_that_does_not_start_is_named_and_a_second_start_starts_no_other(
+    error: str, *, is_silent: bool
+) -> None:
+    rig = Rig(plan_of(("regular", 3)), **({"start_timeout_s": 0.05} if is_silent else {}))
+    if is_silent:
+        rig.silent = {1}
+    else:
+        rig.journal.fail(1, "restart")
+    with pytest.raises(StageError, match=f"start failed on engine 1: {error}"):
         rig.server.start()
+    rig.silent = set()
     for _ in range(2):
         rig.server.start()
         assert [handle.index for handle in rig.launched] == [0, 1, 2, 1]
 
 
-@pytest.mark.shows("4.2")
-def test_a_placeholder_has_devices_and_no_engine() -> None:
-    plan = plan_of(("regular", 1), ("placeholder", 5), ("regular", 2))
-    rig = started(plan)
-    assert rig.server.num_engines == len(rig.launched) == 3
-    assert [engine.first_device for engine in plan.engines] == [0, 6, 7]
-
-
 # -- order --------------------------------------------------------------------------------------
 
 
-@pytest.mark.shows("2.5", "2.14")
-def test_an_update_pauses_drains_loads_and_continues_all_groups() -> None:
-    rig = started(plan_of(("regular", 2), ("regular", 1)))
+@pytest.mark.shows("2.5", "2.13", "2.14")
+def test_an_update_pauses_drains_loads_and_continues_all_groups_once() -> None:
+    rig = started(plan_of(("regular", 2), ("placeholder", 5), ("regular", 1)))
     first = len(rig.stages)
     rig.update(1)
     stages = ["pause", "drain", "sync", "resume_cache", "continue"]
     assert names_since(rig, first) == stages
     rig.check_stages()
     rig.check_served(1)
-
-
-@pytest.mark.shows("2.13")
-def test_a_repeated_update_asks_no_engine() -> None:
-    rig = started(plan_of(("regular", 1), ("regular", 1)))
+    assert {event.engine for event in rig.journal.events} == {0, 1, 2}
     begin = len(rig.journal.events)
-    rig.update(0)
+    rig.update(1)
     assert len(rig.journal.events) == begin
 
 
@@ -207,6 +158,10 @@ def test_dead_engines_alone_are_replaced_and_get_the_weights() -> None:
     rig.update(0)  # the same weights
     assert [handle.index for handle in rig.launched[4:]] == [0, 3]
     rig.check_served(0)
+    rig.newest[1].kill()
+    first = len(rig.stages)
+    rig.update(1)
+    assert names_since(rig, first)[:4] == ["restart", "start", "pause", "drain"]  # others serve
     rig.check_stages()
 
 
@@ -220,14 +175,6 @@ def test_an_engine_that_failed_a_request_is_replaced_though_it_lives() -> None:
     assert not failed.is_alive()
     assert rig.newest[1] is not failed
     rig.check_served(0)
-
-
-def test_engines_that_live_serve_while_a_dead_one_is_replaced() -> None:
-    rig = started(plan_of(("regular", 3)))
-    rig.newest[1].kill()
-    first = len(rig.stages)
-    rig.update(1)
-    assert names_since(rig, first)[:4] == ["restart", "start", "pause", "drain"]
 
 
 def test_an_update_does_not_go_on_without_an_own_engine() -> None:
@@ -369,16 +316,6 @@ def test_a_load_from_files_may_take_as_long_as_a_start() -> None:
     rig.newest[0].kill()
     assert rig.recover() == {0: True}
     assert rig.server.states == (State.READY,) * 2
-
-
-def test_an_engine_that_does_not_answer_in_time_is_named() -> None:
-    rig = Rig(plan_of(("regular", 2)), start_timeout_s=0.05)
-    rig.silent = {0}
-    with pytest.raises(StageError, match=r"engine 0: DeadlineError: no answer within 0.05 s"):
-        rig.server.start()
-    rig.silent = set()
-    rig.server.start()
-    assert [handle.index for handle in rig.launched] == [0, 1, 0]
 
 
 # -- whatever happens ---------------------------------------------------------------------------
