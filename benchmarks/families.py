@@ -39,7 +39,8 @@ def measured() -> dict[str, dict[str, float]]:
     largest: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "tests.xml")
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *TESTS]
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1"]
+        command += [f"--junitxml={report}", *TESTS]
         subprocess.run(command, stdout=sys.stderr, check=False)
         for case in ElementTree.parse(report).iter("testcase"):
             if case.find("failure") is not None or case.find("error") is not None:
