@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,8 @@ def test_recipe_takes_two_steps_with_more_layers(rehearse: Rehearse, name: str) 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != WHOLE])
 def test_recipe_takes_two_steps_with_all_its_layers(rehearse: Rehearse, name: str) -> None:
     [model] = case_of(name).folders.values()
-    num_layers = model.get("text_config", model)["num_hidden_layers"]
+    settings: Any = model.get("text_config", model)
+    num_layers = settings["num_hidden_layers"]
     assert isinstance(num_layers, int)
     assert_woken_twice(rehearse(case_of(name, num_layers=num_layers)))
 

@@ -15,7 +15,7 @@ from hybridrl.workers.train.export import write_hf_folder, write_on_first
 from hybridrl.workers.train.protocol import NamedTensors
 from tests.ranks import run_ranks
 from tests.tiny_models import SEEING, make_seeing_model
-from tests.workers.train.engines import build_fsdp2, make_rows, update
+from tests.workers.train.engines import build_fsdp2, make_rows, to_rollouts, update
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def test_a_language_model_is_trained_alone_and_exported_within_the_model_that_se
     with torch.no_grad():
         expected = after(input_ids=row[None]).logits[0, :-1].log_softmax(-1)
     expected_L = expected.gather(1, row[1:, None])[:, 0]
-    scored = engine.compute_logprobs(rows, temperature=1.0).logprobs_BL.unbind()[0]
+    scored = engine.compute_logprobs(to_rollouts(rows), temperature=1.0).logprobs_BL.unbind()[0]
     mask = rows.response_mask_BL.unbind()[0].bool()
     torch.testing.assert_close(scored[mask], expected_L[mask[1:]], atol=1e-5, rtol=0)
     assert (tmp_path / "exported" / "preprocessor_config.json").exists()
