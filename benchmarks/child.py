@@ -18,8 +18,8 @@ import yaml
 from hybridrl import env
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.load import load_config
-from hybridrl.config.spelling import read_yaml
 from hybridrl.errors import ConfigErrors, HybridRLError
 from hybridrl.json_text import to_json_text
 from hybridrl.processes.guard import kill_session

@@ -20,7 +20,7 @@ from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.algorithms.rollout_correction import importance
 from hybridrl.algorithms.token_masks import off_policy_mask, top_entropy_mask
 from hybridrl.algorithms.token_rows import TokenRows
-from hybridrl.config import parts
+from hybridrl.config.functions import parts
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from hybridrl.config.parts import KINDS
+from hybridrl.config.functions.parts import KINDS
 from hybridrl.config.reference import KeyReference, SectionReference, read_sections
 from hybridrl.workers.sharding.states import EDGES, State
 

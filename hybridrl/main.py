@@ -47,7 +47,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridrl import env
-from hybridrl.config.foreign_names import answer_choice
+from hybridrl.config.foreign.names import answer_choice
+from hybridrl.config.foreign.spelling import TOO_DEEP, flaw_of_yaml
 from hybridrl.config.load import (
     check_lengths,
     free_keys,
@@ -59,7 +60,6 @@ from hybridrl.config.load import (
     unresolved,
 )
 from hybridrl.config.reference import help_text
-from hybridrl.config.spelling import TOO_DEEP, flaw_of_yaml
 from hybridrl.errors import (
     ConfigError,
     ConfigErrors,
@@ -69,13 +69,13 @@ from hybridrl.errors import (
     shorten,
     suggest_name,
 )
-from hybridrl.run.check import check, load_or_refuse, plan
-from hybridrl.run.sweep import SweepJob, build_jobs, run_sweep
+from hybridrl.run.modes.check import check, load_or_refuse, plan
+from hybridrl.run.modes.sweep import SweepJob, build_jobs, run_sweep
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 
 _CONFIG_DIR = str(env.CONFIG_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.run.launch"
-_DOCTOR = "hybridrl.run.doctor"  # it imports torch
+_DOCTOR = "hybridrl.run.modes.doctor"  # it imports torch
 _STARTS_NOTHING = ("check", "plan", "doctor")
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2

@@ -9,8 +9,8 @@ from pathlib import Path
 import yaml
 
 from hybridrl.atomic_io import atomic_write_text
-from hybridrl.config.foreign_scripts import read_script
-from hybridrl.config.port import frameworks, port
+from hybridrl.config.foreign.port import frameworks, port
+from hybridrl.config.foreign.scripts import read_script
 from hybridrl.env import CONFIG_ROOT
 
 

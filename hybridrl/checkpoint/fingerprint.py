@@ -14,10 +14,10 @@ from pathlib import Path
 
 from hybridrl import __version__
 from hybridrl.checkpoint.store import Recipe, RunFingerprint
-from hybridrl.config import parts
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
-from hybridrl.config.foreign_names import foreign_keys
-from hybridrl.config.spelling import flatten
+from hybridrl.config.foreign.names import foreign_keys
+from hybridrl.config.foreign.spelling import flatten
+from hybridrl.config.functions import parts
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
 

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config import parts
+from hybridrl.config.functions import parts
+from hybridrl.config.functions.paths import absolute_file
 from hybridrl.config.limits import Rows, Seconds
-from hybridrl.config.paths import absolute_file
 
 SINGLE_TURN = "single_turn"
 ENVIRONMENT = "environment"

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config import parts
+from hybridrl.config.functions import parts
+from hybridrl.config.functions.parts import PartKind
 from hybridrl.config.limits import (
     Arguments,
     ArgumentValue,
@@ -20,7 +21,6 @@ from hybridrl.config.limits import (
     Rows,
     TokensOrZero,
 )
-from hybridrl.config.parts import PartKind
 from hybridrl.errors import suggest_name
 
 Level = Literal["token", "seq_sum", "seq_mean", "seq_max"]

@@ -9,7 +9,7 @@ from typing import get_args, get_origin, get_type_hints
 
 from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
-from hybridrl.config.foreign_names import answer_key, foreign_keys
+from hybridrl.config.foreign.names import answer_key, foreign_keys
 from hybridrl.config.values import read_values
 from hybridrl.errors import ConfigError, ConfigErrors, close_names, suggest_name, to_type
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.foreign_names import answer_key
+from hybridrl.config.foreign.names import answer_key
+from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.limits import spell_interval
 from hybridrl.config.load import known_keys
-from hybridrl.config.spelling import read_yaml
 from hybridrl.errors import ConfigError, suggest_name
 
 _CHECKS = Path(__file__).parent / "checks"

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from hybridrl.config.functions.python_files import names_at_top_level, required_parameters
 from hybridrl.config.limits import Arguments, Name, Processes, Seconds
-from hybridrl.config.python_files import names_at_top_level, required_parameters
 
 BUILT_IN_REWARDS: Mapping[str, str] = {
     **dict.fromkeys(("exact_match", "sorted_prefix", "numeric", "length", "format"), "functions"),

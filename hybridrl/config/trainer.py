@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config import parts
+from hybridrl.config.functions import parts
 from hybridrl.config.limits import ArgumentValue, Count, CountOrZero, Rows
 
 

@@ -11,9 +11,9 @@ from typing import Any, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from hybridrl.config.foreign_names import answer_choice, answer_key
+from hybridrl.config.foreign.names import answer_choice, answer_key
+from hybridrl.config.foreign.spelling import to_override
 from hybridrl.config.limits import ends_of, field_of, spell_interval
-from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, close_names, shorten, shown, to_type
 
 Place = tuple[str | int, ...]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from hybridrl.config.paths import split_function
+from hybridrl.config.functions.paths import split_function
 from hybridrl.data.parsing import Columns, Malformed, RawRow, Record, name_column, parse
 from hybridrl.data.rows import Row
 from hybridrl.errors import DataError, shown

@@ -26,7 +26,7 @@ import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import env
-from hybridrl.config.paths import split_function
+from hybridrl.config.functions.paths import split_function
 from hybridrl.data.files import Problems, RowFiles
 from hybridrl.data.parsing import Columns, Malformed, RawRow, parse
 from hybridrl.data.prompts import Overlong, Rendered, render

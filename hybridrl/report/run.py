@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from hybridrl import env
-from hybridrl.config.spelling import flatten, read_yaml
+from hybridrl.config.foreign.spelling import flatten, read_yaml
 from hybridrl.errors import RunFolderError
 from hybridrl.log import MANAGER, SERVER_LOGS
 

@@ -9,8 +9,8 @@ import torch
 
 from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.load import read_config
-from hybridrl.config.spelling import read_yaml
 from hybridrl.errors import CheckpointError, RunFolderError
 from hybridrl.workers.build import build_reward_trainer, build_train_engine
 from hybridrl.workers.train import checkpoint

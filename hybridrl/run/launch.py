@@ -25,7 +25,7 @@ from hybridrl.run.supervise import driver_watchdog, supervise
 from hybridrl.trainer.interrupt import ended_by_signals
 
 _COMPOSITION_ROOT = "hybridrl.run.train"
-_EVALUATION = "hybridrl.run.evaluate_model"
+_EVALUATION = "hybridrl.run.modes.evaluate_model"
 _DIED = (
     "ClusterLostError: the driver was ended without an exception. Ray does that when the head or "
     "the raylet beside the driver is gone (cluster.ray_address={address}); else it was killed. "

@@ -1,4 +1,4 @@
-"""The loop of reinforcement learning, and its evaluations; ``run/offline.py`` has the others."""
+"""The loop of reinforcement learning, and its evaluations; ``modes/offline.py`` has others."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from hybridrl.checkpoint.fingerprint import (
 )
 from hybridrl.checkpoint.store import CheckpointStore, RunFingerprint
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.load import read_config
-from hybridrl.config.spelling import read_yaml
 from hybridrl.data.rows import SamplerState
 from hybridrl.data.sampler import describe_change
 from hybridrl.errors import DataError, RunFolderError

@@ -35,7 +35,7 @@ from filelock import FileLock, Timeout
 
 from hybridrl.algorithms.load import load_part
 from hybridrl.atomic_io import atomic_write_text, free_name
-from hybridrl.config.parts import METRICS_FUNCTION
+from hybridrl.config.functions.parts import METRICS_FUNCTION
 from hybridrl.config.trainer import TrackingConfig
 from hybridrl.errors import RunFolderError, TrainingError
 from hybridrl.json_text import to_json_text

@@ -30,7 +30,7 @@ from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics
-from hybridrl.run.offline import open_sft
+from hybridrl.run.modes.offline import open_sft
 from hybridrl.run.record import RunFolder
 from hybridrl.run.workers import start_workers
 from hybridrl.trainer.policy import Learner
@@ -45,7 +45,7 @@ _CONVERSATION_TOKENS = 96
 _PACKAGE = Path(hybridrl.__file__).parent
 _CODE = (
     *("data/sampler.py", "data/starter_tokenizer.py", "data/examples.py", "data/tasks.py"),
-    *("run/offline.py", "run/rows.py", "run/starter.py", "trainer/offline.py"),
+    *("run/modes/offline.py", "run/rows.py", "run/starter.py", "trainer/offline.py"),
     *("workers/train/optimizer.py",),
 )
 """Versions that decide a starter's weights: another version makes another starter."""

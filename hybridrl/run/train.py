@@ -16,7 +16,7 @@ from hybridrl.data.rows import SamplerState
 from hybridrl.models.load import require_usable_model
 from hybridrl.run.checkpoints import Checkpointer, Saver
 from hybridrl.run.loops import Training, open_rl
-from hybridrl.run.offline import OPEN_OFFLINE
+from hybridrl.run.modes.offline import OPEN_OFFLINE
 from hybridrl.run.record import RunFolder
 from hybridrl.run.resume import check_resumable, checkpoint_store, newest_step, run_fingerprint
 from hybridrl.run.starter import find_model

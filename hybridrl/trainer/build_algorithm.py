@@ -15,8 +15,8 @@ from typing import Any
 from hybridrl.algorithms.kl import KLCoefficient
 from hybridrl.algorithms.load import Part, load_part, require_part
 from hybridrl.batch import LogprobBatch, RolloutBatch
-from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions import parts
 from hybridrl.errors import TrainingError
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages

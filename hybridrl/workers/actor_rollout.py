@@ -20,8 +20,8 @@ from hybridrl.batch import (
     TrainBatch,
     leave_experts,
 )
-from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions import parts
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.models.model_folder import read_settings

@@ -16,9 +16,9 @@ import torch
 
 from hybridrl.agents.rollout import AgentRollout
 from hybridrl.algorithms.load import load_part, require_part
-from hybridrl.config import parts
 from hybridrl.config.actor import ActorConfig, CriticEngineConfig
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions import parts
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.serving import HALVES
 from hybridrl.config.topology import Absent, Attached, Colocated, Fused, LedEngine, Own

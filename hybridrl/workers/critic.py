@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hybridrl.algorithms.load import require_part
 from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
-from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions import parts
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.single_controller import register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS, ActorRolloutWorker

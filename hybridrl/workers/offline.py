@@ -9,8 +9,8 @@ import torch
 
 from hybridrl.algorithms.load import require_part
 from hybridrl.batch import PreferenceBatch, SupervisedBatch, response_lengths, row_sums
-from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions import parts
 from hybridrl.errors import ConfigError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.single_controller import Dispatch, register

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.policy_losses import PolicyLoss
 from hybridrl.algorithms.token_rows import TokenRows
-from hybridrl.config import parts
+from hybridrl.config.functions import parts
 
 LOSSES: dict[str, Callable[..., Any]] = {
     name: vars(import_module(f"hybridrl.algorithms.{module}"))[name]

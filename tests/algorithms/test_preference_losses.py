@@ -11,7 +11,7 @@ from hybridrl.algorithms import preference_losses
 from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.preference_losses import PreferenceLoss
 from hybridrl.config.algorithm import DpoConfig
-from hybridrl.config.parts import PREFERENCE_LOSS
+from hybridrl.config.functions.parts import PREFERENCE_LOSS
 from hybridrl.errors import TrainingError
 from hybridrl.workers.train.preference_objective import PreferenceObjective
 

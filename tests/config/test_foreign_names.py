@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.foreign_names import answer_choice, answer_key, foreign_keys
+from hybridrl.config.foreign.names import answer_choice, answer_key, foreign_keys
 from hybridrl.config.load import free_keys, known_keys, load_config, read_config, unknown_key
 from hybridrl.env import ROOT
 from hybridrl.errors import ConfigErrors

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.foreign.spelling import to_override
 from hybridrl.config.limits import ends_of, spell_interval
 from hybridrl.config.load import keys_of_other_modes, known_keys, load_config
-from hybridrl.config.spelling import to_override
 from hybridrl.config.values import read_values
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
 from hybridrl.main import compose

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config import parts
-from hybridrl.config.parts import PartKind
+from hybridrl.config.functions import parts
+from hybridrl.config.functions.parts import PartKind
 from hybridrl.errors import ConfigErrors
 from tests.config.values import config_of
 

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.foreign_scripts import Typed, read_script
+from hybridrl.config.foreign.port import RULES, frameworks, port
+from hybridrl.config.foreign.scripts import Typed, read_script
+from hybridrl.config.foreign.spelling import to_override
 from hybridrl.config.load import free_keys, known_keys, load_config
-from hybridrl.config.port import RULES, frameworks, port
-from hybridrl.config.spelling import to_override
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ConfigErrors
 from hybridrl.main import compose

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import hybridrl
+from hybridrl.config.foreign.spelling import flatten
 from hybridrl.config.load import known_keys
 from hybridrl.config.reference import KeyReference, help_text, read_sections
-from hybridrl.config.spelling import flatten
 from hybridrl.errors import ConfigError
 from hybridrl.main import compose
 

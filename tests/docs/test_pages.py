@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.foreign_names import answer_key, foreign_keys
+from hybridrl.config.foreign.names import answer_key, foreign_keys
+from hybridrl.config.functions.parts import KINDS
 from hybridrl.config.load import free_keys, known_keys
-from hybridrl.config.parts import KINDS
 from hybridrl.metrics import find_declaration
 from tests.docs.blocks import PAGES, ROOT
 from tests.test_metrics import AREAS

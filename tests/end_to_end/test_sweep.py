@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.run.sweep import SweepJob, build_jobs, describe, run_sweep
+from hybridrl.run.modes.sweep import SweepJob, build_jobs, describe, run_sweep
 from tests.end_to_end.small import SMALL, read_metrics
 from tests.waiting import wait_until
 
@@ -105,7 +105,7 @@ def test_stopping_a_sweep_lets_its_job_end_and_begins_no_other(
 ) -> None:
     program = f"""
 import pathlib, signal, sys
-from hybridrl.run.sweep import build_jobs, run_sweep
+from hybridrl.run.modes.sweep import build_jobs, run_sweep
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 folder = pathlib.Path({str(tmp_path)!r})
 job = '''

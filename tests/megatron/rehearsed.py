@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybridrl.run.check import rehearse_megatron
+from hybridrl.run.modes.check import rehearse_megatron
 from hybridrl.workers.train.megatron import rehearsal
 from tests.config.test_megatron_recipes import config_of
 

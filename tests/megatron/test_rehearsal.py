@@ -12,7 +12,7 @@ import torch
 from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError, ConfigErrors, ModelError
 from hybridrl.main import compose
-from hybridrl.run.check import rehearse_megatron
+from hybridrl.run.modes.check import rehearse_megatron
 from tests.command_line import call_main
 from tests.config.test_megatron_recipes import MODELS
 from tests.config.test_megatron_recipes import config_of as recipe_of

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import normalizers
 
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.run.doctor import examine
+from hybridrl.run.modes.doctor import examine
 from tests.command_line import call_main
 from tests.config.values import config_of
 

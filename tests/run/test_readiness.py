@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.run.check import missing_here
-from hybridrl.run.doctor import find_bad_weights
+from hybridrl.run.modes.check import missing_here
+from hybridrl.run.modes.doctor import find_bad_weights
 from tests.command_line import call_main
 from tests.config.values import config_of
 from tests.tiny_models import SPARSE, make_tiny_model

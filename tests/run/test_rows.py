@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.run.doctor import find_bad_rows
+from hybridrl.run.modes.doctor import find_bad_rows
 from hybridrl.run.rows import load_eval_rows, load_train_rows, within_epochs
 from tests.config.values import config_of
 

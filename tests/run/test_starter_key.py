@@ -12,7 +12,8 @@ import torch
 import transformers
 
 from hybridrl.data import examples, sampler, starter_tokenizer, tasks
-from hybridrl.run import offline, rows, starter
+from hybridrl.run import rows, starter
+from hybridrl.run.modes import offline
 from hybridrl.trainer import offline as fine_tuning
 from hybridrl.workers.train import optimizer
 from tests.config.values import config_of

@@ -10,7 +10,7 @@ import pytest
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ResourceError
-from hybridrl.run.check import rehearsed_configs
+from hybridrl.run.modes.check import rehearsed_configs
 from hybridrl.serving.launching import Device, Place, look_at, place_engines
 from hybridrl.serving.plan import plan_servers
 from hybridrl.single_controller import RayResourcePool

@@ -21,7 +21,7 @@ from hybridrl.config.load import load_config
 from hybridrl.env import ROOT, python_path
 from hybridrl.errors import ConfigErrors
 from hybridrl.main import compose
-from hybridrl.run.check import rehearsed_configs
+from hybridrl.run.modes.check import rehearsed_configs
 from hybridrl.workers.rollout.sglang import rehearsal as server_rehearsal
 from hybridrl.workers.rollout.sglang.arguments import environment, server_spec
 from hybridrl.workers.rollout.sglang.rehearsal import case_of, rehearse_server

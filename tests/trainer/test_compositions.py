@@ -29,9 +29,9 @@ from hybridrl.batch import (
     jagged,
     jagged_from,
 )
-from hybridrl.config import parts
 from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions import parts
 from hybridrl.config.load import read_config
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from hybridrl.config import parts
 from hybridrl.config.algorithm import read_rejections
 from hybridrl.config.checks.messages import error, removal
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions import parts
+from hybridrl.config.functions.python_files import SignatureError
+from hybridrl.config.functions.signatures import check_numbers
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.python_files import SignatureError
-from hybridrl.config.signatures import check_numbers
 from hybridrl.errors import ConfigError
 
 _KEYS_OF_NUMBERS = {

@@ -14,8 +14,8 @@ from hybridrl.config.checks.algorithm import check_part
 from hybridrl.config.checks.messages import error
 from hybridrl.config.cluster import hook_error
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.paths import flaw_of_folder, flaw_of_new_folder, is_there
-from hybridrl.config.python_files import SignatureError, find_name, flaw_of_function
+from hybridrl.config.functions.paths import flaw_of_folder, flaw_of_new_folder, is_there
+from hybridrl.config.functions.python_files import SignatureError, find_name, flaw_of_function
 from hybridrl.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from hybridrl.config.checks.messages import error
 from hybridrl.config.data import MOST_SOURCES
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.paths import flaw_of_file, flaw_of_folder, is_there, split_function
-from hybridrl.config.python_files import SignatureError, find_name, flaw_of_function
+from hybridrl.config.functions.paths import flaw_of_file, flaw_of_folder, is_there, split_function
+from hybridrl.config.functions.python_files import SignatureError, find_name, flaw_of_function
 from hybridrl.errors import ConfigError
 
 _ROWLESS = ("eval", "plan")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hybridrl.config.checks.messages import error
 from hybridrl.config.eval import EvalSet, split_checkpoint
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.paths import flaw_of_file
+from hybridrl.config.functions.paths import flaw_of_file
 from hybridrl.config.rollout import COLDEST
 from hybridrl.errors import ConfigError, suggest_name
 

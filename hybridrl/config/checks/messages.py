@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.foreign.spelling import read_yaml, resetting
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.spelling import read_yaml, resetting
 from hybridrl.errors import ConfigError, instruction
 
 _BEFORE_OVERRIDE = re.compile(r" (?=~|\+{0,2}[a-z][\w.]*=)")

@@ -12,7 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.foreign_names import answer_model
+from hybridrl.config.foreign.names import answer_model
+from hybridrl.config.foreign.spelling import to_override
+from hybridrl.config.functions.paths import flaw_of_file, flaw_of_folder
 from hybridrl.config.model import (
     ALL_LINEAR,
     ATTENTION_LINEAR,
@@ -21,8 +23,6 @@ from hybridrl.config.model import (
     SGLANG_MODEL_TYPES,
     TRANSFORMERS_MODEL_TYPES,
 )
-from hybridrl.config.paths import flaw_of_file, flaw_of_folder
-from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, ModelError, suggest_name
 from hybridrl.json_text import to_json_text
 from hybridrl.models.architecture import MLP_MODULES, find_architecture

@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.config import parts
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions import parts
+from hybridrl.config.functions.paths import flaw_of_file, flaw_of_folder
 from hybridrl.config.model import (
     MEGATRON_MODEL_TYPES,
     SGLANG_MODEL_TYPES,
     TRANSFORMERS_MODEL_TYPES,
 )
-from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.config.serving import ServedModelConfig
 from hybridrl.errors import ConfigError, ModelError, suggest_name
 from hybridrl.models.architecture import find_architecture, read_architecture

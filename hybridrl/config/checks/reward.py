@@ -13,12 +13,13 @@ from pathlib import Path
 import hybridrl
 from hybridrl.config.checks.messages import error, removal
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.python_files import (
+from hybridrl.config.functions.python_files import (
     SignatureError,
     find_name,
     flaw_of_kind,
     required_parameters,
 )
+from hybridrl.config.functions.signatures import Number, Signature, check_numbers, signature_of
 from hybridrl.config.reward import (
     BATCH_COLUMNS,
     BUILT_IN_REWARDS,
@@ -27,7 +28,6 @@ from hybridrl.config.reward import (
     RewardPart,
     own_columns,
 )
-from hybridrl.config.signatures import Number, Signature, check_numbers, signature_of
 from hybridrl.errors import ConfigError, suggest_name
 
 _PACKAGE = Path(hybridrl.__file__).parent / "rewards"

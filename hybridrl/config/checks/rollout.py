@@ -10,7 +10,7 @@ from pathlib import Path
 from hybridrl.config.agent import PROXY
 from hybridrl.config.checks.messages import error, refuse_own_arguments, removal
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.paths import flaw_of_folder
+from hybridrl.config.functions.paths import flaw_of_folder
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.config.topology import Attached, Own
 from hybridrl.errors import ConfigError, instruction

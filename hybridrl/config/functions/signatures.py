@@ -16,7 +16,7 @@ from typing import Annotated, Literal, get_origin
 from pydantic import Field
 
 from hybridrl.config import limits
-from hybridrl.config.python_files import Function, SignatureError, find_name, header_of
+from hybridrl.config.functions.python_files import Function, SignatureError, find_name, header_of
 from hybridrl.config.values import errors_of_value
 from hybridrl.errors import ConfigError
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.paths import flaw_of_file
+from hybridrl.config.functions.paths import flaw_of_file
 from hybridrl.errors import suggest_name
 
 Names = Mapping[str, ast.AST]

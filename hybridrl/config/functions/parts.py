@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import hybridrl
+from hybridrl.config.foreign.spelling import read_yaml
+from hybridrl.config.functions.python_files import SignatureError
+from hybridrl.config.functions.signatures import Signature, read_signature
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.python_files import SignatureError
-from hybridrl.config.signatures import Signature, read_signature
-from hybridrl.config.spelling import read_yaml
 from hybridrl.errors import suggest_name
 
 _PACKAGE = Path(hybridrl.__file__).parent
@@ -86,7 +86,9 @@ def _read_built_in(module: str, name: str) -> Signature:
 
 
 def _read_kinds() -> dict[str, PartKind]:
-    kinds: dict[str, Any] = read_yaml((_PACKAGE / "config/parts.yaml").read_text(encoding="utf-8"))
+    kinds: dict[str, Any] = read_yaml(
+        (_PACKAGE / "config/functions/parts.yaml").read_text(encoding="utf-8")
+    )
     return {
         name: PartKind(
             noun=kind["noun"],

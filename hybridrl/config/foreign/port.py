@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from hybridrl.config.foreign_names import answer_key, foreign_keys
-from hybridrl.config.foreign_scripts import Typed
-from hybridrl.config.spelling import read_yaml
+from hybridrl.config.foreign.names import answer_key, foreign_keys
+from hybridrl.config.foreign.scripts import Typed
+from hybridrl.config.foreign.spelling import read_yaml
 
 Rule = Callable[["Command", str], str]
 

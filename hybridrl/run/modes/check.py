@@ -33,7 +33,7 @@ from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
 _MEGATRON_REHEARSAL = "hybridrl.workers.train.megatron.rehearsal"  # 5 s, and may not be installed
 _REHEARSED_PORT = 20_000
-_DOCTOR = "hybridrl.run.doctor"  # it imports torch, which takes seconds
+_DOCTOR = "hybridrl.run.modes.doctor"  # it imports torch, which takes seconds
 
 
 def load_or_refuse(values: Mapping[str, object]) -> ExperimentConfig:

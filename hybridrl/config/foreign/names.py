@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.paths import is_there
+from hybridrl.config.foreign.spelling import read_yaml
+from hybridrl.config.functions.paths import is_there
 from hybridrl.config.reward import BUILT_IN_REWARDS
-from hybridrl.config.spelling import read_yaml
 
 _PLACE = re.compile(r"<([A-Za-z.]+)>")
 _PLAIN = re.compile(r"[\w./~][\w./+,:@~-]*", re.ASCII)
