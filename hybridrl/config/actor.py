@@ -129,7 +129,7 @@ class CriticEngineConfig(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticOptimizerConfig:
-    """What the critic's optimizer has of its own; all else is that of ``actor.optimizer``."""
+    """The critic's own settings of an optimizer; the others are those of ``actor.optimizer``."""
 
     lr: Annotated[float, Field(gt=0.0, le=1.0, examples=[1e-5])]
     """Peak learning rate."""

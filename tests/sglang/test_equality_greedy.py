@@ -65,7 +65,7 @@ GREEDY = sampling_params(group=1, tokens=8, temperature=0.0)
             pytest.param(family, marks=pytest.mark.nightly)
             for family in (
                 *("ernie4_5", "gemma3_text", "glm4", "granite", "llama", "ministral3", "mistral"),
-                *("mixtral", "olmo2", "qwen2_moe", "seed_oss", "smollm3"),
+                *("mixtral", "olmo2", "qwen2", "qwen2_moe", "seed_oss", "smollm3"),
                 *("ernie4_5_moe", "glm4_moe", "gpt_oss"),
                 *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
                 *("deepseek_v3", "glm4_moe_lite"),
