@@ -37,7 +37,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.launching import ActorLaunch
-from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, lay_out, plan_servers
+from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, lay_out, plan_servers
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.single_controller import RayResourcePool
@@ -232,7 +232,7 @@ def simulated(config: ExperimentConfig, sizes: Sequence[int], num_requests: int)
     lengths = [1] * num_requests
     answers = Answers()
 
-    def launch(group: GroupPlan, engine: EnginePlan) -> AnsweringEngine:
+    def launch(group: GroupPlan, engine: PlannedDevices) -> AnsweringEngine:
         return AnsweringEngine(answers)
 
     for size in sizes:
@@ -286,7 +286,7 @@ def served(
         placements=resources.lease(),
     )
 
-    def launch(group: GroupPlan, engine: EnginePlan) -> EngineHandle:
+    def launch(group: GroupPlan, engine: PlannedDevices) -> EngineHandle:
         engines.append(TimedEngine(start(group, engine)))
         return engines[-1].handle
 

@@ -189,7 +189,7 @@ class ServerDiedError(EngineError):
     """The process of a rollout server is gone: killed, out of memory, or ended by itself."""
 
 
-class ExternalEngineError(EngineError):
+class ExternalServersError(EngineError):
     """Servers that run elsewhere cannot be used; names each with all its differences."""
 
 
@@ -273,7 +273,7 @@ def is_restartable(error: BaseException) -> bool:
     if isinstance(error, RemoteCallError):
         return error.is_peer_failure or isinstance(error, WorkerDiedError)
     if isinstance(error, EngineError):  # the driver starts and asks the run's own servers itself
-        return is_peer_failure(error) and not isinstance(error, ExternalEngineError)
+        return is_peer_failure(error) and not isinstance(error, ExternalServersError)
     return isinstance(error, DeadlineError | DriverDiedError)
 
 

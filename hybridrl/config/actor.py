@@ -85,7 +85,7 @@ class FSDP2Config:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
+class TrainingConfig:
     """A training engine, of the actor and of the critic."""
 
     engine: Literal["fsdp2", "megatron"]
@@ -111,7 +111,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ActorConfig(EngineConfig):
+class ActorConfig(TrainingConfig):
     """How the policy is trained. Mirrors hydra_configs/actor/*.yaml key by key."""
 
     logprob_chunk_tokens: PackedTokens
@@ -123,7 +123,7 @@ class ActorConfig(EngineConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CriticEngineConfig(EngineConfig):
+class CriticTrainingConfig(TrainingConfig):
     """The engine of a critic: the actor's, with the critic's learning rate."""
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hybridrl.config.actor import ActorConfig, CriticConfig, CriticEngineConfig, EngineConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig, CriticTrainingConfig, TrainingConfig
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.algorithm import AlgorithmConfig, DpoConfig, RewardModelConfig, SftConfig
 from hybridrl.config.cluster import ClusterConfig
@@ -27,7 +27,7 @@ from hybridrl.config.topology import (
     Attached,
     Colocated,
     Fused,
-    LedEngine,
+    LedDevices,
     Own,
     Topology,
 )
@@ -159,14 +159,14 @@ class ExperimentConfig:
         device = group.first_device % max(1, self.serving.num_devices_per_node)
         return device < self.num_shared_per_node
 
-    def _led_engines(self) -> Iterator[LedEngine]:
+    def _led_engines(self) -> Iterator[LedDevices]:
         per_node = max(1, self.serving.num_devices_per_node)
         for group in filter(self.is_on_trainer, self.serving.placed_groups):
             path, size = self.serving.models[group.model].path, group.config.devices_per_engine
             for number in range(group.config.num_engines):
                 node, device = divmod(group.first_device + number * size, per_node)
                 first = node * self.cluster.num_ranks_per_node + device
-                yield LedEngine(range(first, first + size), group, Path(path) if path else None)
+                yield LedDevices(range(first, first + size), group, Path(path) if path else None)
 
     @property
     def has_servers(self) -> bool:
@@ -278,11 +278,11 @@ class ExperimentConfig:
         return self.has_critic and self.critic.num_ranks_per_node > 0
 
     @property
-    def critic_engine(self) -> CriticEngineConfig:
+    def critic_engine(self) -> CriticTrainingConfig:
         """The critic's engine: the actor's, whose optimizer has the critic's learning rate."""
-        shared = {one.name: getattr(self.actor, one.name) for one in fields(EngineConfig)}
+        shared = {one.name: getattr(self.actor, one.name) for one in fields(TrainingConfig)}
         optimizer = replace(self.actor.optimizer, lr=self.critic.optimizer.lr)
-        return CriticEngineConfig(**{**shared, "optimizer": optimizer})
+        return CriticTrainingConfig(**{**shared, "optimizer": optimizer})
 
     @property
     def num_critic_ranks(self) -> int:

@@ -9,7 +9,7 @@ from hybridrl.config.serving import PlacedGroup
 
 
 @dataclass(frozen=True, slots=True)
-class LedEngine:
+class LedDevices:
     """A rollout engine on devices of the trainer: the first of their ranks owns it."""
 
     ranks: range
@@ -46,17 +46,17 @@ class Fused:
     """Ranks of each engine."""
 
     @property
-    def engines(self) -> tuple[LedEngine, ...]:
+    def engines(self) -> tuple[LedDevices, ...]:
         """All engines; rules ask for the kind of a topology alone, of clusters of any size."""
         begins = range(0, self.num_ranks, self.size)
-        return tuple(LedEngine(range(begin, begin + self.size)) for begin in begins)
+        return tuple(LedDevices(range(begin, begin + self.size)) for begin in begins)
 
 
 @dataclass(frozen=True, slots=True)
 class Colocated:
     """Ranks lead engines and lend them to the rollout manager, which may have others beside."""
 
-    engines: tuple[LedEngine, ...]
+    engines: tuple[LedDevices, ...]
 
     has_others: bool
     """Whether the policy has engines that no rank owns, too."""

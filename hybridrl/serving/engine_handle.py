@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrl.config.serving import FaultKind
 from hybridrl.errors import DriftError, PhaseError, RequestError
 from hybridrl.sampler import RequestParams, Sample, T
-from hybridrl.serving.plan import EnginePlan, GroupPlan
+from hybridrl.serving.plan import GroupPlan, PlannedDevices
 from hybridrl.workers.rollout.request_listener import (
     DRIFTED,
     SAMPLE_ROUTE,
@@ -111,7 +111,7 @@ def answered(value: T) -> Future[T]:
     return answer
 
 
-Launch = Callable[[GroupPlan, EnginePlan], EngineHandle]
+Launch = Callable[[GroupPlan, PlannedDevices], EngineHandle]
 """Starts the process of an engine, without waiting."""
 
 AskGroup = Callable[

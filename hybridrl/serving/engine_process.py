@@ -53,7 +53,7 @@ _LOOK_S = 0.5
 _SIGNALS: Mapping[FaultKind, int] = {"kill": SIGKILL, "stop": SIGSTOP}
 
 
-class EngineProcess:
+class RolloutProcess:
     """The actor. Slow calls run in threads, so it answers requests and probes meanwhile."""
 
     def __init__(

@@ -26,7 +26,7 @@ from hybridrl.errors import (
     DeadlineError,
     DriftError,
     EngineError,
-    ExternalEngineError,
+    ExternalServersError,
     RequestError,
     first_of,
 )
@@ -35,7 +35,7 @@ from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle, Launch, answered
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, plan_own_engines
+from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, plan_own_engines
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.request_gate import ProgramCall
@@ -176,7 +176,7 @@ class ExternalModel(FrozenModel):
         (plan,) = (each for each in plan_own_engines(config) if each.model == model)
         super().__init__(config, plan, self._connect, key="")
 
-    def _connect(self, _: GroupPlan, engine: EnginePlan) -> ExternalHandle:
+    def _connect(self, _: GroupPlan, engine: PlannedDevices) -> ExternalHandle:
         handle = self._handles[engine.url] = ExternalHandle(
             engine.url,
             expected=self._expected,
@@ -187,14 +187,14 @@ class ExternalModel(FrozenModel):
         return handle
 
     def start(self) -> None:
-        """Compare all servers at once; an ExternalEngineError names all differences of all.
+        """Compare all servers at once; an ExternalServersError names all differences of all.
 
         With ``rollout.verify_weights=always`` their weights are compared with each other, too.
         """
         try:
             super().start()
         except StageError as error:
-            prefix = f"{ExternalEngineError.__name__}: "
+            prefix = f"{ExternalServersError.__name__}: "
             raise self._unusable(
                 [reason.removeprefix(prefix) for _, reason in sorted(error.failures.items())]
             ) from error
@@ -221,8 +221,8 @@ class ExternalModel(FrozenModel):
         if lines:
             raise self._unusable(lines)
 
-    def _unusable(self, reasons: Sequence[str]) -> ExternalEngineError:
-        return ExternalEngineError(
+    def _unusable(self, reasons: Sequence[str]) -> ExternalServersError:
+        return ExternalServersError(
             f"{len(reasons)} of {len(self._handles)} servers of {self._expected.key}.urls cannot "
             "be used:\n" + "\n".join(reasons)
         )
@@ -254,7 +254,7 @@ class ExternalHandle(EngineHandle):
         self._has_ended = False
 
     def build(self) -> Future[None]:
-        """Compare the server; the future may hold an ExternalEngineError, a line a difference."""
+        """Compare the server; the future may hold an ExternalServersError, a line a difference."""
         return self._client.start(self._compare())
 
     def checksums(self) -> Future[dict[str, str]]:
@@ -290,7 +290,7 @@ class ExternalHandle(EngineHandle):
                 for name, value in sums["checksums"].items()
             }
         except (EngineError, DeadlineError, *BROKEN) as error:
-            raise ExternalEngineError(
+            raise ExternalServersError(
                 f"{self._url}: it gives no checksums of its weights ({type(error).__name__}: "
                 f"{error}): set rollout.verify_weights=first, which asks for none"
             ) from error
@@ -320,7 +320,7 @@ class ExternalHandle(EngineHandle):
             comparison.cancel()
             lines = [f"it gave no token within rollout.stage_timeout_s={limit_s:g} s"]
         if lines:
-            raise ExternalEngineError("\n".join(f"{self._url}: {line}" for line in lines))
+            raise ExternalServersError("\n".join(f"{self._url}: {line}" for line in lines))
 
     async def _differences(self) -> list[str]:
         try:

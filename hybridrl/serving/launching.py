@@ -25,15 +25,15 @@ from hybridrl.config.serving import HALVES
 from hybridrl.errors import ResourceError
 from hybridrl.network import LOOPBACK, host_and_port
 from hybridrl.serving.engine_process import (
-    EngineProcess,
     FollowerProcess,
     ProcessHandle,
     ReservedNode,
+    RolloutProcess,
     find_reserved_nodes,
 )
 from hybridrl.serving.frozen import ApiKeys
 from hybridrl.serving.manager import RolloutManager
-from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, plan_own_engines
+from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, plan_own_engines
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import (
     attached_config,
@@ -144,7 +144,7 @@ def place_engines(groups: Sequence[GroupPlan], devices: Sequence[Device]) -> dic
     def take(host: str, count: int = 1) -> int:
         return _take_ports(free_ports[host], count, host=host)
 
-    def place(group: GroupPlan, engine: EnginePlan) -> Place:
+    def place(group: GroupPlan, engine: PlannedDevices) -> Place:
         hosts = tuple(devices[part.start].host for part in engine.nodes)
         return Place(
             gpus_of_nodes=tuple(tuple(devices[d].gpu for d in part) for part in engine.nodes),
@@ -232,7 +232,7 @@ class ActorLaunch:
 
     keys: ApiKeys = field(default_factory=ApiKeys)
 
-    def __call__(self, group: GroupPlan, engine: EnginePlan) -> ProcessHandle:
+    def __call__(self, group: GroupPlan, engine: PlannedDevices) -> ProcessHandle:
         """Start the processes of an engine, one on each of its nodes, without waiting.
 
         Each takes a share of the first device of its node; the run's pool holds all devices. That
@@ -244,7 +244,7 @@ class ActorLaunch:
         nodes = [self.nodes.get(part.start) for part in engine.nodes]
         return ProcessHandle(*actors, nodes=tuple(filter(None, nodes)))
 
-    def _attach(self, engine: EnginePlan) -> Any:  # noqa: ANN401 - Ray's
+    def _attach(self, engine: PlannedDevices) -> Any:  # noqa: ANN401 - Ray's
         config, model = attached_config(self.config), self.plan.model
         elsewhere = Elsewhere(
             url=engine.url,
@@ -256,7 +256,7 @@ class ActorLaunch:
         actor = self._actor(self.anywhere, config)
         return actor.remote(config, self.policy_folder, place, process=self._process(engine))
 
-    def _start(self, group: GroupPlan, engine: EnginePlan, rank: int) -> Any:  # noqa: ANN401 - Ray's
+    def _start(self, group: GroupPlan, engine: PlannedDevices, rank: int) -> Any:  # noqa: ANN401 - Ray's
         serving, model = self.config.serving, self.plan.model
         served, is_policy = serving.models[model], model == serving.policy
         address = self.places.get(engine.first_device)
@@ -284,9 +284,9 @@ class ActorLaunch:
 
     def _actor(self, placement: Mapping[str, Any], config: ExperimentConfig) -> Any:  # noqa: ANN401 - Ray's
         num_calls = config.rollout.num_slots + _OTHER_CALLS
-        return ray.remote(EngineProcess).options(**placement, max_concurrency=num_calls)
+        return ray.remote(RolloutProcess).options(**placement, max_concurrency=num_calls)
 
-    def _process(self, engine: EnginePlan) -> str:
+    def _process(self, engine: PlannedDevices) -> str:
         return f"{self.plan.model}-engine-{self.plan.engines.index(engine)}"
 
     def _place(self, group: GroupPlan, place: Place, rank: int) -> LaunchPlace:

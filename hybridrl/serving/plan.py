@@ -15,7 +15,7 @@ from hybridrl.errors import ResourceError
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlan:
+class PlannedDevices:
     """One engine: the devices that share it."""
 
     nodes: tuple[range, ...]
@@ -47,7 +47,7 @@ class GroupPlan:
     """Whether the engines are those of the ranks, and give their memory back while the trainer
     computes: they use its devices. Others never do, and their memory need not be releasable."""
 
-    engines: tuple[EnginePlan, ...]
+    engines: tuple[PlannedDevices, ...]
     """Empty for a placeholder, which uses up its devices all the same."""
 
     @property
@@ -69,7 +69,7 @@ class ModelPlan:
     groups: tuple[GroupPlan, ...]
 
     @property
-    def engines(self) -> tuple[EnginePlan, ...]:
+    def engines(self) -> tuple[PlannedDevices, ...]:
         """Engines of all groups; each is one process that answers, on its first node."""
         return tuple(engine for group in self.groups for engine in group.engines)
 
@@ -106,7 +106,7 @@ def lay_out(
             worker_type=group.config.worker_type,
             needs_offload=first % num_devices_per_node < num_shared_per_node,
             engines=tuple(
-                EnginePlan(_by_node(devices, num_devices_per_node)) for devices in engines
+                PlannedDevices(_by_node(devices, num_devices_per_node)) for devices in engines
             ),
         )
 
@@ -148,5 +148,5 @@ def plan_own_engines(config: ExperimentConfig) -> tuple[ModelPlan, ...]:
 
 
 def _elsewhere(urls: Sequence[str]) -> GroupPlan:
-    engines = tuple(EnginePlan((), url) for url in urls)
+    engines = tuple(PlannedDevices((), url) for url in urls)
     return GroupPlan("urls", "regular", needs_offload=False, engines=engines)

@@ -16,12 +16,12 @@ import torch
 
 from hybridrl.agents.rollout import AgentRollout
 from hybridrl.algorithms.load import load_part, require_part
-from hybridrl.config.actor import ActorConfig, CriticEngineConfig
+from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions import parts
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.serving import HALVES
-from hybridrl.config.topology import Absent, Attached, Colocated, Fused, LedEngine, Own
+from hybridrl.config.topology import Absent, Attached, Colocated, Fused, LedDevices, Own
 from hybridrl.data.conversations import pad_token_of
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.network import LOOPBACK, Door
@@ -190,7 +190,7 @@ def build_engines(
     )
 
 
-def led_engines(config: ExperimentConfig) -> tuple[LedEngine, ...]:
+def led_engines(config: ExperimentConfig) -> tuple[LedDevices, ...]:
     """Return the engines that ranks lead."""
     match config.topology:
         case Fused() | Colocated() as topology:
@@ -204,7 +204,7 @@ def _start_led(
     model_folder: Path,
     device: torch.device,
     *,
-    engines: tuple[LedEngine, ...],
+    engines: tuple[LedDevices, ...],
     control: ControlGroup,
 ) -> RolloutEngine | None:
     """Start the rollout engine that this rank owns, if any. A collective call, as others start."""
@@ -232,7 +232,7 @@ def _start_led(
     return start_engine(build, ranks=ranks, config=config.rollout, control=control)
 
 
-def _address_of(config: ExperimentConfig, engine: LedEngine) -> KeyedAddress | None:
+def _address_of(config: ExperimentConfig, engine: LedDevices) -> KeyedAddress | None:
     """Choose where a half of a request is reached by the others; None for other engines."""
     if engine.group is None or engine.group.config.worker_type not in HALVES:
         return None
@@ -249,7 +249,7 @@ def _address_of(config: ExperimentConfig, engine: LedEngine) -> KeyedAddress | N
 
 
 def _prefills(
-    engine: LedEngine, engines: Sequence[LedEngine], addresses: Sequence[KeyedAddress | None]
+    engine: LedDevices, engines: Sequence[LedDevices], addresses: Sequence[KeyedAddress | None]
 ) -> Iterator[KeyedAddress]:
     """Yield the addresses of the halves whose keys and values a decode engine continues."""
     if engine.group is None or engine.group.config.worker_type != "decode":
@@ -309,7 +309,7 @@ def _build_publisher(
 
 
 def _build_follower(
-    config: ExperimentConfig, device: torch.device, engines: Sequence[LedEngine], *, rank: int
+    config: ExperimentConfig, device: torch.device, engines: Sequence[LedDevices], *, rank: int
 ) -> WeightSender | None:
     """Make the sender of a rank that shares the policy's engine of another; None: not needed."""
     rollout = config.rollout
@@ -343,7 +343,7 @@ def _build_backend(
     model_folder: Path,
     device: torch.device,
     *,
-    section: CriticEngineConfig | None = None,
+    section: CriticTrainingConfig | None = None,
     num_total_steps: int | None = None,
     lora: LoraConfig | None = None,
     is_reward_model: bool = False,
@@ -352,7 +352,7 @@ def _build_backend(
 
     Without steps it does not learn.
     """
-    chosen: ActorConfig | CriticEngineConfig = section or config.actor
+    chosen: ActorConfig | CriticTrainingConfig = section or config.actor
     adapter = None
     if lora is not None and lora.enabled:
         adapter = import_module(_ADAPTER).Adapter(lora, seed=config.seed)

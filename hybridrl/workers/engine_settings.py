@@ -9,7 +9,7 @@ from typing import Literal
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.serving import HALVES, ServerGroupConfig
-from hybridrl.config.topology import LedEngine
+from hybridrl.config.topology import LedDevices
 from hybridrl.rewards.judge_reader import max_context_tokens
 
 _TRANSFER_ON_CPU = {"disaggregation_transfer_backend": "mooncake_tcp"}
@@ -60,7 +60,7 @@ def _transport(num_devices: int) -> Literal["auto", "disk"]:
 
 
 def led_config(
-    config: ExperimentConfig, engine: LedEngine, *, bootstrap_port: int | None = None
+    config: ExperimentConfig, engine: LedDevices, *, bootstrap_port: int | None = None
 ) -> ExperimentConfig:
     """Return the configuration of an engine that a rank owns; prefill ones have a port."""
     if engine.group is None:

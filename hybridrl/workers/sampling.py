@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hybridrl.agents.rollout import AgentRollout
 from hybridrl.batch import PromptBatch
-from hybridrl.config.topology import LedEngine
+from hybridrl.config.topology import LedDevices
 from hybridrl.diagnostics import trace
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics, merge
@@ -142,7 +142,7 @@ class LentSampling(ManagerSampling):
         self,
         servers: ManagerClient,
         *,
-        engines: tuple[LedEngine, ...],
+        engines: tuple[LedDevices, ...],
         listener: RequestListener | None,
         engine: RolloutEngine | None,
         control: ControlGroup,

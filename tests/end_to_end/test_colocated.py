@@ -82,5 +82,5 @@ def processes_of_the_run() -> list[str]:
     for one in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             titles.append(" ".join(one.cmdline()))
-    names = ("ActorRolloutWorker", "RolloutManager", "EngineProcess")
+    names = ("ActorRolloutWorker", "RolloutManager", "RolloutProcess")
     return [title for title in titles if any(name in title for name in names)]

@@ -27,7 +27,7 @@ Kind = Literal["driver", "rank", "manager", "engine"]
 CLASSES: dict[Kind, str] = {
     "rank": "ActorRolloutWorker",
     "manager": "RolloutManager",
-    "engine": "EngineProcess",
+    "engine": "RolloutProcess",
 }
 """Names that Ray gives to the processes of its actors."""
 

@@ -18,7 +18,7 @@ def engine_processes() -> list[psutil.Process]:
 
 def is_engine(process: psutil.Process) -> bool:
     try:
-        return any("EngineProcess" in word for word in process.cmdline())
+        return any("RolloutProcess" in word for word in process.cmdline())
     except psutil.NoSuchProcess:
         return False
 

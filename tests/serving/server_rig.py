@@ -7,7 +7,7 @@ from tempfile import mkdtemp
 from typing import Any, Generic, TypeVar
 
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig, WorkerType
-from hybridrl.serving.plan import EnginePlan, GroupPlan, ModelPlan, lay_out
+from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, lay_out
 from hybridrl.serving.server import RolloutServer
 from tests.serving.recording_handle import RecordingHandle, weights_in
 from tests.workers.sharding.recording import Journal, rollout_config
@@ -44,7 +44,7 @@ class ServerRig(Generic[H]):
     def newest(self) -> dict[int, H]:
         return {handle.index: handle for handle in self.launched}
 
-    def _launch(self, group: GroupPlan, engine: EnginePlan) -> H:
+    def _launch(self, group: GroupPlan, engine: PlannedDevices) -> H:
         handle = self._kind(self.plan.engines.index(engine), self.journal)
         self.prepare(handle)
         self.launched.append(handle)

@@ -18,7 +18,7 @@ from hybridrl.errors import (
     DeadlineError,
     DriftError,
     EngineError,
-    ExternalEngineError,
+    ExternalServersError,
     ServerDiedError,
 )
 from hybridrl.workers.rollout.sglang.arguments import Elsewhere, LaunchPlace, ServingSpec
@@ -84,7 +84,7 @@ def attached(folder: Path, server: TakingServer, **changes: Any) -> Iterator[Att
 
 
 def refusal(folder: Path, url: str, *, key: str = "", **changes: Any) -> str:
-    with pytest.raises(ExternalEngineError) as refused:
+    with pytest.raises(ExternalServersError) as refused:
         attach(folder, url, key=key, **changes)
     return str(pickle.loads(pickle.dumps(refused.value)))
 

@@ -11,7 +11,7 @@ import pytest
 
 from hybridrl.errors import EngineError, ResourceError
 from hybridrl.serving import engine_process
-from hybridrl.serving.engine_process import EngineProcess, ProcessHandle, ReservedNode
+from hybridrl.serving.engine_process import ProcessHandle, ReservedNode, RolloutProcess
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from tests.config.values import config_of
 from tests.workers.sharding.recording import Journal, RecordingEngine
@@ -22,7 +22,7 @@ def test_the_call_of_a_life_ends_with_the_engines_server(monkeypatch: pytest.Mon
     engine = RecordingEngine(0, Journal())
 
     async def program() -> None:
-        process = EngineProcess(config_of("serving=own"), Path())
+        process = RolloutProcess(config_of("serving=own"), Path())
         life = asyncio.ensure_future(process.live())
         for has_engine in (False, True):
             process._engine = cast(RolloutEngine, engine) if has_engine else None

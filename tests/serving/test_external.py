@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.errors import DriftError, ExternalEngineError
+from hybridrl.errors import DriftError, ExternalServersError
 from hybridrl.sampler import RequestParams
 from hybridrl.serving import frozen
 from hybridrl.serving.frozen import ApiKeys, ExternalModel
@@ -75,7 +75,7 @@ def started(
 
 def refusal(folder: Path, *urls: str, key: str = "", verified: str = "never") -> str:
     with (
-        pytest.raises(ExternalEngineError) as refused,
+        pytest.raises(ExternalServersError) as refused,
         started(folder, *urls, key=key, verified=verified),
     ):
         pass

@@ -16,7 +16,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.frozen import ApiKeys, FrozenModel
 from hybridrl.serving.launching import start_servers
 from hybridrl.serving.manager import RolloutManager
-from hybridrl.serving.plan import EnginePlan, GroupPlan, plan_servers
+from hybridrl.serving.plan import GroupPlan, PlannedDevices, plan_servers
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.manager_client import Answer
 from tests.config.values import config_of
@@ -54,7 +54,7 @@ class RecordingLaunch:
     def __init__(self) -> None:
         self.launched: list[RecordingHandle] = []
 
-    def __call__(self, group: GroupPlan, engine: EnginePlan) -> RecordingHandle:
+    def __call__(self, group: GroupPlan, engine: PlannedDevices) -> RecordingHandle:
         self.launched.append(RecordingHandle(engine.first_device, Journal()))
         return self.launched[-1]
 
@@ -94,7 +94,7 @@ class AnsweringLaunch:
     def __init__(self) -> None:
         self.launched: list[AnsweringHandle] = []
 
-    def __call__(self, group: GroupPlan, engine: EnginePlan) -> AnsweringHandle:
+    def __call__(self, group: GroupPlan, engine: PlannedDevices) -> AnsweringHandle:
         number = len(self.launched)
         handle = AnsweringHandle(0, Journal(), process=number)
         handle.is_open = number == 1

@@ -9,7 +9,7 @@ import ray
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.serving import launching
-from hybridrl.serving.engine_process import EngineProcess
+from hybridrl.serving.engine_process import RolloutProcess
 from hybridrl.serving.launching import ActorLaunch
 from hybridrl.serving.plan import ModelPlan, plan_servers
 from tests.config.values import config_of
@@ -40,7 +40,7 @@ def test_an_engine_is_probed_however_many_requests_it_has(tmp_path: Path) -> Non
         engine.end()
 
 
-class _Asked(EngineProcess):
+class _Asked(RolloutProcess):
     async def seed(self) -> int:
         return self._config.seed
 
@@ -48,7 +48,7 @@ class _Asked(EngineProcess):
 def test_engines_of_a_model_draw_other_random_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "EngineProcess", _Asked)
+    monkeypatch.setattr(launching, "RolloutProcess", _Asked)
     config = config_of("serving=own", "serving.num_devices_per_node=2")
     (plan,) = plan_servers(config)
     launch = _launch(config, plan, tmp_path)

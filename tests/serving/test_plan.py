@@ -14,8 +14,8 @@ from hybridrl.main import compose
 from hybridrl.network import host_and_port
 from hybridrl.serving.launching import Device, find_places, place_engines
 from hybridrl.serving.plan import (
-    EnginePlan,
     ModelPlan,
+    PlannedDevices,
     lay_out,
     plan_own_engines,
     plan_servers,
@@ -57,7 +57,7 @@ def plans_of(serving: ServingConfig, num_shared: int = 0) -> tuple[ModelPlan, ..
     )
 
 
-def devices_of(engine: EnginePlan, per_node: int) -> list[int]:
+def devices_of(engine: PlannedDevices, per_node: int) -> list[int]:
     for part in engine.nodes:
         assert part.start // per_node == part[-1] // per_node  # one node
     return [number for part in engine.nodes for number in part]

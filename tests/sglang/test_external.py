@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from hybridrl.errors import ExternalEngineError
+from hybridrl.errors import ExternalServersError
 from hybridrl.sampler import RequestParams
 from hybridrl.serving.frozen import ApiKeys, ExternalModel
 from hybridrl.workers.rollout.sglang.arguments import build_arguments, environment
@@ -110,7 +110,7 @@ def test_a_real_server_that_differs_is_named(
         ({"key": key, "max_context_tokens": 99}, "max_req_input_len=98 tokens, must be at least"),
     ):
         with (
-            pytest.raises(ExternalEngineError) as refused,
+            pytest.raises(ExternalServersError) as refused,
             judge_at(url, judge_folder, **changes),
         ):
             pass

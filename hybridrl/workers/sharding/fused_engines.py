@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.config.topology import LedEngine
+from hybridrl.config.topology import LedDevices
 from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
@@ -60,7 +60,7 @@ class FusedEngines:
         self,
         managed: ManagedEngine | None,
         *,
-        engines: Sequence[LedEngine],
+        engines: Sequence[LedDevices],
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,

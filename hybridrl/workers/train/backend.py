@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridrl.batch import RolloutBatch, TrainBatch, routed_experts_of, row_offsets
-from hybridrl.config.actor import ActorConfig, CriticEngineConfig
+from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
 from hybridrl.errors import DataError
 from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import Architecture
@@ -169,7 +169,7 @@ def choose_kernel(attention: str, compute_dtype: str, device: torch.device) -> A
 
 
 def replays_routes(
-    config: ActorConfig | CriticEngineConfig, *, learns: bool, is_reward_model: bool
+    config: ActorConfig | CriticTrainingConfig, *, learns: bool, is_reward_model: bool
 ) -> bool:
     """Whether tokens go through the rollout's experts: those of the policy that learns, alone."""
     if not isinstance(config, ActorConfig):

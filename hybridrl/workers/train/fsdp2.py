@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from hybridrl.config.actor import ActorConfig, CriticEngineConfig
+from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import ModelError
@@ -73,7 +73,7 @@ class FSDP2Backend(Backend):
         self,
         folder: Path,
         *,
-        config: ActorConfig | CriticEngineConfig,
+        config: ActorConfig | CriticTrainingConfig,
         model_config: ModelConfig,
         device: torch.device,
         num_total_steps: int | None = None,

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from hybridrl.config.actor import ActorConfig, CriticEngineConfig, EngineConfig
+from hybridrl.config.actor import ActorConfig, CriticTrainingConfig, TrainingConfig
 from hybridrl.models.experts import ExpertMatrix, StoredNames
 from hybridrl.models.load import (
     DTYPES,
@@ -57,7 +57,7 @@ Adapt = Callable[[PreTrainedModel, WeightSource], WeightSource]
 def build_model(
     folder: Path,
     *,
-    config: ActorConfig | CriticEngineConfig,
+    config: ActorConfig | CriticTrainingConfig,
     dtype: torch.dtype,
     ranks: Ranks,
     is_trainable: bool = True,
@@ -76,7 +76,7 @@ def build_model(
     else:
         hf = build_empty_model(folder, dtype=dtype)
         check_weights(hf, files)
-    if isinstance(config, CriticEngineConfig):
+    if isinstance(config, CriticTrainingConfig):
         hf = build_empty_critic(folder, dtype=dtype, device=device)
     hf.requires_grad_(is_trainable)
     weights: WeightSource = ModelFiles(files, hf.config.model_type)
@@ -84,7 +84,7 @@ def build_model(
         weights = adapt(hf, weights)
     model = (
         ValueModel(hf)
-        if is_reward_model or isinstance(config, CriticEngineConfig)
+        if is_reward_model or isinstance(config, CriticTrainingConfig)
         else PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
     )
     _fill_and_shard(model, weights, config=config, ranks=ranks)
@@ -95,7 +95,7 @@ def _fill_and_shard(
     model: PackedModel,
     weights: WeightSource,
     *,
-    config: EngineConfig,
+    config: TrainingConfig,
     ranks: Ranks,
 ) -> None:
     """Fill a model without memory, and shard each block as soon as it is filled.
@@ -125,7 +125,7 @@ def _fill_and_shard(
 
 
 def _sharding(
-    config: EngineConfig, device: torch.device, num_ranks: int
+    config: TrainingConfig, device: torch.device, num_ranks: int
 ) -> Callable[[nn.Module], FSDPModule]:
     options = config.fsdp2
     return partial(

@@ -6,7 +6,7 @@ import torch
 
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.config.topology import Fused, LedEngine
+from hybridrl.config.topology import Fused, LedDevices
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
@@ -26,7 +26,7 @@ def sharding_manager(
     meter: PeakMeter | None = None,
     control: ControlGroup | None = None,
     call_timeout_s: float = 60.0,
-    engines: tuple[LedEngine, ...] | None = None,
+    engines: tuple[LedDevices, ...] | None = None,
     servers: ManagerClient | None = None,
     lora: LoraConfig | None = None,
 ) -> ShardingManager:

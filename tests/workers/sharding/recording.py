@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.config.topology import LedEngine
+from hybridrl.config.topology import LedDevices
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import Program, T
@@ -605,7 +605,7 @@ def recording_device(
     *,
     kind: type[RecordingEngine] | None = RecordingEngine,
     timeout_s: float = 20.0,
-    engines: tuple[LedEngine, ...] | None = None,
+    engines: tuple[LedDevices, ...] | None = None,
     servers: ManagerClient | None = None,
     **keys: Any,
 ) -> RecordingDevice:

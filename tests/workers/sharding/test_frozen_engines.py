@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from hybridrl.config.serving import PlacedGroup, ServerGroupConfig
-from hybridrl.config.topology import LedEngine
+from hybridrl.config.topology import LedDevices
 from hybridrl.errors import EngineError
 from hybridrl.workers.sharding.control import StageError
 from tests.ranks import run_ranks
@@ -20,7 +20,7 @@ JUDGE = PlacedGroup("judge", "main", ServerGroupConfig(num_devices=1), 1)
 
 def device_of(rank: int, folder: Path) -> RecordingDevice:
     """Rank 0 owns the engine of the policy, rank 1 that of a judge."""
-    engines = (LedEngine(range(1)), LedEngine(range(1, 2), JUDGE, folder))
+    engines = (LedDevices(range(1)), LedDevices(range(1, 2), JUDGE, folder))
     return recording_device(rank, engines=engines, sleep=True, verify_weights="never")
 
 

@@ -22,7 +22,7 @@ from hybridrl.errors import (
     DeadlineError,
     DriftError,
     EngineError,
-    ExternalEngineError,
+    ExternalServersError,
     ServerDiedError,
     shown,
 )
@@ -310,7 +310,7 @@ class AttachedServer(ControlCalls):
         """Compare it with what is needed, and stop it until it gets weights.
 
         Raises:
-            ExternalEngineError: all differences, a line each; the server is as it was.
+            ExternalServersError: all differences, a line each; the server is as it was.
             DeadlineError: requests of others do not end.
         """
         super().__init__(spec)
@@ -364,7 +364,7 @@ class AttachedServer(ControlCalls):
                 questions.unlike_in_use(self._weight_version)
             )
         if lines:
-            raise ExternalEngineError("\n".join(f"{self.url}: {line}" for line in lines))
+            raise ExternalServersError("\n".join(f"{self.url}: {line}" for line in lines))
 
     def _facts(self, questions: Questions) -> tuple[Json, Json]:
         """Ask what it is, as soon as it listens."""
@@ -376,7 +376,7 @@ class AttachedServer(ControlCalls):
                 is_gone = isinstance(error, ConnectionLostError)
                 if not is_gone or time.monotonic() > deadline:
                     line = f"{self.url}: {questions.advice(error)}"
-                    raise ExternalEngineError(line) from error
+                    raise ExternalServersError(line) from error
             time.sleep(_POLL_S)
 
     def _unusable(self) -> list[str]:

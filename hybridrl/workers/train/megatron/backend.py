@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from hybridrl.config.actor import ActorConfig, CriticEngineConfig
+from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
 from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge
@@ -65,7 +65,7 @@ class MegatronBackend(Backend):
         self,
         folder: Path,
         *,
-        config: ActorConfig | CriticEngineConfig,
+        config: ActorConfig | CriticTrainingConfig,
         context: MegatronContext,
         num_total_steps: int | None = None,
         adapter: Adapter | None = None,
@@ -219,7 +219,7 @@ class MegatronBackend(Backend):
             files = WeightFiles(folder)
             model = build_empty_reward_model(folder, files=files, dtype=dtype, device=meta)
             return [model.config]
-        if isinstance(self._config, CriticEngineConfig):
+        if isinstance(self._config, CriticTrainingConfig):
             return [build_empty_critic(folder, dtype=dtype, device=meta).config]
         config = load_model_config(folder)
         config.dtype = dtype

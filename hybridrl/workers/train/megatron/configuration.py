@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch.nn.functional import silu
 
-from hybridrl.config.actor import EngineConfig
+from hybridrl.config.actor import TrainingConfig
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.checks.megatron_args import keys_of_transformer_engine
 from hybridrl.config.limits import ArgumentValue
@@ -86,7 +86,7 @@ def _as_field(key: str, kind: object, value: ArgumentValue) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def optimizer_config(engine: EngineConfig, megatron: MegatronConfig) -> OptimizerConfig:
+def optimizer_config(engine: TrainingConfig, megatron: MegatronConfig) -> OptimizerConfig:
     """Describe optimizer steps to megatron-core; see ``build_configuration`` for its errors."""
     is_half = engine.compute_dtype == "bfloat16"
     adamw = engine.optimizer
@@ -110,7 +110,7 @@ def optimizer_config(engine: EngineConfig, megatron: MegatronConfig) -> Optimize
 
 
 def ddp_config(
-    engine: EngineConfig, megatron: MegatronConfig, device: torch.device, *, duty: Duty
+    engine: TrainingConfig, megatron: MegatronConfig, device: torch.device, *, duty: Duty
 ) -> DistributedDataParallelConfig:
     """Describe the sum of gradients to megatron-core; see ``build_configuration`` for its errors.
 
@@ -198,7 +198,7 @@ def token_multiple(config: TransformerConfig) -> int:
 
 
 def transformer_config(
-    architecture: Architecture, context: MegatronContext, engine: EngineConfig, *, duty: Duty
+    architecture: Architecture, context: MegatronContext, engine: TrainingConfig, *, duty: Duty
 ) -> TransformerConfig:
     """Describe the model to megatron-core."""
     megatron, device, dtype = context.megatron, context.device, _DTYPES[engine.compute_dtype]
@@ -227,7 +227,7 @@ def transformer_config(
     )
 
 
-def _attention(context: MegatronContext, engine: EngineConfig, *, is_fused: bool) -> AttnBackend:
+def _attention(context: MegatronContext, engine: TrainingConfig, *, is_fused: bool) -> AttnBackend:
     """Return ``auto``, which is TransformerEngine's, or ``local``: ``layers.PackedAttention``."""
     is_theirs = context.megatron.attention == "transformer_engine"
     if context.megatron.attention == "auto":
@@ -318,7 +318,7 @@ def _fusions(
 
 
 def _recomputed(
-    megatron: MegatronConfig, engine: EngineConfig, *, is_fused: bool
+    megatron: MegatronConfig, engine: TrainingConfig, *, is_fused: bool
 ) -> dict[str, object]:
     if not engine.gradient_checkpointing:
         return {}

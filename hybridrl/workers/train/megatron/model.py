@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hybridrl.config.actor import ActorConfig, CriticEngineConfig
+from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.models.logprobs import VocabShard, token_logprobs
@@ -68,7 +68,7 @@ class Stages:
         self,
         architecture: Architecture,
         *,
-        config: ActorConfig | CriticEngineConfig,
+        config: ActorConfig | CriticTrainingConfig,
         context: MegatronContext,
         duty: Duty,
         adapter: StageAdapter | None,
@@ -124,7 +124,7 @@ class Stages:
 
     def _build(self, vp_stage: int | None) -> PackedStage:
         architecture = self.shard_map.architecture
-        if self._is_reward_model or isinstance(self._config, CriticEngineConfig):
+        if self._is_reward_model or isinstance(self._config, CriticTrainingConfig):
             return CriticStage(
                 self.transformer,
                 architecture,
