@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-import gc
 import os
-import signal
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from hybridrl.algorithms.advantages.grpo import grpo
-from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.reward import RewardConfig, RewardPart
+from hybridrl.config.reward import RewardConfig
 from hybridrl.errors import RewardError
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import LARGEST_REWARD, RewardScorer
@@ -35,7 +32,9 @@ def open_scorer(tmp_path: Path) -> Iterator[Open]:
     """Write the body of a reward function to a file, and load it."""
     opened: list[RewardScorer] = []
 
-    def open_one(body: str, *, on_error: str = "stop", timeout_s: float = 20.0) -> RewardScorer:
+    def open_one(
+        body: str, *, on_error: Literal["stop", "zero"] = "stop", timeout_s: float = 20.0
+    ) -> RewardScorer:
         path = tmp_path / f"reward_{len(opened)}.py"
         path.write_text(
             "import math, os, sys, time\n\n\n"
@@ -51,21 +50,15 @@ def open_scorer(tmp_path: Path) -> Iterator[Open]:
 
 
 def config(
-    function: str | None,
-    on_error: str = "stop",
-    timeout_s: float = 60.0,
-    *,
-    args: Mapping[str, ArgumentValue] | None = None,
-    functions: Mapping[str, RewardPart] | None = None,
-    num_processes: int = 1,
+    function: str, on_error: Literal["stop", "zero"] = "stop", timeout_s: float = 60.0
 ) -> RewardConfig:
     return RewardConfig(
         function=function,
-        args=args or {},
-        functions=functions or {},
-        num_processes=num_processes,
+        args={},
+        functions={},
+        num_processes=1,
         timeout_s=timeout_s,
-        on_error=on_error,  # type: ignore[arg-type]
+        on_error=on_error,
     )
 
 
@@ -127,7 +120,10 @@ def test_a_reward_file_may_import_its_neighbours(tmp_path: Path) -> None:
             "must be a number",
             marks=pytest.mark.nightly,
         ),
-        ("return [1 / (r != 'bad') for r in responses]", "raised ZeroDivisionError: division"),
+        (
+            "return [1 / (r != 'bad') for r in responses]",
+            "raised ZeroDivisionError: division by zero (reward_0.py:5)",
+        ),
         (
             "return 1.0 if 'bad' in responses else [1] * len(responses)",
             "returned 1.0, must be a list: one number a response",
@@ -184,11 +180,6 @@ def test_the_largest_rewards_have_advantages_that_are_numbers(open_scorer: Open)
     assert float(advantages_B.abs().max()) > 1
 
 
-def test_an_error_says_where_in_the_users_file_it_was_raised(open_scorer: Open) -> None:
-    with pytest.raises(RewardError, match=r"raised KeyError: 'x' \(reward_0\.py:5\)"):
-        open_scorer("return {}['x']").score(inputs("a"))
-
-
 def test_function_that_fails_only_on_batches_is_reported(open_scorer: Open) -> None:
     scorer = open_scorer("return [1.0]")
     with pytest.raises(RewardError, match="returned 1 rewards for 3 responses, though each alone"):
@@ -223,9 +214,6 @@ def test_three_hanging_responses_end_the_scoring(open_scorer: Open, tmp_path: Pa
         ("def other(responses, **_): ...\n", "no function 'reward' in .*; it has \\['other'\\]"),
         ("def reward(responses, response): ...\n", "'responses' has all rows and others"),
         ("def reward(responses, *, weights): ...\n", "missing a required argument: 'weights'"),
-        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("def reward(:\n", "SyntaxError"),
-        ("import os; os._exit(4)\n", "exit code 4"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_an_error_at_once(
@@ -246,15 +234,6 @@ def test_mistyped_reward_suggests_the_nearest_name(tmp_path: Path) -> None:
         RewardScorer(config(f"{tmp_path}/gone.py:reward"))
 
 
-@pytest.mark.shows("R5.3")
-def test_killed_reward_process_is_restarted(open_scorer: Open, tmp_path: Path) -> None:
-    scorer = open_scorer("return [float(os.getpid())] * len(responses)")
-    pid = int(scorer.score(inputs("a")).rewards_B.item())
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: "gone" if is_gone(pid) else "")
-    assert scorer.score(inputs("a")).rewards_B.item() != pid
-
-
 def test_math_answers_are_compared_by_value() -> None:
     pytest.importorskip("math_verify")
     with RewardScorer(config("math")) as scorer:
@@ -266,25 +245,3 @@ def test_math_answers_are_compared_by_value() -> None:
             lengths=[1] * 3,
         )
         assert scorer.score(batch).rewards_B.tolist() == [1.0, 0.0, 0.0]
-
-
-def wait_for(read: Callable[[], str], *, deadline_s: float = 60.0) -> str:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        if text := read():
-            return text
-        time.sleep(0.02)
-    raise AssertionError(f"nothing came within {deadline_s} s")
-
-
-def read_text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-def is_gone(pid: int) -> bool:
-    """True if the process has ended; a zombie that nobody has reaped yet counts as ended."""
-    gc.collect()
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
