@@ -6,17 +6,16 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hybridrl.config.reward import RewardConfig, RewardPart
+from hybridrl.config.reward import RewardPart
 from hybridrl.errors import RewardError, SandboxError
 from hybridrl.metrics import Mean
 from hybridrl.processes.sandbox import Sandbox, SandboxLimits
 from hybridrl.rewards.report import reward_metrics, warn_of_useless_rewards
-from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import RewardScorer, Scores
+from tests.rewards.rows import inputs, scorer_of
 
 ROW = "def reward(response, *, scale: float = 1.0):\n"
 LATER = "async def reward(response, *, scale: float = 1.0):\n"
@@ -39,23 +38,6 @@ if response == "decline":
 Open = Callable[..., RewardScorer]
 
 
-def scorer_of(**others: Any) -> RewardScorer:
-    common: dict[str, Any] = {"function": None, "args": {}, "functions": {}, "num_processes": 2}
-    common |= {"timeout_s": 20.0, "on_error": "zero"}
-    return RewardScorer(RewardConfig(**(common | others)))
-
-
-def inputs(*responses: str, prompts: list[str] | None = None) -> RewardInputs:
-    num_rows = len(responses)
-    return RewardInputs(
-        responses=list(responses),
-        answers=["42"] * num_rows,
-        prompts=prompts or [str(row) for row in range(num_rows)],
-        sources=[""] * num_rows,
-        lengths=[1] * num_rows,
-    )
-
-
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
     def write_one(head: str, body: str, *, name: str = "r") -> str:
@@ -74,7 +56,7 @@ def open_scorer(write: Callable[..., str]) -> Iterator[Open]:
     opened: list[RewardScorer] = []
 
     def open_one(head: str, body: str, **others: object) -> RewardScorer:
-        opened.append(scorer_of(function=write(head, body), **others))
+        opened.append(scorer_of(write(head, body), **others))
         return opened[-1]
 
     yield open_one
@@ -211,7 +193,7 @@ def score_several(scored: str) -> Scores:
         "short": RewardPart(function="length", weight=0.5, args={"tokens": 0, "per_token": 1.0}),
         "own": RewardPart(function=scored, weight=-2.0),
     }
-    with scorer_of(functions=functions) as scorer:
+    with scorer_of(None, functions=functions) as scorer:
         return scorer.score(inputs("42", "7", "raise"))
 
 
@@ -232,7 +214,7 @@ def test_code_is_run_by_the_pool() -> None:
         pytest.skip(str(error))
     rows = inputs("print(42)", "print(7)", "while True: pass")
     tests = ['[{"stdin": "", "stdout": "42"}]'] * 2 + ["[]"]
-    with scorer_of(function="code", args={"cpu_s": 1.0}, timeout_s=30.0) as scorer:
+    with scorer_of("code", args={"cpu_s": 1.0}, timeout_s=30.0) as scorer:
         scores = scorer.score(replace(rows, answers=tests))
     assert scores.rewards_B.tolist() == [1.0, 0.0, 0.0]
     assert scores.is_failed_B.tolist() == [False, False, True]

@@ -9,22 +9,11 @@ from typing import Literal
 import pytest
 
 from hybridrl.algorithms.advantages.grpo import grpo
-from hybridrl.config.reward import RewardConfig
 from hybridrl.errors import RewardError
-from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import LARGEST_REWARD, RewardScorer
+from tests.rewards.rows import inputs, scorer_of
 
 Open = Callable[..., RewardScorer]
-
-
-def inputs(*responses: str) -> RewardInputs:
-    return RewardInputs(
-        responses=list(responses),
-        answers=["42"] * len(responses),
-        prompts=[f"prompt {n}" for n in range(len(responses))],
-        sources=["test"] * len(responses),
-        lengths=[len(response) for response in responses],
-    )
 
 
 @pytest.fixture
@@ -41,7 +30,9 @@ def open_scorer(tmp_path: Path) -> Iterator[Open]:
             "def reward(responses, answers, **_):\n"
             + textwrap.indent(textwrap.dedent(body), "    ")
         )
-        opened.append(RewardScorer(config(f"{path}:reward", on_error, timeout_s)))
+        opened.append(
+            scorer_of(f"{path}:reward", num_processes=1, on_error=on_error, timeout_s=timeout_s)
+        )
         return opened[-1]
 
     yield open_one
@@ -49,22 +40,9 @@ def open_scorer(tmp_path: Path) -> Iterator[Open]:
         scorer.close()
 
 
-def config(
-    function: str, on_error: Literal["stop", "zero"] = "stop", timeout_s: float = 60.0
-) -> RewardConfig:
-    return RewardConfig(
-        function=function,
-        args={},
-        functions={},
-        num_processes=1,
-        timeout_s=timeout_s,
-        on_error=on_error,
-    )
-
-
 @pytest.mark.parametrize("function", ["exact_match", "sorted_prefix"])
 def test_a_built_in_function_is_found_by_its_name(function: str) -> None:
-    with RewardScorer(config(function)) as scorer:
+    with scorer_of(function) as scorer:
         scores = scorer.score(inputs("42", "7"))
     assert scores.rewards_B.tolist() == [1.0, 0.0]
     assert scores.is_failed_B.tolist() == [False, False]
@@ -91,7 +69,7 @@ def test_a_reward_file_may_import_its_neighbours(tmp_path: Path) -> None:
         "from my_rules import POINTS\n\n"
         "def r(responses, **_):\n    return [POINTS] * len(responses)\n"
     )
-    with RewardScorer(config(f"{tmp_path}/mine.py:r")) as scorer:
+    with scorer_of(f"{tmp_path}/mine.py:r") as scorer:
         assert scorer.score(inputs("a", "b")).rewards_B.tolist() == [3.0, 3.0]
 
 
@@ -161,7 +139,7 @@ def test_failed_function_raises_with_response_or_scores_zero(
     with pytest.raises(RewardError) as raised:
         open_scorer(body, timeout_s=1.0).score(batch)
     message = str(raised.value)
-    assert ".py:reward: response 2 'bad' to prompt 'prompt 2': " in message
+    assert ".py:reward: response 2 'bad' to prompt '2': " in message
     assert reason in message
     assert message.endswith("set reward.on_error=leave_out")
 
@@ -222,26 +200,21 @@ def test_a_function_that_cannot_be_loaded_is_an_error_at_once(
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(RewardError, match=f"cannot be loaded: (.|\n)*{reason}"):
-        RewardScorer(config(f"{path}:reward"))
+        scorer_of(f"{path}:reward")
 
 
 def test_mistyped_reward_suggests_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(
         RewardError, match="'exact_mach' is not built in; did you mean 'exact_match'"
     ):
-        RewardScorer(config("exact_mach"))
+        scorer_of("exact_mach")
     with pytest.raises(RewardError, match=r"gone\.py is not a file; paths are relative to"):
-        RewardScorer(config(f"{tmp_path}/gone.py:reward"))
+        scorer_of(f"{tmp_path}/gone.py:reward")
 
 
 def test_math_answers_are_compared_by_value() -> None:
     pytest.importorskip("math_verify")
-    with RewardScorer(config("math")) as scorer:
-        batch = RewardInputs(
-            responses=[r"so it is \boxed{\frac{1}{2}}", "the answer is 3", ""],
-            answers=["0.5", "4", "1"],
-            prompts=[""] * 3,
-            sources=[""] * 3,
-            lengths=[1] * 3,
-        )
+    with scorer_of("math") as scorer:
+        responses = [r"so it is \boxed{\frac{1}{2}}", "the answer is 3", ""]
+        batch = inputs(*responses, answers=["0.5", "4", "1"])
         assert scorer.score(batch).rewards_B.tolist() == [1.0, 0.0, 0.0]
