@@ -39,13 +39,7 @@ def test_template_takes_chats_and_plain_texts(
     chat_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     chat = (Message("system", "s"), Message("user", "u"))
-    tokenized = tokenize_rows(
-        rows(chat, "u"),
-        chat_tokenizer,
-        use_chat_template=True,
-        max_prompt_tokens=100,
-        overlong="error",
-    )
+    tokenized = tokenize_rows(rows(chat, "u"), chat_tokenizer, use_chat_template=True)
     texts = ["<system>s<user>u<assistant>", "<user>u<assistant>"]
     assert [row.prompt_text for row in tokenized] == texts
     assert [chat_tokenizer.decode(row.token_ids) for row in tokenized] == texts
