@@ -88,13 +88,10 @@ def test_a_benchmark_without_a_run_prints_something(
     assert capsys.readouterr().out.strip()
 
 
-def test_the_table_of_families_has_what_a_test_recorded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_of_families_has_what_a_test_recorded() -> None:
     module = "tests/models/test_packed.py"
     one = f"{module}::test_packed_rows_equal_single_rows[lengths2-True-qwen3]"
-    call("families", one, patch=monkeypatch)
-    rows = {line.split("|")[1].strip(): line for line in capsys.readouterr().out.splitlines()}
+    rows = {line.split("|")[1].strip(): line for line in run("families", one).splitlines()}
     assert re.match(r"\| `qwen3` \| \de-0\d \| \de-0\d \|  \|  \|  \| equal \|", rows["`qwen3`"])
     assert "e-0" not in rows["`llama`"]
 
