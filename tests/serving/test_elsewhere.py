@@ -206,6 +206,11 @@ def test_a_difference_of_a_policy_names_its_remedy_and_its_own_weights_do_not_ma
     assert line in difference
 
 
+def test_weights_that_go_by_files_reach_a_server_of_several_ranks(folder: Path) -> None:
+    by_files = expect_policy_server(spec_of(folder), POLICY)
+    assert differences(by_files, INFO | {"dp_size": 2}, INFO | {"dp_size": 2}) == []
+
+
 @pytest.mark.shows("4.23")
 def test_a_server_that_differs_is_left_as_it_is(folder: Path) -> None:
     with taking(dtype="float16", quantization="awq") as server:
