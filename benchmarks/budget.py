@@ -22,7 +22,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "config": (7808, 46),
     "data": (2885, 16),
     "diagnostics": (989, 6),
-    "models": (3348, 15),
+    "models": (3349, 15),
     "planning": (834, 6),
     "processes": (1354, 6),
     "rehearsal": (2047, 8),
