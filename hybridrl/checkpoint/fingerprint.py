@@ -15,7 +15,6 @@ from pathlib import Path
 from hybridrl import __version__
 from hybridrl.checkpoint.store import Recipe, RunFingerprint
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
-from hybridrl.config.foreign.names import foreign_keys
 from hybridrl.config.foreign.spelling import flatten
 from hybridrl.config.functions import parts
 from hybridrl.errors import CheckpointError
@@ -200,7 +199,7 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 
 def _in_keys_of_today(saved: Recipe) -> Recipe:
     """Return a recipe of a run that began when there were other keys."""
-    recipe, constants = {}, foreign_keys().former
+    recipe = {}
     has_critic = parts.ADVANTAGE.reads(str(saved.get("algorithm.advantage")), "values_BL")
     for key, value in saved.items():
         section, _, name = key.partition(".")
@@ -210,7 +209,7 @@ def _in_keys_of_today(saved: Recipe) -> Recipe:
         elif section == "critic" and twin in saved and name != "optimizer.lr":
             if has_critic and value != saved[twin]:  # the critic has the actor's now
                 recipe[key] = value
-        elif key in _FREE_OF_RECIPES or (key in constants and value == constants[key]):
+        elif key in _FREE_OF_RECIPES:
             pass
         elif section not in OFFLINE_MODES or section == saved.get("mode"):
             recipe.setdefault(_MOVED.get(key, key), value)
