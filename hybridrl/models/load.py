@@ -310,17 +310,17 @@ def _build_with_head(folder: Path, *, is_of_tokens: bool, dtype: torch.dtype) ->
     """Build a model with one number as its output: transformers' class, or else alike."""
     task = "Token" if is_of_tokens else "Sequence"
     kind = AutoModelForTokenClassification if is_of_tokens else AutoModelForSequenceClassification
-    config = load_model_config(folder)
-    if type(config) in kind._model_mapping:
-        model = _build_empty(folder, kind, dtype=dtype, num_labels=1)
-        model.config.architectures = [type(model).__name__]
-        return model
-    model = _build_empty(folder, AutoModelForCausalLM, dtype=dtype, num_labels=1)
-    name = type(model).__name__.removesuffix("CausalLM")
-    model.config.architectures = [f"{name}{task}Classification"]
-    del model.lm_head
-    head = nn.Linear(config.hidden_size, 1, bias=is_of_tokens, device="meta", dtype=dtype)
-    model.score = head
+    has_class = type(load_model_config(folder)) in kind._model_mapping
+    model = _build_empty(
+        folder, kind if has_class else AutoModelForCausalLM, dtype=dtype, num_labels=1
+    )
+    name = type(model).__name__
+    if not has_class:
+        del model.lm_head
+        size = model.config.hidden_size
+        model.score = nn.Linear(size, 1, bias=is_of_tokens, device="meta", dtype=dtype)
+        name = name.replace("CausalLM", f"{task}Classification")
+    model.config.architectures = [name]
     return model
 
 
