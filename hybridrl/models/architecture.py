@@ -108,12 +108,8 @@ class DeltaNet:
         """Count the parameters of one layer, without MLP and the norms around it."""
         convolved, values = self._widths
         projections = hidden_size * (convolved + 2 * values + 2 * self.num_value_heads)
-        return (
-            projections
-            + convolved * self.kernel_size
-            + self.value_head_size
-            + (2 * self.num_value_heads)
-        )
+        of_heads = 2 * self.num_value_heads + self.value_head_size
+        return projections + convolved * self.kernel_size + of_heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +130,11 @@ class LatentAttention:
 
     value_size: int
 
+    @property
+    def cached_size(self) -> int:
+        """Numbers that a server keeps of a token in each layer."""
+        return self.rank + self.rotary_size
+
     def linear_sizes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of each linear layer of one layer's attention."""
         queries = num_heads * (self.plain_size + self.rotary_size)
@@ -144,7 +145,7 @@ class LatentAttention:
                 "q_b_proj": (queries, self.query_rank),
             }
         return of_queries | {
-            "kv_a_proj_with_mqa": (self.rank + self.rotary_size, hidden_size),
+            "kv_a_proj_with_mqa": (self.cached_size, hidden_size),
             "kv_b_proj": (num_heads * (self.plain_size + self.value_size), self.rank),
             "o_proj": (hidden_size, num_heads * self.value_size),
         }
@@ -251,12 +252,6 @@ class Architecture:
     def query_size(self) -> int:
         """Width of all query heads, N D."""
         return self.num_heads * self.head_size
-
-    @property
-    def cached_size(self) -> int:
-        """Numbers that a server keeps of a token in each layer that attends."""
-        latent = self.latent
-        return 2 * self.key_size if latent is None else latent.rank + latent.rotary_size
 
     @property
     def key_size(self) -> int:

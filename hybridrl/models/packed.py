@@ -100,6 +100,12 @@ class _Bucket:
         device = self.key_token.device
         return _visibility(self.num_seen_R1.to(device), self.num_columns, num_keys, window)
 
+    def own_columns(self) -> Tensor:
+        """Return which key slot of its row each query slot is, int64 [R, L, 1]."""
+        own_RL = self.num_seen_R1 + torch.arange(self.num_columns)
+        last = len(self.key_token) // self.num_segments - 1
+        return own_RL.clamp_(max=last)[..., None].to(self.key_token.device)
+
 
 @dataclass(frozen=True, slots=True)
 class PaddedLayout:
@@ -113,6 +119,9 @@ class PaddedLayout:
     longest_row: int
     _masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict)
     """Masks of all buckets by window; layers share them."""
+
+    _own_columns: list[Tensor] = field(default_factory=list)
+    """Of all buckets; recurrent layers share them."""
 
     def attend(
         self,
@@ -151,16 +160,15 @@ class PaddedLayout:
             outputs.append(output_RNLD.transpose(1, 2).flatten(0, 1))
         return _Unpad.apply(torch.cat(outputs), self.slot_of_token)  # type: ignore[no-any-return, no-untyped-call]
 
-    def mix(self, layer: int, mix: Mix, hidden_TH: Tensor) -> Tensor:
+    def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
         """See ``RowsOfTokens``: padding on the right comes after all that counts."""
+        if not self._own_columns:
+            self._own_columns.extend(bucket.own_columns() for bucket in self.buckets)
         outputs = []
-        for bucket in self.buckets:
+        for bucket, own_RL1 in zip(self.buckets, self._own_columns, strict=True):
             rows_RKH = hidden_TH[bucket.key_token].view(bucket.num_segments, -1, hidden_TH.shape[1])
-            first_R1 = bucket.num_seen_R1.to(hidden_TH.device)
-            own_RL = first_R1 + torch.arange(bucket.num_columns, device=hidden_TH.device)
-            own_RL = own_RL.clamp_(max=rows_RKH.shape[1] - 1)
             mixed_RKH = mix(hidden_states=rows_RKH)
-            outputs.append(mixed_RKH.take_along_dim(own_RL[..., None], dim=1).flatten(0, 1))
+            outputs.append(mixed_RKH.take_along_dim(own_RL1, dim=1).flatten(0, 1))
         return _Unpad.apply(torch.cat(outputs), self.slot_of_token)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -127,7 +127,7 @@ class SharedLayout:
             query_UND, key_TJD, value_TJD, scale=scale, window=window, sink_N=sink_N
         )
 
-    def mix(self, layer: int, mix: Mix, hidden_TH: Tensor) -> Tensor:
+    def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
         """Raise: no back end that shares tokens has recurrent layers."""
         raise ModelError("recurrent layers need all tokens of a row on one rank")
 

@@ -25,7 +25,7 @@ Mix = Callable[..., Tensor]
 class RowsOfTokens(Protocol):
     """Knows the rows of the tokens that go through a model."""
 
-    def mix(self, layer: int, mix: Mix, hidden_TH: Tensor) -> Tensor:
+    def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
         """Run a recurrent layer on each row by itself; returns float [T, H]."""
         ...
 
@@ -36,24 +36,22 @@ def is_recurrent(module: nn.Module) -> bool:
     return any(isinstance(each, nn.Conv1d) and each.groups > 1 for each in children)
 
 
-def run_on_rows(model: nn.Module, keyword: str) -> tuple[int, ...]:
-    """Let the recurrent layers of a model run on rows, and return their numbers.
+def run_on_rows(model: nn.Module, keyword: str) -> list[nn.Module]:
+    """Let the recurrent layers of a model run on rows, and return them.
 
     ``keyword`` is the argument of the model by which its caller gives the ``RowsOfTokens``.
     """
     mixers = [module for module in model.modules() if is_recurrent(module)]
     for mixer in mixers:
-        mixer.forward = partial(_on_rows, mixer.forward, int(mixer.layer_idx), keyword)  # type: ignore[arg-type]
-    return tuple(int(mixer.layer_idx) for mixer in mixers)  # type: ignore[arg-type]
+        mixer.forward = partial(_on_rows, mixer.forward, keyword)
+    return mixers
 
 
-def _on_rows(
-    mix: Mix, layer: int, keyword: str, hidden_states: Tensor, **keywords: object
-) -> Tensor:
+def _on_rows(mix: Mix, keyword: str, hidden_states: Tensor, **keywords: object) -> Tensor:
     rows = keywords.get(keyword)
     if rows is None:
         raise ModelError(
             f"transformers {transformers.__version__} does not hand {keyword} down to recurrent "
             "layers of this model, which would then mix rows; type: pip install -U transformers"
         )
-    return rows.mix(layer, mix, hidden_states[0])[None]  # type: ignore[attr-defined, no-any-return]
+    return rows.mix(mix, hidden_states[0])[None]  # type: ignore[attr-defined, no-any-return]

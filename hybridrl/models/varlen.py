@@ -85,9 +85,9 @@ class VarlenLayout:
             query_TND, key_TJD, value_TJD, own=own, prompts=self.prompts, scale=scale, sink_N=sink_N
         )
 
-    def mix(self, layer: int, mix: Mix, hidden_TH: Tensor) -> Tensor:
+    def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
         """See ``RowsOfTokens``."""
-        return self.padded().mix(layer, mix, hidden_TH)
+        return self.padded().mix(mix, hidden_TH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +137,16 @@ def attend_in_spans(
 
     Some queries see ``prompts``, too; keys are then those of the queries' tokens.
     """
-    # Latent attention has other values than keys, which the kernel refuses.
-    value_size, key_size = value_SJD.shape[-1], key_SJD.shape[-1]
-    value_SJD = pad(value_SJD, (0, key_size - value_size))
+    value_size = value_SJD.shape[-1]
+    value_SJD = as_wide_as_keys(value_SJD, key_SJD)  # the kernel refuses others
     attended = _Attention.apply(query_TND, key_SJD, value_SJD, sink_N, own, prompts, scale)  # type: ignore[no-untyped-call]
     return cast("Tensor", attended)[..., :value_size]
+
+
+def as_wide_as_keys(values: Tensor, keys: Tensor) -> Tensor:
+    """Fill up with zeros the values of latent attention (DeepSeek), whose heads are smaller."""
+    missing = keys.shape[-1] - values.shape[-1]
+    return pad(values, (0, missing)) if missing else values  # a pad of nothing is a copy
 
 
 class _Attention(torch.autograd.Function):

@@ -223,7 +223,7 @@ class RolloutMemory:
         model = self.model
         of_layer = 2 * self._share(model.key_size)
         if self._is_server and model.latent is not None:  # not divided over ranks
-            of_layer = model.cached_size
+            of_layer = model.latent.cached_size
         return num_tokens * model.num_attention_layers * of_layer * self._size
 
     @property

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from hybridrl.models.packed import with_sink
 from hybridrl.models.recurrent import Mix
+from hybridrl.models.varlen import as_wide_as_keys
 from hybridrl.workers.rollout.embedded.row_states import RowStates, States, mix_contexts
 
 ATTENTION_NAME = "hybridrl_kv_slots"
@@ -71,7 +72,7 @@ class KVStep:
         self.cache = states.empty() if mask_R11L is None else states.of_rows(num_used)
         """States that recurrent layers read and leave."""
 
-    def mix(self, layer: int, mix: Mix, hidden_TH: Tensor) -> Tensor:
+    def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
         """See ``RowsOfTokens``. No context of a recurrent model is cached before its prefill."""
         if self._mask_R11L is None:
             return mix_contexts(mix, hidden_TH, self.cache, self._row_T, self.position_T)
@@ -223,9 +224,7 @@ def _attend(  # noqa: PLR0913 - transformers chooses these
     # The signature is transformers'; `kv_step` came through the keyword arguments of model(...).
     layer = kv_step.kv_layer[module.layer_idx]  # type: ignore[index]
     query_THD, key_TJD, value_TJE = (states[0].transpose(0, 1) for states in (query, key, value))
-    # Latent attention (DeepSeek) has smaller values than keys.
-    value_TJD = F.pad(value_TJE, (0, key_TJD.shape[-1] - value_TJE.shape[-1]))
-    new = (key_TJD, value_TJD)
+    new = (key_TJD, as_wide_as_keys(value_TJE, key_TJD))
     out_TX = kv_step.attend(
         layer, query_THD, new, scale=scaling, window=sliding_window, sink_H=s_aux
     )

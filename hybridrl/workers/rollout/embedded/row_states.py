@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hybridrl.models.recurrent import Mix, is_recurrent, run_on_rows
+from hybridrl.models.recurrent import Mix, run_on_rows
 
 KEYWORD = "kv_step"
 """Argument of the model that hands a pass's ``KVStep`` to its layers."""
@@ -30,7 +30,8 @@ class RowStates:
 
     def __init__(self, model: PreTrainedModel, num_slots: int) -> None:
         self._config = model.config
-        self._layers = run_on_rows(model, KEYWORD)
+        mixers = run_on_rows(model, KEYWORD)
+        self._layers = [int(mixer.layer_idx) for mixer in mixers]  # type: ignore[arg-type]
         attends = [n for n in range(len(model.model.layers)) if n not in self._layers]
         self.kv_layer = {layer: number for number, layer in enumerate(attends)}
         """By number of a layer that attends: its place in the KV cache."""
@@ -39,9 +40,8 @@ class RowStates:
             num_slots, 1, model.config.hidden_size, dtype=model.dtype, device=model.device
         )
         with torch.no_grad():  # the layers themselves make states of the right shapes
-            for module in model.modules():
-                if is_recurrent(module):
-                    module(token_S1H[:1], kv_step=_EachRow(self._cache, token_S1H))
+            for mixer in mixers:
+                mixer(token_S1H[:1], kv_step=_EachRow(self._cache, token_S1H))
         self.tensors = self.of(self._cache)
         for tensor in self.tensors:
             tensor.zero_()
@@ -88,7 +88,7 @@ class _EachRow:
         self._cache = cache
         self._token_S1H = token_S1H
 
-    def mix(self, layer: int, mix: Mix, hidden_TH: Tensor) -> Tensor:
+    def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
         """Let the layer make its states; see ``RowsOfTokens``."""
         mix(hidden_states=self._token_S1H, cache_params=self._cache)
         return hidden_TH
