@@ -18,11 +18,11 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     ".": (2383, 17),
     "agents": (3218, 14),
     "algorithms": (2585, 32),
-    "checkpoint": (677, 4),
-    "config": (7808, 46),
+    "checkpoint": (676, 4),
+    "config": (7801, 46),
     "data": (2885, 16),
     "diagnostics": (989, 6),
-    "models": (3349, 15),
+    "models": (3355, 15),
     "planning": (834, 6),
     "processes": (1354, 6),
     "rehearsal": (2047, 8),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3689, 15),
     "single_controller": (2177, 11),
     "trainer": (2979, 18),
-    "workers": (17800, 94),
+    "workers": (17799, 94),
 }
 """By folder; ``.`` has the files of the top level."""
 
