@@ -195,6 +195,7 @@ FAMILIES = {
         has_sinks=True,
         has_fused_experts=True,
         has_router_bias=True,
+        for_sglang={"swiglu_limit": 7.0},  # not written by transformers 5.12
     ),
     "granite": Family(_defaults("granite")),
     "hunyuan_v1_dense": Family(_defaults("hunyuan_v1_dense"), has_head_norms=True),
