@@ -36,6 +36,9 @@ _TEXT_CLASSES = {
 }
 """By ``model_type``: language models that are published within one that also sees."""
 
+SEEING = ("qwen2_5_vl", "qwen3_vl")
+"""``model_type`` of models whose vision tower is used, and trained if wanted."""
+
 _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -56,11 +59,27 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return _text_settings(_read(folder / CONFIG, lambda v: _problems_of_config(_text_settings(v))))
 
 
+def vision_settings(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of the tower of a model that sees, with ``image_token_id``; None: none.
+
+    Towers of ``_TEXT_CLASSES`` are kept in the folder, and not used.
+    """
+    values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if values.get("model_type") not in SEEING:
+        return None
+    return {**values.get("vision_config", {}), "image_token_id": values.get("image_token_id")}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; ``ModelError`` if the file holds none."""
+    return _read(file, lambda _: iter(()))
+
+
 def has_other_parts(folder: Path) -> bool:
     """Whether a folder's language model is within a model that also sees."""
     if not (folder / CONFIG).is_file():
         return False
-    settings = _read(folder / CONFIG, lambda _: iter(()))
+    settings = read_json(folder / CONFIG)
     return _text_settings(settings) is not settings
 
 
