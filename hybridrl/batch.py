@@ -36,6 +36,7 @@ class PromptBatch(TensorClass):
     seed_P: Tensor  # int64, response g to a prompt draws its random numbers from (seed, g) alone
     # uint8, jagged, the row as JSON (data/rows.py), with lengths of its own. None without an agent.
     row_PN: Tensor | None = None
+    images_P: Any = None  # hybridrl.images.Images of each prompt. None: the model has no tower
 
 
 class RolloutBatch(TensorClass):
@@ -55,6 +56,7 @@ class RolloutBatch(TensorClass):
     # None if the engine does not return them.
     routed_experts_BLJK: Tensor | None = None
     routed_experts_at_B: Any = None  # the same, left where it was sampled: see `leave_experts`
+    images_B: Any = None  # of each row's prompt, as in PromptBatch
     # int64, jagged, tokens of each of a row's Q sequences. None: every row is one sequence.
     sequence_lengths_BQ: Tensor | None = None
     # uint8, jagged, the turns as JSON (agents/trajectory.py), with lengths of its own. None
@@ -94,6 +96,7 @@ class TrainBatch(TensorClass):
     reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged
     routed_experts_BLJK: Tensor | None = None  # int16, jagged, see RolloutBatch
     routed_experts_at_B: Any = None  # see RolloutBatch
+    images_B: Any = None  # see RolloutBatch
     sequence_lengths_BQ: Tensor | None = None  # int64, jagged, see RolloutBatch
     sampler_weights_BL: Tensor | None = None  # float32, jagged, of a rollout correction
     group_tokens_B: Tensor | None = None  # int64, response tokens of the row's group

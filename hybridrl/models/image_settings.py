@@ -1,4 +1,4 @@
-"""How a model folder wants its images: config.json and preprocessor_config.json together."""
+"""How a model folder wants its images: its configuration and that of its image processor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hybridrl.errors import ModelError
 from hybridrl.images import ImageSettings
 from hybridrl.models.model_folder import read_json, vision_settings
 
-PREPROCESSOR = "preprocessor_config.json"
+_PROCESSOR = "processor_config.json"
+_PREPROCESSOR = "preprocessor_config.json"
 
 
 def read_image_settings(folder: Path, *, max_pixels: int | None = None) -> ImageSettings | None:
@@ -19,12 +20,16 @@ def read_image_settings(folder: Path, *, max_pixels: int | None = None) -> Image
         max_pixels: a limit below the folder's own.
 
     Raises:
-        ModelError: the folder has no ``preprocessor_config.json``, or a value of it is impossible.
+        ModelError: the folder does not describe its image processor, or impossibly.
     """
     tower = vision_settings(folder)
     if tower is None:
         return None
-    own = read_json(folder / PREPROCESSOR)
+    file = folder / _PROCESSOR  # of transformers 5; older folders have a file for images alone
+    own = read_json(file).get("image_processor") if file.is_file() else None
+    if own is None:
+        file = folder / _PREPROCESSOR
+        own = read_json(file)
     size = own.get("size") or {}
     smallest = own.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
     largest = own.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
@@ -41,12 +46,11 @@ def read_image_settings(folder: Path, *, max_pixels: int | None = None) -> Image
         )
     except (KeyError, TypeError, ValueError) as err:
         raise ModelError(
-            f"{folder / PREPROCESSOR} does not say how images are cut ({err!r}); download the "
-            "folder again"
+            f"{file} does not say how images are cut ({err!r}); download the folder again"
         ) from err
     if not settings.side**2 <= settings.min_pixels <= settings.max_pixels:
         raise ModelError(
-            f"{folder / PREPROCESSOR}: images may have {settings.min_pixels} to "
+            f"{file}: images may have {settings.min_pixels} to "
             f"{settings.max_pixels} pixels, and one token takes {settings.side**2}; raise "
             "data.max_image_pixels, or download the folder again"
         )

@@ -132,7 +132,9 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
     return replace(
         config,
         mode="sft",
-        model=ModelConfig(path=None, starter=starter, dtype="float32", attention="padded"),
+        model=ModelConfig(
+            path=None, starter=starter, dtype="float32", attention="padded", freeze_vision=True
+        ),
         actor=ActorConfig(
             engine="fsdp2",
             max_tokens_per_microbatch=8192,

@@ -23,6 +23,7 @@ from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.experts import StoredNames
+from hybridrl.models.image_settings import read_image_settings
 from hybridrl.models.load import DTYPES
 from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.backend import (
@@ -93,6 +94,7 @@ class FSDP2Backend(Backend):
             max_tokens=config.max_tokens_per_microbatch,
             ranks=self.data_ranks,
             device=device,
+            images=read_image_settings(folder),
         )
         self.model = build_model(
             folder,
@@ -100,6 +102,7 @@ class FSDP2Backend(Backend):
             dtype=DTYPES[model_config.dtype],
             ranks=self.data_ranks,
             is_trainable=learns,
+            freezes_vision=model_config.freeze_vision,
             adapt=None if adapter is None else adapter.inject,
             is_reward_model=is_reward_model,
         )

@@ -41,6 +41,7 @@ from hybridrl.models.packed_model import (
     keep_attention_eager,
     use_liger_kernels,
 )
+from hybridrl.models.seeing import sees
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.shard_spec import (
     RankShards,
@@ -61,12 +62,14 @@ def build_model(
     dtype: torch.dtype,
     ranks: Ranks,
     is_trainable: bool = True,
+    freezes_vision: bool = True,
     adapt: Adapt | None = None,
     is_reward_model: bool = False,
 ) -> PackedModel:
     """Load a Hugging Face folder, block by block, sharded over the ranks with FSDP2.
 
     Args:
+        freezes_vision: keeps the tower of a model that sees as it is.
         adapt: changes a policy before it has memory; its frozen and its new weights are sharded
             together.
     """
@@ -79,6 +82,8 @@ def build_model(
     if isinstance(config, CriticTrainingConfig):
         hf = build_empty_critic(folder, dtype=dtype, device=device)
     hf.requires_grad_(is_trainable)
+    if sees(hf):
+        hf.visual.requires_grad_(is_trainable and not freezes_vision)
     weights: WeightSource = ModelFiles(files, hf.config.model_type)
     if adapt is not None:
         weights = adapt(hf, weights)
@@ -115,9 +120,11 @@ def _fill_and_shard(
         return
     shard = _sharding(config, device, ranks.size)
     blocks = []
-    for number, block in enumerate(hf.model.layers):
-        fill_weights(block, f"model.layers.{number}.", weights, device)
-        blocks.append(shard(block))
+    names = {"visual.blocks.": hf.visual.blocks} if sees(hf) else {}
+    for prefix, modules in (*names.items(), ("model.layers.", hf.model.layers)):
+        for number, block in enumerate(modules):
+            fill_weights(block, f"{prefix}{number}.", weights, device)
+            blocks.append(shard(block))
     fill_weights(hf, "", weights, device)
     finish_model(hf, device)
     _sum_gradients_over_ranks(shard(model))

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from hybridrl.images import ImageSettings
 from hybridrl.models.packed import with_sink
 from hybridrl.models.recurrent import Mix
+from hybridrl.models.seeing import SeenImages
 from hybridrl.models.varlen import as_wide_as_keys
 from hybridrl.workers.rollout.embedded.row_states import RowStates, States, mix_contexts
 
@@ -36,6 +38,8 @@ class KVStep:
         states: of the recurrent layers.
         cached_R: int64, prefill only: tokens of each row that are cached already; its new
             tokens follow them. None: no row has any.
+        rotary_T: int64 [T] or [3, T], the positions to a model that sees; others have none.
+        seen: the images among the tokens.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class KVStep:
         mask_R11L: Tensor | None,
         states: RowStates,
         cached_R: Tensor | None = None,
+        rotary_T: Tensor | None = None,
+        seen: SeenImages | None = None,
     ) -> None:
         _, _, num_rows, num_kv_heads, num_places, head_dim = kv_YSJCD.shape
         num_used = num_rows if mask_R11L is None else len(mask_R11L)
@@ -58,6 +64,8 @@ class KVStep:
         self.position_T = position_T
         self._mask_R11L = mask_R11L
         self._cached_R = cached_R
+        self.rotary_T = position_T if rotary_T is None else rotary_T
+        self.seen = seen
         first_T = row_T * (num_kv_heads * num_places) + position_T
         line_2J = torch.arange(2 * num_kv_heads, device=position_T.device)
         line_2J[num_kv_heads:] += (num_rows - 1) * num_kv_heads
@@ -241,8 +249,12 @@ class KVSlots:
     Every value is finite at all times: a masked position has weight 0, and 0 * NaN would be NaN.
     """
 
-    def __init__(self, kv_YSJCD: Tensor, states: RowStates) -> None:
+    def __init__(
+        self, kv_YSJCD: Tensor, states: RowStates, images: ImageSettings | None = None
+    ) -> None:
         self.kv_YSJCD = kv_YSJCD
+        self.images = images
+        """How the model cuts images; None: it sees none."""
         self.states = states
         self.num_slots = kv_YSJCD.shape[2]
         self.max_tokens = kv_YSJCD.shape[4]
@@ -251,12 +263,13 @@ class KVSlots:
         self._place_C = torch.arange(self.max_tokens, device=device)
         self._zero, self._minus_infinity = kv_YSJCD.new_tensor([0.0, float("-inf")]).unbind()
 
-    def decode_step(self, length_R: Tensor, longest: int) -> KVStep:
+    def decode_step(self, length_R: Tensor, longest: int, shift_R: Tensor | None = None) -> KVStep:
         """Prepare one token for each of the first R rows.
 
         Args:
             length_R: int64, tokens cached so far, which is the position of the new one.
             longest: largest length after this step; attention reads no further.
+            shift_R: int64, what a row's images add to the positions of words behind them.
         """
         is_later_RL = self._place_C[:longest] > length_R[:, None]
         mask_RL = torch.where(is_later_RL, self._minus_infinity, self._zero)
@@ -267,6 +280,7 @@ class KVSlots:
             longest=longest,
             mask_R11L=mask_RL[:, None, None],
             states=self.states,
+            rotary_T=None if shift_R is None else length_R + shift_R,
         )
 
     def place(self, first_row: int, kv_YRJLD: Tensor, states: States, row_N: Tensor) -> None:
