@@ -218,6 +218,11 @@ def place_on_last_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:
     return jagged_from(column_T, row_lengths(mask_BL))
 
 
+def objects(values: Sequence[object]) -> NonTensorStack:
+    """Return a column with one object a row."""
+    return NonTensorStack(*(NonTensorData(value) for value in values))
+
+
 def leave_experts(rollouts: RolloutBatch) -> RolloutBatch:
     """Leave the experts of each row in Ray's memory on this machine; the batch gets references.
 
@@ -229,7 +234,7 @@ def leave_experts(rollouts: RolloutBatch) -> RolloutBatch:
     rows = rollouts.routed_experts_BLJK.unbind()
     rollouts = rollouts.clone(recurse=False)
     rollouts.routed_experts_BLJK = None
-    rollouts.routed_experts_at_B = NonTensorStack(*(NonTensorData(ray.put(row)) for row in rows))
+    rollouts.routed_experts_at_B = objects([ray.put(row) for row in rows])
     return rollouts
 
 

@@ -79,7 +79,7 @@ class ImageSettings:
         return rows * side, columns * side
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Image:
     """An image of a prompt, as it travels with the tokens; the pixels stay where they were made."""
 

@@ -23,7 +23,7 @@ def is_adapter_name(name: str) -> bool:
 
 
 def may_adapt(module_name: str) -> bool:
-    """Whether a layer may get an adapter: none of a vision tower, where rollout engines have none."""
+    """Whether a layer may get an adapter; in a vision tower rollout engines would have none."""
     return not module_name.startswith(_TOWER)
 
 

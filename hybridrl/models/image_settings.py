@@ -31,16 +31,18 @@ def read_image_settings(folder: Path, *, max_pixels: int | None = None) -> Image
         file = folder / _PREPROCESSOR
         own = read_json(file)
     size = own.get("size") or {}
-    smallest = own.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
-    largest = own.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
     try:
+        smallest, largest = (
+            int(own.get(old) or size.get(new) or size[old])
+            for old, new in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+        )
         settings = ImageSettings(
             placeholder=int(tower["image_token_id"]),
             patch=int(tower["patch_size"]),
             merge=int(tower["spatial_merge_size"]),
             frames=int(tower["temporal_patch_size"]),
-            min_pixels=int(smallest),
-            max_pixels=int(largest) if max_pixels is None else min(int(largest), max_pixels),
+            min_pixels=smallest,
+            max_pixels=largest if max_pixels is None else min(largest, max_pixels),
             mean=_colours(own["image_mean"]),
             std=_colours(own["image_std"]),
         )

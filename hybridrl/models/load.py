@@ -35,9 +35,9 @@ from hybridrl.models.model_folder import (
     WEIGHTS,
     has_other_parts,
     is_mxfp4,
+    own_name,
     read_settings,
     read_weight_map,
-    own_name,
     text_folder,
     vision_settings,
 )

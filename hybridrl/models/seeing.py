@@ -127,7 +127,7 @@ class RowImages:
         """
         image_T = self.image_N[index_T]
         is_image_T = image_T >= 0
-        numbers_K, own_I = image_T[is_image_T].unique(return_inverse=True)
+        numbers_K, own_I = torch.unique(image_T[is_image_T], return_inverse=True)
         images = [self.images[number] for number in numbers_K.tolist()]
         counts_K = torch.tensor([image.num_tokens for image in images], dtype=torch.int64)
         feature_T = torch.full_like(image_T, -1)

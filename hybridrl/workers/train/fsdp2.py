@@ -24,7 +24,6 @@ from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_a
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.image_settings import read_image_settings
-from hybridrl.models.load import DTYPES
 from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.backend import (
     Backend,
@@ -99,10 +98,9 @@ class FSDP2Backend(Backend):
         self.model = build_model(
             folder,
             config=config,
-            dtype=DTYPES[model_config.dtype],
+            model_config=model_config,
             ranks=self.data_ranks,
             is_trainable=learns,
-            freezes_vision=model_config.freeze_vision,
             adapt=None if adapter is None else adapter.inject,
             is_reward_model=is_reward_model,
         )

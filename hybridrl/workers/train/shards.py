@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig, CriticTrainingConfig, TrainingConfig
+from hybridrl.config.model import ModelConfig
 from hybridrl.models.experts import ExpertMatrix, StoredNames
 from hybridrl.models.load import (
     DTYPES,
@@ -59,21 +60,19 @@ def build_model(
     folder: Path,
     *,
     config: ActorConfig | CriticTrainingConfig,
-    dtype: torch.dtype,
+    model_config: ModelConfig,
     ranks: Ranks,
     is_trainable: bool = True,
-    freezes_vision: bool = True,
     adapt: Adapt | None = None,
     is_reward_model: bool = False,
 ) -> PackedModel:
     """Load a Hugging Face folder, block by block, sharded over the ranks with FSDP2.
 
     Args:
-        freezes_vision: keeps the tower of a model that sees as it is.
         adapt: changes a policy before it has memory; its frozen and its new weights are sharded
             together.
     """
-    device, files = ranks.device, WeightFiles(folder)
+    device, files, dtype = ranks.device, WeightFiles(folder), DTYPES[model_config.dtype]
     if is_reward_model:
         hf = build_empty_reward_model(folder, files=files, dtype=dtype, device=device)
     else:
@@ -83,7 +82,7 @@ def build_model(
         hf = build_empty_critic(folder, dtype=dtype, device=device)
     hf.requires_grad_(is_trainable)
     if sees(hf):
-        hf.visual.requires_grad_(is_trainable and not freezes_vision)
+        hf.visual.requires_grad_(is_trainable and not model_config.freeze_vision)
     weights: WeightSource = ModelFiles(files, hf.config.model_type)
     if adapt is not None:
         weights = adapt(hf, weights)

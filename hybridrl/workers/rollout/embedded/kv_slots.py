@@ -7,6 +7,8 @@ forward pass, end to end: the model always sees one row of T tokens, and only at
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +22,17 @@ from hybridrl.models.varlen import as_wide_as_keys
 from hybridrl.workers.rollout.embedded.row_states import RowStates, States, mix_contexts
 
 ATTENTION_NAME = "hybridrl_kv_slots"
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the tokens of a pass mean to a model that sees."""
+
+    position_T: Tensor
+    """int64 [T], or [3, T] with rows and columns of images; not where keys are written."""
+
+    seen: SeenImages | None
+    """None: all tokens are words."""
 
 
 class KVStep:
@@ -38,9 +51,10 @@ class KVStep:
         states: of the recurrent layers.
         cached_R: int64, prefill only: tokens of each row that are cached already; its new
             tokens follow them. None: no row has any.
-        rotary_T: int64 [T] or [3, T], the positions to a model that sees; others have none.
-        seen: the images among the tokens.
     """
+
+    sight: Sight | None = None
+    """What a model that sees gets besides; others get none."""
 
     def __init__(
         self,
@@ -52,8 +66,6 @@ class KVStep:
         mask_R11L: Tensor | None,
         states: RowStates,
         cached_R: Tensor | None = None,
-        rotary_T: Tensor | None = None,
-        seen: SeenImages | None = None,
     ) -> None:
         _, _, num_rows, num_kv_heads, num_places, head_dim = kv_YSJCD.shape
         num_used = num_rows if mask_R11L is None else len(mask_R11L)
@@ -64,8 +76,6 @@ class KVStep:
         self.position_T = position_T
         self._mask_R11L = mask_R11L
         self._cached_R = cached_R
-        self.rotary_T = position_T if rotary_T is None else rotary_T
-        self.seen = seen
         first_T = row_T * (num_kv_heads * num_places) + position_T
         line_2J = torch.arange(2 * num_kv_heads, device=position_T.device)
         line_2J[num_kv_heads:] += (num_rows - 1) * num_kv_heads
@@ -273,15 +283,17 @@ class KVSlots:
         """
         is_later_RL = self._place_C[:longest] > length_R[:, None]
         mask_RL = torch.where(is_later_RL, self._minus_infinity, self._zero)
-        return KVStep(
+        step = KVStep(
             self.kv_YSJCD,
             length_R,
             row_T=self._slot_S[: len(length_R)],
             longest=longest,
             mask_R11L=mask_RL[:, None, None],
             states=self.states,
-            rotary_T=None if shift_R is None else length_R + shift_R,
         )
+        if shift_R is not None:
+            step.sight = Sight(length_R + shift_R, None)
+        return step
 
     def place(self, first_row: int, kv_YRJLD: Tensor, states: States, row_N: Tensor) -> None:
         """Copy rows ``row_N`` of prefilled [Y, 2, R, J, L, D] to N slots from ``first_row`` on."""

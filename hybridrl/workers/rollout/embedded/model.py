@@ -28,7 +28,7 @@ from hybridrl.models.load import (
 )
 from hybridrl.models.seeing import seen_inputs
 from hybridrl.workers.rollout.adapter_fit import no_adapter_loaded, require_fit
-from hybridrl.workers.rollout.embedded.kv_slots import ATTENTION_NAME, KVSlots, KVStep
+from hybridrl.workers.rollout.embedded.kv_slots import ATTENTION_NAME, KVSlots, KVStep, Sight
 from hybridrl.workers.rollout.embedded.row_states import RowStates
 
 
@@ -125,11 +125,12 @@ class SeeingForward:
         self, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
     ) -> Tensor:
         """Run a pass; see ``Forward``."""
+        sight = kv_step.sight or Sight(kv_step.position_T, None)
         inputs = {"input_ids": token_T[None]}
-        if kv_step.seen is not None:
-            inputs = seen_inputs(self.model, token_T, kv_step.seen)
+        if sight.seen is not None:
+            inputs = seen_inputs(self.model, token_T, sight.seen)
         hidden_1TH = self.model.model(
-            **inputs, position_ids=kv_step.rotary_T[..., None, :], use_cache=False, kv_step=kv_step
+            **inputs, position_ids=sight.position_T[..., None, :], use_cache=False, kv_step=kv_step
         ).last_hidden_state
         hidden_NH = hidden_1TH[0] if logits_at is None else hidden_1TH[0].index_select(0, logits_at)
         logits_NV: Tensor = self.model.lm_head(hidden_NH)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hybridrl.batch import jagged
 from hybridrl.images import Images, ImageSettings
-from hybridrl.models.seeing import RowImages, SeenImages
-from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
+from hybridrl.models.seeing import RowImages
+from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep, Sight
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 from hybridrl.workers.rollout.embedded.row_states import States
 
@@ -143,9 +143,6 @@ def prefill(
     row_T = torch.arange(len(new), device=device).repeat_interleave(count_R)
     query_T = torch.arange(len(token_T), device=device) - (end_R - count_R)[row_T]
     cached_R = torch.tensor(num_cached, device=device)
-    rotary_3T, seen = None, None
-    if slots.images is not None:
-        rotary_3T, seen = _see(contexts, num_cached, slots.images, device)
     kv_step = KVStep(
         kv_YRJLD,
         query_T + cached_R[row_T],
@@ -154,9 +151,9 @@ def prefill(
         mask_R11L=None,
         states=slots.states,
         cached_R=cached_R if any(num_cached) else None,
-        rotary_T=rotary_3T,
-        seen=seen,
     )
+    if slots.images is not None:
+        kv_step.sight = _see(contexts, num_cached, slots.images, device)
     logits_RV = forward(token_T, kv_step, logits_at=end_R - 1)
     require_finite(logits_RV)
     return Prefilled(kv_YRJLD, logits_RV, slots.states.of(kv_step.cache))
@@ -167,8 +164,8 @@ def _see(
     num_cached: Sequence[int],
     settings: ImageSettings,
     device: torch.device,
-) -> tuple[Tensor, SeenImages | None]:
-    """Return the positions of new tokens, int64 [3, T], and the images among them, if any."""
+) -> Sight:
+    """Return the positions of new tokens, and the images among them, if any."""
     rows = RowImages.of(
         jagged([tokens for tokens, _ in contexts]), [images for _, images in contexts], settings
     )
@@ -176,7 +173,6 @@ def _see(
     place_N = torch.arange(int(lengths_R.sum()))
     first_new_R = lengths_R.cumsum(0) - lengths_R + torch.tensor(num_cached)
     index_T = place_N[place_N >= first_new_R.repeat_interleave(lengths_R)]
-    rotary_3T = rows.position_3N[:, index_T].to(device)
-    if not (rows.image_N[index_T] >= 0).any():
-        return rotary_3T, None
-    return rotary_3T, rows.seen(index_T, num_padding=0, device=device)
+    has_images = bool((rows.image_N[index_T] >= 0).any())
+    seen = rows.seen(index_T, num_padding=0, device=device) if has_images else None
+    return Sight(rows.position_3N[:, index_T].to(device), seen)
