@@ -131,6 +131,7 @@ class SupervisedBatch(TensorClass):
 
     token_ids_BL: Tensor  # int64, jagged
     response_mask_BL: Tensor  # bool, jagged, True where the loss is taken
+    images_B: Any = None  # see RolloutBatch
 
 
 class PreferenceBatch(TensorClass):
@@ -138,6 +139,7 @@ class PreferenceBatch(TensorClass):
 
     token_ids_BL: Tensor  # int64, jagged
     response_mask_BL: Tensor  # bool, jagged, True on the answer and its end-of-sequence token
+    images_B: Any = None  # see RolloutBatch
     reference_logprobs_B: Tensor | None = None  # float32 nats, sum over the answer
     margins_B: Tensor | None = None  # float32 score units, of each row's pair; None: 0
 

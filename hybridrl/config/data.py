@@ -48,6 +48,9 @@ class SourceConfig:
     """Column of the difficulty."""
 
 
+ImagePixels = Annotated[int, Field(ge=1, le=50_000_000, description="larger files are refused")]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Source of prompts. Mirrors hydra_configs/data/*.yaml key by key."""
@@ -87,6 +90,13 @@ class DataConfig:
     rejected_key: str | None
     """Column of the rejected answer: rows are preference pairs, whose chosen answer is that of
     ``data.answer_key``. Answers are text, or chats that end with the answer. Null: no pairs."""
+
+    images_key: str | None
+    """Column of a row's images, which a row need not have: a list of paths, or of bytes. Each
+    stands for an ``<image>`` in the prompt. Null reads no such column."""
+
+    max_image_pixels: ImagePixels | None
+    """Larger images are made smaller; null: the limit of the model's folder."""
 
     source_key: str
     """Column of the data source's name; may be missing."""

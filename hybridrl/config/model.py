@@ -40,6 +40,10 @@ SGLANG_MODEL_TYPES = (
 """Architectures whose samples from SGLang are shown to have the trainer's log-probs."""
 
 
+STARTER_SIDE = 16
+"""Pixels of the square that a token of a made model sees: one digit of a drawn number."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarterConfig:
     """A small model made locally, so that a first run needs no download.

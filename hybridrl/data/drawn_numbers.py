@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from base64 import b64encode
-from io import BytesIO
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-SIDE = 16
-"""Pixels of the square that a digit stands in: one token of the model that is made on the spot."""
+from hybridrl.config.model import STARTER_SIDE as SIDE
+from hybridrl.data.pixels import source_of_image
 
 _SHIFT = 3  # pixels at most that a digit is moved, to the right and upwards
 _DARKEST = 150
@@ -26,6 +24,4 @@ def draw_number(digits: str, source: random.Random) -> str:
         canvas.text(corner, digit, fill=source.randint(_DARKEST, 255), font=font)
     noise = np.random.default_rng(source.getrandbits(32)).normal(0.0, _NOISE, image.size[::-1])
     pixels = np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8)
-    file = BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+    return source_of_image(Image.fromarray(pixels))

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Literal
 
 from hybridrl.data.drawn_numbers import draw_number
-from hybridrl.data.rows import Message, Picture, Row
+from hybridrl.data.rows import IMAGE_MARK, Message, Row
 from hybridrl.errors import DataError
 
 Split = Literal["train", "eval"]
@@ -80,7 +80,8 @@ def build_read_numbers_rows(
         )
         rows.append(
             Row(
-                prompt=(Message("user", (Picture(draw_number(number, source)), "=")),),
+                prompt=(Message("user", f"{IMAGE_MARK}="),),
+                images=(draw_number(number, source),),
                 answer=number,
                 source="read_numbers",
                 origin=f"read_numbers/{split}:{index + 1}",

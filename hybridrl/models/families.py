@@ -235,7 +235,7 @@ FAMILIES = {
     ),
     "qwen2": Family(_defaults("qwen2"), always_has_qkv_bias=True, has_output_bias=False),
     "qwen2_5_vl_text": Family(
-        _defaults("qwen2_5_vl_text"),
+        _defaults("qwen2_5_vl_text", rms_norm_eps=1e-5),
         always_has_qkv_bias=True,
         has_output_bias=False,
         ropes=_SEEN_ROPES,

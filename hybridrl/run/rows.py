@@ -34,6 +34,7 @@ from hybridrl.data.tasks import (
     build_sort_digits_rows,
 )
 from hybridrl.data.tokenizing import Resources, RowEncoder, encode_rows, tokenize_files
+from hybridrl.models.image_settings import image_settings_of
 from hybridrl.processes.guard import usual_num_processes
 
 log = logging.getLogger(__name__)
@@ -242,6 +243,7 @@ def _encoder_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) ->
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
         tools=tool_schemas(config.agent),
+        images=image_settings_of(config.model, max_pixels=data.max_image_pixels),
     )
 
 

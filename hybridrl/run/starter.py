@@ -18,7 +18,6 @@ import torch
 import transformers
 from filelock import FileLock
 from transformers import (
-    PreTrainedTokenizerBase,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
@@ -32,11 +31,12 @@ from hybridrl.config.actor import ActorConfig, FSDP2Config, OptimizerConfig
 from hybridrl.config.algorithm import SftConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import ModelConfig, StarterConfig
-from hybridrl.data.drawn_numbers import SIDE
-from hybridrl.data.starter_tokenizer import VISION_TOKENS, build_starter_tokenizer
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics
+from hybridrl.models.architecture import starter_tower
+from hybridrl.models.image_settings import PROCESSOR, STARTER_PROCESSOR, STARTER_VISION_TOKENS
 from hybridrl.run.modes.offline import open_sft
 from hybridrl.run.record import RunFolder
 from hybridrl.run.workers import start_workers
@@ -206,6 +206,7 @@ def write_random_model(starter: StarterConfig, folder: Path, *, seed: int) -> No
         "vocab_size": starter.vocab_size,
         "max_position_embeddings": starter.max_position_embeddings,
         "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
@@ -214,58 +215,24 @@ def write_random_model(starter: StarterConfig, folder: Path, *, seed: int) -> No
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if starter.num_vision_layers:
-            shape = _seeing_shape(starter, sizes, tokenizer)
+            shape = _seeing_shape(sizes, starter_tower(starter))
             Qwen2_5_VLForConditionalGeneration(shape).save_pretrained(folder)
-            (folder / "processor_config.json").write_text(to_json_text(_PROCESSOR))
+            (folder / PROCESSOR).write_text(to_json_text(STARTER_PROCESSOR))
         else:
             head_dim = starter.hidden_size // starter.num_attention_heads
             Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-_PATCH, _MERGE = SIDE // 2, 2
-_IMAGES = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "patch_size": _PATCH,
-    "merge_size": _MERGE,
-    "temporal_patch_size": 2,
-    "size": {"shortest_edge": SIDE**2, "longest_edge": 64 * SIDE**2},
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-}
-_FILMS = _IMAGES | {"video_processor_type": "Qwen2VLVideoProcessor"}
-_PROCESSOR = {
-    "processor_class": "Qwen2_5_VLProcessor",
-    "image_processor": _IMAGES,
-    "video_processor": _FILMS,
-}
-
-
-def _seeing_shape(
-    starter: StarterConfig, sizes: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> Qwen2_5_VLConfig:
-    quarter = starter.hidden_size // starter.num_attention_heads // 2 // 4
-    start, image, end, film = map(tokenizer.convert_tokens_to_ids, VISION_TOKENS)
+def _seeing_shape(sizes: dict[str, Any], tower: dict[str, Any]) -> Qwen2_5_VLConfig:
+    quarter = sizes["hidden_size"] // sizes["num_attention_heads"] // 2 // 4
     # Angles of time, and of rows and columns.
     rope = {"mrope_section": [quarter * 2, quarter, quarter]}
     return Qwen2_5_VLConfig(
         text_config=sizes | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | rope},
-        vision_config={
-            "depth": starter.num_vision_layers,
-            "hidden_size": starter.hidden_size,
-            "intermediate_size": starter.intermediate_size,
-            "num_heads": starter.num_attention_heads,
-            "out_hidden_size": starter.hidden_size,
-            "patch_size": _PATCH,
-            "spatial_merge_size": _MERGE,
-            "window_size": 64 * SIDE,
-            "fullatt_block_indexes": [*range(starter.num_vision_layers)],
-        },
-        image_token_id=image,
-        video_token_id=film,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
+        vision_config=tower,
         tie_word_embeddings=True,
+        **STARTER_VISION_TOKENS,
     )
 
 

@@ -144,7 +144,7 @@ class MicroBatcher:
         sequence_lengths_BQ, images_B = None, None
         if not isinstance(batch, SupervisedBatch | PreferenceBatch):
             sequence_lengths_BQ = batch.sequence_lengths_BQ
-        if isinstance(batch, RolloutBatch | TrainBatch) and batch.images_B is not None:
+        if not isinstance(batch, CriticBatch) and batch.images_B is not None:
             images_B = list(batch.images_B)
         rows = self.read(
             batch.token_ids_BL,
