@@ -52,9 +52,9 @@ class SourceConfig:
 class DataConfig:
     """Source of prompts. Mirrors hydra_configs/data/*.yaml key by key."""
 
-    task: Literal["sort_digits", "calculator"] | None
-    """A built-in task that makes its own rows: numbers to sort, or arithmetic to be computed with
-    the tool ``calculator``. Null reads ``data.train_files``."""
+    task: Literal["sort_digits", "calculator", "read_numbers"] | None
+    """A built-in task that makes its own rows: numbers to sort, arithmetic to be computed with the
+    tool ``calculator``, or images of numbers to read. Null reads ``data.train_files``."""
 
     train_files: tuple[str, ...]
     """Files with columns prompt, answer and optionally source: jsonl, json, csv, parquet, or a
@@ -71,10 +71,10 @@ class DataConfig:
     """Training rows that a built-in task makes; evaluation rows are added to them."""
 
     min_digits: Digits
-    """sort_digits: shortest number, in digits."""
+    """sort_digits, read_numbers: shortest number, in digits."""
 
     max_digits: Digits
-    """sort_digits: longest number, in digits."""
+    """sort_digits, read_numbers: longest number, in digits."""
 
     prompt_key: str | None
     """Column of the prompt: text, or a list of chat messages with role and content. Null: the

@@ -42,7 +42,10 @@ SGLANG_MODEL_TYPES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarterConfig:
-    """A small Qwen3-shaped model made locally, so that a first run needs no download."""
+    """A small model made locally, so that a first run needs no download.
+
+    It has the shape of Qwen3, or with a vision tower that of Qwen2.5-VL.
+    """
 
     hidden_size: Width
     """Width of the residual stream."""
@@ -60,7 +63,11 @@ class StarterConfig:
     """Width inside the MLP."""
 
     vocab_size: Annotated[int, Field(ge=258, le=2**24, description="no tokenizer has more")]
-    """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special tokens."""
+    """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special tokens, and
+    with a vision tower four more."""
+
+    num_vision_layers: CountOrZero
+    """Blocks of its vision tower, as wide as the others; 0: it sees nothing."""
 
     max_position_embeddings: Annotated[
         int, Field(ge=1, le=2**25, description="the longest prompt and response together")

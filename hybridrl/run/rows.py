@@ -27,7 +27,12 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row, fingerprint
 from hybridrl.data.sampler import MixSampler, RowOrder, RowSampler
-from hybridrl.data.tasks import Split, build_calculator_rows, build_sort_digits_rows
+from hybridrl.data.tasks import (
+    Split,
+    build_calculator_rows,
+    build_read_numbers_rows,
+    build_sort_digits_rows,
+)
 from hybridrl.data.tokenizing import Resources, RowEncoder, encode_rows, tokenize_files
 from hybridrl.processes.guard import usual_num_processes
 
@@ -210,6 +215,14 @@ def _make(config: ExperimentConfig, num_rows: int, *, split: Split) -> list[Row]
     if data.task == "calculator":
         return build_calculator_rows(
             num_rows, split=split, seed=config.seed, has_conversations=config.mode == "sft"
+        )
+    if data.task == "read_numbers":
+        return build_read_numbers_rows(
+            num_rows,
+            split=split,
+            seed=config.seed,
+            min_digits=data.min_digits,
+            max_digits=data.max_digits,
         )
     return build_sort_digits_rows(
         num_rows,

@@ -19,8 +19,9 @@ from hybridrl.batch import (
 from hybridrl.images import Image, Images, ImageSettings, patches
 from hybridrl.models.model_folder import own_name
 from hybridrl.sampler import Sample
+from tests.seeing import VISION_END, VISION_START
 
-BEGIN, END, WORD = 3, 4, 40  # tokens of tests/seeing.py's tokenizer
+WORD = 40
 
 
 def draw_image(settings: ImageSettings, rows: int, columns: int, *, seed: int) -> Image:
@@ -33,7 +34,7 @@ def draw_image(settings: ImageSettings, rows: int, columns: int, *, seed: int) -
 def prompt_with(images: Sequence[Image], settings: ImageSettings) -> list[int]:
     tokens = [20, 21]
     for image in images:
-        tokens += [BEGIN, *[settings.placeholder] * image.num_tokens, END, WORD]
+        tokens += [VISION_START, *[settings.placeholder] * image.num_tokens, VISION_END, WORD]
     return [*tokens, 41]
 
 
