@@ -25,6 +25,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorClass
 from torch import Tensor
 
 import hybridrl.payload  # noqa: F401  # registers how tensors travel through Ray
+from hybridrl.images import Images
 
 
 class PromptBatch(TensorClass):
@@ -223,6 +224,20 @@ def place_on_last_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:
 def objects(values: Sequence[object]) -> NonTensorStack:
     """Return a column with one object a row."""
     return NonTensorStack(*(NonTensorData(value) for value in values))
+
+
+def images_of(prompts: PromptBatch) -> list[Images]:
+    """Return the images of each prompt; none of a model without a tower."""
+    if prompts.images_P is None:
+        return [()] * len(prompts)
+    return list(prompts.images_P)
+
+
+def images_of_rows(prompts: PromptBatch, num_responses: int) -> NonTensorStack | None:
+    """Return the column ``images_B`` of that many responses to each prompt."""
+    if prompts.images_P is None:
+        return None
+    return objects([images for images in prompts.images_P for _ in range(num_responses)])
 
 
 def leave_experts(rollouts: RolloutBatch) -> RolloutBatch:
