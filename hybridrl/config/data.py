@@ -48,6 +48,9 @@ class SourceConfig:
     """Column of the difficulty."""
 
 
+CHAT_TASKS = ("calculator", "read_numbers")
+"""Built-in tasks whose rows are chat messages: the made model has a chat template for them."""
+
 ImagePixels = Annotated[int, Field(ge=1, le=50_000_000, description="larger files are refused")]
 
 
