@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import ray
@@ -19,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, RequestError
 
 _WIDEST = 200
 """Times that an image may be longer than it is wide, or wider than long."""
@@ -80,7 +79,7 @@ class ImageSettings:
         return rows * side, columns * side
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Image:
     """An image of a prompt, as it travels with the tokens; the pixels stay where they were made."""
 
@@ -134,6 +133,25 @@ def image_begins(token_ids_L: Tensor, images: Sequence[Image], placeholder: int)
     return begins
 
 
+def require_images_fit(
+    token_ids_L: Tensor, images: Sequence[Image], settings: ImageSettings | None
+) -> int:
+    """Return the placeholder of a model; -1 if it sees no images.
+
+    Raises:
+        RequestError: it sees none and there are some, or their placeholders are not there.
+    """
+    if settings is None:
+        if images:
+            raise RequestError(f"the request has {len(images)} images, and the model sees none")
+        return -1
+    try:
+        image_begins(token_ids_L, images, settings.placeholder)
+    except DataError as error:
+        raise RequestError(str(error)) from error
+    return settings.placeholder
+
+
 def with_identities(token_ids_L: Tensor, images: Sequence[Image], placeholder: int) -> Tensor:
     """Return tokens in which those of images say which: equal ones come of equal prompts alone."""
     if not images:
@@ -159,8 +177,13 @@ def positions(token_ids_L: Tensor, images: Sequence[Image], placeholder: int) ->
         grid = torch.cartesian_prod(torch.arange(image.rows), torch.arange(image.columns))
         position_3L[1:, begin:end] = first + grid.reshape(-1, 2).T
         position_3L[0, begin:end] = first
-        position_3L[:, end:] -= image.num_tokens - max(image.rows, image.columns)
+        position_3L[:, end:] += position_shift([image])
     return position_3L
+
+
+def position_shift(images: Sequence[Image]) -> int:
+    """Return what to add to the number of a token behind the images for its position."""
+    return -sum(image.num_tokens - max(image.rows, image.columns) for image in images)
 
 
 def patches(pixels_HWC: Tensor, settings: ImageSettings) -> Tensor:
@@ -179,8 +202,3 @@ def patches(pixels_HWC: Tensor, settings: ImageSettings) -> Tensor:
     repeated = ordered.expand(*ordered.shape[:5], settings.frames, *ordered.shape[6:])
     num_patches = (height // patch) * (width // patch)
     return repeated.reshape(num_patches, num_colours * settings.frames * patch**2)
-
-
-def images_of(column: Any) -> list[Images]:  # noqa: ANN401 - tensordict's stack of objects
-    """Return the images of each row of a batch's column."""
-    return [tuple(images) for images in column]

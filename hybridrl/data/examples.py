@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import PreferenceBatch, SupervisedBatch, jagged
 from hybridrl.data.prompts import Overlong, TokenizedRow, render_chat, tokenize_answers
+from hybridrl.data.source import images_column
 from hybridrl.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,10 @@ def build_supervised_batch(
             in_prompt = assistant_mask(row, tokenizer)
         masks.append(torch.cat([in_prompt, torch.ones(len(target), dtype=torch.bool)]))
     return SupervisedBatch(
-        token_ids_BL=jagged(tokens), response_mask_BL=jagged(masks), batch_size=[len(rows)]
+        token_ids_BL=jagged(tokens),
+        response_mask_BL=jagged(masks),
+        images_B=images_column(rows),
+        batch_size=[len(rows)],
     )
 
 
@@ -77,9 +82,14 @@ def _turn_spans(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Iterat
     for index, message in enumerate(messages):
         if message.role != _ASSISTANT:
             continue
-        before = render_chat(messages[:index], tokenizer, origin=row.row.origin)
-        turn = messages[: index + 1]
-        after = render_chat(turn, tokenizer, origin=row.row.origin, is_complete=True)
+        render = partial(
+            render_chat,
+            tokenizer=tokenizer,
+            origin=row.row.origin,
+            has_images=bool(row.row.images),
+        )
+        before = render(messages[:index])
+        after = render(messages[: index + 1], is_complete=True)
         if not (after.startswith(before) and row.prompt_text.startswith(after)):
             raise DataError(
                 f"{row.row.origin}: the chat template renders message {index + 1} of the prompt "
@@ -120,7 +130,9 @@ def tokenize_pairs(
     chosen = tokenize_answers([row.row.answer for row in rows], tokenizer)
     rejected = tokenize_answers([str(row.row.rejected) for row in rows], tokenizer)
     pairs = [
-        PreferencePair(row.row, row.prompt_text, row.token_ids, *map(torch.tensor, answers))
+        PreferencePair(
+            row.row, row.prompt_text, row.token_ids, *map(torch.tensor, answers), images=row.images
+        )
         for row, *answers in zip(rows, chosen, rejected, strict=True)
     ]
     for pair in pairs:
@@ -159,5 +171,6 @@ def build_preference_batch(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
     return PreferenceBatch(
         token_ids_BL=jagged([torch.cat(row) for row in rows]),
         response_mask_BL=jagged([torch.arange(len(p) + len(a)) >= len(p) for p, a in rows]),
+        images_B=images_column([pair for pair in pairs for _ in range(2)]),
         batch_size=[len(rows)],
     )

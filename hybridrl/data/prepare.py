@@ -23,7 +23,7 @@ from pathlib import Path
 
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.data.files import read_records
-from hybridrl.data.parsing import Malformed
+from hybridrl.data.rows import Malformed
 from hybridrl.data.tasks import make_countdown
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.json_text import to_json_text

@@ -36,8 +36,11 @@ _TEXT_CLASSES = {
 }
 """By ``model_type``: language models that are published within one that also sees."""
 
-SEEING = ("qwen2_5_vl", "qwen3_vl")
-"""``model_type`` of models whose vision tower is used, and trained if wanted."""
+SEEING = {
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
+"""By ``model_type``: models whose vision tower is used, and trained if wanted."""
 
 _PREFIXES = {
     "model.language_model.": "model.",
@@ -46,6 +49,13 @@ _PREFIXES = {
     "lm_head.": "lm_head.",
 }
 """Of the language model's weights in such folders, and in a folder of itself."""
+
+_SEEING_PREFIXES = _PREFIXES | {
+    "model.visual.": "visual.",
+    "visual.": "visual.",
+    "model.": "model.",
+}
+"""Likewise, where the tower is used; the last two are those of the first Qwen2.5-VL."""
 
 _MAX_SHOWN = 60
 _META = "__metadata__"
@@ -76,7 +86,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def has_other_parts(folder: Path) -> bool:
-    """Whether a folder's language model is within a model that also sees."""
+    """Whether a folder's language model is within a model that also sees, or could."""
     if not (folder / CONFIG).is_file():
         return False
     settings = read_json(folder / CONFIG)
@@ -85,6 +95,11 @@ def has_other_parts(folder: Path) -> bool:
 
 def _text_settings(values: dict[str, Any]) -> dict[str, Any]:
     text = values.get("text_config")
+    if (seeing := values.get("model_type")) in SEEING:
+        # The first Qwen2.5-VL has no section for its language model.
+        own = values if text is None else {**values, **text}
+        model = {"model_type": f"{seeing}_text", "architectures": [SEEING[seeing]]}
+        return {**own, **model, "tie_word_embeddings": values.get("tie_word_embeddings")}
     if not isinstance(text, dict) or text.get("model_type") not in _TEXT_CLASSES:
         return values
     names = ("tie_word_embeddings", "quantization_config", "dtype")
@@ -95,9 +110,10 @@ def _text_settings(values: dict[str, Any]) -> dict[str, Any]:
 def text_folder(folder: Path) -> Path:
     """Return a folder whose config.json is the language model's; with weights only if it is given.
 
-    SGLang is built of it without files of weights. The new one is named by what it holds.
+    SGLang is built of it without files of weights. The new one is named by what it holds. A folder
+    whose tower is used is returned as it is.
     """
-    if not has_other_parts(folder):
+    if vision_settings(folder) is not None or not has_other_parts(folder):
         return folder
     text = to_json_text(read_settings(folder), indent=2)
     name = f"hybridrl-language-model-{os.getuid()}-{sha256(text.encode()).hexdigest()[:16]}"
@@ -109,9 +125,9 @@ def text_folder(folder: Path) -> Path:
     return target
 
 
-def text_name(stored: str) -> str | None:
-    """Return the language model's name of a weight in a folder with other parts; None: of these."""
-    for prefix, own in _PREFIXES.items():
+def own_name(stored: str, *, sees: bool) -> str | None:
+    """Return the name here of a weight in a folder with other parts; None: of a part not used."""
+    for prefix, own in (_SEEING_PREFIXES if sees else _PREFIXES).items():
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)
     return None

@@ -79,7 +79,9 @@ class SlowToOpen:
 
 @pytest.fixture
 def requests() -> PolicyRequests:
-    return PolicyRequests(config_of("serving=own", "rollout=sglang"), vocab_size=1000, key="a-key")
+    return PolicyRequests(
+        config_of("serving=own", "rollout=sglang"), vocab_size=1000, images=None, key="a-key"
+    )
 
 
 @pytest.mark.parametrize("interrupts", [False, True])
