@@ -52,16 +52,15 @@ class SizedImage:
         """Placeholders in the prompt."""
         return (self.height // self.side) * (self.width // self.side)
 
-    def begin_to_load(self) -> Image:
-        """Let a process of Ray read and resize it."""
-        pixels = load_remotely(self.source, self.height, self.width)
-        identity = identity_of(self.source, self.height, self.width)
-        return Image(self.height // self.side, self.width // self.side, identity, pixels)
 
-
-def begin_to_load(images: Sequence[SizedImage] | None) -> Images:
-    """Let processes of Ray read and resize the images of a prompt."""
-    return tuple(image.begin_to_load() for image in images or ())
+def begin_to_load(prompts: Sequence[Sequence[SizedImage]]) -> list[Images]:
+    """Let processes of Ray read and resize the images of some prompts; each is read once."""
+    files = {(i.source, i.height, i.width): i for images in prompts for i in images}
+    loaded = {}
+    for (key, image), pixels in zip(files.items(), load_remotely(list(files)), strict=True):
+        size = (image.height // image.side, image.width // image.side)
+        loaded[key] = Image(*size, identity_of(*key), pixels)
+    return [tuple(loaded[i.source, i.height, i.width] for i in images) for images in prompts]
 
 
 def parse_images(

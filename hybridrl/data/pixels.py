@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import binascii
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -18,6 +20,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hybridrl.errors import DataError, shown
 
+_IMAGES_A_TASK = 32  # a process of Ray takes longer to begin than so many small images to load
 _MAX_PIXELS = 50_000_000  # 150 MB as red, green and blue
 _DATA, _BASE64 = "data:", ";base64,"
 _MAX_CHARS = 60
@@ -88,11 +91,22 @@ def load_pixels(source: str, height: int, width: int) -> NDArray[np.uint8]:
     return np.array(image)
 
 
-def load_remotely(source: str, height: int, width: int) -> ray.ObjectRef[NDArray[np.uint8]]:
-    """Begin ``load_pixels`` in a process of Ray."""
-    task = ray.remote(num_cpus=0)(load_pixels)
-    begun: ray.ObjectRef[NDArray[np.uint8]] = task.remote(source, height, width)
+def load_remotely(
+    wanted: Sequence[tuple[str, int, int]],
+) -> list[ray.ObjectRef[NDArray[np.uint8]]]:
+    """Begin ``load_pixels`` of each in processes of Ray, a few images in each."""
+    begun: list[ray.ObjectRef[NDArray[np.uint8]]] = []
+    for first in range(0, len(wanted), _IMAGES_A_TASK):
+        images = wanted[first : first + _IMAGES_A_TASK]
+        task = ray.remote(num_cpus=0, num_returns=len(images))(_load_all)
+        references = task.remote(images)
+        begun += references if len(images) > 1 else [references]
     return begun
+
+
+def _load_all(wanted: Sequence[tuple[str, int, int]]) -> Any:  # noqa: ANN401 - as Ray wants it
+    pixels = [load_pixels(*each) for each in wanted]
+    return pixels if len(pixels) > 1 else pixels[0]
 
 
 def identity_of(source: str, height: int, width: int) -> int:

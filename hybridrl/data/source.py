@@ -149,7 +149,7 @@ def images_column(rows: Sequence[TokenizedRow]) -> NonTensorStack | None:
     """Begin to load the images of all rows; None: the model sees none."""
     if rows[0].images is None:
         return None
-    return objects([begin_to_load(row.images) for row in rows])
+    return objects(begin_to_load([row.images or () for row in rows]))
 
 
 def prompt_seed(run_seed: int, prompt_index: int, *, stream: str = "train") -> int:
