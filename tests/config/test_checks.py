@@ -251,6 +251,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("serving.router=sglang",), "serving.router", "would be ignored: the ranks have the rollout"),
     ((*SERVERS, "serving.router=sglang"), "serving.router", "it passes requests to SGLang alone"),
     (
+        (*SERVERS, *SGLANG, "model=starter_that_sees", "serving.router=sglang"),
+        "serving.router",
+        "it drops the ids of prompts with images",
+    ),
+    (
+        (*SERVERS, *SGLANG, *ELSEWHERE, "model=starter_that_sees", "model.freeze_vision=false"),
+        "model.freeze_vision",
+        "may keep what an older tower made of an image",
+    ),
+    (
         (*SGLANG, *COLOCATED, "cluster.num_ranks_per_node=2", "serving.router=sglang"),
         "serving.router",
         "engines of ranks are asked through their ranks",

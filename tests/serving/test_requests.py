@@ -12,6 +12,7 @@ import torch
 
 from hybridrl.config.serving import FaultConfig, FaultKind
 from hybridrl.errors import DriftError
+from hybridrl.images import Images
 from hybridrl.metrics import Sum
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle, answered
@@ -47,7 +48,7 @@ class Engine(Addressed):
         self.harms.append(kind)
 
     def sample_group(
-        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int]
+        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int], images: Images = ()
     ) -> Future[list[Sample]]:
         return answered(samples_of(keys))
 
@@ -72,7 +73,7 @@ class SlowToOpen:
         self.is_interrupted = True
 
     async def sample_group(
-        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int]
+        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int], images: Images = ()
     ) -> list[Sample]:
         return samples_of(keys, 0 if self.is_interrupted else params.max_new_tokens)
 

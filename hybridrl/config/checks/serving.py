@@ -11,6 +11,8 @@ from hybridrl.config.checks.messages import error, refuse_own_arguments, removal
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import HALVES, PlacedGroup, ServedModelConfig
 from hybridrl.errors import ConfigError
+from hybridrl.models.architecture import find_architecture
+from hybridrl.models.model_folder import SEEING
 
 _DEVICES = "serving.num_devices_per_node"
 _COLOCATED = "serving.colocated"
@@ -211,10 +213,18 @@ def check_router(config: ExperimentConfig) -> Iterator[ConfigError]:
         "engines of ranks are asked through their ranks": config.serving.colocated,
         "it stands before complete servers, and these are halves": has_halves,
         "others run the policy's servers": config.serving.has_external_policy,
+        "it drops the ids of prompts with images (prompt_token_ids)": _sees(config),
     }
     for rule, is_true in obstacles.items():
         if is_true:
             yield error(config, "serving.router", rule, "serving.router=none")
+
+
+def _sees(config: ExperimentConfig) -> bool:
+    starter, model = config.model.starter, find_architecture(config.model)
+    if config.model.path is None and starter is not None:
+        return starter.num_vision_layers > 0
+    return model is not None and model.model_type.removesuffix("_text") in SEEING
 
 
 def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -314,6 +324,9 @@ def check_external_policy(config: ExperimentConfig) -> Iterator[ConfigError]:
         key = "rollout.engine_args"
         rule = "would be ignored: the servers run already; type them where these are started"
         yield error(config, key, rule, removal(key, rollout.engine_args))
+    if _sees(config) and not config.model.freeze_vision:
+        rule = "servers that run elsewhere may keep what an older tower made of an image"
+        yield error(config, "model.freeze_vision", rule, "model.freeze_vision=true")
     if serving.colocated:
         rule = "servers that run elsewhere answer for the policy, and have devices of their own"
         remedy = "serving.colocated=false rollout.sleep=false"
