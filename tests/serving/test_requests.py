@@ -94,7 +94,7 @@ async def test_a_request_whose_server_is_being_opened_is_interrupted_as_well(
     monkeypatch.setattr("hybridrl.serving.requests.connect", lambda *_, **__: server)
     engine = cast(EngineHandle, Addressed("http://server"))
     async with requests.open(Pool(), [engine], version=0) as ask:
-        asking = asyncio.ensure_future(ask(engine, [1], PARAMS, [7]))
+        asking = asyncio.ensure_future(ask(engine, [1], PARAMS, [7], ()))
         await asyncio.sleep(0)
         if interrupts:
             await requests.interrupt([])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from base64 import b64decode
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.prefixes import prefix_sums
 from hybridrl.workers.rollout.request_listener import RequestListener
-from hybridrl.workers.rollout.sglang.pictures import collapsed, png
+from hybridrl.workers.rollout.sglang.pictures import collapsed, data_url
 from hybridrl.workers.rollout.single_turn import sample_to_the_end, single_turn
 from tests.seeing import make_seeing_folder
 from tests.workers.rollout.engines import ready_engine, sampling_params
@@ -100,9 +101,10 @@ def test_an_engine_of_a_rank_gets_images_over_http(engine: HFRolloutEngine, fold
     torch.testing.assert_close(found.logprobs, expected.logprobs)
 
 
-def test_a_png_has_every_pixel() -> None:
+def test_a_url_has_every_pixel() -> None:
     pixels_HWC = np.random.default_rng(0).integers(0, 256, (28, 84, 3), dtype=np.uint8)
-    decoded = Decoder.open(io.BytesIO(png(pixels_HWC)))
+    url = asyncio.run(data_url(Image(1, 3, 77, pixels_HWC)))
+    decoded = Decoder.open(io.BytesIO(b64decode(url.partition(",")[2])))
     assert decoded.mode == "RGB"
     assert np.array_equal(np.asarray(decoded), pixels_HWC)
 
