@@ -125,7 +125,7 @@ def test_servers_are_asked_by_http_and_other_engines_by_calls(requests: PolicyRe
 
 async def answer(_: EngineHandle, *request: Any) -> list[Sample]:
     await asyncio.sleep(0)
-    return samples_of(request[-1])
+    return samples_of(request[2])
 
 
 class Rig:

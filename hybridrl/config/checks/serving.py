@@ -12,7 +12,6 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import HALVES, PlacedGroup, ServedModelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.models.architecture import find_architecture
-from hybridrl.models.model_folder import SEEING
 
 _DEVICES = "serving.num_devices_per_node"
 _COLOCATED = "serving.colocated"
@@ -221,10 +220,8 @@ def check_router(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def _sees(config: ExperimentConfig) -> bool:
-    starter, model = config.model.starter, find_architecture(config.model)
-    if config.model.path is None and starter is not None:
-        return starter.num_vision_layers > 0
-    return model is not None and model.model_type.removesuffix("_text") in SEEING
+    model = find_architecture(config.model)
+    return model is not None and model.tower is not None
 
 
 def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:

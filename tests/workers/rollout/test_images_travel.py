@@ -15,7 +15,7 @@ from PIL import Image as Decoder
 from torch import Tensor
 
 from hybridrl.batch import LogprobBatch, PromptBatch, jagged, objects
-from hybridrl.errors import RequestError
+from hybridrl.errors import RequestError, SampledPlaceholderError
 from hybridrl.images import Image, Images, ImageSettings
 from hybridrl.models.image_settings import read_image_settings
 from hybridrl.network import Door
@@ -132,7 +132,7 @@ def test_a_response_whose_continuation_is_refused_ends_there() -> None:
 
     async def ask(context_L: Tensor, _: RequestParams, keys: Sequence[int]) -> list[Sample]:
         if len(context_L) > 1:
-            raise RequestError("a placeholder was sampled")
+            raise SampledPlaceholderError("a placeholder was sampled")
         return [begun] * len(keys)
 
     (ended,) = asyncio.run(sample_to_the_end(ask, [3], SHORT, [0]))
