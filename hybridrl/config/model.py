@@ -40,8 +40,9 @@ SGLANG_MODEL_TYPES = (
 """Architectures whose samples from SGLang are shown to have the trainer's log-probs."""
 
 
-STARTER_SIDE = 16
-"""Pixels of the square that a token of a made model sees: one digit of a drawn number."""
+STARTER_SIDE = 28
+"""Pixels of the square that a token of a made model sees: one digit of a drawn number. Patches are
+14 pixels wide, as those of Qwen2.5-VL: SGLang knows no others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

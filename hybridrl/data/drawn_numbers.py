@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from hybridrl.config.model import STARTER_SIDE as SIDE
 from hybridrl.data.pixels import source_of_image
 
-_SHIFT = 3  # pixels at most that a digit is moved, to the right and upwards
+_SHIFT = 5  # pixels at most that a digit is moved, to the right and upwards
 _DARKEST = 150
 _NOISE = 12.0  # standard deviation, in steps of 0 to 255
 
