@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import random
@@ -212,6 +213,7 @@ def test_a_column_of_one_image_under_another_name(image: object, folder: Path) -
 
 
 FUNCTION = """
+import hashlib
 import io
 from PIL import Image
 
@@ -585,3 +587,40 @@ def test_images_are_fetched_once_and_a_file_that_vanished_is_named(folder: Path)
     (folder / "red.png").unlink()
     with pytest.raises(DataError, match=r"red.png' is there no more .*bring it back"):
         begin_to_load([[red]])
+
+
+# Rows of text
+
+TEXT_ROWS: list[dict[str, object]] = [
+    {"prompt": f"plain <image> text {MARK}", "answer": "a"},
+    {
+        "prompt": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": f"<image>{MARK}?"},
+            {"role": "assistant", "content": "b<|eos|>"},
+        ],
+        "answer": 7,
+        "source": "sums",
+    },
+    {"prompt": "e\u0301 \U0001f600", "answer": "c", "images": None, "rejected": "d", "level": 2.5},
+]
+
+
+def test_rows_of_text_are_those_of_before(
+    folder: Path, chat_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Both digests were computed by the code that knew no images, 37927796."""
+    records = [{"rejected": "no", "level": 0, **record} for record in TEXT_ROWS]
+    path = write_lines(folder / "rows.jsonl", *records)
+    columns = Columns(rejected="rejected", difficulty="level")
+    encoder = RowEncoder(
+        tokenizer=chat_tokenizer, use_chat_template=True, max_prompt_tokens=100, overlong="error"
+    )
+    files = RowFiles(files=[path], columns=columns, key="data.train_files")
+    table = tokenize_files(files, encoder, Resources())
+    digest = hashlib.sha256()
+    for row in table:
+        tokens = str(row.token_ids.tolist()).encode()
+        digest.update(write_record(row.row) + row.prompt_text.encode() + tokens)
+    assert table.fingerprint == "7fdd767fac5123f50254857f8c708886db40063be025b36f4262ab582be93bc1"
+    assert digest.hexdigest() == "5687e2c74b4f0450e365361067a8ce6e237467bfc3144788f6c4bf17b1d00291"
