@@ -240,14 +240,19 @@ def _parse_prompt(messages: object, name: str) -> str | tuple[RawMessage, ...]:
             if part not in message:
                 raise Malformed(f"{name}[{index}] has no {part!r}, must be {_MESSAGE}")
         role = _parse_text(message["role"], f"{name}[{index}].role")
-        content, at = message["content"], f"{name}[{index}].content"
-        if not isinstance(content, list):
-            content = _parse_text(content, at)
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and isinstance(part.get("text"), str):
-                _require_pairs(part["text"], at)
+        content = _parse_content(message["content"], f"{name}[{index}].content")
         parsed.append(RawMessage(role, content))
     return tuple(parsed)
+
+
+def _parse_content(content: object, name: str) -> str | list[object]:
+    """Return text, or parts that `parse_images` looks at."""
+    if not isinstance(content, list):
+        return _parse_text(content, name)
+    for part in content:
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            _require_pairs(part["text"], name)
+    return content
 
 
 def _split_answer(
