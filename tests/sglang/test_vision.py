@@ -75,12 +75,14 @@ def draw(settings: ImageSettings, rows: int, columns: int, number: int) -> Image
 
 
 def contexts_of(settings: ImageSettings) -> list[tuple[list[int], Images]]:
-    """Text, one image, three of several sizes, and the first two of them again."""
+    """Text, one image, three of several sizes, two of these, and one with odd tokens behind it."""
     one, tall, small = (
         draw(settings, *size, number) for number, size in enumerate([(2, 3), (4, 2), (2, 2)])
     )
     images: list[Images] = [(), (one,), (one, tall, small), (one, tall)]
-    return [(prompt_with(each, settings), each) for each in images]
+    contexts = [(prompt_with(each, settings), each) for each in images]
+    # Its tokenizer would cut the text of these bytes otherwise, as it may that of a response.
+    return [*contexts, ([*contexts[1][0], *range(80, 90), 104, 105, 110], (one,))]
 
 
 def assert_greedy(served: Served, folder: Path) -> None:

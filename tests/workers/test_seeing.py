@@ -151,7 +151,8 @@ def test_the_embedded_engine_samples_what_the_trainer_scores(kind: Kind, tmp_pat
             context = prompt_with(images, settings)
             group = await sampler.sample_group(context, params, keys=(1, 2, 3), images=images)
             answered.extend((context, images, sample) for sample in group)
-        context, seen = prompt_with((small,), settings), (small,)
+        seen: Images = (small,)
+        context = prompt_with(seen, settings)
         for turn in range(3):  # later turns begin with what a slot holds, and bring an image more
             sample = await sampler.sample(context, params, key=turn, images=seen)
             answered.append((context, seen, sample))

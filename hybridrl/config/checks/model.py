@@ -118,9 +118,11 @@ def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:
     if config.has_critic:
         key = "algorithm.advantage"
         rule = "needs a critic, and no critic of a model that sees is supported"
-        yield error(config, key, rule, f"{key}=group_mean")
+        yield error(config, key, rule, "algorithm=grpo")
     if config.mode == "reward_model":
         yield error(config, "mode", "no reward model that sees is supported", "mode=sft")
+    if config.mode == "plan":  # its tower reads the sizes of images, which fake devices do not have
+        yield error(config, "mode", "no model that sees can be planned yet", "mode=check")
     if not config.agent.is_single_turn:
         key, rule = "agent.loop", "conversations with a model that sees are not supported"
         yield error(config, key, rule, "agent=single_turn")

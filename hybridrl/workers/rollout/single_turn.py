@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import PromptBatch, images_of
-from hybridrl.errors import RequestError
+from hybridrl.errors import RequestError, SampledPlaceholderError
 from hybridrl.images import Images
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import (
@@ -108,10 +108,9 @@ async def continue_once(
         context = torch.cat([context_L, begun_L])
         try:
             answers = await ask(context, left, [keys[index] for index in members])
-        except RequestError:
+        except SampledPlaceholderError:
             if not len(begun_L):
                 raise
-            # SGLang takes no context in which a placeholder of images was sampled.
             joined[members[0]] = replace(samples[members[0]], finish_reason="length")
             return
         for index, answer in zip(members, answers, strict=True):
