@@ -16,6 +16,7 @@ import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
+from ray.exceptions import RayTaskError
 from torch import Tensor
 
 from hybridrl.errors import DataError, RequestError
@@ -100,10 +101,19 @@ class Image:
         return self.rows * self.columns
 
     def fetch(self) -> NDArray[np.uint8]:
-        """Return the pixels, from where they were made; a view of Ray's memory."""
+        """Return the pixels, from where they were made; a view of Ray's memory.
+
+        Raises:
+            DataError: the file is not there any more, or is another one.
+        """
         if isinstance(self.pixels, np.ndarray):
             return self.pixels
-        fetched: NDArray[np.uint8] = ray.get(self.pixels)
+        try:
+            fetched: NDArray[np.uint8] = ray.get(self.pixels)
+        except RayTaskError as error:
+            if isinstance(error.cause, DataError):
+                raise DataError(str(error.cause)) from error
+            raise
         return fetched
 
 

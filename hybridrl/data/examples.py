@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import PreferenceBatch, SupervisedBatch, jagged
+from hybridrl.data.images import num_repeats
 from hybridrl.data.prompts import Overlong, TokenizedRow, render_chat, tokenize_answers
 from hybridrl.data.source import images_column
 from hybridrl.errors import DataError
@@ -27,26 +28,35 @@ def build_supervised_batch(
     *,
     learns_all_turns: bool = False,
 ) -> SupervisedBatch:
-    """Lay prompt, answer and end-of-sequence token of each of B >= 1 rows end to end.
-
-    The loss is taken on the answer and on the end-of-sequence token; with ``learns_all_turns`` also
-    on the assistant's turns in the prompts: see `assistant_mask`, whose errors it raises.
-    """
-    answers = tokenize_answers([row.row.answer for row in rows], tokenizer)
-    tokens, masks = [], []
-    for row, answer in zip(rows, answers, strict=True):
-        target = torch.tensor(answer)
-        tokens.append(torch.cat([row.token_ids, target]))
-        in_prompt = torch.zeros(len(row.token_ids), dtype=torch.bool)
-        if learns_all_turns:
-            in_prompt = assistant_mask(row, tokenizer)
-        masks.append(torch.cat([in_prompt, torch.ones(len(target), dtype=torch.bool)]))
+    """Put B >= 1 rows, as `lay_out` returns them, into a batch, and begin to load their images."""
+    laid_out = lay_out(rows, tokenizer, learns_all_turns=learns_all_turns)
+    tokens, masks = zip(*laid_out, strict=True)
     return SupervisedBatch(
         token_ids_BL=jagged(tokens),
         response_mask_BL=jagged(masks),
         images_B=images_column(rows),
         batch_size=[len(rows)],
     )
+
+
+def lay_out(
+    rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase, *, learns_all_turns: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Lay prompt, answer and end-of-sequence token of each row end to end; tokens, and their mask.
+
+    The loss is taken on the answer and on the end-of-sequence token; with ``learns_all_turns`` also
+    on the assistant's turns in the prompts: see `assistant_mask`, whose errors it raises.
+    """
+    answers = tokenize_answers([row.row.answer for row in rows], tokenizer)
+    laid_out = []
+    for row, answer in zip(rows, answers, strict=True):
+        target = torch.tensor(answer)
+        in_prompt = torch.zeros(len(row.token_ids), dtype=torch.bool)
+        if learns_all_turns:
+            in_prompt = assistant_mask(row, tokenizer)
+        mask = torch.cat([in_prompt, torch.ones(len(target), dtype=torch.bool)])
+        laid_out.append((torch.cat([row.token_ids, target]), mask))
+    return laid_out
 
 
 def assistant_mask(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Tensor:
@@ -69,9 +79,11 @@ def assistant_mask(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Ten
             "tokenizer.json into the model folder, or set sft.turns=last"
         )
     encoded = tokenizer(row.prompt_text, add_special_tokens=False, return_offsets_mapping=True)
+    num_times = num_repeats(encoded["input_ids"], row.images or ())
     is_learned = [
         any(begin <= first < last <= end for begin, end in spans)
-        for first, last in encoded["offset_mapping"]
+        for (first, last), num in zip(encoded["offset_mapping"], num_times, strict=True)
+        for _ in range(num)
     ]
     return torch.tensor(is_learned[len(is_learned) - len(row.token_ids) :])
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image as Pillow
 
 from hybridrl.data.pixels import (
+    SizedImage,
     identity_of,
     load_remotely,
     read_image,
@@ -38,29 +38,14 @@ class RawMessage(NamedTuple):
     content: str | list[object]
 
 
-@dataclass(frozen=True, slots=True)
-class SizedImage:
-    """An image of a row, and the size that a model wants it in."""
-
-    source: str  # see `Row.images`
-    height: int  # pixels
-    width: int
-    side: int  # pixels of a token's square
-
-    @property
-    def num_tokens(self) -> int:
-        """Placeholders in the prompt."""
-        return (self.height // self.side) * (self.width // self.side)
-
-
 def begin_to_load(prompts: Sequence[Sequence[SizedImage]]) -> list[Images]:
     """Let processes of Ray read and resize the images of some prompts; each is read once."""
-    files = {(i.source, i.height, i.width): i for images in prompts for i in images}
+    wanted = list(dict.fromkeys(image for images in prompts for image in images))
     loaded = {}
-    for (key, image), pixels in zip(files.items(), load_remotely(list(files)), strict=True):
+    for image, pixels in zip(wanted, load_remotely(wanted), strict=True):
         size = (image.height // image.side, image.width // image.side)
-        loaded[key] = Image(*size, identity_of(*key), pixels)
-    return [tuple(loaded[i.source, i.height, i.width] for i in images) for images in prompts]
+        loaded[image] = Image(*size, identity_of(image), pixels)
+    return [tuple(loaded[image] for image in images) for images in prompts]
 
 
 def parse_images(
@@ -85,6 +70,9 @@ def parse_images(
         parser.sources += parser.waiting
     elif parser.waiting:
         raise Malformed(f"has {len(parser.waiting)} images more than places for them")
+    num_marks = sum(message.content.count(IMAGE_MARK) for message in messages)
+    if parser.sources and num_marks > len(parser.sources):
+        raise Malformed(f"has the character {IMAGE_MARK!a}, which stands for an image here")
     return tuple(messages), tuple(parser.sources)
 
 
@@ -93,9 +81,9 @@ class _ImageParser:
 
     def __init__(self, column: object, folder: Path) -> None:
         self._folder = folder
-        if column and not isinstance(column, list | tuple):
-            column = [column]
-        self.waiting = deque(self._source(each) for each in column or ())  # type: ignore[attr-defined]
+        is_empty = column is None or column == ""  # of a table
+        given = column if isinstance(column, list | tuple) else () if is_empty else (column,)
+        self.waiting = deque(self._source(each) for each in given)
         self._has_column = bool(self.waiting)
         self.sources: list[str] = []
 
@@ -103,7 +91,10 @@ class _ImageParser:
         """Return a message's text with marks."""
         if isinstance(content, str):
             return self._text(content)
-        return "".join(self._part(part) for part in content)
+        text = "".join(self._part(part) for part in content)
+        if not text.strip():
+            raise Malformed("has a message without text and image")
+        return text
 
     def _part(self, part: object) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -118,8 +109,6 @@ class _ImageParser:
         if not self._has_column:
             return text
         first, *others = text.split(_MARK_IN_FILES)
-        if any(IMAGE_MARK in each for each in (first, *others)):
-            raise Malformed(f"has the character {IMAGE_MARK!a}, which stands for an image here")
         return first + "".join(self._next() + other for other in others)
 
     def _next(self) -> str:
@@ -138,9 +127,13 @@ class _ImageParser:
         if isinstance(given, bytes):
             return source_of_bytes(given)
         if isinstance(given, Pillow.Image):
-            return source_of_image(given)
+            try:
+                return source_of_image(given)
+            except DataError as error:
+                raise Malformed(str(error)) from error
         if not isinstance(given, str) or not given:
-            raise Malformed(f"has the image {shown(given)}, must be a path, bytes or a data: URL")
+            kinds = "a path, bytes, a data: URL or an image of Pillow"
+            raise Malformed(f"has the image {shown(given)}, must be {kinds}")
         if given.startswith(("http://", "https://")):
             raise Malformed(f"has the image {shown(given)}: download it, and give its path")
         if given.startswith("data:"):
@@ -168,22 +161,37 @@ def size_images(row: Row, settings: ImageSettings | None) -> tuple[SizedImage, .
             height, width = settings.fit(image.height, image.width)
         except DataError as error:
             raise Malformed(str(error)) from error
-        sized.append(SizedImage(source, height, width, settings.side))
+        sized.append(
+            SizedImage(
+                source,
+                height=height,
+                width=width,
+                side=settings.side,
+                placeholder=settings.placeholder,
+                file_height=image.height,
+                file_width=image.width,
+            )
+        )
     return tuple(sized)
 
 
 def expand(
-    token_ids: Sequence[int], images: Sequence[SizedImage], *, placeholder: int, origin: str
-) -> list[int]:
-    """Repeat the placeholder of each image for all its tokens."""
+    token_ids: Sequence[int], images: Sequence[SizedImage], placeholder: int
+) -> Sequence[int]:
+    """Repeat the placeholder of each image for all its tokens; raises Malformed."""
     count = token_ids.count(placeholder)
     if count != len(images):
-        raise DataError(
-            f"{origin}: the chat template gives {count} placeholders (token {placeholder}) for "
-            f"{len(images)} images; correct it, or set data.use_chat_template=true"
+        raise Malformed(
+            f"has {len(images)} images, and its text {count} of their placeholders (token "
+            f"{placeholder}); take other placeholders out of the row, or correct the chat template"
         )
-    sizes = iter(images)
-    expanded: list[int] = []
-    for token in token_ids:
-        expanded += [token] * (next(sizes).num_tokens if token == placeholder else 1)
-    return expanded
+    if not images:
+        return token_ids
+    repeated = zip(token_ids, num_repeats(token_ids, images), strict=True)
+    return [token for token, num_times in repeated for _ in range(num_times)]
+
+
+def num_repeats(token_ids: Sequence[int], images: Sequence[SizedImage]) -> list[int]:
+    """Return as how many tokens each token of a prompt's text stands in the prompt."""
+    sizes = {image.placeholder: iter(images) for image in images}
+    return [next(sizes[token]).num_tokens if token in sizes else 1 for token in token_ids]

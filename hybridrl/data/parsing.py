@@ -212,6 +212,11 @@ def _parse_text(value: object, name: str) -> str:
         raise Malformed(f"{name!r} is {shown(value)}, must be text; write it {how}")
     if not value.strip():
         raise Malformed(f"{name!r} is empty")
+    _require_pairs(value, name)
+    return value
+
+
+def _require_pairs(value: str, name: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON may escape halves of pairs; no tokenizer takes one
@@ -220,7 +225,6 @@ def _parse_text(value: object, name: str) -> str:
             f"{name!r} has half of a pair, {half}, as character {error.start + 1}; write both "
             "halves, or leave it out"
         ) from error
-    return value
 
 
 def _parse_prompt(messages: object, name: str) -> str | tuple[RawMessage, ...]:
@@ -236,11 +240,19 @@ def _parse_prompt(messages: object, name: str) -> str | tuple[RawMessage, ...]:
             if part not in message:
                 raise Malformed(f"{name}[{index}] has no {part!r}, must be {_MESSAGE}")
         role = _parse_text(message["role"], f"{name}[{index}].role")
-        content = message["content"]
-        if not isinstance(content, list):
-            content = _parse_text(content, f"{name}[{index}].content")
+        content = _parse_content(message["content"], f"{name}[{index}].content")
         parsed.append(RawMessage(role, content))
     return tuple(parsed)
+
+
+def _parse_content(content: object, name: str) -> str | list[object]:
+    """Return text, or parts that `parse_images` looks at."""
+    if not isinstance(content, list):
+        return _parse_text(content, name)
+    for part in content:
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            _require_pairs(part["text"], name)
+    return content
 
 
 def _split_answer(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import binascii
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
@@ -22,8 +24,28 @@ from hybridrl.errors import DataError, shown
 
 _IMAGES_A_TASK = 32  # a process of Ray takes longer to begin than so many small images to load
 _MAX_PIXELS = 50_000_000  # 150 MB as red, green and blue
+_TOO_MANY = f"more than {_MAX_PIXELS:,} pixels; make it smaller"
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of EPS a program would be run
 _DATA, _BASE64 = "data:", ";base64,"
 _MAX_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class SizedImage:
+    """An image of a row, and the size that a model wants it in."""
+
+    source: str  # see ``Row.images``
+    height: int  # pixels
+    width: int
+    side: int  # pixels of a token's square
+    placeholder: int  # token id
+    file_height: int  # pixels before it is resized
+    file_width: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Placeholders in the prompt."""
+        return (self.height // self.side) * (self.width // self.side)
 
 
 def source_of_bytes(data: bytes) -> str:
@@ -32,43 +54,59 @@ def source_of_bytes(data: bytes) -> str:
 
 
 def source_of_image(image: Image.Image) -> str:
-    """Return an image of Pillow as a PNG file in text."""
+    """Return an image of Pillow as a PNG file in text; raises DataError as ``read_image``."""
     file = BytesIO()
-    image.save(file, "PNG")
+    with _named(f"{image.width} x {image.height} pixels of Pillow"):
+        _flatten(image, "of Pillow").save(file, "PNG")
     return source_of_bytes(file.getvalue())
 
 
 def read_image(source: str) -> Image.Image:
-    """Read an image in full, as red, green and blue, turned as its camera says.
+    """Read an image in full, as red, green and blue, upright, and on white if it is transparent.
 
     Raises:
         DataError: there is no such file, it is no image or a part of one, it moves, or it has over
             50 million pixels.
     """
     name = shown(source) if len(source) <= _MAX_CHARS else f"{source[:_MAX_CHARS]}..."
+    with _named(name), Image.open(_open(source), formats=_FORMATS) as image:
+        return _flatten(image, name).convert("RGB")
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Raise what goes wrong as a DataError; Pillow answers a broken file with any error."""
     try:
-        # Pillow's own limit, for one that is not decoded yet, is ours.
-        with Image.open(_open(source)) as image:
-            num_pixels = image.width * image.height
-            if num_pixels > _MAX_PIXELS:
-                raise DataError(
-                    f"the image {name} has {image.width} x {image.height} pixels, and may have "
-                    f"{_MAX_PIXELS:,} in all; make it smaller"
-                )
-            if (num_frames := getattr(image, "n_frames", 1)) > 1:
-                raise DataError(
-                    f"the image {name} moves: it has {num_frames} frames, and may have 1; take one"
-                )
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
-                upright = upright.point(lambda value: value / 256).convert("L")
-            return upright.convert("RGB")
+        yield
+    except DataError:
+        raise
     except FileNotFoundError as error:
         raise DataError(f"there is no image {name}; paths are relative to the data file") from error
     except UnidentifiedImageError as error:
-        raise DataError(f"{name} is no image that Pillow knows; convert it to PNG") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        known = ", ".join(_FORMATS)
+        raise DataError(f"{name} is no image of {known}; convert it to PNG") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"{name} has {_TOO_MANY}") from error
+    except Exception as error:
         raise DataError(f"the image {name} cannot be read: {error}; write it again") from error
+
+
+def _flatten(image: Image.Image, name: str) -> Image.Image:
+    """Return an image as grey, or as red, green and blue."""
+    if image.width * image.height > _MAX_PIXELS:  # before it is decoded
+        raise DataError(f"{name}, of {image.width} x {image.height}, has {_TOO_MANY}")
+    num_frames = getattr(image, "n_frames", 1)
+    if num_frames > 1 and image.format != "MPO":  # a photo, and smaller copies of it
+        raise DataError(f"the image {name} has {num_frames} frames, and may have 1; take one")
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I;16"):  # Pillow would cut values off at 255
+        upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    if upright.mode in ("I", "F"):
+        raise DataError(f"the image {name} has 32 bits a colour; write it with 8 or 16")
+    if upright.has_transparency_data:
+        white = Image.new("RGBA", upright.size, "white")
+        upright = Image.alpha_composite(white, upright.convert("RGBA"))
+    return upright if upright.mode == "L" else upright.convert("RGB")
 
 
 def _open(source: str) -> BytesIO | Path:
@@ -83,17 +121,21 @@ def _open(source: str) -> BytesIO | Path:
         raise ValueError(f"its data: URL holds no base64 ({error})") from error
 
 
-def load_pixels(source: str, height: int, width: int) -> NDArray[np.uint8]:
+def load_pixels(image: SizedImage) -> NDArray[np.uint8]:
     """Read an image and resize it; returns uint8 [height, width, 3]."""
-    image = read_image(source)
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    return np.array(image)
+    pixels = read_image(image.source)
+    if pixels.size != (image.file_width, image.file_height):
+        raise DataError(
+            f"the image {shown(image.source)} has {pixels.width} x {pixels.height} pixels, and had "
+            f"{image.file_width} x {image.file_height} when its row was read; bring that one back, "
+            "or touch the data file, so that it is read again"
+        )
+    if pixels.size != (image.width, image.height):
+        pixels = pixels.resize((image.width, image.height), Image.Resampling.BICUBIC)
+    return np.array(pixels)
 
 
-def load_remotely(
-    wanted: Sequence[tuple[str, int, int]],
-) -> list[ray.ObjectRef[NDArray[np.uint8]]]:
+def load_remotely(wanted: Sequence[SizedImage]) -> list[ray.ObjectRef[NDArray[np.uint8]]]:
     """Begin ``load_pixels`` of each in processes of Ray, a few images in each."""
     begun: list[ray.ObjectRef[NDArray[np.uint8]]] = []
     for first in range(0, len(wanted), _IMAGES_A_TASK):
@@ -104,19 +146,21 @@ def load_remotely(
     return begun
 
 
-def _load_all(wanted: Sequence[tuple[str, int, int]]) -> Any:  # noqa: ANN401 - as Ray wants it
-    pixels = [load_pixels(*each) for each in wanted]
+def _load_all(wanted: Sequence[SizedImage]) -> Any:  # noqa: ANN401 - as Ray wants it
+    pixels = [load_pixels(image) for image in wanted]
     return pixels if len(pixels) > 1 else pixels[0]
 
 
-def identity_of(source: str, height: int, width: int) -> int:
+def identity_of(image: SizedImage) -> int:
     """Name the pixels of ``load_pixels``, in [1, 2^62); those of a file as it is now."""
-    facts: list[object] = [source, height, width]
-    if not source.startswith(_DATA):
+    facts: list[object] = [image.source, image.height, image.width]
+    if not image.source.startswith(_DATA):
         try:
-            status = Path(source).stat()
+            status = Path(image.source).stat()
         except OSError as error:
-            raise DataError(f"the image {shown(source)} is there no more: {error}") from error
+            raise DataError(
+                f"the image {shown(image.source)} is there no more ({error}); bring it back"
+            ) from error
         facts += [status.st_size, status.st_mtime_ns]
     digest = blake2b(repr(facts).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 2) | 1

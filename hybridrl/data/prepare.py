@@ -73,6 +73,8 @@ def convert_math(record: Mapping[str, object], instruction: str) -> dict[str, ob
 def convert_verl(record: Mapping[str, object], _: str) -> dict[str, object]:
     """Take prompt and ground truth as they stand: the prompt has its own instruction."""
     reward, messages = record["reward_model"], record["prompt"]
+    if record.get("images"):
+        raise Unusable("it has images; list the file itself in data.train_files")
     if not isinstance(reward, Mapping) or not isinstance(messages, list):
         raise Unusable("reward_model must be a record, and prompt a list of messages")
     prompt = [{"role": _text(m, "role"), "content": _text(m, "content")} for m in messages]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.images import SizedImage
+from hybridrl.data.pixels import SizedImage
 from hybridrl.data.rows import IMAGE_MARK, Message, Row, read_record, write_record
 from hybridrl.errors import DataError
 

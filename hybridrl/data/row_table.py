@@ -14,6 +14,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import astuple, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, overload
@@ -24,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybridrl.atomic_io import flush
-from hybridrl.data.images import SizedImage
+from hybridrl.data.pixels import SizedImage
 from hybridrl.data.prompts import Rendered, TokenizedRow
 from hybridrl.data.rows import Row, read_record, write_record
 from hybridrl.json_text import to_json_text
@@ -41,13 +42,14 @@ SCHEMA = pyarrow.schema(
         "prompt_text": pyarrow.large_string(),  # null if it is the prompt of the record
         "token_ids": pyarrow.list_(pyarrow.int32()),
         "difficulty": pyarrow.float64(),
-        # height, width and side of each image; null if the model sees none
+        # of each image the numbers of `SizedImage`; null if the model sees none
         "image_sizes": pyarrow.list_(pyarrow.int32()),
     }
 )
 Sizes = tuple[SizedImage, ...] | None
 """Of the images of a row; see ``TokenizedRow.images``."""
 
+_NUMBERS = len(fields(SizedImage)) - 1
 _ABOUT = b"hybridrl.rows"
 _MAGIC_BYTES = 8  # before the first batch of a file
 _UNFINISHED = ".unfinished-"
@@ -63,7 +65,7 @@ def encode_batch(rows: Sequence[tuple[Row, Rendered, Sizes]]) -> pyarrow.RecordB
         "token_ids": [token_ids for _, (_, token_ids), _ in rows],
         "difficulty": [row.difficulty for row, _, _ in rows],
         "image_sizes": [
-            None if sizes is None else [n for s in sizes for n in (s.height, s.width, s.side)]
+            None if sizes is None else [n for size in sizes for n in astuple(size)[1:]]
             for _, _, sizes in rows
         ],
     }
@@ -119,8 +121,10 @@ def _read_row(batch: pyarrow.RecordBatch, number: int) -> TokenizedRow:
     text = prompt_text.as_py()
     images = None
     if (numbers := sizes.as_py()) is not None:
-        triples = zip(row.images, numbers[::3], numbers[1::3], numbers[2::3], strict=True)
-        images = tuple(SizedImage(*each) for each in triples)
+        images = tuple(
+            SizedImage(source, *numbers[at * _NUMBERS : (at + 1) * _NUMBERS])
+            for at, source in enumerate(row.images)
+        )
     return TokenizedRow(
         row, str(row.prompt) if text is None else text, torch.from_numpy(tokens), images=images
     )

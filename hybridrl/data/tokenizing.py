@@ -130,24 +130,29 @@ class RowEncoder:
         kept: list[tuple[Row, Rendered, Sizes]] = []
         overlong = []
         for row, (text, words), images in zip(rows, rendered, sizes, strict=True):
-            token_ids = self._with_images(words, images, origin=row.origin)
-            is_overlong = len(token_ids) > self.max_prompt_tokens
-            if is_overlong and self.overlong == "keep_end" and images:
-                malformed.append(
-                    f"{row.origin}: takes {len(token_ids)} tokens with its images, and no image "
-                    "can be cut; set data.overlong_prompts=drop, or lower data.max_image_pixels"
-                )
+            try:
+                token_ids = self._with_images(words, images)
+            except Malformed as problem:
+                malformed.append(f"{row.origin}: {problem}")
                 continue
+            is_overlong = len(token_ids) > self.max_prompt_tokens
             if is_overlong:
                 overlong.append((row.origin, len(token_ids)))
             if not is_overlong or self.overlong == "keep_end":
                 kept.append((row, (text, token_ids[-self.max_prompt_tokens :]), images))
-        return EncodedRows(encode_batch(kept), len(rows), malformed, overlong)
+        num_rows = len(raws) - len(malformed)
+        return EncodedRows(encode_batch(kept), num_rows, malformed, overlong)
 
-    def _with_images(self, words: Sequence[int], images: Sizes, *, origin: str) -> Sequence[int]:
+    def _with_images(self, words: Sequence[int], images: Sizes) -> Sequence[int]:
         if self.images is None:
             return words
-        return expand(words, images or (), placeholder=self.images.placeholder, origin=origin)
+        token_ids = expand(words, images or (), self.images.placeholder)
+        if images and len(token_ids) > self.max_prompt_tokens and self.overlong == "keep_end":
+            raise Malformed(
+                f"takes {len(token_ids)} tokens with its images, and no image can be cut; set "
+                "data.overlong_prompts=drop, or lower data.max_image_pixels"
+            )
+        return token_ids
 
 
 def encode_by_processes(
