@@ -43,6 +43,7 @@ setup(
         "httpx>=0.27,<1",  # comes with transformers; asks reward servers
         "numpy>=2",
         "packaging",
+        "pillow>=13,<14",  # reads images of rows
         "plotly>=6,<8",
         "pybase64>=1.4,<2",  # reads the experts of tokens that SGLang returns
         "pyarrow>=20",

@@ -25,6 +25,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorClass
 from torch import Tensor
 
 import hybridrl.payload  # noqa: F401  # registers how tensors travel through Ray
+from hybridrl.images import Images
 
 
 class PromptBatch(TensorClass):
@@ -36,6 +37,7 @@ class PromptBatch(TensorClass):
     seed_P: Tensor  # int64, response g to a prompt draws its random numbers from (seed, g) alone
     # uint8, jagged, the row as JSON (data/rows.py), with lengths of its own. None without an agent.
     row_PN: Tensor | None = None
+    images_P: Any = None  # hybridrl.images.Images of each prompt. None: the model has no tower
 
 
 class RolloutBatch(TensorClass):
@@ -55,6 +57,7 @@ class RolloutBatch(TensorClass):
     # None if the engine does not return them.
     routed_experts_BLJK: Tensor | None = None
     routed_experts_at_B: Any = None  # the same, left where it was sampled: see `leave_experts`
+    images_B: Any = None  # of each row's prompt, as in PromptBatch
     # int64, jagged, tokens of each of a row's Q sequences. None: every row is one sequence.
     sequence_lengths_BQ: Tensor | None = None
     # uint8, jagged, the turns as JSON (agents/trajectory.py), with lengths of its own. None
@@ -94,6 +97,7 @@ class TrainBatch(TensorClass):
     reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged
     routed_experts_BLJK: Tensor | None = None  # int16, jagged, see RolloutBatch
     routed_experts_at_B: Any = None  # see RolloutBatch
+    images_B: Any = None  # see RolloutBatch
     sequence_lengths_BQ: Tensor | None = None  # int64, jagged, see RolloutBatch
     sampler_weights_BL: Tensor | None = None  # float32, jagged, of a rollout correction
     group_tokens_B: Tensor | None = None  # int64, response tokens of the row's group
@@ -128,6 +132,7 @@ class SupervisedBatch(TensorClass):
 
     token_ids_BL: Tensor  # int64, jagged
     response_mask_BL: Tensor  # bool, jagged, True where the loss is taken
+    images_B: Any = None  # see RolloutBatch
 
 
 class PreferenceBatch(TensorClass):
@@ -135,6 +140,7 @@ class PreferenceBatch(TensorClass):
 
     token_ids_BL: Tensor  # int64, jagged
     response_mask_BL: Tensor  # bool, jagged, True on the answer and its end-of-sequence token
+    images_B: Any = None  # see RolloutBatch
     reference_logprobs_B: Tensor | None = None  # float32 nats, sum over the answer
     margins_B: Tensor | None = None  # float32 score units, of each row's pair; None: 0
 
@@ -215,6 +221,25 @@ def place_on_last_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:
     return jagged_from(column_T, row_lengths(mask_BL))
 
 
+def objects(values: Sequence[object]) -> NonTensorStack:
+    """Return a column with one object a row."""
+    return NonTensorStack(*(NonTensorData(value) for value in values))
+
+
+def images_of(prompts: PromptBatch) -> list[Images]:
+    """Return the images of each prompt; none of a model without a tower."""
+    if prompts.images_P is None:
+        return [()] * len(prompts)
+    return list(prompts.images_P)
+
+
+def images_of_rows(prompts: PromptBatch, num_responses: int) -> NonTensorStack | None:
+    """Return the column ``images_B`` of that many responses to each prompt."""
+    if prompts.images_P is None:
+        return None
+    return objects([images for images in prompts.images_P for _ in range(num_responses)])
+
+
 def leave_experts(rollouts: RolloutBatch) -> RolloutBatch:
     """Leave the experts of each row in Ray's memory on this machine; the batch gets references.
 
@@ -226,7 +251,7 @@ def leave_experts(rollouts: RolloutBatch) -> RolloutBatch:
     rows = rollouts.routed_experts_BLJK.unbind()
     rollouts = rollouts.clone(recurse=False)
     rollouts.routed_experts_BLJK = None
-    rollouts.routed_experts_at_B = NonTensorStack(*(NonTensorData(ray.put(row)) for row in rows))
+    rollouts.routed_experts_at_B = objects([ray.put(row) for row in rows])
     return rollouts
 
 

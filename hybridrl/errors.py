@@ -181,6 +181,10 @@ class RequestError(EngineError):
     """A sampling request that is refused: its context or a parameter. Others are not affected."""
 
 
+class SampledPlaceholderError(RequestError):
+    """A context has more placeholders of images than images: SGLang cannot continue from there."""
+
+
 class DriftError(EngineError):
     """Trainer and rollout engine are not the same policy any more; says by how much, and why."""
 

@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hybridrl.images import Images
+
 T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "interrupted", "failed"]
@@ -161,7 +163,12 @@ class Sampler(Protocol):
     """Limit of context + response. A request's context must leave room for at least 1 token."""
 
     async def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> list[Sample]:
         """Sample several continuations of one context, which is prefilled once.
 
@@ -170,6 +177,7 @@ class Sampler(Protocol):
             params: the same for all continuations.
             keys: name the random stream of each continuation (``request_key``). Equal
                 contexts, parameters and keys give equal samples with the embedded engine.
+            images: of the context, in their order; each has its placeholders in ``token_ids``.
 
         Returns:
             One sample a key, in order.
@@ -182,10 +190,15 @@ class Sampler(Protocol):
         ...
 
     async def sample(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        key: int,
+        images: Images = (),
     ) -> Sample:
         """Sample one continuation; see ``sample_group``."""
-        (only,) = await self.sample_group(token_ids, params, keys=(key,))
+        (only,) = await self.sample_group(token_ids, params, keys=(key,), images=images)
         return only
 
 

@@ -48,13 +48,19 @@ class SourceConfig:
     """Column of the difficulty."""
 
 
+CHAT_TASKS = ("calculator", "read_numbers")
+"""Built-in tasks whose rows are chat messages: the made model has a chat template for them."""
+
+ImagePixels = Annotated[int, Field(ge=1, le=50_000_000, description="larger files are refused")]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Source of prompts. Mirrors hydra_configs/data/*.yaml key by key."""
 
-    task: Literal["sort_digits", "calculator"] | None
-    """A built-in task that makes its own rows: numbers to sort, or arithmetic to be computed with
-    the tool ``calculator``. Null reads ``data.train_files``."""
+    task: Literal["sort_digits", "calculator", "read_numbers"] | None
+    """A built-in task that makes its own rows: numbers to sort, arithmetic to be computed with the
+    tool ``calculator``, or images of numbers to read. Null reads ``data.train_files``."""
 
     train_files: tuple[str, ...]
     """Files with columns prompt, answer and optionally source: jsonl, json, csv, parquet, or a
@@ -71,10 +77,10 @@ class DataConfig:
     """Training rows that a built-in task makes; evaluation rows are added to them."""
 
     min_digits: Digits
-    """sort_digits: shortest number, in digits."""
+    """sort_digits, read_numbers: shortest number, in digits."""
 
     max_digits: Digits
-    """sort_digits: longest number, in digits."""
+    """sort_digits, read_numbers: longest number, in digits."""
 
     prompt_key: str | None
     """Column of the prompt: text, or a list of chat messages with role and content. Null: the
@@ -87,6 +93,13 @@ class DataConfig:
     rejected_key: str | None
     """Column of the rejected answer: rows are preference pairs, whose chosen answer is that of
     ``data.answer_key``. Answers are text, or chats that end with the answer. Null: no pairs."""
+
+    images_key: str | None
+    """Column of a row's images, which a row need not have: a list of paths, or of bytes. Each
+    stands for an ``<image>`` in the prompt. Null reads no such column."""
+
+    max_image_pixels: ImagePixels | None
+    """Larger images are made smaller; null: the limit of the model's folder."""
 
     source_key: str
     """Column of the data source's name; may be missing."""

@@ -16,7 +16,7 @@ TRANSFORMERS_MODEL_TYPES = (
     *("ministral3", "mistral", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3"),
     *("ernie4_5_moe", "glm4_moe", "qwen3_moe", "mixtral", "qwen2_moe"),
     *("gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-    *("deepseek_v3", "glm4_moe_lite", "minimax_m2"),
+    *("deepseek_v3", "glm4_moe_lite", "minimax_m2", "qwen2_5_vl_text", "qwen3_vl_text"),
 )
 """Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those
 whose packed forward pass is shown equal to a pass of single rows."""
@@ -35,13 +35,22 @@ SGLANG_MODEL_TYPES = (
     *("ernie4_5", "gemma3_text", "glm4", "granite", "ministral3", "olmo2", "seed_oss", "smollm3"),
     *("ernie4_5_moe", "glm4_moe", "gpt_oss"),
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe_lite"),
+    *("qwen2_5_vl_text", "qwen3_vl_text"),
 )
 """Architectures whose samples from SGLang are shown to have the trainer's log-probs."""
 
 
+STARTER_SIDE = 28
+"""Pixels of the square that a token of a made model sees: one digit of a drawn number. Patches are
+14 pixels wide, as those of Qwen2.5-VL: SGLang knows no others."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarterConfig:
-    """A small Qwen3-shaped model made locally, so that a first run needs no download."""
+    """A small model made locally, so that a first run needs no download.
+
+    It has the shape of Qwen3, or with a vision tower that of Qwen2.5-VL.
+    """
 
     hidden_size: Width
     """Width of the residual stream."""
@@ -59,7 +68,11 @@ class StarterConfig:
     """Width inside the MLP."""
 
     vocab_size: Annotated[int, Field(ge=258, le=2**24, description="no tokenizer has more")]
-    """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special tokens."""
+    """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special tokens, and
+    with a vision tower four more."""
+
+    num_vision_layers: CountOrZero
+    """Blocks of its vision tower, as wide as the others; 0: it sees nothing."""
 
     max_position_embeddings: Annotated[
         int, Field(ge=1, le=2**25, description="the longest prompt and response together")
@@ -92,6 +105,9 @@ class ModelConfig:
     attention: Literal["auto", "varlen", "padded"]
     """Attention over packed rows: ``auto`` (varlen on CUDA, padded on CPU), ``varlen`` or
     ``padded``."""
+
+    freeze_vision: bool
+    """Keep the vision tower of a model that sees as it is; false trains it, too."""
 
 
 ALL_LINEAR = "all-linear"

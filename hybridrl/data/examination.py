@@ -35,7 +35,7 @@ class Examination:
 
 def find_duplicates(rows: Sequence[TokenizedRow]) -> Iterator[Examination]:
     """Find prompts that stand in several rows, with the same answer or with different ones."""
-    by_prompt: dict[str, list[TokenizedRow]] = defaultdict(list)
+    by_prompt: dict[object, list[TokenizedRow]] = defaultdict(list)
     for row in rows:
         by_prompt[_key(row)].append(row)
     repeated = [group for group in by_prompt.values() if len(group) > 1]
@@ -92,7 +92,7 @@ def find_unlike_decoded(
     unlike = []
     answers = tokenize_answers([row.row.answer for row in rows], tokenizer)
     for row, answer in zip(rows, answers, strict=True):
-        text = row.prompt_text + row.row.answer
+        text = _expanded_text(row, tokenizer) + row.row.answer
         decoded = tokenizer.decode([*row.token_ids.tolist(), *answer[:-1]])
         # A tokenizer that adds a token of its own in front (as <s>) changes no text.
         if not str(decoded).endswith(text):
@@ -156,8 +156,18 @@ def answer_lengths(rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerB
     return [len(answer) for answer in tokenize_answers([row.row.answer for row in rows], tokenizer)]
 
 
-def _key(row: TokenizedRow) -> str:
-    return " ".join(row.prompt_text.split()).lower()
+def _key(row: TokenizedRow) -> tuple[str, tuple[str, ...]]:
+    return " ".join(row.prompt_text.split()).lower(), row.row.images
+
+
+def _expanded_text(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the prompt, the placeholder of each image as often as it stands in the tokens."""
+    if not row.images:
+        return row.prompt_text
+    placeholder = str(tokenizer.convert_ids_to_tokens(row.images[0].placeholder))
+    first, *others = row.prompt_text.split(placeholder)
+    pairs = zip(row.images, others, strict=True)
+    return first + "".join(placeholder * image.num_tokens + other for image, other in pairs)
 
 
 def _first_difference(text: str, other: str) -> int:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import PreferenceBatch, SupervisedBatch, jagged
+from hybridrl.data.images import num_repeats
 from hybridrl.data.prompts import Overlong, TokenizedRow, render_chat, tokenize_answers
+from hybridrl.data.source import images_column
 from hybridrl.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -25,23 +28,35 @@ def build_supervised_batch(
     *,
     learns_all_turns: bool = False,
 ) -> SupervisedBatch:
-    """Lay prompt, answer and end-of-sequence token of each of B >= 1 rows end to end.
+    """Put B >= 1 rows, as `lay_out` returns them, into a batch, and begin to load their images."""
+    laid_out = lay_out(rows, tokenizer, learns_all_turns=learns_all_turns)
+    tokens, masks = zip(*laid_out, strict=True)
+    return SupervisedBatch(
+        token_ids_BL=jagged(tokens),
+        response_mask_BL=jagged(masks),
+        images_B=images_column(rows),
+        batch_size=[len(rows)],
+    )
+
+
+def lay_out(
+    rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase, *, learns_all_turns: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Lay prompt, answer and end-of-sequence token of each row end to end; tokens, and their mask.
 
     The loss is taken on the answer and on the end-of-sequence token; with ``learns_all_turns`` also
     on the assistant's turns in the prompts: see `assistant_mask`, whose errors it raises.
     """
     answers = tokenize_answers([row.row.answer for row in rows], tokenizer)
-    tokens, masks = [], []
+    laid_out = []
     for row, answer in zip(rows, answers, strict=True):
         target = torch.tensor(answer)
-        tokens.append(torch.cat([row.token_ids, target]))
         in_prompt = torch.zeros(len(row.token_ids), dtype=torch.bool)
         if learns_all_turns:
             in_prompt = assistant_mask(row, tokenizer)
-        masks.append(torch.cat([in_prompt, torch.ones(len(target), dtype=torch.bool)]))
-    return SupervisedBatch(
-        token_ids_BL=jagged(tokens), response_mask_BL=jagged(masks), batch_size=[len(rows)]
-    )
+        mask = torch.cat([in_prompt, torch.ones(len(target), dtype=torch.bool)])
+        laid_out.append((torch.cat([row.token_ids, target]), mask))
+    return laid_out
 
 
 def assistant_mask(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Tensor:
@@ -64,9 +79,11 @@ def assistant_mask(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Ten
             "tokenizer.json into the model folder, or set sft.turns=last"
         )
     encoded = tokenizer(row.prompt_text, add_special_tokens=False, return_offsets_mapping=True)
+    num_times = num_repeats(encoded["input_ids"], row.images or ())
     is_learned = [
         any(begin <= first < last <= end for begin, end in spans)
-        for first, last in encoded["offset_mapping"]
+        for (first, last), num in zip(encoded["offset_mapping"], num_times, strict=True)
+        for _ in range(num)
     ]
     return torch.tensor(is_learned[len(is_learned) - len(row.token_ids) :])
 
@@ -77,9 +94,14 @@ def _turn_spans(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Iterat
     for index, message in enumerate(messages):
         if message.role != _ASSISTANT:
             continue
-        before = render_chat(messages[:index], tokenizer, origin=row.row.origin)
-        turn = messages[: index + 1]
-        after = render_chat(turn, tokenizer, origin=row.row.origin, is_complete=True)
+        render = partial(
+            render_chat,
+            tokenizer=tokenizer,
+            origin=row.row.origin,
+            has_images=bool(row.row.images),
+        )
+        before = render(messages[:index])
+        after = render(messages[: index + 1], is_complete=True)
         if not (after.startswith(before) and row.prompt_text.startswith(after)):
             raise DataError(
                 f"{row.row.origin}: the chat template renders message {index + 1} of the prompt "
@@ -120,7 +142,9 @@ def tokenize_pairs(
     chosen = tokenize_answers([row.row.answer for row in rows], tokenizer)
     rejected = tokenize_answers([str(row.row.rejected) for row in rows], tokenizer)
     pairs = [
-        PreferencePair(row.row, row.prompt_text, row.token_ids, *map(torch.tensor, answers))
+        PreferencePair(
+            row.row, row.prompt_text, row.token_ids, *map(torch.tensor, answers), images=row.images
+        )
         for row, *answers in zip(rows, chosen, rejected, strict=True)
     ]
     for pair in pairs:
@@ -159,5 +183,6 @@ def build_preference_batch(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
     return PreferenceBatch(
         token_ids_BL=jagged([torch.cat(row) for row in rows]),
         response_mask_BL=jagged([torch.arange(len(p) + len(a)) >= len(p) for p, a in rows]),
+        images_B=images_column([pair for pair in pairs for _ in range(2)]),
         batch_size=[len(rows)],
     )

@@ -18,8 +18,8 @@ import pyarrow
 import pyarrow.parquet
 
 from hybridrl.config.functions.paths import split_function
-from hybridrl.data.parsing import Columns, Malformed, RawRow, Record, name_column, parse
-from hybridrl.data.rows import Row
+from hybridrl.data.parsing import Columns, RawRow, Record, name_column, parse
+from hybridrl.data.rows import Malformed, Row
 from hybridrl.errors import DataError, shown
 from hybridrl.import_file import import_file
 
@@ -233,7 +233,8 @@ def _columns_to_read(known: Sequence[str], columns: Columns | None, path: Path) 
             raise DataError(f"{path} has no column {name!r}; {name_column(name, known, key=key)}")
         if known.count(name) > 1:
             raise DataError(f"{path} has {known.count(name)} columns {name!r}; keep one")
-    asked = [*columns.needed, *([columns.source] if columns.source in known else [])]
+    optional = [name for name in known if name in (columns.source, columns.images)]
+    asked = [*columns.needed, *optional]
     return list(dict.fromkeys(_column_of(name, known) for name in asked))
 
 

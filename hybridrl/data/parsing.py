@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.rows import Message, Row
+from hybridrl.data.images import RawMessage, parse_images
+from hybridrl.data.rows import Malformed, Row
 from hybridrl.errors import shown, suggest_name
 from hybridrl.json_text import to_json_text
 
@@ -35,6 +36,9 @@ class Columns:
 
     margin: str | None = None
     """None reads no margins: they are 0."""
+
+    images: str | None = "images"
+    """A row need not have it; None reads no images but those in messages."""
 
     own: tuple[str, ...] = ()
     """Further ones that reward functions ask for by name."""
@@ -74,6 +78,7 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
         source=data.source_key,
         difficulty=None if is_held_out else data.difficulty_key,
         margin=config.reward_model.margin_key if config.mode == "reward_model" else None,
+        images=data.images_key,
         own=config.reward.own_columns if config.offline is None else (),
     )
     if source is None:
@@ -87,10 +92,6 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
         difficulty=source.difficulty_key or usual.difficulty,
         section=section,
     )
-
-
-class Malformed(Exception):
-    """An error in one row; collected, never raised to a caller."""
 
 
 Record = str | Mapping[str, object] | Malformed
@@ -126,8 +127,11 @@ def parse(raw: RawRow, columns: Columns) -> Row:
             names = (columns.answer, columns.rejected)
             prompt, (answer, rejected) = _split_pair(prompt, {n: needed[n] for n in names})
     source = record.get(columns.source) or raw.source
+    parsed, images = parse_images(
+        _parse_prompt(prompt, name), record.get(columns.images or ""), raw.origin
+    )
     return Row(
-        prompt=_parse_prompt(prompt, name),
+        prompt=parsed,
         answer=_parse_answer(answer, answer_name),
         source=_parse_text(source, columns.source),
         origin=raw.origin,
@@ -135,6 +139,7 @@ def parse(raw: RawRow, columns: Columns) -> Row:
         rejected=None if columns.rejected is None else _parse_text(rejected, columns.rejected),
         margin=_parse_number(needed, columns.margin),
         own=_write_own({name: needed[name] for name in columns.own}),
+        images=images,
     )
 
 
@@ -207,6 +212,11 @@ def _parse_text(value: object, name: str) -> str:
         raise Malformed(f"{name!r} is {shown(value)}, must be text; write it {how}")
     if not value.strip():
         raise Malformed(f"{name!r} is empty")
+    _require_pairs(value, name)
+    return value
+
+
+def _require_pairs(value: str, name: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON may escape halves of pairs; no tokenizer takes one
@@ -215,10 +225,9 @@ def _parse_text(value: object, name: str) -> str:
             f"{name!r} has half of a pair, {half}, as character {error.start + 1}; write both "
             "halves, or leave it out"
         ) from error
-    return value
 
 
-def _parse_prompt(messages: object, name: str) -> str | tuple[Message, ...]:
+def _parse_prompt(messages: object, name: str) -> str | tuple[RawMessage, ...]:
     if not isinstance(messages, list):
         return _parse_text(messages, name)
     if not messages:
@@ -230,11 +239,20 @@ def _parse_prompt(messages: object, name: str) -> str | tuple[Message, ...]:
         for part in ("role", "content"):
             if part not in message:
                 raise Malformed(f"{name}[{index}] has no {part!r}, must be {_MESSAGE}")
-        role, content = (
-            _parse_text(message[part], f"{name}[{index}].{part}") for part in ("role", "content")
-        )
-        parsed.append(Message(role, content))
+        role = _parse_text(message["role"], f"{name}[{index}].role")
+        content = _parse_content(message["content"], f"{name}[{index}].content")
+        parsed.append(RawMessage(role, content))
     return tuple(parsed)
+
+
+def _parse_content(content: object, name: str) -> str | list[object]:
+    """Return text, or parts that `parse_images` looks at."""
+    if not isinstance(content, list):
+        return _parse_text(content, name)
+    for part in content:
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            _require_pairs(part["text"], name)
+    return content
 
 
 def _split_answer(

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.data.files import read_records
-from hybridrl.data.parsing import Malformed
+from hybridrl.data.rows import Malformed
 from hybridrl.data.tasks import make_countdown
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.json_text import to_json_text
@@ -73,6 +73,8 @@ def convert_math(record: Mapping[str, object], instruction: str) -> dict[str, ob
 def convert_verl(record: Mapping[str, object], _: str) -> dict[str, object]:
     """Take prompt and ground truth as they stand: the prompt has its own instruction."""
     reward, messages = record["reward_model"], record["prompt"]
+    if record.get("images"):
+        raise Unusable("it has images; list the file itself in data.train_files")
     if not isinstance(reward, Mapping) or not isinstance(messages, list):
         raise Unusable("reward_model must be a record, and prompt a list of messages")
     prompt = [{"role": _text(m, "role"), "content": _text(m, "content")} for m in messages]

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.rows import Message, Row, read_record, write_record
+from hybridrl.data.pixels import SizedImage
+from hybridrl.data.rows import IMAGE_MARK, Message, Row, read_record, write_record
 from hybridrl.errors import DataError
 
 _ASSISTANT = "assistant"
@@ -72,7 +73,9 @@ class TokenizedRow:
 
     row: Row
     prompt_text: str  # the full prompt after the chat template, even if its tokens were truncated
-    token_ids: Tensor  # int64 [L], L >= 1
+    token_ids: Tensor  # int64 [L], L >= 1; of images repeated placeholders
+    images: tuple[SizedImage, ...] | None = field(default=None, kw_only=True)
+    """In the order of their placeholders; None: the model sees none."""
 
 
 @dataclass(slots=True)
@@ -153,7 +156,9 @@ def _to_text(
             "data.use_chat_template=false; set it to true, or write the prompt as text"
         )
     messages = (Message("user", row.prompt),) if isinstance(row.prompt, str) else row.prompt
-    return render_chat(messages, tokenizer, origin=row.origin, tools=tools)
+    return render_chat(
+        messages, tokenizer, origin=row.origin, tools=tools, has_images=bool(row.images)
+    )
 
 
 def tokenize_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -169,17 +174,22 @@ def render_chat(
     origin: str,
     is_complete: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
+    has_images: bool = False,
 ) -> str:
     """Render messages with the tokenizer's chat template.
 
     Special tokens in their contents become text, but for the assistant's. Unless ``is_complete``,
-    the beginning of the assistant's next turn is added.
+    the beginning of the assistant's next turn is added. With images the template gets parts of
+    text, and of type ``image`` for each mark.
 
     Raises:
         DataError: the template rejects them.
     """
     harmless = special_tokens_of(tokenizer).harmless_messages(messages)
-    conversation = [{"role": message.role, "content": message.content} for message in harmless]
+    conversation = [
+        {"role": each.role, "content": _parts(each.content) if has_images else each.content}
+        for each in harmless
+    ]
     try:
         text: str = tokenizer.apply_chat_template(
             conversation,
@@ -190,6 +200,16 @@ def render_chat(
     except Exception as error:  # a template is a program, which may raise any error
         raise DataError(f"{origin}: the chat template rejects the prompt: {error}") from error
     return text
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """Return text and images in turns, as templates of models that see take them."""
+    first, *others = content.split(IMAGE_MARK)
+    parts = [{"type": "text", "text": first}] if first else []
+    for text in others:
+        parts.append({"type": "image"})
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
 
 
 def encode_row(row: Row) -> Tensor:

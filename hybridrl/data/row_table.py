@@ -14,6 +14,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import astuple, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, overload
@@ -24,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybridrl.atomic_io import flush
+from hybridrl.data.pixels import SizedImage
 from hybridrl.data.prompts import Rendered, TokenizedRow
 from hybridrl.data.rows import Row, read_record, write_record
 from hybridrl.json_text import to_json_text
@@ -40,22 +42,32 @@ SCHEMA = pyarrow.schema(
         "prompt_text": pyarrow.large_string(),  # null if it is the prompt of the record
         "token_ids": pyarrow.list_(pyarrow.int32()),
         "difficulty": pyarrow.float64(),
+        # of each image the numbers of `SizedImage`; null if the model sees none
+        "image_sizes": pyarrow.list_(pyarrow.int32()),
     }
 )
+Sizes = tuple[SizedImage, ...] | None
+"""Of the images of a row; see ``TokenizedRow.images``."""
+
+_NUMBERS = len(fields(SizedImage)) - 1
 _ABOUT = b"hybridrl.rows"
 _MAGIC_BYTES = 8  # before the first batch of a file
 _UNFINISHED = ".unfinished-"
 _DAY_S = 86_400.0
 
 
-def encode_batch(rows: Sequence[tuple[Row, Rendered]]) -> pyarrow.RecordBatch:
-    """Encode rows, each with the text and token ids of its prompt."""
+def encode_batch(rows: Sequence[tuple[Row, Rendered, Sizes]]) -> pyarrow.RecordBatch:
+    """Encode rows, each with the text and token ids of its prompt, and the sizes of its images."""
     columns = {
-        "record": [write_record(row) for row, _ in rows],
-        "origin": [row.origin for row, _ in rows],
-        "prompt_text": [None if text == row.prompt else text for row, (text, _) in rows],
-        "token_ids": [token_ids for _, (_, token_ids) in rows],
-        "difficulty": [row.difficulty for row, _ in rows],
+        "record": [write_record(row) for row, _, _ in rows],
+        "origin": [row.origin for row, _, _ in rows],
+        "prompt_text": [None if text == row.prompt else text for row, (text, _), _ in rows],
+        "token_ids": [token_ids for _, (_, token_ids), _ in rows],
+        "difficulty": [row.difficulty for row, _, _ in rows],
+        "image_sizes": [
+            None if sizes is None else [n for size in sizes for n in astuple(size)[1:]]
+            for _, _, sizes in rows
+        ],
     }
     return pyarrow.RecordBatch.from_pydict(columns, schema=SCHEMA)
 
@@ -103,11 +115,19 @@ class RowTable(Sequence[TokenizedRow]):
 
 
 def _read_row(batch: pyarrow.RecordBatch, number: int) -> TokenizedRow:
-    record, origin, prompt_text, token_ids, _ = (column[number] for column in batch.columns)
+    record, origin, prompt_text, token_ids, _, sizes = (c[number] for c in batch.columns)
     row = read_record(record.as_py(), origin=origin.as_py())
     tokens = token_ids.values.to_numpy().astype(np.int64)
     text = prompt_text.as_py()
-    return TokenizedRow(row, str(row.prompt) if text is None else text, torch.from_numpy(tokens))
+    images = None
+    if (numbers := sizes.as_py()) is not None:
+        images = tuple(
+            SizedImage(source, *numbers[at * _NUMBERS : (at + 1) * _NUMBERS])
+            for at, source in enumerate(row.images)
+        )
+    return TokenizedRow(
+        row, str(row.prompt) if text is None else text, torch.from_numpy(tokens), images=images
+    )
 
 
 class TableWriter:

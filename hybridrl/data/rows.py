@@ -10,13 +10,21 @@ from typing import Any
 
 from hybridrl.json_text import to_json_text
 
+IMAGE_MARK = "\ufffc"
+"""Where an image stands in a message of a row with images: Unicode's object replacement character.
+In rows without images it is a character like others."""
+
+
+class Malformed(Exception):
+    """An error in one row; collected, never raised to a caller."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a chat."""
 
     role: str  # for example system, user or assistant; a role of the chat template
-    content: str
+    content: str  # with an `IMAGE_MARK` for each image of the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,9 @@ class Row:
 
     own: str = ""
     """JSON object of the further columns that reward functions ask for by name; empty: none."""
+
+    images: tuple[str, ...] = ()
+    """Files, by absolute path, or their bytes as ``data:`` URLs, in the order of their marks."""
 
 
 def fingerprint(rows: Iterable[Row]) -> str:
@@ -94,6 +105,7 @@ def write_record(row: Row) -> bytes:
     values += [] if row.rejected is None else [{"rejected": row.rejected}]
     values += [{"margin": row.margin}] if row.margin else []
     values += [{"own": row.own}] if row.own else []
+    values += [{"images": row.images}] if row.images else []
     return to_json_text(values).encode()
 
 
@@ -104,4 +116,6 @@ def read_record(record: bytes, *, origin: str) -> Row:
         prompt = tuple(Message(role, content) for role, content in prompt)
     difficulty = [value for value in further if not isinstance(value, dict)]
     named = {key: text for value in further[len(difficulty) :] for key, text in value.items()}
+    if "images" in named:
+        named["images"] = tuple(named["images"])
     return Row(prompt, answer, source, origin, *difficulty, **named)

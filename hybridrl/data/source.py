@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from tensordict import NonTensorStack
 
-from hybridrl.batch import PromptBatch, jagged
+from hybridrl.batch import PromptBatch, jagged, objects
+from hybridrl.data.images import begin_to_load
 from hybridrl.data.prompts import TokenizedRow, encode_row
 from hybridrl.data.rows import SamplerState
 from hybridrl.data.sampler import RowOrder
@@ -137,9 +139,17 @@ def build_prompt_step(
         prompt_index_P=torch.tensor(list(indices)),
         seed_P=torch.tensor([prompt_seed(seed, index, stream=stream) for index in indices]),
         row_PN=jagged([encode_row(row.row) for row in rows]) if sends_rows else None,
+        images_P=images_column(rows),
         batch_size=[len(rows)],
     )
     return PromptStep(prompts, tuple(rows))
+
+
+def images_column(rows: Sequence[TokenizedRow]) -> NonTensorStack | None:
+    """Begin to load the images of all rows; None: the model sees none."""
+    if rows[0].images is None:
+        return None
+    return objects(begin_to_load([row.images or () for row in rows]))
 
 
 def prompt_seed(run_seed: int, prompt_index: int, *, stream: str = "train") -> int:

@@ -1,4 +1,4 @@
-"""Tasks whose rows are made on the spot: sorted digits, arithmetic, Countdown."""
+"""Tasks whose rows are made on the spot: sorted digits, drawn numbers, arithmetic, Countdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Literal
 
-from hybridrl.data.rows import Message, Row
+from hybridrl.data.drawn_numbers import draw_number
+from hybridrl.data.rows import IMAGE_MARK, Message, Row
 from hybridrl.errors import DataError
 
 Split = Literal["train", "eval"]
@@ -51,7 +52,7 @@ def build_sort_digits_rows(
     errors = random.Random(f"sort_digits rejected {split} {seed}")
     rows = []
     for index in range(num_rows):
-        number = _draw_number(
+        number = _choose_number(
             source, split=split, num_digits=source.randint(min_digits, max_digits)
         )
         answer = "".join(sorted(number))
@@ -67,14 +68,34 @@ def build_sort_digits_rows(
     return rows
 
 
-def _draw_number(source: random.Random, *, split: Split, num_digits: int) -> str:
+def build_read_numbers_rows(
+    num_rows: int, *, split: Split, seed: int, min_digits: int, max_digits: int
+) -> list[Row]:
+    """Make rows of a drawn number to read; as ``build_sort_digits_rows``."""
+    source = random.Random(f"read_numbers {split} {seed}")
+    rows = []
+    for index in range(num_rows):
+        number = _choose_number(
+            source, split=split, num_digits=source.randint(min_digits, max_digits)
+        )
+        rows.append(
+            Row(
+                prompt=(Message("user", f"{IMAGE_MARK}="),),
+                images=(draw_number(number, source),),
+                answer=number,
+                source="read_numbers",
+                origin=f"read_numbers/{split}:{index + 1}",
+            )
+        )
+    return rows
+
+
+def _choose_number(source: random.Random, *, split: Split, num_digits: int) -> str:
     for _ in range(_MAX_TRIES):
         number = str(source.randrange(10 ** (num_digits - 1), 10**num_digits))
         if _split_of(number) == split:
             return number
-    raise DataError(
-        f"sort_digits has no number of {num_digits} digits for {split}; set data.min_digits=2"
-    )
+    raise DataError(f"there is no number of {num_digits} digits for {split}; set data.min_digits=2")
 
 
 def _with_error(answer: str, source: random.Random) -> str:

@@ -28,18 +28,27 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl import env
 from hybridrl.config.functions.paths import split_function
 from hybridrl.data.files import Problems, RowFiles
-from hybridrl.data.parsing import Columns, Malformed, RawRow, parse
+from hybridrl.data.images import expand, size_images
+from hybridrl.data.parsing import Columns, RawRow, parse
 from hybridrl.data.prompts import Overlong, Rendered, render
-from hybridrl.data.row_table import SCHEMA, RowTable, TableWriter, encode_batch, open_table
-from hybridrl.data.rows import Row
+from hybridrl.data.row_table import (
+    SCHEMA,
+    RowTable,
+    Sizes,
+    TableWriter,
+    encode_batch,
+    open_table,
+)
+from hybridrl.data.rows import Malformed, Row
 from hybridrl.errors import DataError, HybridRLError
+from hybridrl.images import ImageSettings
 from hybridrl.json_text import to_json_text
 from hybridrl.processes.child import Declined, Emit, Service
 from hybridrl.processes.pool import CallFailed, Child, Pool, Refused
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 3
+_FORMAT = 4
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 _SAMPLE_BYTES = 2**16
 _ROWS_PER_CHUNK = 1024
@@ -102,26 +111,48 @@ class RowEncoder:
     columns: Columns | None = None
     """Of rows that were read; None if all rows are parsed."""
 
+    images: ImageSettings | None = None
+    """How the model cuts images; None: it sees none."""
+
     def __call__(self, raws: Chunk) -> EncodedRows:
         """Encode some rows; raises DataError for a prompt that cannot be rendered or tokenized."""
-        rows, malformed = [], []
+        rows, sizes, malformed = [], [], []
         for raw in raws:
             try:
-                rows.append(raw if isinstance(raw, Row) else parse(raw, self.columns or Columns()))
+                row = raw if isinstance(raw, Row) else parse(raw, self.columns or Columns())
+                sizes.append(size_images(row, self.images))
+                rows.append(row)
             except Malformed as problem:
                 malformed.append(f"{raw.origin}: {problem}")
         rendered = render(
             rows, self.tokenizer, use_chat_template=self.use_chat_template, tools=self.tools
         )
-        kept: list[tuple[Row, Rendered]] = []
+        kept: list[tuple[Row, Rendered, Sizes]] = []
         overlong = []
-        for row, (text, token_ids) in zip(rows, rendered, strict=True):
-            if len(token_ids) > self.max_prompt_tokens:
+        for row, (text, words), images in zip(rows, rendered, sizes, strict=True):
+            try:
+                token_ids = self._with_images(words, images)
+            except Malformed as problem:
+                malformed.append(f"{row.origin}: {problem}")
+                continue
+            is_overlong = len(token_ids) > self.max_prompt_tokens
+            if is_overlong:
                 overlong.append((row.origin, len(token_ids)))
-                if self.overlong != "keep_end":
-                    continue
-            kept.append((row, (text, token_ids[-self.max_prompt_tokens :])))
-        return EncodedRows(encode_batch(kept), len(rows), malformed, overlong)
+            if not is_overlong or self.overlong == "keep_end":
+                kept.append((row, (text, token_ids[-self.max_prompt_tokens :]), images))
+        num_rows = len(raws) - len(malformed)
+        return EncodedRows(encode_batch(kept), num_rows, malformed, overlong)
+
+    def _with_images(self, words: Sequence[int], images: Sizes) -> Sequence[int]:
+        if self.images is None:
+            return words
+        token_ids = expand(words, images or (), self.images.placeholder)
+        if images and len(token_ids) > self.max_prompt_tokens and self.overlong == "keep_end":
+            raise Malformed(
+                f"takes {len(token_ids)} tokens with its images, and no image can be cut; set "
+                "data.overlong_prompts=drop, or lower data.max_image_pixels"
+            )
+        return token_ids
 
 
 def encode_by_processes(
@@ -260,6 +291,7 @@ def cache_file(folder: Path, files: RowFiles, encoder: RowEncoder) -> Path | Non
         *(tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template),
         *(tokenizer.special_tokens_map, [version(package) for package in _PACKAGES]),
         list(encoder.tools),
+        *([] if encoder.images is None else [asdict(encoder.images)]),
     ]
     digest = hashlib.sha256(to_json_text(parts).encode()).hexdigest()
     return folder / f"{digest[:32]}.arrow"

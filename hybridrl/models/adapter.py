@@ -26,6 +26,7 @@ from hybridrl.models.adapter_names import (
     file_name,
     hf_name,
     is_adapter_name,
+    may_adapt,
 )
 from hybridrl.models.load import WeightSource, require_finite
 
@@ -57,10 +58,12 @@ class Adapter:
             {
                 name: (module.out_features, module.in_features)
                 for name, module in hf.named_modules()
-                if isinstance(module, nn.Linear)
+                if isinstance(module, nn.Linear) and may_adapt(name)
             },
             model=type(hf).__name__,
         )
+        kept = [name for name, _ in hf.named_modules() if name and not may_adapt(name)]
+        self._settings.exclude_modules = kept or None
         peft.inject_adapter_in_model(
             self._settings, hf, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True
         )

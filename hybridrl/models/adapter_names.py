@@ -14,11 +14,17 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 """Peft's name for the file of an adapter's weights."""
 
 _PREFIX = "base_model.model."
+_TOWER = "visual."
 
 
 def is_adapter_name(name: str) -> bool:
     """Whether a tensor is a matrix A or B, by any of its names."""
     return ".lora_A." in name or ".lora_B." in name
+
+
+def may_adapt(module_name: str) -> bool:
+    """Whether a layer may get an adapter; in a vision tower rollout engines would have none."""
+    return not module_name.startswith(_TOWER)
 
 
 def hf_name(name: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridrl.config.model import ModelConfig
+from hybridrl.config.model import STARTER_SIDE, ModelConfig, StarterConfig
 from hybridrl.errors import ModelError, shown, suggest_name
 from hybridrl.models.families import (
     FAMILIES,
@@ -157,6 +157,42 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Tower:
+    """The part that sees: blocks over patches, then layers that make patches features of tokens."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    output_size: int
+    """Of a token's feature."""
+
+    patch_size: int
+    """Numbers of a patch, of all frames and colours."""
+
+    num_merged: int
+    """Patches of a token."""
+
+    num_positions: int
+    """Rows of a learned embedding of positions; 0: it has none, and MLPs have a gate (Qwen2.5)."""
+
+    num_deeper: int
+    """Layers of the language model that get features of the tower's middle, too (Qwen3)."""
+
+    def count_parameters(self) -> int:
+        """Count all."""
+        width, inner, merged = self.hidden_size, self.intermediate_size, self.num_merged
+        is_gated = not self.num_positions
+        norm = width if is_gated else 2 * width  # without and with a bias
+        block = 2 * norm + 4 * width * (width + 1) + 2 * width * inner + inner + width
+        block += is_gated * (width * inner + inner)
+        wide = merged * width
+        merger = wide * (wide + 1) + (wide + 1) * self.output_size
+        deeper = self.num_deeper * (merger + merged * norm)
+        patches = width * (self.patch_size + (not is_gated)) + self.num_positions * width
+        return patches + self.num_layers * block + norm + merger + deeper
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """A decoder of the llama family: grouped queries, gated MLPs, RMS norms, rotary.
 
@@ -226,6 +262,9 @@ class Architecture:
 
     has_output_gate: bool = False
     """Whether ``q_proj`` gives twice as many numbers: a gate of the attention's output."""
+
+    tower: Tower | None = None
+    """None in a model of text alone."""
 
     classifier: Literal["sequence", "token"] | None = None
     """A classifier gives scores to a sequence, or to its tokens. None predicts the next token."""
@@ -299,14 +338,34 @@ def architecture_of(model: ModelConfig) -> Architecture:
         return read_architecture(Path(model.path))
     if (starter := model.starter) is None:
         raise ModelError("there is no model to plan for; set model.path=FOLDER, or model=starter")
+    model_type = "qwen2_5_vl_text" if starter.num_vision_layers else "qwen3"
     values = {
         **asdict(starter),
-        "model_type": "qwen3",
+        "model_type": model_type,
         "num_hidden_layers": starter.num_layers,
         "head_dim": starter.hidden_size // starter.num_attention_heads,
         "tie_word_embeddings": True,
+        "vision_config": starter_tower(starter),
     }
-    return _of_values(values, FAMILIES["qwen3"])
+    return _of_values(values, FAMILIES[model_type])
+
+
+def starter_tower(starter: StarterConfig) -> dict[str, Any]:
+    """Return ``vision_config`` of a made model's config.json; empty: it sees nothing."""
+    if not starter.num_vision_layers:
+        return {}
+    return {
+        "depth": starter.num_vision_layers,
+        "hidden_size": starter.hidden_size,
+        "intermediate_size": starter.intermediate_size,
+        "num_heads": starter.num_attention_heads,
+        "out_hidden_size": starter.hidden_size,
+        "patch_size": STARTER_SIDE // 2,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 64 * STARTER_SIDE,
+        "fullatt_block_indexes": [*range(starter.num_vision_layers)],
+    }
 
 
 def find_architecture(model: ModelConfig) -> Architecture | None:
@@ -400,7 +459,22 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
         latent=latent,
         delta_net=_delta_net(values, size),
         has_output_gate=family.has_output_gate,
+        tower=_tower(values["vision_config"]) if values.get("vision_config") else None,
         classifier=_classifier(values),
+    )
+
+
+def _tower(values: Mapping[str, Any]) -> Tower:
+    side, frames = int(values["patch_size"]), int(values.get("temporal_patch_size", 2))
+    return Tower(
+        num_layers=int(values["depth"]),
+        hidden_size=int(values["hidden_size"]),
+        intermediate_size=int(values["intermediate_size"]),
+        output_size=int(values["out_hidden_size"]),
+        patch_size=3 * frames * side**2,
+        num_merged=int(values.get("spatial_merge_size", 2)) ** 2,
+        num_positions=int(values.get("num_position_embeddings", 0)),
+        num_deeper=len(values.get("deepstack_visual_indexes", ())),
     )
 
 

@@ -99,12 +99,14 @@ olmo2              4096  11008     32     32      -  50304   2048
 olmo3              4096  11008     32     32      -  50304   2048
 phi3               3072   8192     32     32      -  32064   4096
 qwen2              4096  22016     32     32     32 151936  32768
+qwen2_5_vl_text    8192  29568     80     64      8 152064  32768
 qwen2_moe          2048   5632     24     16     16 151936  32768
 qwen3              4096  22016     32     32     32 151936  32768
 qwen3_5_moe_text   2048    512     40     16      2 248320  32768
 qwen3_5_text       4096  12288     32     16      4 248320  32768
 qwen3_moe          2048   6144     24     32      4 151936  32768
 qwen3_next         2048   5632     48     16      2 151936  32768
+qwen3_vl_text      4096  22016     32     32     32 151936 128000
 seed_oss           4096  27648     64     80      8 155136 524288
 smollm3            2048  11008     36     16      4 128256  32768
 """
@@ -123,6 +125,7 @@ _DELTA_NET = {
     **{"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
 }
+_SEEN_ROPES = ("default", "mrope")  # angles of time, row and column
 FAMILIES = {
     "cohere2": Family(_defaults("cohere2", tie_word_embeddings=True), num_norms=1),
     "deepseek_v3": Family(
@@ -232,6 +235,13 @@ FAMILIES = {
         ropes=("default", "longrope"),
     ),
     "qwen2": Family(_defaults("qwen2"), always_has_qkv_bias=True, has_output_bias=False),
+    "qwen2_5_vl_text": Family(
+        _defaults("qwen2_5_vl_text", rms_norm_eps=1e-5),
+        always_has_qkv_bias=True,
+        has_output_bias=False,
+        ropes=_SEEN_ROPES,
+        off=("use_sliding_window",),
+    ),
     "qwen2_moe": Family(
         _defaults(
             "qwen2_moe",
@@ -283,6 +293,9 @@ FAMILIES = {
         has_shared_gate=True,
         has_output_gate=True,
         attends_every=4,
+    ),
+    "qwen3_vl_text": Family(
+        _defaults("qwen3_vl_text", head_dim=128), has_head_norms=True, ropes=_SEEN_ROPES
     ),
     "seed_oss": Family(
         _defaults("seed_oss", head_dim=128, attention_bias=True), has_output_bias=False

@@ -31,15 +31,18 @@ from hybridrl.models.experts import StoredNames
 from hybridrl.models.model_folder import (
     CONFIG,
     INDEX,
+    SEEING,
     WEIGHTS,
     has_other_parts,
     is_mxfp4,
+    own_name,
     read_settings,
     read_weight_map,
     text_folder,
-    text_name,
+    vision_settings,
 )
 from hybridrl.models.packed_model import PACKED_ATTENTION
+from hybridrl.models.seeing import build_seeing_model
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _NUM_NAMED = 20
@@ -77,9 +80,10 @@ class WeightFiles:
         file_of = _file_of_each_tensor(folder)
         self._stored = {name: name for name in file_of}
         self.other_parts: dict[str, str] = {}
-        """Names of tensors outside the language model, as stored, and their files."""
+        """Names of tensors that are not used, as stored, and their files."""
         if has_other_parts(folder):
-            texts = {stored: text_name(stored) for stored in file_of}
+            sees = vision_settings(folder) is not None
+            texts = {stored: own_name(stored, sees=sees) for stored in file_of}
             self._stored = {text: stored for stored, text in texts.items() if text is not None}
             self.other_parts = {n: file_of[n] for n, text in texts.items() if text is None}
         self._file_of = {name: file_of[stored] for name, stored in self._stored.items()}
@@ -342,9 +346,7 @@ def _build_empty(
     read_architecture(folder)  # refuses settings that would be ignored
     config = load_model_config(folder, **changes)
     with torch.device("meta"):
-        model: PreTrainedModel = kind.from_config(
-            config, dtype=dtype, attn_implementation=PACKED_ATTENTION
-        )
+        model = build_by_config(config, kind, dtype=dtype, attention=PACKED_ATTENTION)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -358,6 +360,20 @@ def _build_empty(
                 module.register_parameter(name, nn.Parameter(values, requires_grad=False))
         if module._non_persistent_buffers_set:
             model._init_weights(module)  # parameters have no memory yet, and stay without
+    return model
+
+
+def build_by_config(
+    config: PretrainedConfig,
+    kind: Any = AutoModelForCausalLM,  # noqa: ANN401 - one of transformers' factories
+    *,
+    dtype: torch.dtype,
+    attention: str,
+) -> PreTrainedModel:
+    """Build a model on torch's current device; ``attention`` is transformers' name of it."""
+    if config.model_type in SEEING:
+        return build_seeing_model(config, dtype=dtype, attention=attention)
+    model: PreTrainedModel = kind.from_config(config, dtype=dtype, attn_implementation=attention)
     return model
 
 
@@ -403,11 +419,16 @@ def fill_weights(
             setattr(module.get_submodule(owner_name), leaf, filled)
 
 
-def finish_model(model: PreTrainedModel, device: torch.device) -> None:
-    """Tie the output embedding, and move the buffers, which ``fill_weights`` does not."""
+def tie_head(model: PreTrainedModel) -> None:
+    """Let the output embedding be the input embedding, if config.json says so."""
     head = model.get_output_embeddings()  # a critic has none
     if head is not None and model.config.tie_word_embeddings:
         head.weight = model.get_input_embeddings().weight
+
+
+def finish_model(model: PreTrainedModel, device: torch.device) -> None:
+    """Tie the output embedding, and move the buffers, which ``fill_weights`` does not."""
+    tie_head(model)
     for module in model.modules():
         for name in module._non_persistent_buffers_set:
             setattr(module, name, module.get_buffer(name).to(device))

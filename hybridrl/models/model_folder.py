@@ -36,6 +36,12 @@ _TEXT_CLASSES = {
 }
 """By ``model_type``: language models that are published within one that also sees."""
 
+SEEING = {
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
+"""By ``model_type``: models whose vision tower is used, and trained if wanted."""
+
 _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -43,6 +49,13 @@ _PREFIXES = {
     "lm_head.": "lm_head.",
 }
 """Of the language model's weights in such folders, and in a folder of itself."""
+
+_SEEING_PREFIXES = _PREFIXES | {
+    "model.visual.": "visual.",
+    "visual.": "visual.",
+    "model.": "model.",
+}
+"""Likewise, where the tower is used; the last two are those of the first Qwen2.5-VL."""
 
 _MAX_SHOWN = 60
 _META = "__metadata__"
@@ -56,16 +69,37 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return _text_settings(_read(folder / CONFIG, lambda v: _problems_of_config(_text_settings(v))))
 
 
+def vision_settings(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of the tower of a model that sees, with ``image_token_id``; None: none.
+
+    Towers of ``_TEXT_CLASSES`` are kept in the folder, and not used.
+    """
+    values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if values.get("model_type") not in SEEING:
+        return None
+    return {**values.get("vision_config", {}), "image_token_id": values.get("image_token_id")}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; ``ModelError`` if the file holds none."""
+    return _read(file, lambda _: iter(()))
+
+
 def has_other_parts(folder: Path) -> bool:
-    """Whether a folder's language model is within a model that also sees."""
+    """Whether a folder's language model is within a model that also sees, or could."""
     if not (folder / CONFIG).is_file():
         return False
-    settings = _read(folder / CONFIG, lambda _: iter(()))
+    settings = read_json(folder / CONFIG)
     return _text_settings(settings) is not settings
 
 
 def _text_settings(values: dict[str, Any]) -> dict[str, Any]:
     text = values.get("text_config")
+    if (seeing := values.get("model_type")) in SEEING:
+        # The first Qwen2.5-VL has no section for its language model.
+        own = values if text is None else {**values, **text}
+        model = {"model_type": f"{seeing}_text", "architectures": [SEEING[seeing]]}
+        return {**own, **model, "tie_word_embeddings": values.get("tie_word_embeddings")}
     if not isinstance(text, dict) or text.get("model_type") not in _TEXT_CLASSES:
         return values
     names = ("tie_word_embeddings", "quantization_config", "dtype")
@@ -76,9 +110,10 @@ def _text_settings(values: dict[str, Any]) -> dict[str, Any]:
 def text_folder(folder: Path) -> Path:
     """Return a folder whose config.json is the language model's; with weights only if it is given.
 
-    SGLang is built of it without files of weights. The new one is named by what it holds.
+    SGLang is built of it without files of weights. The new one is named by what it holds. A folder
+    whose tower is used is returned as it is.
     """
-    if not has_other_parts(folder):
+    if vision_settings(folder) is not None or not has_other_parts(folder):
         return folder
     text = to_json_text(read_settings(folder), indent=2)
     name = f"hybridrl-language-model-{os.getuid()}-{sha256(text.encode()).hexdigest()[:16]}"
@@ -90,9 +125,9 @@ def text_folder(folder: Path) -> Path:
     return target
 
 
-def text_name(stored: str) -> str | None:
-    """Return the language model's name of a weight in a folder with other parts; None: of these."""
-    for prefix, own in _PREFIXES.items():
+def own_name(stored: str, *, sees: bool) -> str | None:
+    """Return the name here of a weight in a folder with other parts; None: of a part not used."""
+    for prefix, own in (_SEEING_PREFIXES if sees else _PREFIXES).items():
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)
     return None

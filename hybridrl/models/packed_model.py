@@ -25,6 +25,7 @@ from hybridrl.models.logprobs import token_logprobs
 from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed import PackLayout
 from hybridrl.models.recurrent import run_on_rows
+from hybridrl.models.seeing import SeenImages, seen_inputs
 
 PACKED_ATTENTION = "hybridrl_packed"
 """Name in transformers' registry. It builds no mask for registered functions, and the caller of the
@@ -76,13 +77,14 @@ class PackedTokens:
     """Rows laid end to end, and the S <= T tokens to score."""
 
     token_ids_T: Tensor  # int64
-    positions_T: Tensor  # int64, position within the row, from 0
+    positions_T: Tensor  # int64, position within the row, from 0; [3, T] in models that see
     layout: PackLayout
     scored_S: Tensor  # int64, packed tokens whose successor is scored
     targets_S: Tensor  # int64, those successors
     num_padding: int = 0  # padding tokens at the end
     num_row_tokens: int = 0  # without padding, on all ranks that share the micro-batch
     experts_TJK: Tensor | None = None  # int16, on the host: experts of each token; -1: padding
+    seen: SeenImages | None = None  # None: the model has no tower
 
 
 class PackedModel(nn.Module):
@@ -103,9 +105,12 @@ class PackedModel(nn.Module):
         routed = {}
         if tokens.experts_TJK is not None:  # to the device once, for all layers
             routed["experts_TJK"] = tokens.experts_TJK.to(tokens.token_ids_T.device)
+        inputs = {"input_ids": tokens.token_ids_T[None]}
+        if tokens.seen is not None:
+            inputs = seen_inputs(self.hf, tokens.token_ids_T, tokens.seen)
         hidden_1TH: Tensor = self.hf.model(
-            input_ids=tokens.token_ids_T[None],
-            position_ids=tokens.positions_T[None],
+            **inputs,
+            position_ids=tokens.positions_T[..., None, :],
             use_cache=False,
             pack_layout=tokens.layout,
             **routed,

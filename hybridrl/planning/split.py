@@ -67,6 +67,8 @@ def count_parameters(model: Architecture) -> int:
     if (net := model.delta_net) is not None:
         other = net.count_parameters(model.hidden_size) - _count_attention(model)
         blocks += len(net.layers) * other
+    if model.tower is not None:
+        blocks += model.tower.count_parameters()
     num_embeddings = 1 if model.is_tied else 2
     return blocks + num_embeddings * model.vocab_size * model.hidden_size + model.hidden_size
 

@@ -291,6 +291,7 @@ def _model(settings: Settings) -> str:
         starter=StarterConfig(**{key: int(size) for key, size in sizes.items()}),
         dtype="float32",
         attention="auto",
+        freeze_vision=True,
     )
     name = "the starter model" if is_starter else Path(folder).name
     try:

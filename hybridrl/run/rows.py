@@ -27,8 +27,14 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row, fingerprint
 from hybridrl.data.sampler import MixSampler, RowOrder, RowSampler
-from hybridrl.data.tasks import Split, build_calculator_rows, build_sort_digits_rows
+from hybridrl.data.tasks import (
+    Split,
+    build_calculator_rows,
+    build_read_numbers_rows,
+    build_sort_digits_rows,
+)
 from hybridrl.data.tokenizing import Resources, RowEncoder, encode_rows, tokenize_files
+from hybridrl.models.image_settings import image_settings_of
 from hybridrl.processes.guard import usual_num_processes
 
 log = logging.getLogger(__name__)
@@ -211,6 +217,14 @@ def _make(config: ExperimentConfig, num_rows: int, *, split: Split) -> list[Row]
         return build_calculator_rows(
             num_rows, split=split, seed=config.seed, has_conversations=config.mode == "sft"
         )
+    if data.task == "read_numbers":
+        return build_read_numbers_rows(
+            num_rows,
+            split=split,
+            seed=config.seed,
+            min_digits=data.min_digits,
+            max_digits=data.max_digits,
+        )
     return build_sort_digits_rows(
         num_rows,
         split=split,
@@ -229,6 +243,7 @@ def _encoder_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) ->
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
         tools=tool_schemas(config.agent),
+        images=image_settings_of(config.model, max_pixels=data.max_image_pixels),
     )
 
 

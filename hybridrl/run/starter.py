@@ -12,12 +12,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Literal, cast
 
 import torch
 import transformers
 from filelock import FileLock
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 import hybridrl
@@ -30,6 +35,8 @@ from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics
+from hybridrl.models.architecture import starter_tower
+from hybridrl.models.image_settings import PROCESSOR, STARTER_PROCESSOR, STARTER_VISION_TOKENS
 from hybridrl.run.modes.offline import open_sft
 from hybridrl.run.record import RunFolder
 from hybridrl.run.workers import start_workers
@@ -37,7 +44,6 @@ from hybridrl.trainer.policy import Learner
 
 log = logging.getLogger(__name__)
 
-_TASK: Final = "sort_digits"
 _LABEL = "making the starter model, once"
 _MIN_DIGITS, _MAX_DIGITS = 2, 20
 _NUM_ROWS = 10_000
@@ -45,6 +51,7 @@ _CONVERSATION_TOKENS = 96
 _PACKAGE = Path(hybridrl.__file__).parent
 _CODE = (
     *("data/sampler.py", "data/starter_tokenizer.py", "data/examples.py", "data/tasks.py"),
+    *("data/drawn_numbers.py", "models/seeing.py"),
     *("run/modes/offline.py", "run/rows.py", "run/starter.py", "trainer/offline.py"),
     *("workers/train/optimizer.py",),
 )
@@ -108,16 +115,23 @@ def starter_name(config: ExperimentConfig) -> str:
 def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> ExperimentConfig:
     """Return the supervised run that teaches the made model, the same for most runs.
 
-    It learns to call the calculator if that is the run's task, else to sort digits. The numbers
-    have the lengths of the run's own task, or 2 to 20 digits if rows come from files. One rank
-    computes, in float32.
+    It learns to read numbers if it sees, to call the calculator if that is the run's task, else to
+    sort digits. The numbers have the lengths of the run's own task, or 2 to 20 digits (2 of a
+    drawn number) if rows come from files. One rank computes, in float32.
     """
-    is_calculator = config.data.task == "calculator"
-    is_own_task = config.data.task == _TASK
-    longest = config.data.max_digits if is_own_task else _MAX_DIGITS
-    shortest = config.data.min_digits if is_own_task else _MIN_DIGITS
+    task: Literal["sort_digits", "calculator", "read_numbers"] = "sort_digits"
+    if starter.num_vision_layers:
+        task = "read_numbers"
+    elif config.data.task == "calculator":
+        task = "calculator"
+    is_own_task = config.data.task == task
+    longest = _MIN_DIGITS if task == "read_numbers" else _MAX_DIGITS
+    shortest, longest = (
+        (config.data.min_digits, config.data.max_digits) if is_own_task else (_MIN_DIGITS, longest)
+    )
     # A number takes one token per digit, with '=' in the prompt or end-of-text in the answer.
     max_digits = min(longest, max(1, starter.max_position_embeddings // 2 - 1))
+    is_chat = task != "sort_digits"
     optimizer = OptimizerConfig(
         lr=starter.warmup_lr,
         beta1=0.9,
@@ -132,7 +146,9 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
     return replace(
         config,
         mode="sft",
-        model=ModelConfig(path=None, starter=starter, dtype="float32", attention="padded"),
+        model=ModelConfig(
+            path=None, starter=starter, dtype="float32", attention="padded", freeze_vision=False
+        ),
         actor=ActorConfig(
             engine="fsdp2",
             max_tokens_per_microbatch=8192,
@@ -147,14 +163,14 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
         lora=replace(config.lora, enabled=False),
         data=replace(
             config.data,
-            task="calculator" if is_calculator else _TASK,
+            task=task,
             sources={},
             curriculum="none",
             num_task_rows=_NUM_ROWS,
             min_digits=min(shortest, max_digits),
             max_digits=max_digits,
-            use_chat_template=is_calculator,
-            max_prompt_tokens=_CONVERSATION_TOKENS if is_calculator else max_digits + 1,
+            use_chat_template=is_chat,
+            max_prompt_tokens=_CONVERSATION_TOKENS if is_chat else max_digits + 1,
             overlong_prompts="error",
             shuffle=True,
         ),
@@ -167,7 +183,7 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             num_epochs=None,
         ),
         eval=replace(config.eval, every_num_steps=0),
-        sft=SftConfig(turns="all" if is_calculator else "last"),
+        sft=SftConfig(turns="all" if task == "calculator" else "last"),
     )
 
 
@@ -179,27 +195,45 @@ def _digest(names: Sequence[str]) -> str:
 
 
 def write_random_model(starter: StarterConfig, folder: Path, *, seed: int) -> None:
-    """Write an untrained Qwen3 and its tokenizer; the same seed writes the same weights."""
-    tokenizer = build_starter_tokenizer()
-    shape = Qwen3Config(
-        hidden_size=starter.hidden_size,
-        num_hidden_layers=starter.num_layers,
-        num_attention_heads=starter.num_attention_heads,
-        num_key_value_heads=starter.num_key_value_heads,
-        head_dim=starter.hidden_size // starter.num_attention_heads,
-        intermediate_size=starter.intermediate_size,
-        vocab_size=starter.vocab_size,
-        max_position_embeddings=starter.max_position_embeddings,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
+    """Write an untrained model and its tokenizer; the same seed writes the same weights."""
+    tokenizer = build_starter_tokenizer(sees=starter.num_vision_layers > 0)
+    sizes: dict[str, Any] = {
+        "hidden_size": starter.hidden_size,
+        "num_hidden_layers": starter.num_layers,
+        "num_attention_heads": starter.num_attention_heads,
+        "num_key_value_heads": starter.num_key_value_heads,
+        "intermediate_size": starter.intermediate_size,
+        "vocab_size": starter.vocab_size,
+        "max_position_embeddings": starter.max_position_embeddings,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
     transformers_logging.disable_progress_bar()  # of a file written in 10 ms
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        Qwen3ForCausalLM(shape).save_pretrained(folder)
+        if starter.num_vision_layers:
+            shape = _seeing_shape(sizes, starter_tower(starter))
+            Qwen2_5_VLForConditionalGeneration(shape).save_pretrained(folder)
+            (folder / PROCESSOR).write_text(to_json_text(STARTER_PROCESSOR))
+        else:
+            head_dim = starter.hidden_size // starter.num_attention_heads
+            Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _seeing_shape(sizes: dict[str, Any], tower: dict[str, Any]) -> Qwen2_5_VLConfig:
+    quarter = sizes["hidden_size"] // sizes["num_attention_heads"] // 2 // 4
+    # Angles of time, and of rows and columns.
+    rope = {"mrope_section": [quarter * 2, quarter, quarter]}
+    return Qwen2_5_VLConfig(
+        text_config=sizes | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | rope},
+        vision_config=tower,
+        tie_word_embeddings=True,
+        **STARTER_VISION_TOKENS,
+    )
 
 
 def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, target: Path) -> None:

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from hybridrl.config.serving import FaultKind
 from hybridrl.errors import DriftError, PhaseError, RequestError
+from hybridrl.images import Images
 from hybridrl.sampler import RequestParams, Sample, T
 from hybridrl.serving.plan import GroupPlan, PlannedDevices
 from hybridrl.workers.rollout.request_listener import (
     DRIFTED,
     SAMPLE_ROUTE,
+    image_fields,
     read_answer,
     request_body,
 )
@@ -33,7 +35,12 @@ class EngineHandle(ABC):
 
     @abstractmethod
     def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> Future[list[Sample]]:
         """Sample several continuations of one context; see ``Sampler``."""
 
@@ -75,12 +82,19 @@ class RankHandle(EngineHandle):
         """Whether it failed: its rank restarts it after the phase."""
 
     def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> Future[list[Sample]]:
         """Sample several continuations of one context."""
-        return self._client.start(self._sample(request_body(token_ids, params, keys)))
+        return self._client.start(self._sample(request_body(token_ids, params, keys), images))
 
-    async def _sample(self, body: dict[str, Any]) -> list[Sample]:
+    async def _sample(self, body: dict[str, Any], images: Images) -> list[Sample]:
+        if images:  # in a thread: the pixels may come from another machine
+            body |= await asyncio.to_thread(image_fields, images)
         try:
             answer = await self._client.request(SAMPLE_ROUTE, body, timeout_s=None)
         except RefusedError as error:
@@ -115,10 +129,10 @@ Launch = Callable[[GroupPlan, PlannedDevices], EngineHandle]
 """Starts the process of an engine, without waiting."""
 
 AskGroup = Callable[
-    [EngineHandle, Sequence[int] | Tensor, RequestParams, Sequence[int]],
+    [EngineHandle, Sequence[int] | Tensor, RequestParams, Sequence[int], Images],
     Coroutine[Any, Any, list[Sample]],
 ]
-"""Sends a request to one engine: context, parameters, and a key for each response."""
+"""Sends a request to one engine: context, parameters, a key for each response, and images."""
 
 
 async def ask_process(
@@ -126,6 +140,8 @@ async def ask_process(
     token_ids: Sequence[int] | Tensor,
     params: RequestParams,
     keys: Sequence[int],
+    images: Images,
 ) -> list[Sample]:
     """Send a request to the process of an engine."""
-    return await asyncio.wrap_future(engine.sample_group(token_ids, params, keys=keys))
+    answer = engine.sample_group(token_ids, params, keys=keys, images=images)
+    return await asyncio.wrap_future(answer)

@@ -25,6 +25,7 @@ from hybridrl.errors import (
     RequestError,
     ServerDiedError,
 )
+from hybridrl.images import Images
 from hybridrl.metrics import Max, Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, Sampler, interrupted_sample
 from hybridrl.serving.engine_handle import AskGroup, EngineHandle, ask_process
@@ -285,7 +286,12 @@ class EnginePool(Sampler):
     # -- requests --------------------------------------------------------------------------------
 
     async def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> list[Sample]:
         """See ``Sampler``. An answer that no model can give counts as none.
 
@@ -296,18 +302,18 @@ class EnginePool(Sampler):
             ServerDiedError: no engine is left and none comes, or several were lost with it.
             DriftError: an engine has other weights.
         """
-        return await sample_to_the_end(self._answer, token_ids, params, keys)
+        return await sample_to_the_end(partial(self._answer, images), token_ids, params, keys)
 
     async def _answer(
-        self, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
+        self, images: Images, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
     ) -> list[Sample]:
         """Return the responses of one engine; some may be interrupted."""
         num_lost = 0
         while num_lost < _NUM_TRIES:
-            member = await self._take(token_ids, len(keys))
+            member = await self._take(token_ids, images, len(keys))
             version, num_pauses = member.version, member.num_pauses
             try:
-                samples = await self._ask(member, token_ids, params, keys)
+                samples = await self._ask(member, token_ids, params, keys, images)
                 self._require_possible(samples, num_asked=len(keys))
                 if member.num_pauses == num_pauses and any(s.is_interrupted for s in samples):
                     raise EngineError("it interrupted a response, and was not suspended before")
@@ -328,7 +334,7 @@ class EnginePool(Sampler):
                         interrupted_sample(s.weight_version) if s.is_interrupted else s
                         for s in samples
                     ]
-                self._remember(member, token_ids, *(each.token_ids for each in samples))
+                self._remember(member, images, token_ids, *(each.token_ids for each in samples))
                 return samples
             finally:
                 self._queue.give_back(member, len(keys))
@@ -356,10 +362,15 @@ class EnginePool(Sampler):
         return metrics
 
     async def _ask(
-        self, member: Member, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
+        self,
+        member: Member,
+        token_ids: Tensor,
+        params: RequestParams,
+        keys: Sequence[int],
+        images: Images,
     ) -> list[Sample]:
         """Ask one engine until it answers or is dropped; others watch it, so there is no limit."""
-        answer = asyncio.ensure_future(self.ask(member.handle, token_ids, params, keys))
+        answer = asyncio.ensure_future(self.ask(member.handle, token_ids, params, keys, images))
         loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         member.losses.add(loss)
         self._count_asked(1)
@@ -380,23 +391,23 @@ class EnginePool(Sampler):
             self._idle_since_s = now_s
         self._num_asked += change
 
-    async def _take(self, token_ids: Tensor, num_responses: int) -> Member:
+    async def _take(self, token_ids: Tensor, images: Images, num_responses: int) -> Member:
         """Wait for an engine with room; see ``RequestQueue.take``."""
         self.loop = asyncio.get_running_loop()
         if not self._members and not self._coming:
             raise self._none_serves()
         if self.prefixes is None:
             return await self._queue.take(num_responses)
-        holder = self.prefixes.find(prefix_sums(token_ids))
+        holder = self.prefixes.find(prefix_sums(token_ids, images))
         known = None if holder is None else self._members.get(holder)
         member = await self._queue.take(num_responses, holder=known)
-        self._remember(member, token_ids)
+        self._remember(member, images, token_ids)
         return member
 
-    def _remember(self, member: Member, *turns: Tensor) -> None:
+    def _remember(self, member: Member, images: Images, *turns: Tensor) -> None:
         """Note who has a context, and the one response to it, which a later turn may continue."""
         if self.prefixes is not None and len(turns) <= 2:
-            self.prefixes.add(prefix_sums(torch.cat(turns)), member.index)
+            self.prefixes.add(prefix_sums(torch.cat(turns), images), member.index)
 
     def _lose(self, member: Member, reason: str) -> None:
         if self._members.get(member.index) is not member:

@@ -23,6 +23,7 @@ from torch import Tensor
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import FaultKind
 from hybridrl.errors import ResourceError, ServerDiedError
+from hybridrl.images import Images
 from hybridrl.log import configure_server
 from hybridrl.network import LOOPBACK, Door
 from hybridrl.processes.guard import descendants
@@ -118,10 +119,10 @@ class RolloutProcess:
         return result
 
     async def sample_group(
-        self, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
+        self, token_ids: Tensor, params: RequestParams, keys: Sequence[int], images: Images
     ) -> list[Sample]:
         """Sample several continuations of one context; see ``Sampler``."""
-        answer = self._requests.sample_group(token_ids, params, keys=keys)
+        answer = self._requests.sample_group(token_ids, params, keys=keys, images=images)
         return await asyncio.wrap_future(answer)
 
     async def probe(self) -> object:
@@ -244,11 +245,16 @@ class ProcessHandle(EngineHandle):
         return self._call(self._actor.act, action)
 
     def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> Future[list[Sample]]:
         """Sample several continuations of one context."""
         tokens = torch.as_tensor(token_ids)
-        return self._call(self._actor.sample_group, tokens, params, list(keys))
+        return self._call(self._actor.sample_group, tokens, params, list(keys), images)
 
     def probe(self) -> Future[object]:
         """Return how far the engine is."""

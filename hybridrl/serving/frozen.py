@@ -30,6 +30,7 @@ from hybridrl.errors import (
     RequestError,
     first_of,
 )
+from hybridrl.images import Images
 from hybridrl.models.architecture import read_architecture
 from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams, Sample
@@ -262,10 +263,15 @@ class ExternalHandle(EngineHandle):
         return self._client.start(self._checksums())
 
     def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> Future[list[Sample]]:
         """Sample several continuations of one context; see ``Sampler``."""
-        return self._client.start(self._sample(token_ids, params, keys))
+        return self._client.start(self._sample(token_ids, params, keys, images))
 
     def probe(self) -> Future[object]:
         """Return another moment: each request sees for itself that the server gets on."""
@@ -337,7 +343,11 @@ class ExternalHandle(EngineHandle):
         return lines or await self._questions.unlike_in_use(version)
 
     async def _sample(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        keys: Sequence[int],
+        images: Images,
     ) -> list[Sample]:
         if self._sampler is None:
             model = ServedModel(
@@ -350,7 +360,7 @@ class ExternalHandle(EngineHandle):
             self._sampler = HttpSampler(self._client, model, ProgramCall(), timeout_s=timeout_s)
             await self._sampler.__aenter__()
         try:
-            return await self._sampler.sample_group(token_ids, params, keys=keys)
+            return await self._sampler.sample_group(token_ids, params, keys=keys, images=images)
         except BROKEN as error:
             raise EngineError(other_form(self._url, error)) from error
         except asyncio.CancelledError as error:

@@ -22,6 +22,7 @@ from hybridrl.diagnostics import trace
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.architecture import read_architecture
+from hybridrl.models.image_settings import read_image_settings
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams
 from hybridrl.serving.background import BackgroundSampling, OpenGroups, SampleBuffer
 from hybridrl.serving.engine_handle import Launch
@@ -61,7 +62,12 @@ class RolloutManager:
         self._config = config
         self._agent = build_agent_rollout(config, model_folder)
         self._vocab_size = read_architecture(model_folder).vocab_size
-        self._requests = PolicyRequests(config, vocab_size=self._vocab_size, key=keys.own)
+        self._requests = PolicyRequests(
+            config,
+            vocab_size=self._vocab_size,
+            images=read_image_settings(model_folder),
+            key=keys.own,
+        )
         self._router = self._requests.router
         plans = {plan.model: plan for plan in plan_own_engines(config)}
         policy = config.serving.policy

@@ -19,6 +19,7 @@ from torch import Tensor
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import FaultConfig, FaultKind
 from hybridrl.errors import EngineError
+from hybridrl.images import Images, ImageSettings
 from hybridrl.metrics import Metrics, merge
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import AskGroup, EngineHandle, ask_process
@@ -38,13 +39,19 @@ class PolicyRequests:
     server leave this process, so those with the same context share its prefill.
     """
 
-    def __init__(self, config: ExperimentConfig, *, vocab_size: int, key: str) -> None:
-        """Start nothing yet; ``key`` is that of the engines' servers, and of the router."""
+    def __init__(
+        self, config: ExperimentConfig, *, vocab_size: int, images: ImageSettings | None, key: str
+    ) -> None:
+        """Start nothing yet; ``key`` is that of the engines' servers, and of the router.
+
+        ``images`` says how the model cuts them; None: it sees none.
+        """
         self.router = (
             PolicyRouter(config, vocab_size=vocab_size, key=key) if config.has_router else None
         )
         self._faults = FaultPlan(config.serving.faults, seed=config.seed)
         self._config, self._vocab_size, self._key = config, vocab_size, key
+        self._images = images
         self._version = -1
         self._opened = AsyncExitStack()
         self._ways: dict[EngineHandle, asyncio.Task[HttpSampler | None]] = {}
@@ -75,20 +82,23 @@ class PolicyRequests:
         token_ids: Sequence[int] | Tensor,
         params: RequestParams,
         keys: Sequence[int],
+        images: Images,
     ) -> list[Sample]:
         if engine not in self._ways:
             self._ways[engine] = asyncio.ensure_future(self._connect(engine))
         sampler = await asyncio.shield(self._ways[engine])  # others wait for it, too
         if sampler is None:
-            return await ask_process(engine, token_ids, params, keys)
-        return await sampler.sample_group(token_ids, params, keys=keys)
+            return await ask_process(engine, token_ids, params, keys, images)
+        return await sampler.sample_group(token_ids, params, keys=keys, images=images)
 
     async def _connect(self, engine: EngineHandle) -> HttpSampler | None:
         url = await asyncio.wrap_future(engine.address())
         if url is None:
             return None
         server = Endpoint(url, name=f"SGLang at {url}", key=self._key)
-        sampler = connect(self._config, server, self._vocab_size, version=self._version)
+        sampler = connect(
+            self._config, server, self._vocab_size, images=self._images, version=self._version
+        )
         await self._opened.enter_async_context(sampler)
         self._samplers.append(sampler)
         if self._is_interrupted:  # meanwhile: no request was sent
@@ -160,6 +170,7 @@ class FaultPlan:
         token_ids: Sequence[int] | Tensor,
         params: RequestParams,
         keys: Sequence[int],
+        images: Images,
     ) -> list[Sample]:
         """Ask an engine, and make the faults that are due."""
         kinds = self._due.pop(self._num_requests, [])
@@ -175,7 +186,7 @@ class FaultPlan:
                 engine.harm(kind)
             if kind == "cut":
                 self._cut.add(engine)
-        samples = await self._pass_on(ask(engine, token_ids, params, keys), engine)
+        samples = await self._pass_on(ask(engine, token_ids, params, keys, images), engine)
         for kind in _GARBAGE.keys() & kinds:
             samples = [_GARBAGE[kind](sample) for sample in samples]
         return samples

@@ -29,6 +29,7 @@ from hybridrl.errors import (
     RouterError,
     ServerDiedError,
 )
+from hybridrl.images import Images, ImageSettings
 from hybridrl.metrics import Mean, Metrics, Sum, merge
 from hybridrl.sampler import RequestParams, Sample, T
 from hybridrl.serving.engine_handle import AskGroup, EngineHandle
@@ -118,7 +119,7 @@ class PolicyRouter(Endpoint):
         self._lost = asyncio.get_running_loop().create_future()
         await asyncio.gather(*map(self._know, engines), return_exceptions=True)  # or it is gone
         await asyncio.to_thread(self._show)
-        sampler = connect(self._config, self, self._vocab_size, version=version)
+        sampler = connect(self._config, self, self._vocab_size, images=None, version=version)
         with self._monitor.watching():
             async with sampler:
                 self._sampler = sampler
@@ -133,6 +134,7 @@ class PolicyRouter(Endpoint):
         token_ids: Sequence[int] | Tensor,
         params: RequestParams,
         keys: Sequence[int],
+        _: Images,
     ) -> list[Sample]:
         """Send a request to the router, which is counted on ``engine``.
 
@@ -296,11 +298,19 @@ class _LostBehindRouterError(RefusedError):
 
 
 def connect(
-    config: ExperimentConfig, server: Endpoint, vocab_size: int, *, version: int
+    config: ExperimentConfig,
+    server: Endpoint,
+    vocab_size: int,
+    *,
+    images: ImageSettings | None,
+    version: int,
 ) -> HttpSampler:
     """Return the sampler of a server of the policy, to be entered in a program's loop."""
     model = ServedModel(
-        max_context_tokens=config.max_row_tokens, vocab_size=vocab_size, version=version
+        max_context_tokens=config.max_row_tokens,
+        vocab_size=vocab_size,
+        version=version,
+        images=images,
     )
     timeout_s = config.rollout.request_timeout_s
     return HttpSampler(server, model, ProgramCall(), timeout_s=timeout_s)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybridrl.batch import PromptBatch, RolloutBatch
+from hybridrl.batch import PromptBatch, RolloutBatch, images_of_rows
 from hybridrl.checkpoint.fingerprint import differences
 from hybridrl.data.source import PromptStep
 from hybridrl.errors import ReplayError
@@ -117,9 +117,11 @@ class ReplayedRollouts(NamedCalls):
             )
         recorded, rollouts = self.files.read(name, facts)
         self.index_P = _positions(prompts, recorded, where=where)
-        if self.index_P == list(range(facts.num_prompts)):
-            return rollouts
-        return rollouts[self._rows(len(rollouts) // facts.num_prompts).tolist()]
+        num_responses = len(rollouts) // facts.num_prompts
+        if self.index_P != list(range(facts.num_prompts)):
+            rollouts = rollouts[self._rows(num_responses).tolist()]
+        rollouts.images_B = images_of_rows(prompts, num_responses)
+        return rollouts
 
     def while_sampling(
         self, task: PromptStep, sampling: SamplingParams

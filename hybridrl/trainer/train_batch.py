@@ -127,6 +127,7 @@ def build_train_batch(
         reference_logprobs_BL=logprobs.reference_logprobs_BL,
         routed_experts_BLJK=rollouts.routed_experts_BLJK,
         routed_experts_at_B=rollouts.routed_experts_at_B,
+        images_B=rollouts.images_B,
         sequence_lengths_BQ=rollouts.sequence_lengths_BQ,
         weight_versions_BL=rollouts.weight_versions_BL,
         batch_size=[len(rollouts)],

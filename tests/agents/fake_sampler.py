@@ -17,6 +17,7 @@ from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox
+from hybridrl.images import Images
 from hybridrl.sampler import RequestParams, Sample
 
 
@@ -40,7 +41,12 @@ class FakeSampler:
     requests: list[Request] = field(default_factory=list)
 
     async def sample(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        key: int,
+        images: Images = (),
     ) -> Sample:
         context = torch.as_tensor(token_ids).tolist()
         await asyncio.sleep(0)
@@ -60,7 +66,12 @@ class FakeSampler:
         return sample
 
     async def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> list[Sample]:
         return [await self.sample(token_ids, params, key=key) for key in keys]
 

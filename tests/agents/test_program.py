@@ -17,6 +17,7 @@ from hybridrl.agents.rollout import AgentRollout
 from hybridrl.config.serving import ServedModelConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import EngineError
+from hybridrl.images import Images
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.processes.guard import process_name
 from hybridrl.sampler import RequestParams, Sample
@@ -118,7 +119,12 @@ def test_no_process_of_a_program_is_left(tmp_path: Path) -> None:
 def test_an_error_of_the_engine_ends_the_programs(tmp_path: Path) -> None:
     class Broken(FakeSampler):
         async def sample(
-            self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
+            self,
+            token_ids: Sequence[int] | Tensor,
+            params: RequestParams,
+            *,
+            key: int,
+            images: Images = (),
         ) -> Sample:
             raise EngineError("the engine failed")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridrl.agents.templates import History
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.images import Images
 from hybridrl.sampler import RequestParams, Sample
 from tests.agents.chat_templates import build_tokenizer
 from tests.agents.fake_sampler import FakeSampler
@@ -205,7 +206,12 @@ def test_an_answer_that_a_request_cuts_is_closed_before_the_next() -> None:
 def test_a_client_that_hangs_up_may_ask_again() -> None:
     class Slow(FakeSampler):
         async def sample(
-            self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
+            self,
+            token_ids: Sequence[int] | Tensor,
+            params: RequestParams,
+            *,
+            key: int,
+            images: Images = (),
         ) -> Sample:
             await asyncio.sleep(0.2)
             return await super().sample(token_ids, params, key=key)

@@ -33,6 +33,7 @@ MOE = (
 )
 PP2 = ("megatron.pipeline_parallel_size=2",)
 TP2 = ("megatron.tensor_parallel_size=2",)
+SEEING = ("model=starter_that_sees", "data=read_numbers")
 WIDE = (*FOUR, "model.starter.num_attention_heads=8", "model.starter.hidden_size=256")
 SGLANG = ("rollout=sglang",)
 CORRECTED = ("algorithm.rollout_correction=importance",)
@@ -250,6 +251,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("serving.router=sglang",), "serving.router", "would be ignored: the ranks have the rollout"),
     ((*SERVERS, "serving.router=sglang"), "serving.router", "it passes requests to SGLang alone"),
+    (
+        (*SERVERS, *SGLANG, "model=starter_that_sees", "serving.router=sglang"),
+        "serving.router",
+        "it drops the ids of prompts with images",
+    ),
+    (
+        (*SERVERS, *SGLANG, *ELSEWHERE, "model=starter_that_sees", "model.freeze_vision=false"),
+        "model.freeze_vision",
+        "may keep what an older tower made of an image",
+    ),
     (
         (*SGLANG, *COLOCATED, "cluster.num_ranks_per_node=2", "serving.router=sglang"),
         "serving.router",
@@ -511,6 +522,21 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         }.items()
     ),
     (("model.starter.hidden_size=200",), "model.starter.hidden_size", "multiple of 12"),
+    ((*SEEING, "model.starter.hidden_size=80"), "model.starter.hidden_size", "multiple of 32"),
+    (
+        (*SEEING, "model.starter.vocab_size=258"),
+        "model.starter.vocab_size",
+        "four stand for images",
+    ),
+    ((*SEEING, "algorithm=ppo"), "algorithm.advantage", "no critic of a model that sees"),
+    ((*SEEING, "mode=reward_model"), "mode", "no reward model that sees"),
+    ((*SEEING, "mode=plan"), "mode", "no model that sees can be planned"),
+    ((*SEEING, "agent=tool_calls"), "agent.loop", "conversations with a model that sees"),
+    (
+        (*SEEING, "lora.enabled=true", "model.freeze_vision=false"),
+        "model.freeze_vision",
+        "beside the language model alone",
+    ),
     (("model.starter.num_key_value_heads=4",), "model.starter.num_key_value_heads", "divide"),
     (
         ("data.max_prompt_tokens=4096",),

@@ -83,6 +83,12 @@ TYPED = {
     "critic.ppo_epochs=2": "set critic.num_epochs=2",
     "trainer.n_gpus_per_node=8": "set cluster=one_gpu cluster.num_ranks_per_node=8",
     "trainer.test_freq=-1": "set eval.every_num_steps=0",
+    "data.image_key=pictures": "set data.images_key=pictures",
+    "data.return_multi_modal_inputs=True": "leave it out: the run does it itself",
+    "data.video_key=films": "leave it out: images alone are supported",
+    "data.max_pixels=4194304": "set data.max_image_pixels=4194304",
+    "data.filter_overlong_prompts_workers=4": "set data.num_processes=4",
+    "actor_rollout_ref.actor.freeze_vision_tower=True": "set model.freeze_vision=True",
     # TRL
     "beta=0.0": "leave it out: that is the default",
     "delta=4.0": "set algorithm.policy_loss_args.dual_clip=4.0",
@@ -90,6 +96,7 @@ TYPED = {
     "loss_type=cispo": "set algorithm=cispo",
     "scale_rewards=False": "set algorithm.advantage_args.scale=none",
     # slime
+    "multimodal-keys={image:images}": "set data.images_key=NAME",
     "n-samples-per-prompt=8": "set rollout.num_responses_per_prompt=8",
     "lr-decay-style=cosine": "set actor.optimizer.schedule=cosine",
 }

@@ -45,6 +45,31 @@ QWEN = {
     "tie_word_embeddings": True,
 }
 
+QWEN_VL = {
+    "model_type": "qwen2_5_vl",
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "image_token_id": 151655,
+    "text_config": {
+        **QWEN,
+        "model_type": "qwen2_5_vl_text",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [8, 12, 12],
+        },
+    },
+    "vision_config": {
+        "model_type": "qwen2_5_vl",
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "out_hidden_size": 896,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
 SCORER = {
     **QWEN,
     "architectures": ["Qwen2ForSequenceClassification"],
@@ -62,6 +87,7 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, settings in {
         "models/Qwen2.5-0.5B-Instruct": QWEN,
         "models/Qwen3-8B": QWEN3_8B,
+        "models/Qwen2.5-VL-3B-Instruct": QWEN_VL,
         "models/my_reward_model": SCORER,
     }.items():
         model = tmp_path / name

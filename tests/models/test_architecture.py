@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -30,6 +32,7 @@ from hybridrl.models.families import FAMILIES
 from hybridrl.planning.split import count_parameters
 from hybridrl.run.starter import write_random_model
 from tests.config.values import config_of
+from tests.seeing import KINDS, Kind, make_seeing_folder
 
 SIZES = {
     "hidden_size": 96,
@@ -39,6 +42,30 @@ SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 300,
 }
+
+
+QWEN2_5_VL_3B = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 128000,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "image_token_id": 151655,
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+    },
+}
+"""As published: the language model's sizes stand beside the tower's."""
 
 
 EXPERTS = {
@@ -59,7 +86,10 @@ CONFIGS = {
 
 def num_real_parameters(config: PretrainedConfig) -> int:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).num_parameters()
+        if not config.model_type.endswith("_vl_text"):
+            return AutoModelForCausalLM.from_config(config).num_parameters()
+        body = AutoModel.from_config(config)  # such a language model has no class with a head
+        return body.num_parameters() + config.vocab_size * config.hidden_size
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -114,7 +144,7 @@ def test_a_family_without_sizes_has_those_of_transformers(model_type: str, tmp_p
     architecture = read_architecture(tmp_path)
     assert count_parameters(architecture) == num_real_parameters(config)
     assert architecture.max_positions == config.max_position_embeddings
-    assert architecture.is_tied == config.tie_word_embeddings
+    assert architecture.is_tied == getattr(config, "tie_word_embeddings", False)
     assert architecture.norm_eps == getattr(config, "rms_norm_eps", architecture.norm_eps)
     if architecture.experts is not None:
         routed = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
@@ -124,6 +154,16 @@ def test_a_family_without_sizes_has_those_of_transformers(model_type: str, tmp_p
         read = (architecture.experts.num_experts, architecture.experts.num_per_token)
         usual = ("num_experts", "num_experts_per_tok")
         assert read == tuple(getattr(config, name) for name in names.get(model_type, usual))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_towers_are_counted_as_transformers_counts_them(
+    kind: Kind, is_tied: bool, tmp_path: Path
+) -> None:
+    folder = make_seeing_folder(tmp_path / "model", kind, is_tied=is_tied)
+    whole = AutoModelForImageTextToText.from_pretrained(folder)
+    assert count_parameters(read_architecture(folder)) == whole.num_parameters()
 
 
 def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
@@ -138,6 +178,8 @@ def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
     )
     qwen.save_pretrained(tmp_path)
     assert count_parameters(read_architecture(tmp_path)) == 494_032_768  # Qwen2.5-0.5B's model card
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_3B))
+    assert count_parameters(read_architecture(tmp_path)) == 3_754_622_976  # Qwen2.5-VL-3B's
 
 
 def test_layers_with_experts_are_those_of_transformers(tmp_path: Path) -> None:
@@ -151,8 +193,9 @@ def test_layers_with_experts_are_those_of_transformers(tmp_path: Path) -> None:
     assert experts.sparse_layers == (1, 5)
 
 
-def test_a_made_model_is_counted_before_it_is_made(tmp_path: Path) -> None:
-    model = config_of().model
+@pytest.mark.parametrize("name", ["starter", "starter_that_sees"])
+def test_a_made_model_is_counted_before_it_is_made(name: str, tmp_path: Path) -> None:
+    model = config_of(f"model={name}").model
     assert model.starter is not None
     write_random_model(model.starter, tmp_path / "made", seed=0)
     assert architecture_of(model) == read_architecture(tmp_path / "made")

@@ -18,14 +18,14 @@ from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model, compile_blocks
 from tests.config.values import config_of
 from tests.tiny_models import make_tiny_model
-from tests.workers.train.engines import ACTOR, CPU, make_rows
+from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows
 from tests.workers.train.microbatchers import make_batcher
 
 
 def _build(folder: Path, *, compile_blocks: bool = False) -> PolicyModel:
     config = replace(ACTOR, fsdp2=replace(ACTOR.fsdp2, compile_blocks=compile_blocks))
     model = build_model(
-        folder, config=config, dtype=torch.float32, ranks=Ranks(CPU), is_trainable=True
+        folder, config=config, model_config=MODEL, ranks=Ranks(CPU), is_trainable=True
     )
     assert isinstance(model, PolicyModel)
     return model

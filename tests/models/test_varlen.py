@@ -18,7 +18,7 @@ from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
 from tests.models import flash_on_cpu
 from tests.tiny_models import WINDOWED, Family, make_tiny_model
-from tests.workers.train.engines import ACTOR, CPU, make_rows
+from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows
 from tests.workers.train.microbatchers import make_batcher
 
 # Two families and a row of its own. One sibling of the first has a response of one token, which
@@ -129,7 +129,7 @@ def test_responses_share_a_prompt_and_learn_as_single_rows(
     policy = build_model(
         make_tiny_model(tmp_path, family),
         config=ACTOR,
-        dtype=torch.float32,
+        model_config=MODEL,
         ranks=Ranks(CPU),
         is_trainable=True,
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError, RequestError
+from hybridrl.images import Images
 from hybridrl.sampler import FinishReason, RequestParams, Sample
 from hybridrl.serving.engine_handle import answered
 from hybridrl.workers.sharding.lifecycle import Action
@@ -87,7 +88,12 @@ class DecodingHandle(RecordingHandle):
         return super().act(action)
 
     def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> Future[list[Sample]]:
         future: Future[list[Sample]] = Future()
         future.set_running_or_notify_cancel()  # as a call of Ray, it cannot be taken back

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridrl.config.serving import FaultKind
 from hybridrl.errors import ServerDiedError
+from hybridrl.images import Images
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.workers.sharding.lifecycle import Action
@@ -68,7 +69,12 @@ class RecordingHandle(EngineHandle):
         return self._submit(lambda: action(self._managed))
 
     def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> Future[list[Sample]]:
         raise NotImplementedError
 

@@ -76,7 +76,7 @@ class Rig(ServerRig[DecodingHandle]):
             self.server,
             pool,
             OpenGroups(pool, single_turn, self.buffer),
-            requests=PolicyRequests(config_of("serving=own"), vocab_size=100, key=""),
+            requests=PolicyRequests(config_of("serving=own"), vocab_size=100, images=None, key=""),
             recovery=Recovery(self.server, health_timeout_s=60.0),
             on_update=on_update,
         )

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
+from hybridrl.images import Images
 from hybridrl.metrics import Max, Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
@@ -40,7 +41,12 @@ class OpenEngine(EngineHandle):
         """Contexts, tokens at most, and keys."""
 
     def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> Future[list[Sample]]:
         future: Future[list[Sample]] = Future()
         context = [int(token) for token in token_ids]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridrl.config.serving import WorkerType
 from hybridrl.errors import EngineError, ServerDiedError
+from hybridrl.images import Images
 from hybridrl.metrics import Sum
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_pool import EnginePool
@@ -44,7 +45,12 @@ class AnsweringHandle(RecordingHandle):
         return self.built
 
     def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> Future[list[Sample]]:
         future: Future[list[Sample]] = Future()
         future.set_running_or_notify_cancel()  # as Ray's calls, it cannot be cancelled

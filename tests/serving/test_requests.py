@@ -12,6 +12,7 @@ import torch
 
 from hybridrl.config.serving import FaultConfig, FaultKind
 from hybridrl.errors import DriftError
+from hybridrl.images import Images
 from hybridrl.metrics import Sum
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle, answered
@@ -47,7 +48,7 @@ class Engine(Addressed):
         self.harms.append(kind)
 
     def sample_group(
-        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int]
+        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int], images: Images = ()
     ) -> Future[list[Sample]]:
         return answered(samples_of(keys))
 
@@ -72,14 +73,16 @@ class SlowToOpen:
         self.is_interrupted = True
 
     async def sample_group(
-        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int]
+        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int], images: Images = ()
     ) -> list[Sample]:
         return samples_of(keys, 0 if self.is_interrupted else params.max_new_tokens)
 
 
 @pytest.fixture
 def requests() -> PolicyRequests:
-    return PolicyRequests(config_of("serving=own", "rollout=sglang"), vocab_size=1000, key="a-key")
+    return PolicyRequests(
+        config_of("serving=own", "rollout=sglang"), vocab_size=1000, images=None, key="a-key"
+    )
 
 
 @pytest.mark.parametrize("interrupts", [False, True])
@@ -91,7 +94,7 @@ async def test_a_request_whose_server_is_being_opened_is_interrupted_as_well(
     monkeypatch.setattr("hybridrl.serving.requests.connect", lambda *_, **__: server)
     engine = cast(EngineHandle, Addressed("http://server"))
     async with requests.open(Pool(), [engine], version=0) as ask:
-        asking = asyncio.ensure_future(ask(engine, [1], PARAMS, [7]))
+        asking = asyncio.ensure_future(ask(engine, [1], PARAMS, [7], ()))
         await asyncio.sleep(0)
         if interrupts:
             await requests.interrupt([])
@@ -122,7 +125,7 @@ def test_servers_are_asked_by_http_and_other_engines_by_calls(requests: PolicyRe
 
 async def answer(_: EngineHandle, *request: Any) -> list[Sample]:
     await asyncio.sleep(0)
-    return samples_of(request[-1])
+    return samples_of(request[2])
 
 
 class Rig:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import ProgramCall
-from hybridrl.workers.rollout.sglang.sampling import Group, HttpSampler, ServedModel
+from hybridrl.workers.rollout.sglang.sampling import Group, HttpSampler, SentContext, ServedModel
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.sglang.engines import greedy_of_hugging_face, sync, weights_of
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine
@@ -67,7 +67,8 @@ def ask(engine: ForgetfulEngine, *, adapter: str | None = None) -> list[list[int
     model = ServedModel(max_context_tokens=96, vocab_size=64, version=0, adapter=adapter)
     sampler = HttpSampler(engine._server.client, model, ProgramCall(), timeout_s=60.0)
     for tokens in PROMPTS.token_ids_PL.unbind():
-        group = Group(tokens.tolist(), GREEDY.request_params(), [0])
+        ids: list[int] = tokens.tolist()
+        group = Group(ids, SentContext(tuple(ids), ids, []), GREEDY.request_params(), [0])
         items: list[dict[str, Any]] = engine._server.post("/generate", **sampler.group_body(group))
         answers += [item["output_ids"] for item in items]
     return answers

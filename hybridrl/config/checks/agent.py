@@ -18,6 +18,7 @@ from hybridrl.config.agent import (
     SINGLE_TURN,
 )
 from hybridrl.config.checks.messages import error
+from hybridrl.config.data import CHAT_TASKS
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions.python_files import Function, SignatureError, find_name
 from hybridrl.config.reward import AGENT
@@ -122,7 +123,7 @@ def check_conversations(config: ExperimentConfig) -> Iterator[ConfigError]:
         key = "data.use_chat_template"
         rule = f"agent.loop={agent.loop} appends messages in the form of the chat template"
         # The made model has learned a chat template for one task.
-        has_template = config.model.path is not None or config.data.task == "calculator"
+        has_template = config.model.path is not None or config.data.task in CHAT_TASKS
         with_template = f"{key}=true" if has_template else ""
         yield error(config, key, rule, with_template, "agent=single_turn")
     if config.rollout.routed_experts:

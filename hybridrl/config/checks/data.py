@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 from hybridrl.config.checks.messages import error
-from hybridrl.config.data import MOST_SOURCES
+from hybridrl.config.data import CHAT_TASKS, MOST_SOURCES
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions.paths import flaw_of_file, flaw_of_folder, is_there, split_function
 from hybridrl.config.functions.python_files import SignatureError, find_name, flaw_of_function
@@ -63,18 +63,18 @@ def check_data_order(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_built_in_tasks(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Digits to sort fit into the prompt and the answer; calculations are chat messages."""
+    """Digits fit into the prompt and the answer; some tasks are chat messages."""
     data = config.data
-    if data.task == "calculator" and not data.use_chat_template:
-        key, rule = "data.use_chat_template", "the rows of data.task=calculator are chat messages"
+    if data.task in CHAT_TASKS and not data.use_chat_template:
+        key, rule = "data.use_chat_template", f"the rows of data.task={data.task} are chat messages"
         yield error(config, key, rule, f"{key}=true")
-    if data.task != "sort_digits":
+    if data.task not in ("sort_digits", "read_numbers"):
         return
     if data.min_digits > data.max_digits:
         key = "data.min_digits"
         rule = f"must be at most data.max_digits={data.max_digits}"
         yield error(config, key, rule, f"{key}={data.max_digits}")
-    # One token per digit; the prompt ends in '=' and the answer in the end-of-text token.
+    # One token per digit, drawn or written, one for '=' in the prompt, and for the answer's end.
     limit = min(data.max_prompt_tokens, config.rollout.max_response_tokens)
     if data.max_digits >= limit:
         key, num_tokens = "data.max_digits", data.max_digits + 1

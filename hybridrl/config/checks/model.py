@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from hybridrl.config.checks.messages import error
+from hybridrl.config.data import CHAT_TASKS
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.names import answer_model
 from hybridrl.config.foreign.spelling import to_override
@@ -60,6 +61,8 @@ _DEFAULTS: Mapping[str, object] = {
 }
 """Settings of peft that are supported only with these values."""
 
+_SEEING_TOKENS = 262
+
 
 def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Weights come from a folder or are made: exactly one of them."""
@@ -81,14 +84,20 @@ def check_starter(config: ExperimentConfig) -> Iterator[ConfigError]:
     if starter is None:
         return
     num_heads, num_kv_heads = starter.num_attention_heads, starter.num_key_value_heads
-    if starter.hidden_size % (2 * num_heads):
+    # A model that sees has angles of time, rows and columns: a half, a quarter and a quarter.
+    multiple = (8 if starter.num_vision_layers else 2) * num_heads
+    if starter.hidden_size % multiple:
         key = "model.starter.hidden_size"
         rule = (
-            f"must be a multiple of {2 * num_heads}: num_attention_heads={num_heads} heads of an "
-            "even size"
+            f"must be a multiple of {multiple}: num_attention_heads={num_heads} heads, each a "
+            f"multiple of {multiple // num_heads}"
         )
-        below = starter.hidden_size // (2 * num_heads) * 2 * num_heads
-        yield error(config, key, rule, f"{key}={below or 2 * num_heads}")
+        below = starter.hidden_size // multiple * multiple
+        yield error(config, key, rule, f"{key}={below or multiple}")
+    if starter.num_vision_layers and starter.vocab_size < _SEEING_TOKENS:
+        key = "model.starter.vocab_size"
+        rule = "the tokenizer of a model that sees has more tokens: four stand for images"
+        yield error(config, key, rule, f"{key}={_SEEING_TOKENS}")
     if num_heads % num_kv_heads:
         key, rule = (
             "model.starter.num_key_value_heads",
@@ -101,6 +110,27 @@ def check_starter(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, f"{key}={config.max_row_tokens}")
 
 
+def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """What a model that sees cannot do: critics, scores, conversations; who trains its tower."""
+    model = find_architecture(config.model)
+    if model is None or model.tower is None:
+        return
+    if config.has_critic:
+        key = "algorithm.advantage"
+        rule = "needs a critic, and no critic of a model that sees is supported"
+        yield error(config, key, rule, "algorithm=grpo")
+    if config.mode == "reward_model":
+        yield error(config, "mode", "no reward model that sees is supported", "mode=sft")
+    if config.mode == "plan":  # its tower reads the sizes of images, which fake devices do not have
+        yield error(config, "mode", "no model that sees can be planned yet", "mode=check")
+    if not config.agent.is_single_turn:
+        key, rule = "agent.loop", "conversations with a model that sees are not supported"
+        yield error(config, key, rule, "agent=single_turn")
+    if config.lora.enabled and not config.model.freeze_vision:
+        key, rule = "model.freeze_vision", "adapters learn beside the language model alone"
+        yield error(config, key, rule, f"{key}=true")
+
+
 def _lengths(config: ExperimentConfig) -> str:
     return (
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
@@ -109,12 +139,12 @@ def _lengths(config: ExperimentConfig) -> str:
 
 
 def check_chat_template(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The model has a chat template, where one is used: the made one for the task calculator."""
+    """The model has a chat template, where one is used: the made one for some tasks."""
     path, off = config.model.path, f"{_TEMPLATE}=false"
     if not config.data.use_chat_template:
         return
     if path is None:
-        if config.data.task != "calculator":
+        if config.data.task not in CHAT_TASKS:
             rule = "the made model (model.path=null) learned plain text, no chat template"
             yield error(config, _TEMPLATE, rule, off)
         return
@@ -376,6 +406,7 @@ def _other_settings(
 RULES = (
     check_model_source,
     check_starter,
+    check_vision,
     check_chat_template,
     check_attention,
     check_model_folder,

@@ -11,6 +11,7 @@ from hybridrl.config.checks.messages import error, refuse_own_arguments, removal
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import HALVES, PlacedGroup, ServedModelConfig
 from hybridrl.errors import ConfigError
+from hybridrl.models.architecture import find_architecture
 
 _DEVICES = "serving.num_devices_per_node"
 _COLOCATED = "serving.colocated"
@@ -211,10 +212,16 @@ def check_router(config: ExperimentConfig) -> Iterator[ConfigError]:
         "engines of ranks are asked through their ranks": config.serving.colocated,
         "it stands before complete servers, and these are halves": has_halves,
         "others run the policy's servers": config.serving.has_external_policy,
+        "it drops the ids of prompts with images (prompt_token_ids)": _sees(config),
     }
     for rule, is_true in obstacles.items():
         if is_true:
             yield error(config, "serving.router", rule, "serving.router=none")
+
+
+def _sees(config: ExperimentConfig) -> bool:
+    model = find_architecture(config.model)
+    return model is not None and model.tower is not None
 
 
 def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -314,6 +321,9 @@ def check_external_policy(config: ExperimentConfig) -> Iterator[ConfigError]:
         key = "rollout.engine_args"
         rule = "would be ignored: the servers run already; type them where these are started"
         yield error(config, key, rule, removal(key, rollout.engine_args))
+    if _sees(config) and not config.model.freeze_vision:
+        rule = "servers that run elsewhere may keep what an older tower made of an image"
+        yield error(config, "model.freeze_vision", rule, "model.freeze_vision=true")
     if serving.colocated:
         rule = "servers that run elsewhere answer for the policy, and have devices of their own"
         remedy = "serving.colocated=false rollout.sleep=false"

@@ -26,7 +26,7 @@ from hybridrl.data.examination import (
     find_overlong,
     find_unlike_decoded,
 )
-from hybridrl.data.examples import build_supervised_batch
+from hybridrl.data.examples import lay_out
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import own_columns
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
@@ -169,8 +169,7 @@ def _describe_tokens(
 ) -> Iterator[str]:
     """Yield the tokens of a row as supervised fine-tuning sees them, with and without loss."""
     learns_all_turns = config.sft.turns == "all"
-    batch = build_supervised_batch([row], tokenizer, learns_all_turns=learns_all_turns)
-    token_ids, mask = batch.token_ids_BL.values(), batch.response_mask_BL.values()
+    [(token_ids, mask)] = lay_out([row], tokenizer, learns_all_turns=learns_all_turns)
     num_with_loss = int(mask.sum())
     yield f"{row.row.origin} ({row.row.source}), {len(mask)} tokens, {num_with_loss} with loss"
     changes = (torch.nonzero(mask[1:] != mask[:-1])[:, 0] + 1).tolist()
@@ -193,7 +192,8 @@ def _describe_check(check: Examination) -> Iterator[str]:
 def tokenizer_of(config: ExperimentConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the model, which need not exist if the run would make it."""
     if config.model.path is None:
-        return build_starter_tokenizer()
+        starter = config.model.starter
+        return build_starter_tokenizer(sees=starter is not None and starter.num_vision_layers > 0)
     folder = Path(config.model.path)
     return load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
 

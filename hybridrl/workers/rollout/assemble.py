@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridrl.batch import PromptBatch, RolloutBatch, jagged, jagged_from
+from hybridrl.batch import PromptBatch, RolloutBatch, images_of_rows, jagged, jagged_from
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Max, Mean, Metrics
 from hybridrl.sampler import Sample
@@ -71,6 +71,7 @@ def assemble_rollouts(
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
         is_failed_B=_failed(responses),
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
+        images_B=images_of_rows(prompts, num_responses),
         sequence_lengths_BQ=_sequence_lengths(responses),
         turns_BN=_turns(responses),
         agent_rewards_BL=_agent_rewards(responses, lengths_B),

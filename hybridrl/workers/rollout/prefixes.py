@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybridrl.images import Images
 from hybridrl.sampler import response_keys
 
 STAY = 8
@@ -37,7 +38,11 @@ class KnownPrefixes:
         return holder
 
 
-def prefix_sums(token_ids: Sequence[int] | Tensor) -> Tensor:
-    """Return, int64 [L], for each beginning of L tokens the sum of a hash of token and position."""
+def prefix_sums(token_ids: Sequence[int] | Tensor, images: Images = ()) -> Tensor:
+    """Return, int64 [L], for each beginning of L tokens the sum of a hash of token and position.
+
+    The first image counts as a token: later turns may add others, whose tokens are further behind.
+    """
     tokens_L = torch.as_tensor(token_ids)
-    return response_keys(tokens_L, torch.arange(len(tokens_L))).cumsum(0)
+    sums_L = response_keys(tokens_L, torch.arange(len(tokens_L))).cumsum(0)
+    return sums_L + images[0].identity if images else sums_L

@@ -18,12 +18,14 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from aiohttp import web
 from pybase64 import b64decode_as_bytearray, b64encode
 from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, shorten
+from hybridrl.images import Image, Images
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread
 from hybridrl.network import Door, host_and_port
@@ -36,7 +38,7 @@ Body = dict[str, Any]
 
 _json = partial(web.json_response, dumps=to_json_text)
 
-_MAX_BODY_BYTES = 1 << 26
+_MAX_BODY_BYTES = 1 << 28
 _END_S = 1.0
 
 _OPEN_S = 60.0
@@ -57,18 +59,25 @@ PROGRESS_ROUTE = "/v1/loads"
 def request_body(
     token_ids: Sequence[int] | Tensor, params: RequestParams, keys: Sequence[int]
 ) -> Body:
-    """Write a request; see ``Sampler.sample_group``."""
+    """Write a request; see ``Sampler.sample_group``. For images add ``image_fields``."""
     tokens = torch.as_tensor(token_ids).tolist()
     return {"token_ids": tokens, "params": asdict(params), "keys": list(keys)}
 
 
-def read_request(data: bytes) -> tuple[Tensor, RequestParams, list[int]]:
+def image_fields(images: Images) -> Body:
+    """Write the images of a request; waits for their pixels."""
+    return {"images": [_spell_image(image) for image in images]}
+
+
+def read_request(data: bytes) -> tuple[Tensor, RequestParams, list[int], Images]:
     """Read a request; RequestError if it is none."""
     try:
         body = json.loads(data)
         token_ids, keys, stops = body["token_ids"], body["keys"], body["params"]["stop_token_ids"]
         params = RequestParams(**{**body["params"], "stop_token_ids": tuple(stops)})
-        integers = [*token_ids, *keys, *stops, params.max_new_tokens, params.top_k]
+        images = tuple(_read_image(image) for image in body.get("images", ()))
+        of_images = [n for image in images for n in (image.rows, image.columns, image.identity)]
+        integers = [*token_ids, *keys, *stops, params.max_new_tokens, params.top_k, *of_images]
         are_integers = all(type(number) is int for number in integers)
         if not are_integers or {type(params.temperature), type(params.top_p)} - {int, float}:
             raise TypeError("a token, key or parameter is no number, or a list of them")
@@ -76,7 +85,7 @@ def read_request(data: bytes) -> tuple[Tensor, RequestParams, list[int]]:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:  # torch's of large numbers
         reason = shorten(f"{type(error).__name__}: {error}")
         raise RequestError(f"not a request for samples: {reason}") from error
-    return tokens, params, keys
+    return tokens, params, keys, images
 
 
 def answer_body(samples: Sequence[Sample]) -> Body:
@@ -106,6 +115,23 @@ def read_answer(body: Body) -> list[Sample]:
         return [_read_sample(sample) for sample in body["samples"]]
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"not an answer with samples: {error!r}") from error
+
+
+def _spell_image(image: Image) -> Body:
+    pixels_HWC = image.fetch()
+    return {
+        "shape": list(pixels_HWC.shape),
+        "rows": image.rows,
+        "columns": image.columns,
+        "identity": image.identity,
+        "uint8": b64encode(pixels_HWC.tobytes()).decode(),
+    }
+
+
+def _read_image(fields: Body) -> Image:
+    data = b64decode_as_bytearray(fields["uint8"], validate=True)
+    pixels_HWC = np.frombuffer(data, dtype=np.uint8).reshape(fields["shape"])
+    return Image(fields["rows"], fields["columns"], fields["identity"], pixels_HWC)
 
 
 def _spell_experts(experts_LJK: Tensor) -> Body:
@@ -176,7 +202,12 @@ class RequestProgram:
                     session.loop.call_soon_threadsafe(session.changed.set)
 
     def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> Future[list[Sample]]:
         """Begin to sample; see ``Sampler``. PhaseError if no request is admitted now.
 
@@ -188,7 +219,9 @@ class RequestProgram:
             session = self._session
             if session is None or session.is_closed:
                 raise PhaseError(_SERVE_NOTHING)
-            request = partial(session.sampler.sample_group, token_ids, params, keys=keys)
+            request = partial(
+                session.sampler.sample_group, token_ids, params, keys=keys, images=images
+            )
             try:
                 session.loop.call_soon_threadsafe(
                     lambda: session.loop.create_task(self._answer(session, request, answer))
@@ -325,8 +358,9 @@ class RequestListener:
             return _json({"error": f"{type(error).__name__}: {error}"}, status=500)
 
     async def _sample(self, request: web.Request) -> web.Response:
-        tokens, params, keys = read_request(await request.read())
-        samples = await asyncio.wrap_future(self._requests.sample_group(tokens, params, keys=keys))
+        tokens, params, keys, images = read_request(await request.read())
+        answer = self._requests.sample_group(tokens, params, keys=keys, images=images)
+        samples = await asyncio.wrap_future(answer)
         return _json(answer_body(samples))
 
     async def _progress(self, _: web.Request) -> web.Response:

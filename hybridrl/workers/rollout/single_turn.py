@@ -16,8 +16,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridrl.batch import PromptBatch
-from hybridrl.errors import RequestError
+from hybridrl.batch import PromptBatch, images_of
+from hybridrl.errors import RequestError, SampledPlaceholderError
+from hybridrl.images import Images
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import (
     NO_VERSION,
@@ -46,10 +47,10 @@ def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[
     keys_PG = _keys(prompts, sampling)
 
     async def sample_prompt(
-        sampler: Sampler, number: int, token_ids: Tensor, keys: list[int]
+        sampler: Sampler, number: int, token_ids: Tensor, keys: list[int], images: Images
     ) -> list[Sample]:
         try:
-            samples = await sampler.sample_group(token_ids, params, keys=keys)
+            samples = await sampler.sample_group(token_ids, params, keys=keys, images=images)
         except RequestError as error:
             error.add_note(f"this was prompt {number} of its batch")
             raise
@@ -59,11 +60,8 @@ def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[
         return samples
 
     async def program(sampler: Sampler) -> list[Sample]:
-        rows = zip(prompts.token_ids_PL.unbind(), keys_PG, strict=True)
-        work = [
-            sample_prompt(sampler, number, token_ids, keys_G)
-            for number, (token_ids, keys_G) in enumerate(rows)
-        ]
+        rows = zip(prompts.token_ids_PL.unbind(), keys_PG, images_of(prompts), strict=True)
+        work = [sample_prompt(sampler, number, *row) for number, row in enumerate(rows)]
         return list(chain.from_iterable(await asyncio.gather(*work)))
 
     return program
@@ -108,7 +106,13 @@ async def continue_once(
         begun_L = samples[members[0]].token_ids
         left = replace(params, max_new_tokens=params.max_new_tokens - len(begun_L))
         context = torch.cat([context_L, begun_L])
-        answers = await ask(context, left, [keys[index] for index in members])
+        try:
+            answers = await ask(context, left, [keys[index] for index in members])
+        except SampledPlaceholderError:
+            if not len(begun_L):
+                raise
+            joined[members[0]] = replace(samples[members[0]], finish_reason="length")
+            return
         for index, answer in zip(members, answers, strict=True):
             joined[index] = join_parts(samples[index], answer)
 
@@ -170,7 +174,8 @@ class OpenResponses:
 
         async def program(sampler: Sampler) -> Answered:
             if len(self._complete()) < wanted:
-                rows = zip(index_P, prompts.token_ids_PL.unbind(), keys_PG, strict=True)
+                contexts, images = prompts.token_ids_PL.unbind(), images_of(prompts)
+                rows = zip(index_P, contexts, keys_PG, images, strict=True)
                 work = [self._continue_group(sampler, sampling, *row) for row in rows]
                 for group in asyncio.as_completed(work):
                     await group
@@ -189,13 +194,14 @@ class OpenResponses:
         index: int,
         context_L: Tensor,
         keys: list[int],
+        images: Images,
     ) -> None:
         """Sample the responses to one prompt to their end, or until they are interrupted."""
 
         async def ask(
             token_ids: Tensor, params: RequestParams, keys: Sequence[int]
         ) -> list[Sample]:
-            return await sampler.sample_group(token_ids, params, keys=keys)
+            return await sampler.sample_group(token_ids, params, keys=keys, images=images)
 
         self._groups[index] = await continue_once(
             ask, self._groups[index], context_L, sampling.request_params(), keys

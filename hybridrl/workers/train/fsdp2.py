@@ -23,7 +23,7 @@ from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.experts import StoredNames
-from hybridrl.models.load import DTYPES
+from hybridrl.models.image_settings import read_image_settings
 from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.backend import (
     Backend,
@@ -93,11 +93,12 @@ class FSDP2Backend(Backend):
             max_tokens=config.max_tokens_per_microbatch,
             ranks=self.data_ranks,
             device=device,
+            images=read_image_settings(folder),
         )
         self.model = build_model(
             folder,
             config=config,
-            dtype=DTYPES[model_config.dtype],
+            model_config=model_config,
             ranks=self.data_ranks,
             is_trainable=learns,
             adapt=None if adapter is None else adapter.inject,

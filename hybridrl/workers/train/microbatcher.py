@@ -32,9 +32,11 @@ from hybridrl.batch import (
     row_lengths,
 )
 from hybridrl.errors import DataError
+from hybridrl.images import Images, ImageSettings
 from hybridrl.models.packed import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.models.packed_share import ContextParallelRank, split_for_context_parallel
+from hybridrl.models.seeing import RowImages
 from hybridrl.workers.train.collectives import Ranks
 
 Rows: TypeAlias = RolloutBatch | TrainBatch | SupervisedBatch | CriticBatch | PreferenceBatch
@@ -70,6 +72,7 @@ class BatchRows:
     experts_NJK: Tensor | None  # the experts of each token; None lets the model choose
     response_lengths_B: Tensor  # int64
     by_number: dict[int, BatchSequence]  # of sequences that have a response
+    images: RowImages | None = None  # None: the model has no tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class MicroBatcher:
     multiple: int = 1  # padding makes the tokens of a micro-batch on each rank divisible by it
     share: ContextParallelRank | None = None  # this rank's part of each micro-batch; None: all
     group_size: int = 1  # of a schedule: divides the number of micro-batches
+    images: ImageSettings | None = None  # of a model that sees
 
     def read(
         self,
@@ -91,16 +95,22 @@ class MicroBatcher:
         experts_BLJK: Tensor | None = None,
         *,
         sequence_lengths_BQ: Tensor | None = None,
+        images_B: Sequence[Images] | None = None,
     ) -> BatchRows:
         """Locate sequences and their responses; without ``sequence_lengths_BQ`` one a row.
 
-        With experts, rows share a prompt only if its tokens went through the same experts. The
-        sampler may have chosen others in another batch.
+        Rows share a prompt if its images are the same, too; with experts, only if its tokens went
+        through the same ones. The sampler may have chosen others in another batch.
         """
         # Ranks that share tokens and attend with the varlen kernel compute each prompt by itself.
         shares_prompts = self.kernel == "padded" or self.share is None
         token_ids_N, mask_N = token_ids_BL.values(), response_mask_BL.values()
         experts_NJK = None if experts_BLJK is None else experts_BLJK.values()
+        images, marked_N = None, token_ids_N
+        if self.images is not None:
+            images_B = [()] * len(token_ids_BL) if images_B is None else images_B
+            images = RowImages.of(token_ids_BL, images_B, self.images)
+            marked_N = images.marked_N
         lengths, num_scored_B = row_lengths(token_ids_BL), response_lengths(response_mask_BL)
         row_of, num_scored = torch.arange(len(lengths)), num_scored_B
         if sequence_lengths_BQ is not None:
@@ -120,25 +130,28 @@ class MicroBatcher:
                 )
             prompt = b"%d" % number
             if shares_prompts:
-                prompt = token_ids_N[begin:first].numpy().tobytes()
+                prompt = marked_N[begin:first].numpy().tobytes()
             if experts_NJK is not None:
                 prompt += _digest(experts_NJK[begin:first])
             sequences[number] = BatchSequence(row, begin, length - 1, first - begin, prompt)
-        return BatchRows(token_ids_N, mask_N, experts_NJK, num_scored_B, sequences)
+        return BatchRows(token_ids_N, mask_N, experts_NJK, num_scored_B, sequences, images)
 
     def divide(self, batch: Rows, experts_BLJK: Tensor | None = None) -> MicroBatches:
         """Plan this rank's micro-batches; a collective call.
 
         All ranks get equally many micro-batches, at least one; some may be dummies.
         """
-        sequence_lengths_BQ = None
+        sequence_lengths_BQ, images_B = None, None
         if not isinstance(batch, SupervisedBatch | PreferenceBatch):
             sequence_lengths_BQ = batch.sequence_lengths_BQ
+        if not isinstance(batch, CriticBatch) and batch.images_B is not None:
+            images_B = list(batch.images_B)
         rows = self.read(
             batch.token_ids_BL,
             batch.response_mask_BL,
             experts_BLJK,
             sequence_lengths_BQ=sequence_lengths_BQ,
+            images_B=images_B,
         )
         num_together = 2 if isinstance(batch, PreferenceBatch) else 1
         planned = plan(rows, max_tokens=self.max_tokens, num_together=num_together)
@@ -260,16 +273,20 @@ def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> M
         experts_TJK = rows.experts_NJK[packed.index_T if numbers else packed.index_T[:0]]
         num_without = len(packed.index_T) + num_missing - len(experts_TJK)
         experts_TJK = pad(experts_TJK, (0, 0, 0, 0, 0, num_without), value=-1)
-    device = batcher.device
+    device, positions_T, seen = batcher.device, packed.positions_T, None
+    if rows.images is not None:
+        positions_T = rows.images.position_3N[:, packed.index_T]
+        seen = rows.images.seen(packed.index_T, num_padding=num_missing, device=device)
     tokens = PackedTokens(
         token_ids_T=pad(rows.token_ids_N[packed.index_T], (0, num_missing)).to(device),
-        positions_T=pad(packed.positions_T, (0, num_missing)).to(device),
+        positions_T=pad(positions_T, (0, num_missing)).to(device),
         layout=layout,
         scored_S=packed.scored_S.to(device),
         targets_S=rows.token_ids_N[packed.token_index_S].to(device),
         num_padding=num_missing if numbers else len(packed.index_T) + num_missing,
         num_row_tokens=num_tokens,
         experts_TJK=experts_TJK,
+        seen=seen,
     )
     token_rows = TokenRows(
         packed.row_S.to(device),

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig, CriticTrainingConfig, TrainingConfig
+from hybridrl.config.model import ModelConfig
 from hybridrl.models.experts import ExpertMatrix, StoredNames
 from hybridrl.models.load import (
     DTYPES,
@@ -41,6 +42,7 @@ from hybridrl.models.packed_model import (
     keep_attention_eager,
     use_liger_kernels,
 )
+from hybridrl.models.seeing import sees
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.shard_spec import (
     RankShards,
@@ -58,7 +60,7 @@ def build_model(
     folder: Path,
     *,
     config: ActorConfig | CriticTrainingConfig,
-    dtype: torch.dtype,
+    model_config: ModelConfig,
     ranks: Ranks,
     is_trainable: bool = True,
     adapt: Adapt | None = None,
@@ -70,7 +72,7 @@ def build_model(
         adapt: changes a policy before it has memory; its frozen and its new weights are sharded
             together.
     """
-    device, files = ranks.device, WeightFiles(folder)
+    device, files, dtype = ranks.device, WeightFiles(folder), DTYPES[model_config.dtype]
     if is_reward_model:
         hf = build_empty_reward_model(folder, files=files, dtype=dtype, device=device)
     else:
@@ -79,6 +81,8 @@ def build_model(
     if isinstance(config, CriticTrainingConfig):
         hf = build_empty_critic(folder, dtype=dtype, device=device)
     hf.requires_grad_(is_trainable)
+    if sees(hf):
+        hf.visual.requires_grad_(is_trainable and not model_config.freeze_vision)
     weights: WeightSource = ModelFiles(files, hf.config.model_type)
     if adapt is not None:
         weights = adapt(hf, weights)
@@ -115,9 +119,11 @@ def _fill_and_shard(
         return
     shard = _sharding(config, device, ranks.size)
     blocks = []
-    for number, block in enumerate(hf.model.layers):
-        fill_weights(block, f"model.layers.{number}.", weights, device)
-        blocks.append(shard(block))
+    names = {"visual.blocks.": hf.visual.blocks} if sees(hf) else {}
+    for prefix, modules in (*names.items(), ("model.layers.", hf.model.layers)):
+        for number, block in enumerate(modules):
+            fill_weights(block, f"{prefix}{number}.", weights, device)
+            blocks.append(shard(block))
     fill_weights(hf, "", weights, device)
     finish_model(hf, device)
     _sum_gradients_over_ranks(shard(model))

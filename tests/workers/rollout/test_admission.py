@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
+from hybridrl.images import Images
 from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
@@ -20,7 +21,12 @@ class NoSampler(Sampler):
     max_context_tokens = 1
 
     async def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> list[Sample]:
         raise NotImplementedError
 

@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError, RequestError
+from hybridrl.images import Images
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, T, request_key
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.event_loop import run_program
@@ -117,7 +118,12 @@ class StuckSampler(Sampler):
         self._is_busy = is_busy
 
     async def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> list[Sample]:
         with self._call.request(len(keys)):
             self._is_busy.set()

@@ -57,7 +57,7 @@ ACTOR = ActorConfig(
     fsdp2=FSDP2Config(),
     optimizer=OPTIMIZER,
 )
-MODEL = ModelConfig(path=None, starter=None, dtype="float32", attention="auto")
+MODEL = ModelConfig(path=None, starter=None, dtype="float32", attention="auto", freeze_vision=True)
 
 
 def build_fsdp2(folder: Path, *, config: ActorConfig = ACTOR) -> PolicyEngine:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import EngineError
+from hybridrl.images import position_shift
 from hybridrl.sampler import Sample, interrupted_sample
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
@@ -35,7 +36,8 @@ _LENGTH = 1  # tokens in the cache, which is the position of the newest token
 _CURSOR = 2  # index of the newest token in the flat output [S * C]
 _LAST = 3  # index of the last permitted token
 _STOPS = 4  # index of the response's set of stop tokens, times V
-_NUM_COLUMNS = 5
+_SHIFT = 5  # what the context's images add to the positions of words behind them
+_NUM_COLUMNS = 6
 
 # Lanes of the output beyond the slots, at most: ended responses wait there for their group, because
 # to copy them one by one takes longer.
@@ -188,7 +190,8 @@ class Decoding:
         num_seated = len(self._seats)
         num_rows = min(-(-num_seated // _ROW_MULTIPLE) * _ROW_MULTIPLE, self._slots.num_slots)
         table_R = self._table_S[:, :num_rows]  # the last rows may be unused: they decode in vain
-        kv_step = self._slots.decode_step(table_R[_LENGTH], self._longest())
+        shift_R = None if self._slots.images is None else table_R[_SHIFT]
+        kv_step = self._slots.decode_step(table_R[_LENGTH], self._longest(), shift_R)
         logits_RV = self._forward(table_R[_TOKEN], kv_step)
         table_R[_LENGTH : _CURSOR + 1, :num_seated] += 1
         return logits_RV[:num_seated]
@@ -232,7 +235,10 @@ class Decoding:
         distinct = [first[row] for row in range(len(first))]
         prefixes = [self._kept.find(each.context) for each in distinct]
         prefilled = prefill(
-            self._forward, self._slots, [each.token_ids for each in distinct], prefixes
+            self._forward,
+            self._slots,
+            [(each.token_ids, each.images) for each in distinct],
+            prefixes,
         )
         for request, row in zip(requests, rows, strict=True):
             request.prefilled, request.row = prefilled, row
@@ -286,7 +292,7 @@ class Decoding:
         cursor = lane * self._slots.max_tokens
         last = cursor + min(params.max_new_tokens, self._slots.max_tokens - length) - 1
         stops = self._stop_set(params.stop_token_ids) * self._is_stop_XV.shape[1]
-        return 0, length, cursor, last, stops
+        return 0, length, cursor, last, stops, position_shift(request.images)
 
     def _stop_set(self, stop_token_ids: tuple[int, ...]) -> int:
         """Return the row of a set of stop tokens, which is added if it is new."""

@@ -22,9 +22,11 @@ from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import activity
 from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
+from hybridrl.images import Images, ImageSettings, require_images_fit
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import DTYPES, WeightFiles
+from hybridrl.models.seeing import sees
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, T, interrupted_sample
 from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
@@ -33,6 +35,7 @@ from hybridrl.workers.rollout.embedded.fused_model import FusedForward, fuse
 from hybridrl.workers.rollout.embedded.model import (
     Forward,
     LoadedAdapter,
+    SeeingForward,
     TransformersForward,
     build_model,
     load_config,
@@ -88,7 +91,7 @@ class HFRolloutEngine:
     def _boot(self) -> None:
         model_config = load_config(self._folder, max_context_tokens=self._max_context_tokens)
         self._model = build_model(model_config, DTYPES[self._config.dtype], self._device)
-        names = StoredNames(model_config.model_type)
+        names = StoredNames(self._model.config.model_type)
         parameters = names.tensors(self._model)
         every_name = names.tensors(self._model, tied_again=True).keys()
         self._tied_names = every_name - parameters.keys()
@@ -128,10 +131,14 @@ class HFRolloutEngine:
                 self._adapter.require_loaded()
             vocab_size = self._model.config.vocab_size
             forward: Forward = TransformersForward(self._model)
-            if self._fused is not None:
+            if sees(self._model):
+                forward = SeeingForward(self._model)
+            elif self._fused is not None:
                 forward = FusedForward(self._model, self._fused, self._max_context_tokens)
             decoding = Decoding(forward, self._slots, vocab_size=vocab_size, version=self.version)
-            sampler = EmbeddedSampler(decoding, call, self._max_context_tokens, vocab_size)
+            sampler = EmbeddedSampler(
+                decoding, call, self._max_context_tokens, vocab_size, self._slots.images
+            )
             call.on_interrupt = decoding.interrupt
             begin = time.perf_counter()
             try:
@@ -326,21 +333,32 @@ class EmbeddedSampler(Sampler):
     call: ProgramCall
     max_context_tokens: int
     vocab_size: int
+    images: ImageSettings | None = None
 
     async def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> list[Sample]:
         """See ``Sampler``."""
-        return await self._request(token_ids, params, keys, is_continued=False)
+        return await self._request(token_ids, params, keys, images, is_continued=False)
 
     async def sample(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        key: int,
+        images: Images = (),
     ) -> Sample:
         """See ``Sampler``. Its keys and values stay until another response needs the slot.
 
         Not so with recurrent layers: their states are of all tokens, and cannot be cut.
         """
-        (only,) = await self._request(token_ids, params, (key,), is_continued=True)
+        (only,) = await self._request(token_ids, params, (key,), images, is_continued=True)
         return only
 
     async def _request(
@@ -348,6 +366,7 @@ class EmbeddedSampler(Sampler):
         token_ids: Sequence[int] | Tensor,
         params: RequestParams,
         keys: Sequence[int],
+        images: Images,
         *,
         is_continued: bool,
     ) -> list[Sample]:
@@ -358,10 +377,12 @@ class EmbeddedSampler(Sampler):
             max_context_tokens=self.max_context_tokens,
             vocab_size=self.vocab_size,
         )
+        placeholder = require_images_fit(tokens_L, images, self.images)
         is_continued = is_continued and self.decoding.keeps_prefixes
         if self.call.is_interrupted:
             return [interrupted_sample(self.decoding.version)] * len(keys)
         with self.call.request(len(keys)):
             future: asyncio.Future[list[Sample]] = asyncio.get_running_loop().create_future()
-            self.decoding.submit(Request(tokens_L, params, keys, is_continued, future))
+            request = Request(tokens_L, params, keys, is_continued, future, images, placeholder)
+            self.decoding.submit(request)
             return await future

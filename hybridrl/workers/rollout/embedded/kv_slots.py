@@ -7,17 +7,32 @@ forward pass, end to end: the model always sees one row of T tokens, and only at
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from hybridrl.images import ImageSettings
 from hybridrl.models.packed import with_sink
 from hybridrl.models.recurrent import Mix
+from hybridrl.models.seeing import SeenImages
 from hybridrl.models.varlen import as_wide_as_keys
 from hybridrl.workers.rollout.embedded.row_states import RowStates, States, mix_contexts
 
 ATTENTION_NAME = "hybridrl_kv_slots"
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the tokens of a pass mean to a model that sees."""
+
+    position_T: Tensor
+    """int64 [T], or [3, T] with rows and columns of images; not where keys are written."""
+
+    seen: SeenImages | None
+    """None: all tokens are words."""
 
 
 class KVStep:
@@ -37,6 +52,9 @@ class KVStep:
         cached_R: int64, prefill only: tokens of each row that are cached already; its new
             tokens follow them. None: no row has any.
     """
+
+    sight: Sight | None = None
+    """What a model that sees gets besides; others get none."""
 
     def __init__(
         self,
@@ -241,8 +259,12 @@ class KVSlots:
     Every value is finite at all times: a masked position has weight 0, and 0 * NaN would be NaN.
     """
 
-    def __init__(self, kv_YSJCD: Tensor, states: RowStates) -> None:
+    def __init__(
+        self, kv_YSJCD: Tensor, states: RowStates, images: ImageSettings | None = None
+    ) -> None:
         self.kv_YSJCD = kv_YSJCD
+        self.images = images
+        """How the model cuts images; None: it sees none."""
         self.states = states
         self.num_slots = kv_YSJCD.shape[2]
         self.max_tokens = kv_YSJCD.shape[4]
@@ -251,16 +273,17 @@ class KVSlots:
         self._place_C = torch.arange(self.max_tokens, device=device)
         self._zero, self._minus_infinity = kv_YSJCD.new_tensor([0.0, float("-inf")]).unbind()
 
-    def decode_step(self, length_R: Tensor, longest: int) -> KVStep:
+    def decode_step(self, length_R: Tensor, longest: int, shift_R: Tensor | None = None) -> KVStep:
         """Prepare one token for each of the first R rows.
 
         Args:
             length_R: int64, tokens cached so far, which is the position of the new one.
             longest: largest length after this step; attention reads no further.
+            shift_R: int64, what a row's images add to the positions of words behind them.
         """
         is_later_RL = self._place_C[:longest] > length_R[:, None]
         mask_RL = torch.where(is_later_RL, self._minus_infinity, self._zero)
-        return KVStep(
+        step = KVStep(
             self.kv_YSJCD,
             length_R,
             row_T=self._slot_S[: len(length_R)],
@@ -268,6 +291,9 @@ class KVSlots:
             mask_R11L=mask_RL[:, None, None],
             states=self.states,
         )
+        if shift_R is not None:
+            step.sight = Sight(length_R + shift_R, None)
+        return step
 
     def place(self, first_row: int, kv_YRJLD: Tensor, states: States, row_N: Tensor) -> None:
         """Copy rows ``row_N`` of prefilled [Y, 2, R, J, L, D] to N slots from ``first_row`` on."""

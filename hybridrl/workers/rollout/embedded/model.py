@@ -12,16 +12,23 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import EngineError, ModelError
-from hybridrl.models.adapter_names import matrix_names
+from hybridrl.models.adapter_names import matrix_names, may_adapt
 from hybridrl.models.architecture import read_architecture
-from hybridrl.models.load import load_model_config, read_model_type
+from hybridrl.models.image_settings import read_image_settings
+from hybridrl.models.load import (
+    build_by_config,
+    load_model_config,
+    read_model_type,
+    tie_head,
+)
+from hybridrl.models.seeing import seen_inputs
 from hybridrl.workers.rollout.adapter_fit import no_adapter_loaded, require_fit
-from hybridrl.workers.rollout.embedded.kv_slots import ATTENTION_NAME, KVSlots, KVStep
+from hybridrl.workers.rollout.embedded.kv_slots import ATTENTION_NAME, KVSlots, KVStep, Sight
 from hybridrl.workers.rollout.embedded.row_states import RowStates
 
 
@@ -49,10 +56,8 @@ def build_model(
 ) -> PreTrainedModel:
     """Build on the device with empty parameters and the right buffers."""
     with no_init_weights(), device:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME
-        )
-    model.tie_weights()  # a step of the initialisation that was left out
+        model = build_by_config(config, dtype=dtype, attention=ATTENTION_NAME)
+    tie_head(model)
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
@@ -71,7 +76,7 @@ def make_slots(
         dtype=model.dtype,
         device=model.device,
     )
-    return KVSlots(kv_YSJCD, RowStates(model, num_slots))
+    return KVSlots(kv_YSJCD, RowStates(model, num_slots), read_image_settings(folder))
 
 
 class Forward(Protocol):
@@ -107,6 +112,28 @@ class TransformersForward:
             logits_to_keep=0 if logits_at is None else logits_at,
         )
         logits_NV: Tensor = output.logits[0]
+        return logits_NV
+
+
+@dataclass(frozen=True, slots=True)
+class SeeingForward:
+    """The pass of a model that sees; its tower runs where a context has new images."""
+
+    model: PreTrainedModel  # of ``models/seeing.py``, with ``kv_slots.ATTENTION_NAME``
+
+    def __call__(
+        self, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
+    ) -> Tensor:
+        """Run a pass; see ``Forward``."""
+        sight = kv_step.sight or Sight(kv_step.position_T, None)
+        inputs = {"input_ids": token_T[None]}
+        if sight.seen is not None:
+            inputs = seen_inputs(self.model, token_T, sight.seen)
+        hidden_1TH = self.model.model(
+            **inputs, position_ids=sight.position_T[..., None, :], use_cache=False, kv_step=kv_step
+        ).last_hidden_state
+        hidden_NH = hidden_1TH[0] if logits_at is None else hidden_1TH[0].index_select(0, logits_at)
+        logits_NV: Tensor = self.model.lm_head(hidden_NH)
         return logits_NV
 
 
@@ -159,7 +186,7 @@ class LoadedAdapter:
         self._is_loaded = False
         for name, module in list(model.named_modules()):
             parent, _, leaf = name.rpartition(".")
-            if leaf in config.modules and isinstance(module, nn.Linear):
+            if leaf in config.modules and isinstance(module, nn.Linear) and may_adapt(name):
                 adapted = AdaptedLinear(module, rank=config.rank, scaling=config.scaling)
                 setattr(model.get_submodule(parent), leaf, adapted)
                 matrices = (adapted.a_RI, adapted.b_OR)

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
+from hybridrl.batch import jagged
+from hybridrl.images import Images, ImageSettings
+from hybridrl.models.seeing import RowImages
+from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep, Sight
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 from hybridrl.workers.rollout.embedded.row_states import States
 
@@ -115,16 +118,16 @@ def plan_pass(contexts: Iterable[tuple[bytes, int]]) -> list[int]:
 def prefill(
     forward: Forward,
     slots: KVSlots,
-    contexts: Sequence[Tensor],
+    contexts: Sequence[tuple[Tensor, Images]],
     prefixes: Sequence[CachedPrefix | None],
 ) -> Prefilled:
-    """Run contexts, int64 [L], through the model, except for the prefixes that slots hold.
+    """Run contexts, int64 [L] with images, through the model, but for prefixes that slots hold.
 
     A prefix is shorter than its context; None: no slot holds any.
     """
     device = slots.kv_YSJCD.device
     num_layers, _, _, num_kv_heads, _, head_dim = slots.kv_YSJCD.shape
-    longest = max(len(context) for context in contexts)
+    longest = max(len(context) for context, _ in contexts)
     kv_YRJLD = slots.kv_YSJCD.new_zeros(
         num_layers, 2, len(contexts), num_kv_heads, longest, head_dim
     )
@@ -133,7 +136,7 @@ def prefill(
         if prefix is not None:
             cached = slots.kv_YSJCD[:, :, prefix.slot, :, : prefix.num_tokens]
             kv_YRJLD[:, :, row, :, : prefix.num_tokens] = cached
-    new = [context[begin:] for context, begin in zip(contexts, num_cached, strict=True)]
+    new = [context[begin:] for (context, _), begin in zip(contexts, num_cached, strict=True)]
     token_T = torch.cat(new).to(device)
     count_R = torch.tensor([len(tokens) for tokens in new], device=device)
     end_R = count_R.cumsum(0)
@@ -149,6 +152,27 @@ def prefill(
         states=slots.states,
         cached_R=cached_R if any(num_cached) else None,
     )
+    if slots.images is not None:
+        kv_step.sight = _see(contexts, num_cached, slots.images, device)
     logits_RV = forward(token_T, kv_step, logits_at=end_R - 1)
     require_finite(logits_RV)
     return Prefilled(kv_YRJLD, logits_RV, slots.states.of(kv_step.cache))
+
+
+def _see(
+    contexts: Sequence[tuple[Tensor, Images]],
+    num_cached: Sequence[int],
+    settings: ImageSettings,
+    device: torch.device,
+) -> Sight:
+    """Return the positions of new tokens, and the images among them, if any."""
+    rows = RowImages.of(
+        jagged([tokens for tokens, _ in contexts]), [images for _, images in contexts], settings
+    )
+    lengths_R = torch.tensor([len(tokens) for tokens, _ in contexts])
+    place_N = torch.arange(int(lengths_R.sum()))
+    first_new_R = lengths_R.cumsum(0) - lengths_R + torch.tensor(num_cached)
+    index_T = place_N[place_N >= first_new_R.repeat_interleave(lengths_R)]
+    has_images = bool((rows.image_N[index_T] >= 0).any())
+    seen = rows.seen(index_T, num_padding=0, device=device) if has_images else None
+    return Sight(rows.position_3N[:, index_T].to(device), seen)

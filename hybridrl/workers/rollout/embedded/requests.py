@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybridrl.images import Images, with_identities
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample, uniforms
 from hybridrl.workers.rollout.embedded.prefill import Prefilled
@@ -48,8 +49,10 @@ class Request:
     keys: Sequence[int]  # of the responses' random streams
     is_continued: bool  # a later context is likely to begin with this and its response
     future: asyncio.Future[list[Sample]]  # gets the samples; a cancelled one frees their slots
+    images: Images = ()  # of the context
+    placeholder: int = -1  # token id that stands for parts of images
     num_tokens: int = field(init=False)  # L
-    context: bytes = field(init=False)  # the token ids, to compare
+    context: bytes = field(init=False)  # token ids, of images with their identities, to compare
     draw_params: DrawParams = field(init=False)
     samples: dict[int, Sample] = field(default_factory=dict)  # ended responses by their index
     step: int = 0  # the decode step before which it came
@@ -61,7 +64,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
-        self.context = self.token_ids.numpy().tobytes()
+        marked_L = with_identities(self.token_ids, self.images, self.placeholder)
+        self.context = marked_L.numpy().tobytes()
         params = self.params
         self.draw_params = DrawParams(params.temperature, params.top_p, params.top_k)
 

@@ -17,7 +17,7 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import WeightRoute
 from hybridrl.json_text import to_json_text
 from hybridrl.models.families import FAMILIES, is_recurrent_kind, layer_kinds
-from hybridrl.models.model_folder import is_mxfp4, read_settings, text_folder
+from hybridrl.models.model_folder import is_mxfp4, read_settings, text_folder, vision_settings
 from hybridrl.network import Door, host_and_port
 
 if TYPE_CHECKING:  # mode=check builds arguments too, and imports no torch
@@ -38,6 +38,11 @@ _WITH_MEMORY_SAVER: Arguments = {"cuda_graph_backend_prefill": "disabled"}
 """On CUDA SGLang captures prefill graphs by default, in pieces (``breakable``), and the class that
 does so refuses to be made where the memory of graphs can be released
 (model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.21 to 0.5.23)."""
+
+_SEEING: Arguments = {
+    "mm_preprocess_cache_size_mb": 256,  # else each response of a group cuts its images anew
+}
+_SEEING_ON_CPU: Arguments = {"mm_attention_backend": "sdpa"}
 
 CONTEXT_SLACK = 8
 """SGLang ends a response some tokens before its context limit."""
@@ -196,6 +201,8 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
             "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + CONTEXT_SLACK),
             "mem_fraction_static": 0.6,  # less fails beside others; the line above sets the limit
         }
+    if vision_settings(spec.model_folder) is not None:
+        arguments |= _SEEING | (_SEEING_ON_CPU if spec.device == "cpu" else {})
     if overrides := _overrides(read_settings(spec.model_folder)):
         arguments["json_model_override_args"] = to_json_text(overrides)
     if spec.lora is not None:
@@ -229,6 +236,8 @@ def environment(spec: ServingSpec) -> Mapping[str, str]:
         # Else log-probs are those at temperature 1, which do not match the trainer's.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         "SGLANG_MAMBA_CONV_DTYPE": spec.rollout.dtype,  # bfloat16 by default: .09 nats in float32
+        # Of what a tower made of images: it outlives updates of the tower's weights.
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
     }
     if spec.device == "cpu":
         # 30 times slower with as many threads as cores: they spin (measured, 2 cores).

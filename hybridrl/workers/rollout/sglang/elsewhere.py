@@ -26,7 +26,7 @@ from hybridrl.errors import (
     ServerDiedError,
     shown,
 )
-from hybridrl.models.model_folder import read_settings
+from hybridrl.models.model_folder import read_settings, vision_settings
 from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams
 from hybridrl.workers.rollout.request_gate import ProgramCall
@@ -117,7 +117,7 @@ def expect_policy_server(spec: ServingSpec, section: str) -> Expectations:
     return Expectations(
         key=section,
         name="",
-        model_type=settings["model_type"],
+        model_type=_served_type(spec.model_folder),
         vocab_size=settings["vocab_size"],
         dtype=spec.rollout.dtype,
         own_dtype="",
@@ -135,12 +135,18 @@ def expect_server(config: ExperimentConfig, model: str) -> Expectations:
     return Expectations(
         key=f"serving.models.{model}",
         name=folder.name,
-        model_type=settings["model_type"],
+        model_type=_served_type(folder),
         vocab_size=settings["vocab_size"],
         dtype=config.rollout.dtype,
         own_dtype=str(settings.get("dtype") or settings.get("torch_dtype") or ""),
         max_context_tokens=max_context_tokens(config, model),
     )
+
+
+def _served_type(folder: Path) -> str:
+    """Return the ``model_type`` that a server of a folder names: of both parts if it sees."""
+    own = str(read_settings(folder)["model_type"])
+    return own if vision_settings(folder) is None else own.removesuffix("_text")
 
 
 def differences(expected: Expectations, server_info: Json, model_info: Json) -> list[str]:

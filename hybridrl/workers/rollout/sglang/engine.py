@@ -25,6 +25,7 @@ from hybridrl.errors import (
 )
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.architecture import Architecture, read_architecture
+from hybridrl.models.image_settings import read_image_settings
 from hybridrl.models.load import DTYPES
 from hybridrl.sampler import Program, Sampler, T
 from hybridrl.workers.rollout.adapter_fit import (
@@ -94,6 +95,7 @@ class SGLangEngine:
         self._variables = dict(variables)
         self._model = read_architecture(spec.model_folder)
         self._expert_shape = _expert_shape(self._model) if spec.rollout.routed_experts else None
+        self._images = read_image_settings(spec.model_folder)
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
         self._boot()
@@ -140,6 +142,7 @@ class SGLangEngine:
                 weight_version=self._server.version_name(self.version),
                 adapter=None if self._spec.lora is None else _ADAPTER,
                 expert_shape=self._expert_shape,
+                images=self._images,
             )
             client, prefills = self._server.client, self._spec.place.prefills
             endpoint = PairedEndpoint(client, prefills) if prefills else client
@@ -352,12 +355,17 @@ class SGLangEngine:
 
     def _record_weights(self) -> None:
         for action in ("snapshot", "reset_tensors"):
-            self._server.require_success("/weights_checker", action=action)
+            self._check_weights(action)
+
+    def _check_weights(self, action: str) -> None:
+        # A table of the rotary embedding, which a server would scramble for good.
+        skips: dict[str, object] = {"skip_tensor_list": ["axis_map"]} if self._images else {}
+        self._server.require_success("/weights_checker", action=action, **skips)
 
     def verify_weights(self) -> None:
         """Let the server compare its weights with the copy bitwise, in its own layout."""
         try:
-            self._server.require_success("/weights_checker", action="compare")
+            self._check_weights("compare")
         except RefusedError as error:
             names = re.findall(r"name=(\S+)", error.text)
             raise LedgerError(mismatch(names or [error.text])) from error

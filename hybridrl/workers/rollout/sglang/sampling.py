@@ -19,6 +19,7 @@ from pybase64 import b64decode_as_bytearray
 from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError
+from hybridrl.images import Images, ImageSettings, require_images_fit, with_identities
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample, Sampler, interrupted_sample
 from hybridrl.workers.rollout.request_gate import ProgramCall
@@ -30,6 +31,7 @@ from hybridrl.workers.rollout.sglang.client import (
     open_session,
     while_it_works,
 )
+from hybridrl.workers.rollout.sglang.pictures import collapsed, data_url
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,9 @@ class ServedModel:
 
     expert_shape: tuple[int, int] | None = None
     """Layers, and experts of each for a token; given if each token's experts are requested."""
+
+    images: ImageSettings | None = None
+    """How it cuts images; None: it sees none."""
 
 
 def read_sample(item: Mapping[str, Any], model: ServedModel) -> Sample:
@@ -96,12 +101,25 @@ def _read_experts(meta: Mapping[str, Any], shape: tuple[int, int]) -> Tensor:
     return flat.view(-1, *shape)
 
 
+@dataclass(frozen=True, slots=True)
+class SentContext:
+    """A context as a server gets it: it expands the one placeholder of each image by itself."""
+
+    key: tuple[int, ...]
+    """Of the tokens with their images: equal contexts have equal ones."""
+
+    token_ids: list[int]
+    image_urls: list[str]
+
+
 @dataclass(slots=True)
 class Group:
     """The responses to one context: those that have arrived, and those still to be sampled."""
 
     token_ids: list[int]
     """Of the context."""
+
+    context: SentContext
 
     params: RequestParams
 
@@ -185,7 +203,12 @@ class HttpSampler(Sampler):
         return metrics
 
     async def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> list[Sample]:
         """See ``Sampler``; an EngineError, too, if a response was cut off three times."""
         tokens_L = check_request(
@@ -195,11 +218,23 @@ class HttpSampler(Sampler):
             max_context_tokens=self.max_context_tokens,
             vocab_size=self._model.vocab_size,
         )
-        group = Group(tokens_L.tolist(), params, [key & _SEED_BITS for key in keys])
+        context = await self._context(tokens_L, images)
+        group = Group(tokens_L.tolist(), context, params, [key & _SEED_BITS for key in keys])
         self._num_prompt_tokens += len(tokens_L) * len(keys)
         with self._call.request(len(keys)):
             await self._complete(group)
         return [group.samples[index] for index in range(len(keys))]
+
+    async def _context(self, tokens_L: Tensor, images: Images) -> SentContext:
+        placeholder = require_images_fit(tokens_L, images, self._model.images)
+        if not images:
+            token_ids: list[int] = tokens_L.tolist()
+            return SentContext(tuple(token_ids), token_ids, [])
+        return SentContext(
+            tuple(with_identities(tokens_L, images, placeholder).tolist()),
+            collapsed(tokens_L, images, placeholder),
+            [await data_url(image) for image in images],
+        )
 
     def interrupt(self) -> None:
         """Let all requests return with the tokens that they have; later ones with none.
@@ -265,6 +300,8 @@ class HttpSampler(Sampler):
         if finish["type"] not in ("stop", "length") and not is_interrupted:
             return f"{finish['type']}: {finish.get('message', '')}"
         self._require_version(str(meta.get("weight_version")))
+        if group.context.image_urls:
+            _require_prompt(item, group)
         sample = read_sample(item, self._model)
         if is_interrupted:
             sample = replace(sample, finish_reason=self._ended_by(group, sample))
@@ -293,7 +330,7 @@ class HttpSampler(Sampler):
         """
         if not self._endpoint.caches_contexts:
             return
-        context = tuple(group.token_ids)
+        context = group.context.key
         prefill = self._prefills.setdefault(context, SharedPrefill())
         prefill.num_tasks += 1
         prefill.num_responses += len(group.missing)
@@ -354,13 +391,20 @@ class HttpSampler(Sampler):
     def prefill_body(self, group: Group) -> Body:
         """Request no token: this caches the context's keys and values once per group."""
         no_tokens = _parameters(group, num_tokens=0, seed=group.seeds[group.missing[0]])
-        return {"input_ids": group.token_ids, "sampling_params": no_tokens, **self._fields}
+        context = group.context
+        body = {"input_ids": context.token_ids, "sampling_params": no_tokens, **self._fields}
+        return body | ({"image_data": context.image_urls} if context.image_urls else {})
 
     def group_body(self, group: Group) -> Body:
         """Request all missing responses of a group at once."""
-        num_tokens = self._num_tokens(group)
+        num_tokens, context = self._num_tokens(group), group.context
+        images: Body = {}
+        if context.image_urls:
+            images["image_data"] = [context.image_urls] * len(group.missing)
+            images["return_prompt_token_ids"] = True
         return {
-            "input_ids": [group.token_ids] * len(group.missing),
+            "input_ids": [context.token_ids] * len(group.missing),
+            **images,
             "sampling_params": [
                 _parameters(group, num_tokens=num_tokens, seed=group.seeds[index])
                 for index in group.missing
@@ -381,6 +425,19 @@ class HttpSampler(Sampler):
                 f"a response was sampled by weights of version {version}, and {known}; "
                 f"somebody else updates this server ({self._endpoint.base_url})"
             )
+
+
+def _require_prompt(item: Mapping[str, Any], group: Group) -> None:
+    """Raise an EngineError if a server expanded the placeholders of images otherwise."""
+    prompt = item.get("prompt_token_ids")
+    if prompt != group.token_ids:
+        what = "none" if prompt is None else f"{len(prompt)}"
+        raise EngineError(
+            f"a prompt with {len(group.context.image_urls)} images has {len(group.token_ids)} "
+            f"tokens, and the server made {what} of it (prompt_token_ids): it cuts images "
+            "otherwise than the trainer; let both read the same preprocessor_config.json, and set "
+            "no rollout.engine_args.mm_process_config"
+        )
 
 
 def _parameters(group: Group, *, num_tokens: int, seed: int) -> Body:

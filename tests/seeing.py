@@ -1,0 +1,147 @@
+"""Tiny folders of models that see, with random weights large enough that images matter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+Kind = Literal["qwen2_5_vl", "qwen3_vl"]
+KINDS: tuple[Kind, ...] = ("qwen2_5_vl", "qwen3_vl")
+
+_SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
+VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = 3, 4, 5, 6
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TEXT = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_TOKENS = {
+    "image_token_id": IMAGE_PAD,
+    "video_token_id": VIDEO_PAD,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+PATCH: dict[Kind, int] = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+
+
+def make_seeing_folder(
+    folder: Path, kind: Kind = "qwen2_5_vl", *, is_tied: bool = False, seed: int = 0
+) -> Path:
+    """Write a folder as transformers writes one: weights, tokenizer, chat template, processor."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _build(kind, is_tied=is_tied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    name = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}[kind]
+    films = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}[kind]
+    images = {
+        "patch_size": PATCH[kind],
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 256 * 28 * 28},
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }
+    processor = {
+        "processor_class": name,
+        "image_processor": images | {"image_processor_type": "Qwen2VLImageProcessor"},
+        "video_processor": images | {"video_processor_type": films},
+    }
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    released = images | {"image_processor_type": "Qwen2VLImageProcessorFast"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(released))
+    return folder
+
+
+def _build(kind: Kind, *, is_tied: bool) -> PreTrainedModel:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if kind == "qwen2_5_vl":
+        rope["mrope_section"] = [2, 3, 3]
+        config = Qwen2_5_VLConfig(
+            text_config=_TEXT | {"rope_parameters": rope},
+            vision_config=_VISION
+            | {"patch_size": PATCH[kind], "window_size": 56, "fullatt_block_indexes": [1]},
+            tie_word_embeddings=is_tied,
+            **_TOKENS,
+        )
+        return Qwen2_5_VLForConditionalGeneration(config)
+    rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    vision = {
+        "patch_size": PATCH[kind],
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(
+            text_config=_TEXT | {"rope_parameters": rope, "head_dim": 16},
+            vision_config=_VISION | vision,
+            tie_word_embeddings=is_tied,
+            **_TOKENS,
+        )
+    )
+
+
+def build_tokenizer() -> PreTrainedTokenizerBase:
+    """Bytes, some words, and the special tokens of Qwen's models."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator(
+        ["what is in this picture ? a red square , a blue circle ."] * 20, trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(_SPECIAL[3:]),
+        chat_template=CHAT_TEMPLATE,
+    )

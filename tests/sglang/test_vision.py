@@ -1,0 +1,183 @@
+"""Models that see on a real SGLang: answers are those of transformers alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybridrl.errors import EngineError, RequestError
+from hybridrl.images import Image, Images, ImageSettings, patches
+from hybridrl.metrics import Mean
+from hybridrl.models.image_settings import read_image_settings
+from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from tests.seeing import KINDS, Kind, make_seeing_folder
+from tests.sglang.engines import running_engine, server_spec, sync
+from tests.workers.seeing_rows import draw_image, load_plain, prompt_with
+from tests.workers.train.engines import build_fsdp2
+
+GREEDY = RequestParams(max_new_tokens=8, temperature=0.0)
+
+
+class Served:
+    """A server, and the folder whose weights it has."""
+
+    def __init__(self, engine: SGLangEngine, folder: Path, kind: Kind) -> None:
+        settings = read_image_settings(folder)
+        assert settings is not None
+        self.engine, self.folder, self.kind = engine, folder, kind
+        self.settings: ImageSettings = settings
+        self.send(folder, version=0)
+
+    def send(self, folder: Path, *, version: int, tower: bool = True, words: bool = True) -> None:
+        """Send the weights of a folder as the trainer streams them: of one part, or both."""
+        weights = dict(build_fsdp2(folder).full_weights())
+        chosen = {
+            name: weight
+            for name, weight in weights.items()
+            if (tower if name.startswith("visual.") else words)
+        }
+        sync(self.engine, chosen, version=version)
+
+    def sample(self, contexts: Sequence[tuple[list[int], Images]]) -> list[list[Sample]]:
+        """Sample two greedy responses to each of these contexts, all at once."""
+
+        async def program(sampler: Sampler) -> list[list[Sample]]:
+            asked = (
+                sampler.sample_group(tokens, GREEDY, keys=[1, 2], images=images)
+                for tokens, images in contexts
+            )
+            return await asyncio.gather(*asked)
+
+        return self.engine.run(program)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder = make_seeing_folder(tmp_path_factory.mktemp("seeing"), request.param)
+    with running_engine(server_spec(folder)) as engine:
+        yield Served(engine, folder, request.param)
+
+
+def draw(settings: ImageSettings, rows: int, columns: int, number: int) -> Image:
+    """Draw an image whose identity no other has, also of the other family."""
+    return draw_image(settings, rows, columns, seed=100 * settings.patch + number)
+
+
+def contexts_of(settings: ImageSettings) -> list[tuple[list[int], Images]]:
+    """Text, one image, three of several sizes, two of these, and one with odd tokens behind it."""
+    one, tall, small = (
+        draw(settings, *size, number) for number, size in enumerate([(2, 3), (4, 2), (2, 2)])
+    )
+    images: list[Images] = [(), (one,), (one, tall, small), (one, tall)]
+    contexts = [(prompt_with(each, settings), each) for each in images]
+    # Its tokenizer would cut the text of these bytes otherwise, as it may that of a response.
+    return [*contexts, ([*contexts[1][0], *range(80, 90), 104, 105, 110], (one,))]
+
+
+def assert_greedy(served: Served, folder: Path) -> None:
+    """Greedy tokens and their log-probs are those of transformers alone with these weights."""
+    model = load_plain(folder)
+    contexts = contexts_of(served.settings)
+    for (tokens, images), answers in zip(contexts, served.sample(contexts), strict=True):
+        for answer in answers:
+            row_L = torch.tensor([*tokens, *answer.token_ids.tolist()])
+            logprobs_LV = plain_logprobs_of_all(model, row_L, images, served.settings)
+            best_L = logprobs_LV[len(tokens) - 1 : -1].max(dim=-1)
+            assert answer.token_ids.tolist() == best_L.indices.tolist()
+            torch.testing.assert_close(answer.logprobs, best_L.values, atol=1e-5, rtol=0)
+
+
+def plain_logprobs_of_all(
+    model: PreTrainedModel, row_L: Tensor, images: Images, settings: ImageSettings
+) -> Tensor:
+    inputs = {}
+    if images:
+        grids = [(1, i.rows * settings.merge, i.columns * settings.merge) for i in images]
+        inputs = {
+            "pixel_values": torch.cat(
+                [patches(torch.from_numpy(each.fetch()), settings) for each in images]
+            ),
+            "image_grid_thw": torch.tensor(grids),
+            "mm_token_type_ids": (row_L == settings.placeholder).int()[None],
+        }
+    with torch.no_grad():
+        return torch.log_softmax(model(row_L[None], **inputs).logits[0].float(), dim=-1)
+
+
+def test_answers_are_those_of_transformers_for_words_and_several_images(served: Served) -> None:
+    assert_greedy(served, served.folder)
+    served.engine.take_metrics()
+    assert_greedy(served, served.folder)
+    hits = served.engine.take_metrics()["rollout/prefix_cache_hit_fraction"]
+    assert isinstance(hits, Mean)
+    assert hits.value > 0.8  # the same again, from the cache
+
+
+def test_another_image_in_the_same_tokens_gives_other_answers(served: Served) -> None:
+    one, other = (draw(served.settings, 2, 3, number) for number in (3, 4))
+    tokens = prompt_with([one], served.settings)
+    (first, *_), (second, *_), (again, *_) = served.sample(
+        [(tokens, (one,)), (tokens, (other,)), (tokens, (one,))]
+    )
+    assert (first.logprobs - second.logprobs).abs().max() > 1e-2
+    torch.testing.assert_close(first.logprobs, again.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("part", ["words", "tower"])
+def test_weights_of_either_part_are_updated(served: Served, part: str, tmp_path: Path) -> None:
+    assert_greedy(served, served.folder)
+    other = make_seeing_folder(tmp_path / "other", served.kind, seed=1)
+    weights = load_file(served.folder / "model.safetensors")
+    changed = load_file(other / "model.safetensors")
+    is_new = {name: ("visual." in name) == (part == "tower") for name in weights}
+    assert any(is_new.values())
+    both = {name: changed[name] if is_new[name] else weights[name] for name in weights}
+    save_file(both, other / "model.safetensors", metadata={"format": "pt"})
+    served.send(other, version=1, **{"words": part == "words", "tower": part == "tower"})
+    assert_greedy(served, other)
+    served.send(served.folder, version=2)
+    assert_greedy(served, served.folder)
+
+
+def test_weights_of_both_parts_are_those_of_the_files(served: Served) -> None:
+    engine = served.engine
+    engine.pause()
+    engine.drain(timeout_s=10.0)
+    engine.load_reference_weights(served.folder)
+    served.send(served.folder, version=3)
+    engine.verify_weights()
+
+
+def test_a_request_with_other_placeholders_is_refused_and_others_are_answered(
+    served: Served,
+) -> None:
+    one, other = (draw(served.settings, 2, 3, number) for number in (3, 4))
+    tokens = prompt_with([one], served.settings)
+    wrong: list[tuple[list[int], Images]] = [
+        (tokens, (one, other)),
+        (prompt_with([one, other], served.settings), (one,)),
+        ([t for t in tokens if t != served.settings.placeholder], (one,)),
+        ([*tokens, served.settings.placeholder], (one,)),
+    ]
+    for context in wrong:
+        with pytest.raises(RequestError, match="placeholder"):
+            served.sample([context])
+    assert served.sample([(tokens, (one,))])
+
+
+def test_an_image_that_the_server_cuts_otherwise_is_an_error(served: Served) -> None:
+    tall = draw(served.settings, 4, 2, 5)
+    flat = replace(tall, columns=3)  # as if it were larger than its pixels
+    with pytest.raises(EngineError, match="prompt_token_ids"):
+        served.sample([(prompt_with([flat], served.settings), (flat,))])

@@ -1,0 +1,233 @@
+"""Models that see: what engines compute for rows with images, beside transformers alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from hybridrl.batch import TrainBatch
+from hybridrl.errors import RequestError
+from hybridrl.images import Images
+from hybridrl.models.image_settings import read_image_settings
+from hybridrl.models.load import WeightFiles
+from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from tests.ranks import run_ranks
+from tests.seeing import KINDS, Kind, make_seeing_folder
+from tests.workers.rollout.engines import load as load_weights
+from tests.workers.rollout.engines import unsynced_engine
+from tests.workers.seeing_rows import (
+    all_plain_logprobs,
+    draw_image,
+    draw_rows,
+    gradients,
+    load_plain,
+    prompt_with,
+    rollouts_of,
+    to_rollouts,
+)
+from tests.workers.train.engines import (
+    ACTOR,
+    CPU,
+    MODEL,
+    fsdp2_of,
+    load,
+    rows_of,
+    save,
+    update,
+    weights_of,
+)
+from tests.workers.train.lora_engines import adapter_of, build_lora, randomize
+
+
+def build(folder: Path, *, freezes: bool, max_tokens: int = 10_000) -> PolicyEngine:
+    return PolicyEngine(
+        FSDP2Backend(
+            folder,
+            config=replace(ACTOR, max_tokens_per_microbatch=max_tokens),
+            model_config=replace(MODEL, freeze_vision=freezes),
+            num_total_steps=10,
+            device=CPU,
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_tokens", [10_000, 20], ids=["together", "apart"])
+def test_packed_rows_with_images_equal_padded_rows_of_transformers(
+    kind: Kind, max_tokens: int, tmp_path: Path
+) -> None:
+    folder = make_seeing_folder(tmp_path / "model", kind)
+    settings = read_image_settings(folder)
+    assert settings is not None
+    batch, images = draw_rows(settings)
+    plain = load_plain(folder)
+    expected_S = all_plain_logprobs(plain, batch, images, settings)
+    engine = build(folder, freezes=False, max_tokens=max_tokens)
+    scores = engine.compute_logprobs(to_rollouts(batch), temperature=1.0)
+    is_response_N = batch.response_mask_BL.values()
+    logprobs_S = scores.logprobs_BL.values()[is_response_N]
+    torch.testing.assert_close(logprobs_S, expected_S.detach(), atol=1e-5, rtol=0)
+
+    weight_S = torch.randn(len(expected_S), generator=torch.Generator().manual_seed(1))
+    (expected_S * weight_S).sum().backward()
+    backend = fsdp2_of(engine)
+    place_N = is_response_N.cumsum(0) - 1
+    for microbatch in backend.microbatches(batch):
+        own_S, _ = backend.model(microbatch.tokens, 1.0)
+        (own_S * weight_S[place_N[microbatch.token_index_S]]).sum().backward()
+    own, wanted = gradients(backend.model.hf, is_plain=False), gradients(plain, is_plain=True)
+    assert own.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        torch.testing.assert_close(
+            own[name], grad, atol=1e-5 * float(grad.abs().max() + 1), rtol=1e-4, msg=name
+        )
+
+
+def _learn_on_a_rank(
+    rank: int, folder: Path, freezes: bool, batch: TrainBatch
+) -> dict[str, Tensor]:
+    engine = build(folder, freezes=freezes, max_tokens=20)
+    # The second rank has the rows without images, and fewer micro-batches.
+    for rows in ([0, 1, 3, 4], [2, 5]), ([2, 5], [0, 1, 3, 4]):
+        update(engine, rows_of(batch, rows[rank]))
+    return weights_of(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("freezes", [True, False], ids=["frozen", "trained"])
+def test_two_ranks_learn_as_one_and_a_frozen_tower_stays(
+    kind: Kind, freezes: bool, tmp_path: Path
+) -> None:
+    folder = make_seeing_folder(tmp_path / "model", kind)
+    settings = read_image_settings(folder)
+    assert settings is not None
+    batch, _ = draw_rows(settings)
+    alone = build(folder, freezes=freezes)
+    before = weights_of(alone)
+    for _ in range(2):
+        update(alone, batch)
+    after = weights_of(alone)
+    for weights in run_ranks(2, _learn_on_a_rank, folder, freezes, batch):
+        for name, weight in after.items():
+            torch.testing.assert_close(weights[name], weight, atol=2e-5, rtol=1e-4, msg=name)
+    changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    towers = {name for name in after if name.startswith("visual.")}
+    assert after.keys() - towers <= changed
+    assert not (towers & changed) if freezes else len(towers & changed) > len(towers) // 2
+
+
+def embedded(folder: Path, **options: Any) -> HFRolloutEngine:
+    files = WeightFiles(folder)
+    engine = unsynced_engine(folder, max_context_tokens=96, **options)
+    names = sorted(files.names)
+    load_weights(engine, [(n, files.read(n, shape=torch.Size(files.shape_of(n)))) for n in names])
+    engine.finish_update(version=0)
+    return engine
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_embedded_engine_samples_what_the_trainer_scores(kind: Kind, tmp_path: Path) -> None:
+    folder = make_seeing_folder(tmp_path / "model", kind)
+    settings = read_image_settings(folder)
+    assert settings is not None
+    one, tall, small, other = (
+        draw_image(settings, *size, seed=seed)
+        for seed, size in enumerate([(2, 3), (4, 2), (1, 1), (1, 1)], 7)
+    )
+    params = RequestParams(max_new_tokens=9, temperature=1.0)
+    answered: list[tuple[list[int], Images, Sample]] = []
+
+    async def program(sampler: Sampler) -> None:
+        for images in ((one, tall), (), (small,), (other,), (one, small, tall)):
+            context = prompt_with(images, settings)
+            group = await sampler.sample_group(context, params, keys=(1, 2, 3), images=images)
+            answered.extend((context, images, sample) for sample in group)
+        seen: Images = (small,)
+        context = prompt_with(seen, settings)
+        for turn in range(3):  # later turns begin with what a slot holds, and bring an image more
+            sample = await sampler.sample(context, params, key=turn, images=seen)
+            answered.append((context, seen, sample))
+            context = [*context, *sample.token_ids.tolist(), *prompt_with((one,), settings)]
+            seen = (*seen, one)
+
+    engine = embedded(folder, num_slots=4)
+    engine.run(program)
+    assert engine.last_stats is not None
+    assert engine.last_stats.num_prefill_tokens < engine.last_stats.num_context_tokens
+    batch = rollouts_of(answered)
+    scores = build(folder, freezes=True).compute_logprobs(batch, temperature=1.0)
+    torch.testing.assert_close(
+        scores.logprobs_BL.values(), batch.sampler_logprobs_BL.values(), atol=1e-5, rtol=0
+    )
+    first, second = (answered[n][2].logprobs for n in (6, 9))  # equal tokens, other pixels
+    assert float((first[0] - second[0]).abs()) > 1e-3
+
+
+def test_placeholders_that_are_not_those_of_the_images_are_refused(tmp_path: Path) -> None:
+    folder = make_seeing_folder(tmp_path / "model", "qwen2_5_vl")
+    settings = read_image_settings(folder)
+    assert settings is not None
+    image = draw_image(settings, 2, 2, seed=1)
+    whole = prompt_with([image], settings)
+    engine = embedded(folder)
+    params = RequestParams(max_new_tokens=2, temperature=1.0)
+
+    async def program(sampler: Sampler) -> list[str]:
+        texts = []
+        for context, images in ((whole[:4], (image,)), (whole, (image, image))):
+            with pytest.raises(RequestError) as refused:
+                await sampler.sample(context, params, key=0, images=images)
+            texts.append(str(refused.value))
+        await sampler.sample(whole, params, key=0, images=(image,))
+        return texts
+
+    first, second = engine.run(program)
+    assert "image 0 of 1 takes 4 placeholders" in first
+    assert "image 1 of 2 takes 4 placeholders" in second
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_learn_beside_the_language_model_alone(kind: Kind, tmp_path: Path) -> None:
+    folder = make_seeing_folder(tmp_path / "model", kind)
+    settings = read_image_settings(folder)
+    assert settings is not None
+    batch, _ = draw_rows(settings)
+    engine = build_lora(folder)
+    randomize(engine)
+    before = weights_of(engine)
+    update(engine, batch)
+    adapter = adapter_of(engine)
+    assert adapter and not any("visual" in name for name in adapter)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_tower_is_kept_in_checkpoints_and_exports(kind: Kind, tmp_path: Path) -> None:
+    folder = make_seeing_folder(tmp_path / "model", kind)
+    settings = read_image_settings(folder)
+    assert settings is not None
+    batch, images = draw_rows(settings)
+    engine = build(folder, freezes=False)
+    update(engine, batch)
+    save(engine, tmp_path / "saved")
+    again = build(folder, freezes=False)
+    load(again, tmp_path / "saved")
+    update(engine, batch)
+    update(again, batch)
+    for name, weight in weights_of(engine).items():
+        assert torch.equal(weights_of(again)[name], weight), name
+    engine.export_hf(tmp_path / "exported")
+    scores = engine.compute_logprobs(to_rollouts(batch), temperature=1.0)
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported")
+    expected_S = all_plain_logprobs(plain, batch, images, settings).detach()
+    logprobs_S = scores.logprobs_BL.values()[batch.response_mask_BL.values()]
+    torch.testing.assert_close(logprobs_S, expected_S, atol=1e-5, rtol=0)
