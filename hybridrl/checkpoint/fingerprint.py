@@ -34,12 +34,16 @@ _SHAPE = (
 _FREE_KEYS = (
     *_SHAPE,
     *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf", "critic.num_ranks_per_node"),
-    *("reward.timeout_s", "reward.on_error", "reward.num_processes", "rollout.num_threads"),
-    "data.num_processes",
-    *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
+    *("reward.timeout_s", "reward.on_error", "reward.num_processes"),
+    *("rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
     "rollout.verify_weights",
-    *("rollout.memory_fraction", "rollout.cuda_graphs", "rollout.dump", "rollout.replay"),
+    *(
+        "rollout.memory_fraction",
+        "rollout.engine_args.disable_cuda_graph",
+        "rollout.dump",
+        "rollout.replay",
+    ),
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
 
@@ -48,7 +52,7 @@ _FREE_OF_MODELS = re.compile(r"serving\.models\.[^.]+\.(urls|key_variable)")
 
 _NUMERIC = (
     *("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node"),
-    *("cluster.num_threads_per_rank", "rollout.num_threads"),
+    "cluster.num_threads_per_rank",
 )
 _PACKAGES = ("torch", "transformers", "tensordict", "peft", "ray")
 _NUM_NAMED = 8
@@ -62,7 +66,7 @@ _FORMER = {
 _MOVED = {"megatron.replay_routing": "actor.replay_routing"}
 """By a former key."""
 
-_FREE_OF_RECIPES = (*_FREE_KEYS, "critic.placement")
+_FREE_OF_RECIPES = (*_FREE_KEYS, "critic.placement", "data.num_shown_rows")
 """Keys that were compared once."""
 
 _SAMPLE_BYTES = 2**20

@@ -66,7 +66,7 @@ def check_reward_functions(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A reward is built in, or a function in a file that can be parsed, and takes its args."""
     task = config.data.task
     for name, part in config.reward.parts.items():
-        root = "reward" if config.reward.function else f"reward.functions.{name}"
+        root = "reward" if config.reward.function is not None else f"reward.functions.{name}"
         flaws = list(_check_function(config, root, part))
         yield from flaws
         asked = ", ".join(own_columns(part.function))

@@ -17,16 +17,13 @@ from hybridrl.errors import ConfigError, instruction
 from hybridrl.models.architecture import find_architecture
 
 READ_BY: Mapping[str, tuple[str, str | int | float | bool]] = {
-    "num_threads": ("hf", 1),
     "memory_fraction": ("sglang", 0.85),
-    "cuda_graphs": ("sglang", True),
     "routed_experts": ("sglang", False),
     "start_timeout_s": ("sglang", 600.0),
-    "request_timeout_s": ("sglang", 600.0),
 }
 """Keys of ``rollout`` that only one engine reads, with their defaults in hydra_configs."""
 
-_READ_BY_SERVERS = ("start_timeout_s", "request_timeout_s")
+_READ_BY_SERVERS = ("start_timeout_s",)
 """Those that rollout servers read, too, whatever engine they run."""
 
 _FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
