@@ -23,7 +23,7 @@ from hybridrl.json_text import to_json_text
 
 _FREE_SECTIONS = ("tracking.", "checkpoint.", "cluster.")
 _SHAPE = (
-    *("actor.engine", "megatron.layers", "megatron.overlap_communication"),
+    *("actor.engine", "megatron.layers"),
     *("megatron.tensor_parallel_size", "megatron.sequence_parallel"),
     *("megatron.pipeline_parallel_size", "megatron.num_virtual_stages"),
     *("megatron.context_parallel_size", "megatron.expert_parallel_size"),
@@ -37,6 +37,7 @@ _FREE_KEYS = (
     *("reward.timeout_s", "reward.on_error", "reward.num_processes"),
     *("rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
+    *("megatron.ddp_args.overlap_grad_reduce", "megatron.ddp_args.overlap_param_gather"),
     "rollout.verify_weights",
     *(
         "rollout.memory_fraction",

@@ -15,7 +15,6 @@ from hybridrl.config.checks.messages import error
 from hybridrl.config.cluster import hook_error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions.paths import flaw_of_folder, flaw_of_new_folder, is_there
-from hybridrl.config.functions.python_files import SignatureError, find_name, flaw_of_function
 from hybridrl.errors import ConfigError
 
 
@@ -35,14 +34,11 @@ def check_ray(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The module of the hook can be found from here, and its file defines the function.
-
-    The file is parsed, not run, unless it stands for a package: its code is meant for the workers.
-    """
+    """The module of the hook can be found from here; the workers import it."""
     path = config.cluster.worker_setup_hook
     if path is None:
         return
-    module, _, name = path.rpartition(".")
+    module = path.rpartition(".")[0]
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
         rule = "must be package.module.function, with dots between names"
         yield hook_error(path, rule, "correct the name")
@@ -54,14 +50,6 @@ def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
     if spec is None:
         fix = "correct it, put its folder on PYTHONPATH"
         yield hook_error(path, f"there is no module {module}{reason}", fix)
-    elif spec.origin is not None and spec.origin.endswith(".py"):
-        try:
-            node = find_name(spec.origin, name)
-        except SignatureError as flaw:
-            yield hook_error(path, flaw.rule, flaw.fix)
-            return
-        if flaw_of_node := node and flaw_of_function(node, keywords=()):
-            yield hook_error(path, f"it {flaw_of_node}")
 
 
 _RUN_FILES = ("config.yaml", "metrics.jsonl")  # written by run/run_folder.py
@@ -115,15 +103,11 @@ def _flaw_of_package(tracker: str) -> str:
     return f"{package} {installed} is installed, and {versions} was tested"
 
 
-def check_trackers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Each tracker is opened once, or it would write each value twice; a function can be called."""
-    key, trackers = "tracking.trackers", config.tracking.trackers
-    once = list(dict.fromkeys(trackers))
-    if len(once) < len(trackers):
-        yield error(config, key, "lists the same entry twice", f"{key}=[{','.join(once)}]")
+def check_metrics_function(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A function of metrics can be called."""
     for kind, spelled, given in config.tracking.parts:
         yield from check_part(config, kind, spelled, given)
 
 
 RULES = (check_ray, check_worker_setup_hook)
-RUN_FOLDER_RULES = (check_run_folder, check_tracker_packages, check_trackers)
+RUN_FOLDER_RULES = (check_run_folder, check_tracker_packages, check_metrics_function)

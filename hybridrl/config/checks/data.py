@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
 
 from hybridrl.config.checks.messages import error
@@ -84,24 +82,9 @@ def check_built_in_tasks(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, shorter, fix=fix)
 
 
-_COLUMNS = "data.prompt_key=prompt data.answer_key=answer data.source_key=source"
-_OF_PAIRS = "data.prompt_key=prompt data.answer_key=chosen data.source_key=source"
-"""Names of columns in hydra_configs/data, and those of preference pairs."""
-
-
 def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Prompt, answer and source are three columns; only preference pairs can lack a prompt's."""
+    """Only preference pairs can lack a column of prompts, and they have one of chosen answers."""
     data = config.data
-    names = {
-        "data.prompt_key": data.prompt_key,
-        "data.answer_key": data.answer_key,
-        "data.rejected_key": data.rejected_key,
-        "data.source_key": data.source_key,
-    }
-    usual = f"{_OF_PAIRS} data.rejected_key=rejected" if data.rejected_key is not None else _COLUMNS
-    for one, other in combinations(names, 2):
-        if data.task is None and names[one] is not None and names[one] == names[other]:
-            yield error(config, one, f"{other} names the same column", usual)
     if data.prompt_key is None and data.rejected_key is None:
         key = "data.prompt_key"
         rule = "only the chats of preference pairs hold their prompt, and data.rejected_key is null"
@@ -169,20 +152,10 @@ def _flaw_of_function(file: Path, name: str) -> tuple[str, str]:
     return (f"it {flaw_of_node}", fix) if flaw_of_node else ("", "")
 
 
-def check_files_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A file that is listed twice would be learned from twice as often as the others."""
-    for key, files in config.files_by_key.items():
-        once = {os.path.realpath(file): file for file in reversed(files)}
-        if len(once) < len(files):
-            kept = dict.fromkeys(file for file in files if file in once.values())
-            yield error(config, key, "lists the same entry twice", f"{key}=[{','.join(kept)}]")
-
-
 RULES = (
     check_data_source,
     check_data_order,
     check_built_in_tasks,
     check_data_columns,
     check_data_files,
-    check_files_stand_once,
 )

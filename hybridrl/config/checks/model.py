@@ -258,18 +258,6 @@ def check_lora_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, "lora.rank", rule, f"lora.rank={limit}")
 
 
-def check_lora_base(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """``lora.base`` matters only if frozen weights are separate and engines sleep."""
-    lora = config.lora
-    causes = {"lora.sync=merged": "lora.sync=adapter"} if lora.sync == "merged" else {}
-    if not config.rollout.sleep:
-        causes["rollout.sleep=false"] = "rollout.sleep=true"
-    if lora.enabled and lora.base not in ("auto", "resident") and causes:
-        rule = f"would be ignored, because of {' and '.join(causes)}"
-        remedy = " ".join(causes.values())
-        yield error(config, "lora.base", rule, "lora.base=resident", remedy)
-
-
 def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Megatron-core adapts full heads and experts; transformers cannot adapt experts at all."""
     lora, model = config.lora, find_architecture(config.model)
