@@ -67,7 +67,10 @@ _FORMER = {
 _MOVED = {"megatron.replay_routing": "actor.replay_routing"}
 """By a former key."""
 
-_FREE_OF_RECIPES = (*_FREE_KEYS, "critic.placement", "data.num_shown_rows")
+_FREE_OF_RECIPES = (
+    *(*_FREE_KEYS, "critic.placement", "data.num_shown_rows"),
+    *("trainer.max_skipped_updates", "eval.num_resamples"),
+)
 """Keys that were compared once."""
 
 _SAMPLE_BYTES = 2**20

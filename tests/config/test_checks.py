@@ -367,6 +367,13 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("agent.tools=[calculater]",), "agent.tools", "is not built in; did you mean"),
     (("agent.tools=[no.py:f]",), "agent.tools", "no.py does not exist"),
+    ((*PLAYED, "agent.tools=[calculator]"), "agent.tools", "agent.loop=environment calls none"),
+    (("agent.tools=[calculator]",), "agent.tools", "agent.loop=single_turn calls none"),
+    (
+        ("agent=proxy", "data=calculator", "agent.command=[sh]", "agent.tools=[calculator]"),
+        "agent.tools",
+        "agent.loop=proxy calls none",
+    ),
     (("agent=proxy", "data=calculator"), "agent.command", "needs a program"),
     (
         ("agent=proxy", "data=calculator", "agent.command=[no_such_program]"),
@@ -853,7 +860,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*LORA, "lora.target_modules=[q_porj]"), "lora.target_modules", "did you mean 'q_proj'"),
     ((*LORA, "lora.target_modules=[lm_head]"), "lora.target_modules", "matches no linear layer"),
     ((*LORA, "lora.rank=65"), "lora.rank", "at most 64: k_proj has 192 inputs and 64 outputs"),
-    ((*LORA, "lora.dropout=0.1"), "lora.dropout", "only 0 is supported"),
     ((*LORA, "lora.init_from=nowhere"), "lora.init_from", "does not exist"),
     ((*LORA, "lora.init_from=empty"), "lora.init_from", "has no adapter_config.json"),
     ((*ADAPTER, "lora.rank=4"), "lora.rank", "was made with 2"),
@@ -1366,7 +1372,7 @@ def test_every_error_has_an_example_that_raises_it(monkeypatch: pytest.MonkeyPat
         "error(config, 'rollout.engine', 'SGLang is not installed', 'rollout.engine=hf', fix=fix)",
         "error(config, key, 'megatron-core is not installed', f'{key}=fsdp2', fix=fix)",
         "error(config, _TOOLS, rule, without, fix=fix)",
-        "error(config, key, '; '.join(flaws.values()), usable, fix=fix)",
+        "error(config, key, f\"not installed: {', '.join(missing)}\", usable, fix=fix)",
         "error(config, key, 'it is a function of another framework', fix=fix)",
     }
 
