@@ -1,6 +1,6 @@
 """Model families: how far each engine is from transformers alone, as the tests measure it.
 
-    python -m benchmarks.families
+    python -m benchmarks.families [TEST ...]
 
 Runs the tests that compare tiny models of all families in float32, those of SGLang with real
 servers on a CPU (ten minutes), and prints what they recorded. A failed test has no number.
@@ -8,10 +8,12 @@ servers on a CPU (ten minutes), and prints what they recorded. A failed test has
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -34,13 +36,13 @@ COLUMNS = {
 }
 
 
-def measured() -> dict[str, dict[str, float]]:
+def measured(tests: Sequence[str]) -> dict[str, dict[str, float]]:
     """Run the tests; return the largest number that each recorded, by family and column."""
     largest: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "tests.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1"]
-        command += [f"--junitxml={report}", *TESTS]
+        command += [f"--junitxml={report}", *tests]
         subprocess.run(command, stdout=sys.stderr, check=False)
         for case in ElementTree.parse(report).iter("testcase"):
             if case.find("failure") is not None or case.find("error") is not None:
@@ -55,7 +57,9 @@ def measured() -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Measure, and print the table."""
-    numbers = measured()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tests", nargs="*", default=TESTS, help="these alone")
+    numbers = measured(parser.parse_args().tests)
     rows = []
     for family in sorted(TRANSFORMERS_MODEL_TYPES):
         cells = [f"{numbers[family][c]:.0e}" if c in numbers[family] else "" for c in COLUMNS]

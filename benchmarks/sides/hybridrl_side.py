@@ -70,9 +70,9 @@ def main() -> None:
     parser.add_argument("--connection", type=int, required=True, help="file descriptor")
     options = parser.parse_args()
     settings = json.loads(options.settings)
-    with Connection(options.connection) as parent:
-        gate = Gate(parent, settings["num_warmup_steps"])
-        train_with(GatedRecord, [*overrides(settings), *options.overrides], gate=gate)
+    parent = Connection(options.connection)  # its end is the process's: an error is told by then
+    gate = Gate(parent, settings["num_warmup_steps"])
+    train_with(GatedRecord, [*overrides(settings), *options.overrides], gate=gate)
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:

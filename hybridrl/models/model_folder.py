@@ -14,6 +14,7 @@ from tempfile import gettempdir
 from typing import Any, TypeGuard
 
 from hybridrl.errors import ModelError
+from hybridrl.json_text import to_json_text
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -79,7 +80,7 @@ def text_folder(folder: Path) -> Path:
     """
     if not has_other_parts(folder):
         return folder
-    text = json.dumps(read_settings(folder), indent=2, sort_keys=True)
+    text = to_json_text(read_settings(folder), indent=2)
     name = f"hybridrl-language-model-{os.getuid()}-{sha256(text.encode()).hexdigest()[:16]}"
     target = Path(gettempdir()) / name
     target.mkdir(exist_ok=True, mode=0o700)

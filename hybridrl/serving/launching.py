@@ -47,12 +47,15 @@ from hybridrl.workers.rollout.sglang.process import is_port_free
 from hybridrl.workers.sharding.manager_client import ManagerClient
 
 _PORTS = range(20_000, 31_000)
-_NUM_PORTS = 1_000
-"""Probed on each node. An engine takes less than 40."""
+_NUM_TRIED = 200
+"""Ports of its node that a process on each device tries; others of the node try others."""
 
 _NUM_DIST_INIT = 31
 """Consecutive ports that SGLang counts up from the port of ``dist_init_addr``: 30, and one for each
 data-parallel rank of an engine, of which there is one."""
+
+_NUM_PORTS = 3 + _NUM_DIST_INIT
+"""Of an engine on its first node: of HTTP, of NCCL and of a prefill engine's entries, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,9 @@ class Device:
     gpu: str
     """Name that other processes of its node use; empty on a CPU."""
 
-    free_ports: tuple[int, ...]
-    """Ports of its node without a listener, in rising order."""
+    first_port: int | None
+    """First of ``_NUM_PORTS`` consecutive ports of its node without a listener, for this device
+    alone; None: among those that it tried are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +80,8 @@ class Place:
     gpus_of_nodes: tuple[tuple[str, ...], ...]
     """GPUs on each of its nodes, by ``Device.gpu``."""
 
-    hosts: tuple[str, ...]
-    """Address of each of its nodes."""
-
-    port: int
-    """Of HTTP, on the first node."""
+    address: KeyedAddress
+    """Where other engines reach it, on the first node."""
 
     nccl_ports: tuple[int, ...]
     """One on each node."""
@@ -88,28 +89,14 @@ class Place:
     dist_init_port: int
     """First of the consecutive ports of the rendezvous, on the first node."""
 
-    bootstrap_port: int | None
-    """Where decode engines fetch the entries of a prefill engine, on the first node; None for other
-    types."""
-
-    key: str
-    """Of the servers of this run that others reach."""
-
-    @property
-    def address(self) -> KeyedAddress:
-        """Where other engines reach it."""
-        return KeyedAddress(
-            host=self.hosts[0], port=self.port, key=self.key, bootstrap_port=self.bootstrap_port
-        )
-
     def node_arguments(self, node_rank: int) -> dict[str, str | int]:
         """Return SGLang's arguments for one of several nodes; none for an engine on one node."""
-        if len(self.hosts) == 1:
+        if len(self.nccl_ports) == 1:
             return {}
         return {
-            "nnodes": len(self.hosts),
+            "nnodes": len(self.nccl_ports),
             "node_rank": node_rank,
-            "dist_init_addr": host_and_port(self.hosts[0], self.dist_init_port),
+            "dist_init_addr": host_and_port(self.address.host, self.dist_init_port),
             "nccl_port": self.nccl_ports[node_rank],
         }
 
@@ -134,26 +121,19 @@ def find_places(
 
 
 def place_engines(groups: Sequence[GroupPlan], devices: Sequence[Device]) -> dict[int, Place]:
-    """Give each engine its share of all devices, addresses and ports, in order; no port twice.
-
-    Returns places by the first device of the engine.
-    """
-    free_ports = {device.host: list(device.free_ports) for device in devices}
+    """Give each engine the GPUs, addresses and ports of its devices, by its first device."""
+    is_alone = len({device.host for device in devices}) == 1
     key = secrets.token_urlsafe()
 
-    def take(host: str, count: int = 1) -> int:
-        return _take_ports(free_ports[host], count, host=host)
-
     def place(group: GroupPlan, engine: PlannedDevices) -> Place:
-        hosts = tuple(devices[part.start].host for part in engine.nodes)
+        ports = [_first_port(devices[part.start]) for part in engine.nodes]
+        host = LOOPBACK if is_alone else devices[engine.first_device].host
+        entries_port = ports[0] + 1 if group.worker_type == "prefill" else None
         return Place(
             gpus_of_nodes=tuple(tuple(devices[d].gpu for d in part) for part in engine.nodes),
-            hosts=(LOOPBACK,) * len(hosts) if len(free_ports) == 1 else hosts,
-            port=take(hosts[0]),
-            nccl_ports=tuple(map(take, hosts)),
-            dist_init_port=take(hosts[0], _NUM_DIST_INIT),
-            bootstrap_port=take(hosts[0]) if group.worker_type == "prefill" else None,
-            key=key,
+            address=KeyedAddress(host=host, port=ports[0], key=key, bootstrap_port=entries_port),
+            nccl_ports=tuple(port + 2 for port in ports),
+            dist_init_port=ports[0] + 3,
         )
 
     return {
@@ -164,25 +144,22 @@ def place_engines(groups: Sequence[GroupPlan], devices: Sequence[Device]) -> dic
     }
 
 
-def _take_ports(free: list[int], count: int, *, host: str) -> int:
-    """Take consecutive ports of a node, and all below them; return the lowest."""
-    for begin, end in enumerate(range(count - 1, len(free))):
-        lowest = free[begin]
-        if free[end] - lowest == count - 1:
-            del free[: end + 1]
-            return lowest
-    raise ResourceError(
-        f"node {host} has no {count} free ports in a row among the {_NUM_PORTS} of "
-        f"{_PORTS.start} to {_PORTS.stop} that were tried; end what listens there"
-    )
+def _first_port(device: Device) -> int:
+    if device.first_port is None:
+        raise ResourceError(
+            f"node {device.host} has no {_NUM_PORTS} free ports in a row among {_NUM_TRIED} of "
+            f"{_PORTS.start} to {_PORTS.stop} that were tried; end what listens there"
+        )
+    return device.first_port
 
 
 def look_at(placements: Sequence[Mapping[str, Any]], *, timeout_s: float) -> tuple[Device, ...]:
     """Ask a process on each device, by these options of Ray, for its node, GPU and free ports."""
     task = ray.remote(_look)
-    first = random.randrange(_PORTS.start, _PORTS.stop - _NUM_PORTS)
+    first = random.randrange(len(_PORTS))
     answers = [
-        task.options(**options).remote(range(first, first + _NUM_PORTS)) for options in placements
+        task.options(**options).remote((first + number * _NUM_TRIED) % (len(_PORTS) - _NUM_TRIED))
+        for number, options in enumerate(placements)
     ]
     try:
         return tuple(ray.get(answers, timeout=timeout_s))
@@ -193,13 +170,21 @@ def look_at(placements: Sequence[Mapping[str, Any]], *, timeout_s: float) -> tup
         ) from error
 
 
-def _look(ports: range) -> Device:
+def _look(first: int) -> Device:
     gpus = ray.get_gpu_ids()  # by the names of CUDA_VISIBLE_DEVICES
     return Device(
         host=ray.util.get_node_ip_address(),
         gpu=str(gpus[0]) if gpus else "",
-        free_ports=tuple(port for port in ports if is_port_free(port)),
+        first_port=free_row([port for port in _PORTS[first:][:_NUM_TRIED] if is_port_free(port)]),
     )
+
+
+def free_row(free_ports: Sequence[int]) -> int | None:
+    """Return the first of ``_NUM_PORTS`` consecutive ones among these ports, which rise."""
+    for lowest, highest in zip(free_ports, free_ports[_NUM_PORTS - 1 :], strict=False):
+        if highest - lowest == _NUM_PORTS - 1:
+            return lowest
+    return None
 
 
 _OTHER_CALLS = 100
@@ -259,28 +244,28 @@ class ActorLaunch:
     def _start(self, group: GroupPlan, engine: PlannedDevices, rank: int) -> Any:  # noqa: ANN401 - Ray's
         serving, model = self.config.serving, self.plan.model
         served, is_policy = serving.models[model], model == serving.policy
-        address = self.places.get(engine.first_device)
+        place = self.places.get(engine.first_device)
         args = group_arguments(
             served.groups[group.name],
-            bootstrap_port=None if address is None else address.bootstrap_port,
+            bootstrap_port=None if place is None else place.address.bootstrap_port,
         )
         config = engine_config(
             self.config if is_policy else frozen_config(self.config, model),
-            args if address is None else args | address.node_arguments(rank),
+            args if place is None else args | place.node_arguments(rank),
             num_devices=engine.num_devices,
             number=engine.first_device,
         )
         folder = self.policy_folder if is_policy else Path(str(served.path))
         placement = self.placements[engine.nodes[rank].start]
-        place = None if address is None else self._place(group, address, rank)
+        of_launch = None if place is None else self._place(group, place, rank)
         if rank:
             follower = ray.remote(FollowerProcess).options(**placement)
-            return follower.remote(config, folder, place)
+            return follower.remote(config, folder, of_launch)
         # Callers on other nodes: the manager, the rank that sends.
         is_reached = self.config.asks_servers or serving.weights == "broadcast"
         key = self.keys.own if is_policy and is_reached else ""
         actor = self._actor(placement, config)
-        return actor.remote(config, folder, place, key, self._process(engine))
+        return actor.remote(config, folder, of_launch, key, self._process(engine))
 
     def _actor(self, placement: Mapping[str, Any], config: ExperimentConfig) -> Any:  # noqa: ANN401 - Ray's
         num_calls = config.rollout.num_slots + _OTHER_CALLS

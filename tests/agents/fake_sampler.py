@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.conversation import Setting
+from hybridrl.agents.templates import TurnTemplate
+from hybridrl.agents.tool_calls import PARSERS
+from hybridrl.agents.tool_process import ToolLimits
+from hybridrl.agents.tools import Toolbox
 from hybridrl.sampler import RequestParams, Sample
 
 
@@ -57,3 +63,21 @@ class FakeSampler:
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
     ) -> list[Sample]:
         return [await self.sample(token_ids, params, key=key) for key in keys]
+
+
+def conversation_setting(
+    sampler: FakeSampler, *, max_new_tokens: int = 2000, temperature: float = 1.0, **changes: Any
+) -> Setting:
+    """The setting of conversations with a script, without tools; ``changes`` differ."""
+    tokenizer = sampler.tokenizer
+    setting = Setting(
+        sampler=sampler,
+        params=RequestParams(max_new_tokens=max_new_tokens, temperature=temperature),
+        tokenizer=tokenizer,
+        template=TurnTemplate(tokenizer, stop_token_ids=(tokenizer.eos_token_id,)),
+        toolbox=Toolbox((), limits=ToolLimits(timeout_s=5.0, max_chars=100), num_processes=1),
+        parse=PARSERS["hermes"],
+        max_turns=20,
+        timeout_s=60.0,
+    )
+    return replace(setting, **changes)

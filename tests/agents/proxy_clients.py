@@ -12,14 +12,10 @@ import torch
 
 from hybridrl.agents.conversation import Conversation, Prompt, Setting
 from hybridrl.agents.proxy_server import MODEL, Chats, ProxyServer, serve
-from hybridrl.agents.templates import History, TurnTemplate
-from hybridrl.agents.tool_calls import PARSERS
-from hybridrl.agents.tool_process import ToolLimits
-from hybridrl.agents.tools import Toolbox
+from hybridrl.agents.templates import History
 from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.rows import Row
-from hybridrl.sampler import RequestParams
-from tests.agents.fake_sampler import FakeSampler
+from tests.agents.fake_sampler import FakeSampler, conversation_setting
 
 ROW = Row(prompt="Q", answer="42", source="s", origin="o")
 PROMPT = Prompt(row=ROW, token_ids=torch.tensor([65, 66, 67]), seed=5, response_index=1, number=0)
@@ -32,17 +28,8 @@ TOOL = {
 def setting_of(
     sampler: FakeSampler, *, max_new_tokens: int = 2000, history: History = "keep"
 ) -> Setting:
-    tokenizer = sampler.tokenizer
-    return Setting(
-        sampler=sampler,
-        params=RequestParams(max_new_tokens=max_new_tokens, temperature=0.8),
-        tokenizer=tokenizer,
-        template=TurnTemplate(tokenizer, stop_token_ids=(tokenizer.eos_token_id,)),
-        toolbox=Toolbox((), limits=ToolLimits(timeout_s=5.0, max_chars=100), num_processes=1),
-        parse=PARSERS["hermes"],
-        max_turns=20,
-        timeout_s=60.0,
-        history=history,
+    return conversation_setting(
+        sampler, max_new_tokens=max_new_tokens, temperature=0.8, history=history
     )
 
 

@@ -6,13 +6,14 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
 from hybridrl.agents.conversation import Agent, Conversation, Prompt, Setting, hold
 from hybridrl.agents.rollout import ToolCalls
-from hybridrl.agents.templates import History, TurnTemplate
+from hybridrl.agents.templates import History
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools
@@ -21,7 +22,7 @@ from hybridrl.data.rows import Message, Row
 from hybridrl.errors import EngineError
 from hybridrl.sampler import RequestParams, Sample
 from tests.agents.chat_templates import FAMILIES, build_tokenizer
-from tests.agents.fake_sampler import FakeSampler
+from tests.agents.fake_sampler import FakeSampler, conversation_setting
 
 TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}
 ROW = Row(prompt="Q", answer="42", source="s", origin="o")
@@ -31,20 +32,9 @@ TOOLBOX = Toolbox(
 )
 
 
-def _setting(
-    sampler: FakeSampler, *, style: str = "hermes", max_new_tokens: int = 2000, max_turns: int = 6
-) -> Setting:
-    tokenizer = sampler.tokenizer
-    return Setting(
-        sampler=sampler,
-        params=RequestParams(max_new_tokens=max_new_tokens, temperature=1.0),
-        tokenizer=tokenizer,
-        template=TurnTemplate(tokenizer, stop_token_ids=(tokenizer.eos_token_id,)),
-        toolbox=TOOLBOX,
-        parse=PARSERS[style],
-        max_turns=max_turns,
-        timeout_s=60.0,
-    )
+def _setting(sampler: FakeSampler, *, style: str = "hermes", **changes: Any) -> Setting:
+    given: dict[str, Any] = {"toolbox": TOOLBOX, "max_turns": 6, "parse": PARSERS[style]} | changes
+    return conversation_setting(sampler, **given)
 
 
 def _hold(agent: Agent, setting: Setting) -> Trajectory:

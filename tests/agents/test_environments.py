@@ -16,16 +16,12 @@ import torch
 
 from hybridrl.agents.conversation import Prompt, Setting, hold
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
-from hybridrl.agents.templates import TurnTemplate
-from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
-from hybridrl.agents.tools import Toolbox
 from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.rows import Row
 from hybridrl.errors import AgentError
-from hybridrl.sampler import RequestParams
 from tests.agents.chat_templates import build_tokenizer
-from tests.agents.fake_sampler import FakeSampler
+from tests.agents.fake_sampler import FakeSampler, conversation_setting
 
 FILE = Path(__file__).with_name("environments_file.py")
 TOKENIZER = build_tokenizer("qwen2.5")
@@ -74,16 +70,8 @@ def _prompt(row: Row, response_index: int) -> Prompt:
 
 
 def _setting(script: Sequence[str], num_turns: int) -> Setting:
-    return Setting(
-        sampler=FakeSampler(TOKENIZER, list(script)),
-        params=RequestParams(max_new_tokens=1000, temperature=1.0),
-        tokenizer=TOKENIZER,
-        template=TurnTemplate(TOKENIZER, stop_token_ids=(TOKENIZER.eos_token_id,)),
-        toolbox=Toolbox((), limits=LIMITS, num_processes=1),
-        parse=PARSERS["hermes"],
-        max_turns=num_turns,
-        timeout_s=60.0,
-    )
+    sampler = FakeSampler(TOKENIZER, list(script))
+    return conversation_setting(sampler, max_new_tokens=1000, max_turns=num_turns)
 
 
 def texts_of(trajectory: Trajectory) -> list[str]:
@@ -231,13 +219,6 @@ def test_a_fault_of_a_coroutine_costs_its_conversation(fault: str) -> None:
 def test_a_class_that_is_no_environment_is_refused(name: str, message: str) -> None:
     with pytest.raises(AgentError, match=message):
         load_environment(f"{FILE}:{name}")
-
-
-def test_a_killed_server_starts_again() -> None:
-    with playing("GuessNumber") as environments:
-        assert environments._process is not None
-        environments._process.drop()
-        assert play(environments, [str(NUMBER)]).ended == "answer"
 
 
 def test_the_built_in_calculator_rewards_call_and_answer() -> None:

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from hybridrl.agents.conversation import Conversation, ConversationEnded, Prompt, Setting, hold
 from hybridrl.agents.templates import TurnTemplate
-from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox
 from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.prompts import render_chat
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import AgentError
-from hybridrl.sampler import RequestParams
 from tests.agents.chat_templates import FAMILIES, QWEN3, build_tokenizer
-from tests.agents.fake_sampler import FakeSampler
+from tests.agents.fake_sampler import FakeSampler, conversation_setting
 
 TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}
 TOOLBOX = Toolbox((), limits=ToolLimits(timeout_s=5.0, max_chars=100), num_processes=1)
@@ -59,17 +57,9 @@ def _prompt(sampler: FakeSampler) -> Prompt:
     )
 
 
-def _setting(sampler: FakeSampler, *, max_new_tokens: int = 4000) -> Setting:
-    return Setting(
-        sampler=sampler,
-        params=RequestParams(max_new_tokens=max_new_tokens, temperature=1.0),
-        tokenizer=sampler.tokenizer,
-        template=TurnTemplate(sampler.tokenizer, stop_token_ids=(sampler.tokenizer.eos_token_id,)),
-        history="branch",
-        toolbox=TOOLBOX,
-        parse=PARSERS["hermes"],
-        max_turns=8,
-        timeout_s=60.0,
+def _setting(sampler: FakeSampler, **limits: int) -> Setting:
+    return conversation_setting(
+        sampler, **({"max_new_tokens": 4000} | limits), history="branch", max_turns=8
     )
 
 

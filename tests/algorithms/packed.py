@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.algorithms.policy_losses import PolicyLoss
@@ -71,3 +73,11 @@ def make_packed(
         "entropy_T": torch.rand(num_tokens, generator=source),
     }
     return Packed(columns, TokenRows.on_one_rank(row_T, len(lengths)))
+
+
+def shared_rows(rows: TokenRows, own_U: Tensor) -> TokenRows:
+    """Keep some tokens on this rank; the other ranks of the world have the others."""
+    from hybridrl.workers.train.megatron.megatron_core import gather_from_sequence_parallel_region
+
+    gather = partial(gather_from_sequence_parallel_region, group=dist.group.WORLD)
+    return replace(rows, row_T=rows.row_T[own_U], gather=gather)

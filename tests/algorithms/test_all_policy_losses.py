@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.token_rows import TokenRows
-from tests.algorithms.packed import LOSSES, Packed, make_packed
-from tests.algorithms.shared_rows import shared_rows
+from tests.algorithms.packed import LOSSES, Packed, make_packed, shared_rows
 from tests.ranks import run_ranks
 
 COVARIANCE = {"clip_cov", "kl_cov"}

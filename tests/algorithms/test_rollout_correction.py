@@ -12,8 +12,7 @@ from hybridrl.algorithms.rollout_correction import (
 )
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.config.algorithm import read_rejections
-from tests.algorithms.packed import make_packed
-from tests.algorithms.shared_rows import shared_rows
+from tests.algorithms.packed import make_packed, shared_rows
 from tests.ranks import run_ranks
 
 ROWS = TokenRows.on_one_rank(torch.tensor([0, 0, 0, 2]), 3)

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.token_masks import off_policy_mask, top_entropy_mask
 from hybridrl.algorithms.token_rows import TokenRows
-from tests.algorithms.packed import make_packed
-from tests.algorithms.shared_rows import shared_rows
+from tests.algorithms.packed import make_packed, shared_rows
 from tests.ranks import run_ranks
 
 ROWS = TokenRows.on_one_rank(torch.tensor([0, 0, 1, 1, 3]), 4)

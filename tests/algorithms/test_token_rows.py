@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.token_rows import TokenRows
-from tests.algorithms.shared_rows import shared_rows
+from tests.algorithms.packed import shared_rows
 from tests.ranks import run_ranks
 
 ROW_T = torch.tensor([2, 0, 0, 2, 2, 0, 0])

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.value_loss import clipped_value_loss
+from hybridrl.algorithms.value_loss import bradley_terry, clipped_value_loss
 
 number = st.integers(-24, 24).map(lambda n: n / 8)
 
@@ -43,14 +45,48 @@ def test_the_clip_never_makes_a_loss_smaller(
     assert clipped >= free
 
 
-def test_clipped_value_near_its_return_has_no_gradient() -> None:
-    assert loss_and_slope(0.5, old=0.0, target=1.0, clip=0.25) == (0.28125, 0.0)
+@pytest.mark.parametrize(
+    ("value", "old", "loss_and_gradient"),
+    [
+        pytest.param(0.5, 0.0, (0.28125, 0.0), id="clipped near its return: no gradient"),
+        pytest.param(-0.5, 0.0, (1.125, -1.5), id="moved the wrong way: keeps its gradient"),
+        pytest.param(0.25, 0.125, (0.28125, -0.75), id="within the clip: learns unclipped"),
+    ],
+)
+def test_the_clip_takes_the_gradient_of_a_value_that_moved_far_enough(
+    value: float, old: float, loss_and_gradient: tuple[float, float]
+) -> None:
+    assert loss_and_slope(value, old=old, target=1.0, clip=0.25) == loss_and_gradient
 
 
-def test_value_moved_the_wrong_way_keeps_its_gradient() -> None:
-    assert loss_and_slope(-0.5, old=0.0, target=1.0, clip=0.25) == (1.125, -1.5)
+def test_the_loss_is_that_of_bradley_and_terry() -> None:
+    chosen, rejected = torch.tensor([2.0, -1.0, 0.5]), torch.tensor([0.0, 1.0, 0.5])
+    expected = [math.log1p(math.exp(-gap)) for gap in (2.0, -2.0, 0.0)]
+    assert bradley_terry(chosen, rejected).tolist() == pytest.approx(expected)
+    margins = torch.tensor([1.0, 0.0, 3.0])
+    expected = [math.log1p(math.exp(-gap)) for gap in (1.0, -2.0, -3.0)]
+    assert bradley_terry(chosen, rejected, margins_P=margins).tolist() == pytest.approx(expected)
+    centred = bradley_terry(chosen, rejected, center_coefficient=0.1)
+    added = (centred - bradley_terry(chosen, rejected)).tolist()
+    assert added == pytest.approx([0.4, 0.0, 0.1])
 
 
-def test_value_within_the_clip_learns_unclipped() -> None:
-    loss, slope = loss_and_slope(0.25, old=0.125, target=1.0, clip=0.25)
-    assert (loss, slope) == (0.28125, -0.75)
+def test_far_scores_neither_overflow_nor_lose_their_gradient() -> None:
+    chosen = torch.tensor([-500.0, 500.0], requires_grad=True)
+    losses = bradley_terry(chosen, torch.tensor([500.0, -500.0]))
+    losses.sum().backward()
+    assert losses.tolist() == [1000.0, 0.0]
+    assert chosen.grad is not None
+    assert chosen.grad.tolist() == [-1.0, 0.0]
+
+
+def test_gradients_of_pairs_are_those_of_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = [
+        torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(2)
+    ]
+    margins = torch.rand(4, generator=generator, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda c, r: bradley_terry(c, r, margins_P=margins, center_coefficient=0.3), scores
+    )

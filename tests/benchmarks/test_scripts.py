@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,7 @@ STARTS_OFTEN: Mapping[str, list[str]] = {
 }
 OTHERS = {  # tests of their own
     *("against_trl", "algorithms", "calculator", "figures", "picture", "publish", "weight_sync"),
-    *("router", "staleness"),
+    *("families", "router", "staleness"),
 }
 
 
@@ -85,6 +86,14 @@ def test_a_benchmark_without_a_run_prints_something(
 ) -> None:
     assert not call(name, *TABLES[name], patch=monkeypatch)
     assert capsys.readouterr().out.strip()
+
+
+def test_the_table_of_families_has_what_a_test_recorded() -> None:
+    module = "tests/models/test_packed.py"
+    one = f"{module}::test_packed_rows_equal_single_rows[lengths2-True-qwen3]"
+    rows = {line.split("|")[1].strip(): line for line in run("families", one).splitlines()}
+    assert re.match(r"\| `qwen3` \| \de-0\d \| \de-0\d \|  \|  \|  \| equal \|", rows["`qwen3`"])
+    assert "e-0" not in rows["`llama`"]
 
 
 @pytest.mark.nightly

@@ -102,9 +102,7 @@ def pairs_of(*answers: tuple[str, str | None], most: int = 9, drops: bool = Fals
     rows = [
         Row("12=", good, "s", f"f:{n}", rejected=bad) for n, (good, bad) in enumerate(answers, 1)
     ]
-    tokenized = tokenize_rows(
-        rows, tokenizer, use_chat_template=False, max_prompt_tokens=9, overlong="error"
-    )
+    tokenized = tokenize_rows(rows, tokenizer)
     pairs = tokenize_pairs(tokenized, tokenizer, max_answer_tokens=most, drops_overlong=drops)
     return [pair.row.origin for pair in pairs]
 
@@ -129,9 +127,7 @@ def test_a_batch_has_the_chosen_row_before_the_rejected_one() -> None:
     (row,) = build_sort_digits_rows(
         1, split="train", seed=0, min_digits=3, max_digits=3, with_rejected=True
     )
-    tokenized = tokenize_rows(
-        [row], tokenizer, use_chat_template=False, max_prompt_tokens=9, overlong="error"
-    )
+    tokenized = tokenize_rows([row], tokenizer)
     pairs: list[PreferencePair] = tokenize_pairs(
         tokenized, tokenizer, max_answer_tokens=4, drops_overlong=False
     )

@@ -39,13 +39,7 @@ def test_template_takes_chats_and_plain_texts(
     chat_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     chat = (Message("system", "s"), Message("user", "u"))
-    tokenized = tokenize_rows(
-        rows(chat, "u"),
-        chat_tokenizer,
-        use_chat_template=True,
-        max_prompt_tokens=100,
-        overlong="error",
-    )
+    tokenized = tokenize_rows(rows(chat, "u"), chat_tokenizer, use_chat_template=True)
     texts = ["<system>s<user>u<assistant>", "<user>u<assistant>"]
     assert [row.prompt_text for row in tokenized] == texts
     assert [chat_tokenizer.decode(row.token_ids) for row in tokenized] == texts
@@ -66,21 +60,6 @@ def test_a_template_writes_all_special_tokens_itself(
 def test_order_is_kept_over_many_rows(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenized = tokenize(rows(*(f"{n}=" for n in range(2500))), tokenizer)
     assert [tokenizer.decode(row.token_ids) for row in tokenized] == [f"{n}=" for n in range(2500)]
-
-
-def test_a_chat_without_template_names_the_row_and_the_key(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    with pytest.raises(DataError, match=r"file:2: .*data\.use_chat_template=false; set it to true"):
-        tokenize(rows("a", (Message("user", "u"),)), tokenizer)
-
-
-def test_a_chat_that_the_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(
-        DataError, match=r"file:1: the chat template rejects .* roles must alternate"
-    ):
-        tokenize(rows("a"), tokenizer, chat=True)
 
 
 def test_overlong_prompts_are_named_with_their_lengths(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -113,19 +92,28 @@ def test_keep_end_keeps_the_last_tokens_and_owns_them(tokenizer: PreTrainedToken
     assert row.token_ids.untyped_storage().nbytes() == 20 * 8
 
 
-def test_a_prompt_without_tokens_is_named(chat_tokenizer: PreTrainedTokenizerBase) -> None:
-    chat_tokenizer.chat_template = "{{ '' }}"
-    with pytest.raises(DataError, match="file:1: the prompt '' has no tokens"):
-        tokenize(rows("a"), chat_tokenizer, chat=True)
-
-
-@pytest.mark.parametrize("template", ["{{ ' ' }}", "{{ '\\n\\n' }}"])
-def test_a_template_that_renders_blanks_is_named(
-    chat_tokenizer: PreTrainedTokenizerBase, template: str
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ raise_exception('must alternate') }}", "the chat template rejects .* must alternate"),
+        ("{{ '' }}", "the prompt '' has no tokens"),
+        ("{{ ' ' }}", "the chat template renders .* without a word"),
+        ("{{ '\\n\\n' }}", "the chat template renders .* without a word"),
+    ],
+)
+def test_a_row_that_the_template_cannot_render_is_named(
+    tokenizer: PreTrainedTokenizerBase, template: str, problem: str
 ) -> None:
-    chat_tokenizer.chat_template = template
-    with pytest.raises(DataError, match=r"file:1: the chat template renders .* without a word"):
-        tokenize(rows("31="), chat_tokenizer, chat=True)
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=f"file:1: {problem}"):
+        tokenize(rows("31="), tokenizer, chat=True)
+
+
+def test_a_chat_without_template_names_the_row_and_the_key(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    with pytest.raises(DataError, match=r"file:2: .*data\.use_chat_template=false; set it to true"):
+        tokenize(rows("a", (Message("user", "u"),)), tokenizer)
 
 
 def test_a_template_that_leaves_the_prompt_out_is_named(

@@ -140,12 +140,7 @@ def test_fingerprints_and_orders_are_those_of_earlier_versions() -> None:
     digest = "8c8e69186f99a6ee4c087902d8d615a0c64999fb61806c268f8f43aeb2cb74e7"
     assert fingerprint(rows) == digest
     tokenizer = build_starter_tokenizer()
-    table = tokenize_rows(
-        *(rows[:1] + rows[2:], tokenizer),
-        use_chat_template=False,
-        max_prompt_tokens=100,
-        overlong="error",
-    )
+    table = tokenize_rows(rows[:1] + rows[2:], tokenizer)
     assert table.fingerprint == fingerprint(rows[:1] + rows[2:])
     assert sampler(5, seed=7).draw(12) == [4, 2, 1, 0, 3, 4, 1, 2, 3, 0, 0, 3]
     by_difficulty = RowSampler(

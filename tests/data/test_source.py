@@ -17,10 +17,7 @@ from tests.data.tokenized import source_of, tokenize_rows
 @pytest.fixture
 def rows(tokenizer: PreTrainedTokenizerBase) -> list[TokenizedRow]:
     data = [Row(f"{n}" * (n + 1) + "=", f"{n}", "s", f"f:{n}") for n in range(5)]
-    table = tokenize_rows(
-        data, tokenizer, use_chat_template=False, max_prompt_tokens=20, overlong="error"
-    )
-    return list(table)
+    return list(tokenize_rows(data, tokenizer))
 
 
 def source(rows: list[TokenizedRow], *, seed: int = 0) -> PromptSource:

@@ -76,35 +76,35 @@ def test_a_template_that_changes_earlier_turns_is_refused(
         assistant_mask(tokenize(tokenizer, CHAT), tokenizer)
 
 
+def said(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def read(folder: Path, messages: object) -> Row:
+    path = folder / "a.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    (row,) = read_rows([path], columns=Columns(prompt="messages", answer=None), key="k")
+    return row
+
+
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ([{"role": "user", "content": "a"}], "must be two or more messages"),
+        (said(("user", "a")), "must be two or more messages"),
         ("text", "must be two or more messages"),
-        (
-            [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
-            "is of role 'user', must be the assistant's",
-        ),
-        (
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}],
-            "'messages[-1].content' is empty",
-        ),
+        (said(("user", "a"), ("user", "b")), "is of role 'user', must be the assistant's"),
+        (said(("user", "a"), ("assistant", "")), "'messages[-1].content' is empty"),
     ],
 )
 def test_a_conversation_without_an_answer_is_named(
     tmp_path: Path, messages: object, problem: str
 ) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": messages}))
     with pytest.raises(DataError) as raised:
-        read_rows([path], columns=Columns(prompt="messages", answer=None), key="k")
+        read(tmp_path, messages)
     assert "a.jsonl:1: " in str(raised.value)
     assert problem in str(raised.value)
 
 
 def test_the_last_message_of_a_conversation_is_the_answer(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    path.write_text(json.dumps({"messages": messages}))
-    (row,) = read_rows([path], columns=Columns(prompt="messages", answer=None), key="k")
+    row = read(tmp_path, said(("user", "a"), ("assistant", "b")))
     assert (row.prompt, row.answer) == ((Message("user", "a"),), "b")

@@ -28,9 +28,9 @@ def tokenize_rows(
     rows: Iterable[Row],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    use_chat_template: bool,
-    max_prompt_tokens: int,
-    overlong: str,
+    use_chat_template: bool = False,
+    max_prompt_tokens: int = 100,
+    overlong: str = "error",
 ) -> RowTable:
     """Tokenize rows that are in memory; see `RowEncoder` and `encode_rows`."""
     encoder = RowEncoder(

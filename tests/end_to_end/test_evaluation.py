@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.child import to_yaml
-from hybridrl.errors import CheckpointError, DataError, ModelError, RunFolderError
+from hybridrl.errors import CheckpointError, ModelError, RunFolderError
 from hybridrl.run.launch import run
 from hybridrl.run.starter import write_random_model
 from hybridrl.workers.build import build_train_engine
+from tests.end_to_end.runs import STAND_INS, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 MEGATRON = (
     *("actor=megatron", "megatron.tensor_parallel_size=2", "cluster.num_ranks_per_node=2"),
-    "cluster.worker_setup_hook=tests.megatron.stand_ins.install",
+    STAND_INS,
 )
 SETS = (
     "++eval.sets.sampled={num_responses_per_prompt: 4, temperature: 1.0, pass_at_k: [1, 4]}",
@@ -31,13 +31,12 @@ SETS = (
 def trained(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
     """The folder of a run with two evaluation sets, and a checkpoint of each step."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    config = small_config(
+    train(
         folder,
         *(*SETS, VARIED, "actor.optimizer.lr=1e-2", "eval.every_num_steps=1"),
         *("checkpoint.every_num_steps=1", "checkpoint.keep_last=1", "checkpoint.keep_best=1"),
         "checkpoint.best_metric=eval/sampled/reward/mean",
     )
-    run(config, resolved_yaml=to_yaml(config))
     return folder
 
 
@@ -51,7 +50,7 @@ def test_sets_of_a_run_are_measured_before_during_and_after(trained: Path) -> No
         assert low <= means[0] <= high
         assert line["eval/sampled/pass_at_1"] <= line["eval/sampled/pass_at_4"]
         assert "eval/greedy/majority_at_1" in line
-    samples = [json.loads(x) for x in (trained / "samples.jsonl").read_text().splitlines()]
+    samples = samples_of(trained)
     assert {sample.get("eval_set") for sample in samples} == {None, "sampled", "greedy"}
 
 
@@ -84,29 +83,19 @@ def test_a_checkpoint_is_evaluated_as_the_run_did(trained: Path, tmp_path: Path)
 
 
 def test_megatron_ranks_evaluate_as_one_fsdp2_rank_does(trained: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "eval"
-    config = small_config(
-        folder, "mode=eval", f"eval.checkpoint={trained}", *SETS, VARIED, *MEGATRON
-    )
-    run(config, resolved_yaml="")
-    results = json.loads((folder / "eval.json").read_text())
-    last = read_metrics(trained)[-1]
-    for name in ("sampled", "greedy"):
-        of_set = results["sets"][name]["metrics"]
-        assert of_set["eval/reward/mean"] == pytest.approx(last[f"eval/{name}/reward/mean"])
+    of_run = read_metrics(trained)[-1]
+    checkpoint = ("mode=eval", f"eval.checkpoint={trained}", *SETS, VARIED)
+    (line,) = train(tmp_path / "eval", *checkpoint, *MEGATRON)
+    for name in ("eval/sampled/reward/mean", "eval/greedy/reward/mean"):
+        assert line[name] == pytest.approx(of_run[name])
 
 
 def test_a_checkpoint_of_megatron_ranks_is_evaluated(tmp_path: Path) -> None:
-    trained = tmp_path / "run"
-    config = small_config(
-        trained, *MEGATRON, VARIED, "actor.optimizer.lr=1e-2", "trainer.num_steps=1"
-    )
-    run(config, resolved_yaml=to_yaml(config))
-    overrides = ("mode=eval", f"eval.checkpoint={trained}", VARIED)
-    run(small_config(tmp_path / "eval", *overrides), resolved_yaml="")
-    results = json.loads((tmp_path / "eval" / "eval.json").read_text())
-    expected = read_metrics(trained)[-1]["eval/reward/mean"]
-    assert results["sets"]["eval"]["metrics"]["eval/reward/mean"] == pytest.approx(expected)
+    learning = (VARIED, "actor.optimizer.lr=1e-2", "trainer.num_steps=1")
+    *_, of_run = train(tmp_path / "run", *MEGATRON, *learning)
+    checkpoint = ("mode=eval", f"eval.checkpoint={tmp_path / 'run'}", VARIED)
+    (line,) = train(tmp_path / "eval", *checkpoint)
+    assert line["eval/reward/mean"] == pytest.approx(of_run["eval/reward/mean"])
 
 
 def test_a_checkpoint_that_is_not_there_is_named(trained: Path, tmp_path: Path) -> None:
@@ -119,26 +108,16 @@ def test_a_checkpoint_that_is_not_there_is_named(trained: Path, tmp_path: Path) 
 def test_a_model_with_an_adapter_is_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lora = ("lora=default", "lora.rank=2", "actor.optimizer.lr=1e-1", VARIED)
+    plain = ("model.starter.num_warmup_steps=0", VARIED)
+    lora = ("lora=default", "lora.rank=2", "actor.optimizer.lr=1e-1", *plain)
     trained = tmp_path / "lora"
-    config = small_config(
-        trained, *lora, "eval.every_num_steps=3", "model.starter.num_warmup_steps=0"
-    )
-    run(config, resolved_yaml=to_yaml(config))
-    adapter = (
-        *("mode=eval", *lora, f"lora.init_from={trained / 'adapter'}"),
-        "model.starter.num_warmup_steps=0",
-    )
-    run(small_config(tmp_path / "adapter", *adapter), resolved_yaml="")
-    merged = ("mode=eval", f"eval.checkpoint={trained}", VARIED, "model.starter.num_warmup_steps=0")
-    run(small_config(tmp_path / "merged", *merged), resolved_yaml="")
-    run(small_config(tmp_path / "megatron", *adapter, *MEGATRON), resolved_yaml="")
-    expected = read_metrics(trained)[-1]["eval/reward/mean"]
-    first = read_metrics(trained)[0]["eval/reward/mean"]
-    for name in ("adapter", "merged", "megatron"):
-        results = json.loads((tmp_path / name / "eval.json").read_text())
-        assert results["sets"]["eval"]["metrics"]["eval/reward/mean"] == pytest.approx(expected)
-    assert first != pytest.approx(expected)
+    before, *_, after = train(trained, *lora, "eval.every_num_steps=3")
+    assert before["eval/reward/mean"] != pytest.approx(after["eval/reward/mean"])
+    adapter = ("mode=eval", *lora, f"lora.init_from={trained / 'adapter'}")
+    merged = ("mode=eval", f"eval.checkpoint={trained}", *plain)
+    for name, given in (("adapter", adapter), ("merged", merged), ("sharded", adapter + MEGATRON)):
+        (line,) = train(tmp_path / name, *given)
+        assert line["eval/reward/mean"] == pytest.approx(after["eval/reward/mean"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["set", "eval"] * 3
 
@@ -150,14 +129,3 @@ def test_no_optimizer_is_built_for_an_evaluation(tmp_path: Path) -> None:
     engine = build_train_engine(config, tmp_path / "model", torch.device("cpu"))
     with pytest.raises(ModelError, match="built without an optimizer"):
         _ = engine.backend.num_updates
-
-
-def test_a_bad_row_of_a_set_is_named_before_workers(tmp_path: Path) -> None:
-    (tmp_path / "held.jsonl").write_text('{"prompt": "1="}\n')
-    config = small_config(
-        tmp_path / "run",
-        *("mode=eval", "model.starter.num_warmup_steps=0"),
-        f"++eval.sets.own.files=[{tmp_path}/held.jsonl]",
-    )
-    with pytest.raises(DataError, match=r"held\.jsonl:1"):
-        run(config, resolved_yaml="")

@@ -9,18 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.run.launch import run
-from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.end_to_end.runs import train
+from tests.end_to_end.small import VARIED
 from tests.tiny_models import make_tiny_model
-
-VOCABULARY = 258
 
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_experts_train_sleep_resume_and_are_exported(tmp_path: Path) -> None:
-    """Two steps on two ranks whose engines sleep, and one more by one rank."""
     folder, run_folder = tmp_path / "model", tmp_path / "run"
-    make_tiny_model(folder, "qwen3_moe", vocab_size=VOCABULARY, num_layers=3, mlp_only_layers=[1])
+    make_tiny_model(folder, "qwen3_moe", vocab_size=258, num_layers=3, mlp_only_layers=[1])
     build_starter_tokenizer().save_pretrained(folder)
     still = (
         *("model.starter=null", f"model.path={folder}", "data.use_chat_template=false"),
@@ -28,12 +25,8 @@ def test_experts_train_sleep_resume_and_are_exported(tmp_path: Path) -> None:
         *("rollout.canary_every_steps=1", "rollout.canary_max_drift_nats=1e-3"),
     )
 
-    def train(*overrides: str) -> list[dict[str, float]]:
-        run(small_config(run_folder, *still, *overrides), resolved_yaml="")
-        return read_metrics(run_folder)
-
-    train("cluster.num_ranks_per_node=2", "trainer.num_steps=2")
-    lines = train("trainer.num_steps=3", "checkpoint.resume=auto")
+    train(run_folder, *still, "cluster.num_ranks_per_node=2", "trainer.num_steps=2")
+    lines = train(run_folder, *still, "trainer.num_steps=3")
     assert [line["policy/updates"] for line in lines] == [1, 1, 1]
     assert all(line["policy/sampler_mismatch_nats/max"] < 1e-3 for line in lines)
     assert all(line["memory/released_bytes"] > 0 for line in lines)

@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.child import to_yaml
 from hybridrl import export
 from hybridrl.errors import CheckpointError, RunFolderError
 from hybridrl.run.export_checkpoint import export_checkpoint
-from hybridrl.run.launch import run
-from tests.end_to_end.small import small_config
+from tests.end_to_end.runs import train
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROOT = Path(__file__).parents[2]
@@ -29,10 +27,7 @@ def made(
     """The folder of a run of two ranks, and whether it trained an adapter."""
     folder = tmp_path_factory.mktemp("made") / "run"
     lora = ("lora=default",) if request.param else ()
-    config = small_config(
-        folder, "checkpoint.every_num_steps=2", "cluster.num_ranks_per_node=2", *lora
-    )
-    run(config, resolved_yaml=to_yaml(config))
+    train(folder, "checkpoint.every_num_steps=2", "cluster.num_ranks_per_node=2", *lora)
     return folder, request.param
 
 

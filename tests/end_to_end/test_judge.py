@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.run.launch import run
-from tests.end_to_end.small import read_metrics, small_config
+from tests.end_to_end.runs import train
 from tests.serving.elsewhere import elsewhere, files_with
 from tests.tiny_models import make_tiny_model
 
@@ -25,7 +24,7 @@ def judged(folder: Path, *overrides: str, servers: tuple[str, str] = OWN) -> lis
     judge = make_tiny_model(folder / "judge", vocab_size=260)
     build_starter_tokenizer().save_pretrained(judge)
     keys, devices = servers
-    config = small_config(
+    return train(
         folder / "run",
         "serving.models={policy: {groups: {main: {num_devices: 1}}}, "
         f"judge: {{path: '{judge}', max_context_tokens: 40, {keys}}}}}",
@@ -36,8 +35,6 @@ def judged(folder: Path, *overrides: str, servers: tuple[str, str] = OWN) -> lis
         r"template: '{prompt}{response}', pattern: '(\d)', highest: 9, missing_score: 5}}",
         *("model.starter.num_warmup_steps=0", "trainer.num_steps=2", *overrides),
     )
-    run(config, resolved_yaml=str(config))
-    return read_metrics(folder / "run")
 
 
 @pytest.mark.shows("4.1", "4.11")
@@ -87,20 +84,18 @@ def test_a_judge_elsewhere_scores_and_its_key_is_in_no_file(
 
 
 @pytest.mark.nightly
-@pytest.mark.shows("4.1", "4.11")
-def test_a_judge_and_a_policy_of_sglang_run_at_once(tmp_path: Path) -> None:
-    _, *steps = judged(tmp_path, "rollout=sglang")
-    assert [line["reward/failed_fraction"] for line in steps] == [0.0, 0.0]
-    assert all(line["reward/judge/mean"] > 0.0 for line in steps)
-
-
-@pytest.mark.nightly
-@pytest.mark.shows("4.3", "4.11")
-def test_a_judge_of_sglang_sleeps_on_a_device_of_the_trainer(tmp_path: Path) -> None:
-    _, *steps = judged(
-        tmp_path,
-        *("rollout=sglang", "cluster.num_ranks_per_node=2", "serving.colocated=true"),
-        "rollout.sleep=true",
-    )
+@pytest.mark.shows("4.1", "4.3", "4.11")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="at once with the policy"),
+        pytest.param(
+            ("cluster.num_ranks_per_node=2", "serving.colocated=true", "rollout.sleep=true"),
+            id="asleep on a device of the trainer",
+        ),
+    ],
+)
+def test_a_judge_of_sglang_scores(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    _, *steps = judged(tmp_path, "rollout=sglang", *overrides)
     assert [line["reward/failed_fraction"] for line in steps] == [0.0, 0.0]
     assert all(line["reward/judge/mean"] > 0.0 for line in steps)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import ConfigErrors
-from hybridrl.run.launch import run
-from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.end_to_end.runs import train
+from tests.end_to_end.small import VARIED, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -50,19 +50,13 @@ def test_a_run_trains_an_adapter_and_leaves_it_alone_and_merged(
     tmp_path: Path, sync: str, sleep: str, num_ranks: int
 ) -> None:
     folder = tmp_path / "run"
-    config = small_config(
+    _, first, second, last = train(
         folder,
-        *LORA,
-        f"lora.sync={sync}",
-        f"rollout.sleep={sleep}",
+        *(*LORA, VARIED, f"lora.sync={sync}", f"rollout.sleep={sleep}"),
         f"cluster.num_ranks_per_node={num_ranks}",
-        VARIED,
-        "algorithm.kl.placement=loss",
-        "algorithm.kl.coefficient=0.1",
+        *("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.1"),
     )
-    run(config, resolved_yaml="")
     _check_exports(folder)
-    first, second, last = read_metrics(folder)[1:]
     assert first["policy/updates"] == last["policy/updates"] == 1
     adapter = load_file(folder / "adapter/adapter_model.safetensors").values()
     assert last["policy/trained_parameters"] == sum(tensor.numel() for tensor in adapter)
@@ -81,14 +75,11 @@ def test_a_run_trains_an_adapter_and_leaves_it_alone_and_merged(
 
 
 def test_a_run_goes_on_from_the_adapter_of_another(tmp_path: Path) -> None:
-    config = small_config(
-        tmp_path / "one", *LORA, "mode=sft", "trainer.num_steps=4", "trainer.num_prompts_per_step=8"
-    )
-    run(config, resolved_yaml="")
+    tuning = ("mode=sft", "trainer.num_steps=4", "trainer.num_prompts_per_step=8")
+    train(tmp_path / "one", *LORA, *tuning)
     _check_exports(tmp_path / "one")
     start = f"lora.init_from={tmp_path / 'one/adapter'}"
-    config = small_config(tmp_path / "two", *LORA, start, "trainer.num_steps=1")
-    run(config, resolved_yaml="")
+    train(tmp_path / "two", *LORA, start, "trainer.num_steps=1")
     before, after = (
         load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("one", "two")
     )

@@ -10,17 +10,18 @@ from statistics import fmean
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from hybridrl.errors import WorkerDiedError
-from hybridrl.run.launch import run
-from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.end_to_end import runs
+from tests.end_to_end.runs import STAND_INS
+from tests.end_to_end.small import VARIED, read_metrics
 from tests.end_to_end.test_faults import run_into
 
 MEGATRON = (
     "actor=megatron",
     "cluster.num_ranks_per_node=2",
-    "cluster.worker_setup_hook=tests.megatron.stand_ins.install",
+    STAND_INS,
     "model.starter.num_layers=2",
 )
 TENSOR = "megatron.tensor_parallel_size=2"
@@ -30,13 +31,7 @@ NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.3 -> 0.5 
 
 
 def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    overrides = (VARIED, "actor.optimizer.lr=1e-2", *overrides)
-    run(small_config(folder, *MEGATRON, *overrides), resolved_yaml="")
-    return read_metrics(folder)
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder / "hf").state_dict())
+    return runs.train(folder, *MEGATRON, VARIED, "actor.optimizer.lr=1e-2", *overrides)
 
 
 @pytest.mark.nightly
@@ -67,7 +62,7 @@ def test_a_run_sleeps_resumes_and_goes_on_cut_in_another_way(tmp_path: Path) -> 
     straight = train(tmp_path / "straight", TENSOR, "trainer.num_steps=4")
     first, second = ([line["reward/mean"] for line in run[1:]] for run in (lines, straight))
     assert first == second
-    one, other = weights_of(folder), weights_of(tmp_path / "straight")
+    one, other = (load_file(of / runs.WEIGHTS) for of in (folder, tmp_path / "straight"))
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], atol=1e-4, rtol=0)
 
@@ -94,7 +89,6 @@ def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path)
         TENSOR,
         *("mode=sft", "trainer.num_steps=8", "trainer.num_prompts_per_step=8"),
         "eval.every_num_steps=4",
-        "actor.optimizer.lr=1e-2",
     )
     losses = [line["eval/loss_nats"] for line in lines[::4]]
     assert losses[0] > losses[1] > losses[2]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from hybridrl.run.launch import run
-from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.end_to_end import runs
+from tests.end_to_end.small import VARIED
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -23,13 +21,7 @@ PPO = (
 
 
 def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    config = small_config(folder, *PPO, VARIED, *overrides)
-    run(config, resolved_yaml="")
-    return read_metrics(folder)
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder / "hf").state_dict())
+    return runs.train(folder, *PPO, VARIED, *overrides)
 
 
 def test_in_the_warm_up_the_critic_learns_alone_and_then_both_do(tmp_path: Path) -> None:
@@ -82,5 +74,4 @@ def test_a_critic_that_leaves_the_device_with_the_policy_trains_what_one_that_st
     for one, other in zip(awake[1:], asleep[1:], strict=True):
         for name in ("reward/mean", "loss/value", "critic/explained_variance"):
             assert one[name] == other[name], name
-    first, second = weights_of(tmp_path / "awake"), weights_of(tmp_path / "asleep")
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    runs.assert_same_weights(tmp_path / "awake", tmp_path / "asleep")

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.run.launch import run
 from tests.docs.blocks import ROOT, blocks_of, commands_of
-from tests.end_to_end.small import read_metrics, small_config
+from tests.end_to_end.runs import train
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 README = ROOT / "README.md"
@@ -25,6 +24,5 @@ def test_a_run_takes_the_functions_of_the_readme(
     shown = [word for word in command if "=" in word]
     named = {name for word in shown for name in word.split(f"{FILE}:")[1:]}
     assert len(named) == block.text.count("\ndef ") + block.text.startswith("def ")
-    config = small_config(Path("run"), *shown, "trainer.num_steps=2", "data.max_prompt_tokens=16")
-    run(config, resolved_yaml="")
-    assert [line["step"] for line in read_metrics(Path("run"))][-1] == 2
+    lines = train(Path("run"), *shown, "trainer.num_steps=2", "data.max_prompt_tokens=16")
+    assert lines[-1]["step"] == 2

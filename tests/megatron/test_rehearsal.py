@@ -67,7 +67,7 @@ def test_all_models_are_checked_and_each_error_reported_once() -> None:
     ppo = ("algorithm=ppo", "algorithm.kl.placement=loss")
     lines = rehearse_megatron(config_of(*CHECK, *ppo, "algorithm.kl.coefficient=0.1"))
     assert lines[0].endswith("takes the configuration of: policy, reference, critic")
-    assert len(refusals_of(*ppo[:1], "megatron.ddp_args={no_such: 1}")) == 1
+    assert len(refusals_of(ppo[0], "megatron.ddp_args={no_such: 1}")) == 1
     assert rehearse_megatron(config_of("mode=check")) == []
 
 

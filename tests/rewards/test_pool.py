@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.reward import RewardConfig, RewardPart
+from hybridrl.config.reward import RewardPart
 from hybridrl.errors import RewardError, SandboxError
+from hybridrl.metrics import Mean
 from hybridrl.processes.sandbox import Sandbox, SandboxLimits
-from hybridrl.rewards.report import warn_of_useless_rewards
-from hybridrl.rewards.runner import RewardInputs
+from hybridrl.rewards.report import reward_metrics, warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer, Scores
+from tests.rewards.rows import inputs, scorer_of
 
 ROW = "def reward(response, *, scale: float = 1.0):\n"
 LATER = "async def reward(response, *, scale: float = 1.0):\n"
@@ -37,17 +38,6 @@ if response == "decline":
 Open = Callable[..., RewardScorer]
 
 
-def inputs(*responses: str, prompts: list[str] | None = None) -> RewardInputs:
-    num_rows = len(responses)
-    return RewardInputs(
-        responses=list(responses),
-        answers=["42"] * num_rows,
-        prompts=prompts or [str(row) for row in range(num_rows)],
-        sources=[""] * num_rows,
-        lengths=[1] * num_rows,
-    )
-
-
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
     def write_one(head: str, body: str, *, name: str = "r") -> str:
@@ -65,10 +55,8 @@ def write(tmp_path: Path) -> Callable[..., str]:
 def open_scorer(write: Callable[..., str]) -> Iterator[Open]:
     opened: list[RewardScorer] = []
 
-    def open_one(head: str, body: str, *, on_error: str = "zero", **others: object) -> RewardScorer:
-        values = {"args": {}, "functions": {}, "num_processes": 2, "timeout_s": 20.0, **others}
-        config = RewardConfig(function=write(head, body), on_error=on_error, **values)  # type: ignore[arg-type]
-        opened.append(RewardScorer(config))
+    def open_one(head: str, body: str, **others: object) -> RewardScorer:
+        opened.append(scorer_of(write(head, body), **others))
         return opened[-1]
 
     yield open_one
@@ -176,6 +164,23 @@ def test_two_processes_score_at_a_time(open_scorer: Open) -> None:
     assert open_scorer(ROW, body).score(inputs("a", "b")).rewards_B.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("on_error", ["leave_out", "zero"])
+def test_a_response_that_cannot_be_scored_is_left_out_or_worth_nothing(
+    open_scorer: Open, on_error: str
+) -> None:
+    scorer = open_scorer(ROW, "return float(response)", on_error=on_error)
+    scores = scorer.score(inputs("1", "two", "3", "4"))
+    assert scores.rewards_B.tolist() == [1.0, 0.0, 3.0, 4.0]
+    assert scores.is_failed_B.tolist() == [False, True, False, False]
+    if on_error == "zero":
+        assert scores.is_left_out_B is None
+    else:
+        assert scores.is_left_out_B is not None
+        assert scores.is_left_out_B.tolist() == scores.is_failed_B.tolist()
+        metrics = reward_metrics(scores, num_responses=2)
+        assert metrics["reward/left_out_fraction"] == Mean(1.0, 4)
+
+
 def test_with_stop_the_run_ends_at_the_first_failure(open_scorer: Open) -> None:
     scorer = open_scorer(ROW, MISHAPS + "return 1.0", on_error="stop")
     with pytest.raises(RewardError, match="response 5 'raise' to prompt '5': raised KeyError"):
@@ -188,15 +193,7 @@ def score_several(scored: str) -> Scores:
         "short": RewardPart(function="length", weight=0.5, args={"tokens": 0, "per_token": 1.0}),
         "own": RewardPart(function=scored, weight=-2.0),
     }
-    config = RewardConfig(
-        function=None,
-        args={},
-        functions=functions,
-        num_processes=2,
-        timeout_s=20.0,
-        on_error="zero",
-    )
-    with RewardScorer(config) as scorer:
+    with scorer_of(None, functions=functions) as scorer:
         return scorer.score(inputs("42", "7", "raise"))
 
 
@@ -211,21 +208,13 @@ def test_several_functions_are_summed_with_their_weights(write: Callable[..., st
 
 
 def test_code_is_run_by_the_pool() -> None:
-    config = RewardConfig(
-        function="code",
-        args={"cpu_s": 1.0},
-        functions={},
-        num_processes=2,
-        timeout_s=30.0,
-        on_error="zero",
-    )
     try:
         Sandbox(SandboxLimits()).check()
     except SandboxError as error:
         pytest.skip(str(error))
     rows = inputs("print(42)", "print(7)", "while True: pass")
     tests = ['[{"stdin": "", "stdout": "42"}]'] * 2 + ["[]"]
-    with RewardScorer(config) as scorer:
+    with scorer_of("code", args={"cpu_s": 1.0}, timeout_s=30.0) as scorer:
         scores = scorer.score(replace(rows, answers=tests))
     assert scores.rewards_B.tolist() == [1.0, 0.0, 0.0]
     assert scores.is_failed_B.tolist() == [False, False, True]

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.config.reward import RewardConfig
 from hybridrl.errors import RewardError
-from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import RewardScorer, Scores
+from tests.rewards.rows import inputs, scorer_of
 
 Answer = Callable[[dict[str, list[str]], int], tuple[int, bytes]]
 
@@ -74,29 +73,11 @@ def serve() -> Iterator[Callable[[Answer], Server]]:
         server.server_close()
 
 
-def inputs(*responses: str) -> RewardInputs:
-    num_rows = len(responses)
-    return RewardInputs(
-        responses=list(responses),
-        answers=["a"] * num_rows,
-        prompts=[str(row) for row in range(num_rows)],
-        sources=["s"] * num_rows,
-        lengths=[1] * num_rows,
-    )
-
-
 def scorer(
-    port: int, *, timeout_s: float = 20.0, on_error: str = "zero", **args: ArgumentValue
+    port: int, *, on_error: str = "zero", timeout_s: float = 20.0, **args: ArgumentValue
 ) -> RewardScorer:
-    config = RewardConfig(
-        function="http",
-        args={"url": f"http://127.0.0.1:{port}/score", **args},
-        functions={},
-        num_processes=2,
-        timeout_s=timeout_s,
-        on_error=on_error,  # type: ignore[arg-type]
-    )
-    return RewardScorer(config)
+    args = {"url": f"http://127.0.0.1:{port}/score", **args}
+    return scorer_of("http", args=args, on_error=on_error, timeout_s=timeout_s)
 
 
 def score(server: Server, *responses: str, **options: object) -> Scores:

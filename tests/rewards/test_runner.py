@@ -12,19 +12,9 @@ import pytest
 
 from hybridrl.processes.pool import CallFailed, CallHung, CallKilled
 from hybridrl.rewards.runner import FunctionFile, RewardInputs, RewardProcess
+from tests.rewards.rows import inputs
 
 Open = Callable[..., RewardProcess]
-
-
-def inputs(*responses: str) -> RewardInputs:
-    columns = [""] * len(responses)
-    return RewardInputs(
-        responses=list(responses),
-        answers=columns,
-        prompts=columns,
-        sources=columns,
-        lengths=[1] * len(responses),
-    )
 
 
 def runner_of(path: Path, *, timeout_s: float) -> RewardProcess:

@@ -12,15 +12,24 @@ from tests.waiting import wait_until
 
 def engine_processes() -> list[psutil.Process]:
     """The actors of this test's engines."""
+    return _processes_with("RolloutProcess")
+
+
+def servers_below() -> list[psutil.Process]:
+    """The processes in which SGLang's servers of this test began."""
+    return _processes_with("hybridrl.workers.rollout.sglang.child")
+
+
+def _processes_with(word: str) -> list[psutil.Process]:
     processes = psutil.Process().children(recursive=True)
-    return [one for one in processes if is_engine(one)]
+    return [one for one in processes if any(word in each for each in _words_of(one))]
 
 
-def is_engine(process: psutil.Process) -> bool:
+def _words_of(process: psutil.Process) -> list[str]:
     try:
-        return any("RolloutProcess" in word for word in process.cmdline())
+        return process.cmdline()
     except psutil.NoSuchProcess:
-        return False
+        return []
 
 
 def wait_for_a_busy_process(processes: Callable[[], list[psutil.Process]]) -> psutil.Process:

@@ -11,7 +11,7 @@ import pytest
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ResourceError
 from hybridrl.run.modes.check import rehearsed_configs
-from hybridrl.serving.launching import Device, Place, look_at, place_engines
+from hybridrl.serving.launching import Device, Place, free_row, look_at, place_engines
 from hybridrl.serving.plan import plan_servers
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import driver_variables
@@ -20,17 +20,16 @@ from hybridrl.workers.rollout.sglang.process import is_port_free
 from tests.config.values import config_of
 from tests.sglang.topologies import groups
 
-FREE = tuple(range(20_000, 20_300))
 TWO_NODES = (
     *("rollout=sglang", "cluster.num_nodes=2", "cluster.ray_address=auto"),
     "serving.num_devices_per_node=4",
 )
 
 
-def places_of(config: ExperimentConfig, *, free: tuple[int, ...] = FREE) -> dict[int, Place]:
+def places_of(config: ExperimentConfig, *, has_ports: bool = True) -> dict[int, Place]:
     per_node = config.serving.num_devices_per_node
     devices = [
-        Device(host=f"fd00::{node}", gpu=str(gpu), free_ports=free)
+        Device(f"fd00::{node}", str(gpu), 20_000 + 200 * gpu if has_ports else None)
         for node in range(config.cluster.num_nodes)
         for gpu in range(per_node)
     ]
@@ -61,18 +60,18 @@ def test_each_node_of_an_engine_has_its_gpus_and_the_common_port() -> None:
     assert first["dist_init_addr"] == second["dist_init_addr"]
     assert str(first["dist_init_addr"]).startswith("[fd00::0]:")
     assert (first["nnodes"], first["node_rank"], second["node_rank"]) == (2, 0, 1)
-    with pytest.raises(ResourceError, match="node fd00::0 has no 31 free ports in a row"):
-        places_of(config_of(*TWO_NODES, spread), free=FREE[:20])
+    with pytest.raises(ResourceError, match="node fd00::0 has no 34 free ports in a row"):
+        places_of(config_of(*TWO_NODES, spread), has_ports=False)
 
 
 def test_an_engine_on_two_nodes_of_one_machine_is_told_of_both() -> None:
     config = config_of(*TWO_NODES, groups(main="num_devices: 8, devices_per_engine: 8"))
-    devices = [Device(host="fd00::1", gpu=str(gpu), free_ports=FREE) for gpu in range(8)]
+    devices = [Device("fd00::1", str(gpu), 20_000 + 200 * gpu) for gpu in range(8)]
     engines = [group for plan in plan_servers(config) for group in plan.groups]
     place = place_engines(engines, devices)[0]
     first, second = (place.node_arguments(rank) for rank in range(2))
     assert (first["nnodes"], first["node_rank"], second["node_rank"]) == (2, 0, 1)
-    assert len({place.port, place.dist_init_port, *place.nccl_ports}) == 4
+    assert len({place.address.port, place.dist_init_port, *place.nccl_ports}) == 4
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +131,14 @@ def test_processes_of_engines_take_a_share_of_their_devices() -> None:
         pool.give_back()
     assert {device.gpu for device in devices} == {""}
     assert len({device.host for device in devices}) == 1
+    blocks = [range(device.first_port or 0, (device.first_port or 0) + 34) for device in devices]
+    assert len({port for block in blocks for port in block}) == 4 * 34
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", devices[0].free_ports[0]))
-        assert not is_port_free(devices[0].free_ports[0])
+        taken.bind(("127.0.0.1", blocks[0].start))
+        assert not is_port_free(blocks[0].start)
+
+
+def test_ports_of_an_engine_are_consecutive_ones_that_are_free() -> None:
+    assert free_row(range(20_000, 20_034)) == 20_000
+    assert free_row([20_000, *range(20_002, 20_100)]) == 20_002
+    assert free_row(range(20_000, 20_033)) is free_row(range(20_000, 20_100, 2)) is None

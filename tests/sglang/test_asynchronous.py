@@ -16,7 +16,7 @@ from hybridrl.config.serving import OnUpdate
 from hybridrl.sampler import Sample
 from hybridrl.serving.launching import start_servers
 from tests.config.values import config_of
-from tests.sglang.test_own_engines import servers_below
+from tests.serving.processes import servers_below
 from tests.sglang.test_run import run_command
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until

@@ -18,7 +18,7 @@ from hybridrl.serving.launching import start_servers
 from tests.config.values import config_of
 from tests.end_to_end.small import SMALL as SMALL_RUN
 from tests.end_to_end.small import read_metrics
-from tests.sglang.test_own_engines import servers_below
+from tests.serving.processes import servers_below
 from tests.sglang.topologies import GREEDY, PROMPTS, SMALL, assert_as_hugging_face, groups
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until

@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from hybridrl.serving.launching import start_servers
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from tests.config.values import config_of
-from tests.sglang.test_own_engines import servers_below
+from tests.serving.processes import servers_below
 from tests.sglang.topologies import GREEDY, PROMPTS, SMALL, groups
 from tests.waiting import wait_until
 

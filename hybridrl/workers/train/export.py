@@ -23,7 +23,7 @@ from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
 from hybridrl.models.adapter_names import WEIGHTS_FILE
 from hybridrl.models.load import WeightFiles
-from hybridrl.models.model_folder import CONFIG, has_other_parts
+from hybridrl.models.model_folder import CONFIG, has_other_parts, read_settings
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.protocol import NamedTensors, WeightSpec
 
@@ -33,6 +33,8 @@ _WRITTEN_ANEW = {
 }
 """Settings that transformers 5 writes under other names, that name files beside config.json,
 or that a folder of float weights has not."""
+
+_HEAD = "score.weight"
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
@@ -88,10 +90,12 @@ def write_hf_folder(
         weights: names and full tensors, in the order of ``specs``, which lists all of them.
         configs: of the model, and of generation if it has one.
         source: the folder whose tokenizer files, if any, are copied. If its language model is part
-            of a model that also sees, the written one is, too, with all other weights unchanged.
+            of a model that also sees, the written one is, too, with all other weights unchanged;
+            a model with a score in place of words is written alone.
         max_file_bytes: weights per file; a single larger tensor has a file of its own.
     """
-    is_part = has_other_parts(source)
+    is_critic = any(spec.name == _HEAD for spec in specs)
+    is_part = has_other_parts(source) and not is_critic
     if is_part:
         weights, specs = _within(WeightFiles(source), weights, specs)
     with atomic_folder(folder) as unfinished:
@@ -100,8 +104,9 @@ def write_hf_folder(
             config.save_pretrained(unfinished)
         if is_part:  # training changes no setting, and this one describes the other parts, too
             shutil.copyfile(source / CONFIG, unfinished / CONFIG)
+        elif (source / CONFIG).is_file():  # not of a made model
+            _keep_settings(source, unfinished / CONFIG)
         patterns = (*TOKENIZER_FILES, "*processor_config.json") if is_part else TOKENIZER_FILES
-        _keep_settings(source / CONFIG, unfinished / CONFIG)
         for pattern in patterns:
             for path in source.glob(pattern):
                 shutil.copyfile(path, unfinished / path.name)
@@ -123,10 +128,8 @@ def _keep_settings(source: Path, target: Path) -> None:
 
     DeepSeek's ``topk_method`` is one, MiniMax's ``use_qk_norm`` another.
     """
-    if not source.is_file():  # a made model
-        return
     written = json.loads(target.read_text(encoding="utf-8"))
-    given = json.loads(source.read_text(encoding="utf-8"))
+    given = read_settings(source)
     missing = {name: given[name] for name in given.keys() - written.keys() - _WRITTEN_ANEW}
     text = to_json_text({**written, **dict(sorted(missing.items()))}, indent=2)
     target.write_text(f"{text}\n", encoding="utf-8")

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import json
+import logging
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hybridrl.config.model import LoraConfig
+from hybridrl.env import ROOT
+from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.arguments import (
     ServingSpec,
     build_arguments,
@@ -15,7 +24,11 @@ from hybridrl.workers.rollout.sglang.arguments import (
     environment,
     show_devices,
 )
+from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes, held_bytes
+from hybridrl.workers.rollout.sglang.rehearsal import violation_of
+from hybridrl.workers.rollout.sglang.server import TESTED_VERSIONS, require_known_version
 from tests.config.values import config_of
+from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import rollout_config
 
 
@@ -134,3 +147,133 @@ def test_a_gpu_is_named_as_other_processes_of_the_node_know_it(
 def test_a_server_sees_the_gpus_of_all_its_ranks_in_their_order() -> None:
     assert show_devices(["GPU-b", "GPU-a"]) == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a"}
     assert show_devices(["", ""]) == {}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_weights_are_those_of_the_model_with_tied_ones_once(tmp_path: Path, is_tied: bool) -> None:
+    folder = make_tiny_model(tmp_path, tie_embeddings=is_tied)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert base_shapes(folder) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def test_an_adapter_adds_two_matrices_a_layer_named_as_in_its_file(tmp_path: Path) -> None:
+    overrides = ("lora=default", "lora.rank=2", "lora.target_modules=[q_proj]")
+    lora: LoraConfig = config_of(*overrides).lora
+    folder = make_tiny_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    adapter = adapter_shapes(base_shapes(folder), lora)
+    assert len(adapter) == 2 * model.config.num_hidden_layers
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    outputs, inputs = model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape
+    assert adapter[f"{layer}.lora_A.weight"] == (2, inputs)
+    assert adapter[f"{layer}.lora_B.weight"] == (outputs, 2)
+
+
+def test_a_server_is_never_believed_to_hold_more_than_it_says() -> None:
+    usage = {"weight": 10.0, "kvcache": 0.0005, "graph": {"decode": 0.2, "prefill": 0.3}}
+    info = {"internal_states": [{"memory_usage": usage}]}
+    assert 9 * 2**30 < held_bytes(info, MemoryTag.WEIGHTS) < 10 * 2**30
+    assert held_bytes(info, MemoryTag.KV_CACHE) == 0
+    assert 0.4 * 2**30 < held_bytes(info, MemoryTag.CUDA_GRAPH) < 0.5 * 2**30
+
+
+ARGUMENTS: dict[str, object] = {
+    "mem_fraction_static": 0.9,
+    "context_length": 70,
+    "page_size": 7,
+    "chunked_prefill_size": 100,
+    "enable_weights_cpu_backup": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "key", "remedies"),
+    [
+        (["mem_fraction_static"], "rollout.memory_fraction", ()),
+        (["context_length"], "data.max_prompt_tokens", ()),
+        (["enable_weights_cpu_backup"], "rollout.backup_weights", ()),
+        (["page_size"], "rollout.engine_args.page_size", (("~rollout.engine_args.page_size",),)),
+        (
+            ["page_size", "chunked_prefill_size"],
+            "rollout.engine_args.page_size",
+            (("~rollout.engine_args.page_size", "~rollout.engine_args.chunked_prefill_size"),),
+        ),
+        ([], "rollout.engine", ()),
+    ],
+)
+def test_a_refusal_is_told_under_the_key_that_the_argument_comes_from(
+    names: list[str], key: str, remedies: tuple[tuple[str, ...], ...]
+) -> None:
+    refusal = {"names": names, "reason": "AssertionError: it does not divide", "fix": ""}
+    violation = violation_of(refusal, ARGUMENTS, "0.5.21")
+    assert (violation.key, violation.remedies) == (key, remedies)
+    assert "SGLang 0.5.21 refuses it: AssertionError: it does not divide" in str(violation)
+    assert "Fix: " in str(violation)
+
+
+SOURCES = ROOT / "hybridrl" / "workers" / "rollout" / "sglang"
+
+
+def recorded(version: str) -> dict[str, Any]:
+    """The answers of a release."""
+    file = Path(__file__).parent / "sglang_answers" / f"{version}.json"
+    answers: dict[str, Any] = json.loads(file.read_text())
+    return answers
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said about versions; asyncio may speak of other tests meanwhile."""
+    return [each.getMessage() for each in caplog.records if each.name == server.__name__]
+
+
+@pytest.fixture(autouse=True)
+def _warnings_start_anew() -> Iterator[None]:
+    server._warn_if_untested.cache_clear()
+    yield
+    server._warn_if_untested.cache_clear()
+
+
+@pytest.mark.shows("5.5")
+@pytest.mark.parametrize("version", TESTED_VERSIONS)
+def test_each_tested_release_has_every_route_that_is_asked(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "".join(path.read_text() for path in SOURCES.glob("*.py"))
+    asked = set(re.findall(r'"(/[a-z_]+(?:/[a-z_]+)?)["?]', text))
+    answers = recorded(version)
+    assert len(asked) > 20
+    assert asked <= answers["openapi"]["paths"].keys()
+    pause = answers["openapi"]["components"]["schemas"]["PauseGenerationReqInput"]
+    assert "abort" in pause["properties"]["mode"]["enum"]
+    assert require_known_version(answers["server_info"]) == version
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.shows("5.5")
+@pytest.mark.parametrize("version", ["0.5.20", "0.4.99", "0.5.9.post2"])
+def test_a_version_older_than_the_oldest_tested_is_refused(version: str) -> None:
+    with pytest.raises(EngineError, match=f"SGLang {version} is too old; 0.5.21 is the oldest"):
+        require_known_version({"version": version})
+
+
+@pytest.mark.parametrize("version", ["0.5.22.dev7+g1a2b3c", "0.5.23rc1", "0.6.0"])
+def test_an_untested_version_is_warned_of_once(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        require_known_version({"version": version})
+        require_known_version({"version": version})
+    (warning,) = warnings_in(caplog)
+    assert f"SGLang {version} is not tested" in warning
+    assert "tested are 0.5.21, 0.5.23" in warning
+
+
+def test_a_post_release_of_a_tested_version_is_tested(caplog: pytest.LogCaptureFixture) -> None:
+    require_known_version({"version": "0.5.21.post1"})
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("answer", [{}, {"version": None}, {"version": "vLLM"}])
+def test_what_is_no_sglang_is_refused(answer: dict[str, object]) -> None:
+    with pytest.raises(EngineError, match="is another program on its port"):
+        require_known_version(answer)

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from hybridrl.config.actor import CriticTrainingConfig
 from hybridrl.errors import RunFolderError
+from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_hf_folder, write_on_first
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.protocol import NamedTensors
+from hybridrl.workers.train.value_engines import CriticEngine
 from tests.ranks import run_ranks
 from tests.tiny_models import SEEING, make_seeing_model
-from tests.workers.train.engines import build_fsdp2, make_rows, to_rollouts, update
-
-CPU = torch.device("cpu")
+from tests.workers.train.engines import (
+    ACTOR,
+    CPU,
+    MODEL,
+    build_fsdp2,
+    make_rows,
+    to_rollouts,
+    update,
+)
 
 
 def _fail_to_write(rank: int) -> tuple[str, str]:
@@ -46,7 +57,12 @@ class _Written:
 
 
 def test_an_export_keeps_settings_that_transformers_does_not_write(tmp_path: Path) -> None:
-    source = {"topk_method": "noaux_tc", "torch_dtype": "bfloat16", "vocab_size": 9}
+    source = {
+        "model_type": "deepseek_v3",
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "vocab_size": 9,
+    }
     (tmp_path / "config.json").write_text(json.dumps(source))
     folder = tmp_path / "exported"
     write_hf_folder(folder, [], specs=[], configs=[_Written()], source=tmp_path)
@@ -84,3 +100,23 @@ def test_a_language_model_is_trained_alone_and_exported_within_the_model_that_se
     mask = rows.response_mask_BL.unbind()[0].bool()
     torch.testing.assert_close(scored[mask], expected_L[mask[1:]], atol=1e-5, rtol=0)
     assert (tmp_path / "exported" / "preprocessor_config.json").exists()
+
+
+def build_critic(folder: Path) -> CriticEngine:
+    names = [field.name for field in fields(CriticTrainingConfig)]
+    config = CriticTrainingConfig(**{name: getattr(ACTOR, name) for name in names})
+    backend = FSDP2Backend(
+        folder, config=config, model_config=MODEL, num_total_steps=10, device=CPU
+    )
+    return CriticEngine(backend, value_clip=0.0)
+
+
+def test_a_critic_is_exported_without_the_model_that_sees(tmp_path: Path) -> None:
+    folder = make_seeing_model(tmp_path / "whole", "qwen3_5")
+    build_critic(folder).export_hf(tmp_path / "exported")
+    settings = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert settings["architectures"] == ["Qwen3_5ForTokenClassification"]
+    assert "text_config" not in settings
+    names = WeightFiles(tmp_path / "exported").names
+    assert {"score.weight", "model.norm.weight"} <= names
+    assert not any("visual" in name or "language_model" in name for name in names)

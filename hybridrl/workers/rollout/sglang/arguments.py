@@ -5,7 +5,6 @@ Only names and values; nothing here imports SGLang.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import WeightRoute
+from hybridrl.json_text import to_json_text
 from hybridrl.models.families import FAMILIES, is_recurrent_kind, layer_kinds
 from hybridrl.models.model_folder import is_mxfp4, read_settings, text_folder
 from hybridrl.network import Door, host_and_port
@@ -197,7 +197,7 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
             "mem_fraction_static": 0.6,  # less fails beside others; the line above sets the limit
         }
     if overrides := _overrides(read_settings(spec.model_folder)):
-        arguments["json_model_override_args"] = json.dumps(overrides)
+        arguments["json_model_override_args"] = to_json_text(overrides)
     if spec.lora is not None:
         arguments |= _adapter_arguments(spec.lora, spec.device)
     # JSON, and SGLang, have no tuples.

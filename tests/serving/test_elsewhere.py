@@ -1,4 +1,4 @@
-"""A frozen model whose servers run elsewhere: compared, asked, lost, back, and never ended."""
+"""Servers of others: compared, asked, lost, back, never ended; the policy's get weights, too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,37 @@ import pytest
 import torch
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.errors import DriftError, ExternalServersError
+from hybridrl.config.serving import WeightRoute
+from hybridrl.errors import (
+    DeadlineError,
+    DriftError,
+    EngineError,
+    ExternalServersError,
+    ServerDiedError,
+)
 from hybridrl.sampler import RequestParams
 from hybridrl.serving import frozen
 from hybridrl.serving.frozen import ApiKeys, ExternalModel
-from hybridrl.workers.rollout.sglang.elsewhere import differences, expect_server
+from hybridrl.workers.rollout.sglang.arguments import Elsewhere, LaunchPlace, ServingSpec
+from hybridrl.workers.rollout.sglang.elsewhere import (
+    AttachedServer,
+    differences,
+    expect_policy_server,
+    expect_server,
+)
 from hybridrl.workers.sharding.manager_client import Answer
 from tests.config.values import config_of
-from tests.serving.elsewhere import INFO, VOCAB_SIZE, elsewhere
+from tests.serving.elsewhere import INFO, VOCAB_SIZE, ElsewhereServer, elsewhere, taking
 from tests.serving.test_frozen import with_tokenizer
 from tests.tiny_models import make_tiny_model
+from tests.waiting import wait_until
+from tests.workers.rollout.engines import rollout_config
 
-KEY = "a-secret-of-the-judge"
+KEY = "a-secret-of-the-servers"
+MODULE = "hybridrl.workers.rollout.sglang.elsewhere"
+POLICY = "serving.models.policy"
+STOPPED = ["/abort_request", "/flush_cache", "/pause_generation", "/flush_cache"]
+ATTACHED = ["/continue_generation", "/end_weight_update", *STOPPED]
 PARAMS = RequestParams(max_new_tokens=3, temperature=1.0)
 CONTEXTS = [torch.tensor([5, 6, token]) for token in range(12)]
 
@@ -44,7 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen, "_WAIT_S", 0.02)
-    monkeypatch.setattr("hybridrl.workers.rollout.sglang.elsewhere._CALL_S", 1.0)
+    monkeypatch.setattr(f"{MODULE}._CALL_S", 1.0)
+    monkeypatch.setattr(f"{MODULE}._APPEARS_S", 0.3)
+    monkeypatch.setattr(f"{MODULE}._POLL_S", 0.02)
 
 
 def judged_by(
@@ -73,11 +95,40 @@ def started(
         model.shutdown()
 
 
-def refusal(folder: Path, *urls: str, key: str = "", verified: str = "never") -> str:
-    with (
-        pytest.raises(ExternalServersError) as refused,
-        started(folder, *urls, key=key, verified=verified),
-    ):
+def refusal(folder: Path, *urls: str, **changes: Any) -> str:
+    with pytest.raises(ExternalServersError) as refused, started(folder, *urls, **changes):
+        pass
+    return str(pickle.loads(pickle.dumps(refused.value)))
+
+
+def spec_of(folder: Path, **changes: Any) -> ServingSpec:
+    common: dict[str, Any] = {"engine": "sglang", "sleep": False, "stage_timeout_s": 5.0}
+    return ServingSpec(
+        model_folder=folder,
+        rollout=replace(rollout_config(), **(common | changes)),
+        lora=None,
+        max_context_tokens=30,
+        seed=0,
+        device="cpu",
+    )
+
+
+def policy_at(url: str, *, key: str = "", weights: WeightRoute = "files") -> Elsewhere:
+    return Elsewhere(url=url, key=key, section=POLICY, weights=weights)
+
+
+@contextmanager
+def attached(folder: Path, server: ElsewhereServer, **changes: Any) -> Iterator[AttachedServer]:
+    given = policy_at(server.url, key=changes.pop("key", server.key))
+    own = AttachedServer(spec_of(folder, **changes), given)
+    try:
+        yield own
+    finally:
+        own.end()
+
+
+def policy_refusal(folder: Path, server: ElsewhereServer, **changes: Any) -> str:
+    with pytest.raises(ExternalServersError) as refused, attached(folder, server, **changes):
         pass
     return str(pickle.loads(pickle.dumps(refused.value)))
 
@@ -123,6 +174,58 @@ def test_a_difference_names_field_value_and_remedy(
     assert differences(expected, INFO, {"model_path": "/other/place/judge/"}) == []
     (found,) = differences(expected, INFO | said, {})
     assert line in found
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ({"model_type": "llama"}, "must be qwen3: start it with the model of model.path"),
+        ({"dtype": "auto"}, "dtype=auto, must be float32: start it with --dtype float32"),
+        ({"enable_lora": True}, "enable_lora=True, must be None or False: start it without"),
+        (
+            {"max_req_input_len": 29},
+            "room for as many tokens, or lower data.max_prompt_tokens or "
+            "rollout.max_response_tokens",
+        ),
+        ({"enable_return_routed_experts": False}, "start it with --enable-return-routed-experts"),
+        ({"dp_size": 2}, "dp_size=2, must be 1 or None: start one server for each"),
+        ({"pp_size": 2}, "or set serving.weights=files"),
+    ],
+)
+@pytest.mark.shows("4.23")
+def test_a_difference_of_a_policy_names_its_remedy_and_its_own_weights_do_not_matter(
+    folder: Path, said: dict[str, object], line: str
+) -> None:
+    place = LaunchPlace(elsewhere=policy_at("", weights="broadcast"))
+    spec = replace(spec_of(folder, routed_experts=True), place=place)
+    expected = expect_policy_server(spec, POLICY)
+    own = {"model_path": "/tmp/of/a/former/run", "load_format": "dummy"}
+    fitting = INFO | own | {"enable_return_routed_experts": True, "dp_size": 1}
+    assert differences(expected, fitting, fitting) == []
+    (difference,) = differences(expected, fitting | said, said)
+    assert line in difference
+
+
+def test_weights_that_go_by_files_reach_a_server_of_several_ranks(folder: Path) -> None:
+    by_files = expect_policy_server(spec_of(folder), POLICY)
+    assert differences(by_files, INFO | {"dp_size": 2}, INFO | {"dp_size": 2}) == []
+
+
+@pytest.mark.shows("4.23")
+def test_a_server_that_differs_is_left_as_it_is(folder: Path) -> None:
+    with taking(dtype="float16", quantization="awq") as server:
+        lines = policy_refusal(folder, server).splitlines()
+        assert [line.partition(": ")[0] for line in lines] == [server.url] * 2
+        assert server.controlled == []
+    with taking() as server:
+        server.vocab_size = 300
+        assert f"vocab_size=300, must be {VOCAB_SIZE}: start it" in policy_refusal(folder, server)
+        server.vocab_size = VOCAB_SIZE
+        server.spoils = {"meta_info": {}}
+        assert "in another form than SGLang's (KeyError)" in policy_refusal(folder, server)
+        assert not server.is_paused  # whoever asks it gets answers
+    with elsewhere() as plain:  # it has none of the control routes
+        assert "status 404" in policy_refusal(folder, plain)
 
 
 @pytest.mark.shows("4.23")
@@ -355,3 +458,143 @@ def test_a_server_that_is_silent_costs_the_time_limit(folder: Path) -> None:
             answers = model.ask(CONTEXTS[:2], PARAMS, timeout_s=0.05)
     assert set(answers) == {"judge did not answer within reward.timeout_s=0.05 s"}
     assert json.loads(json.dumps(answers)) == answers
+
+
+# -- weights of the policy -----------------------------------------------------------------------
+
+
+def test_nobody_at_the_url_is_named_in_bounded_time(folder: Path) -> None:
+    with taking() as server:
+        server.stop()
+        text = policy_refusal(folder, server)
+        assert f"{server.url}: " in text
+        assert f"start it, or correct {POLICY}.urls" in text
+
+
+def test_a_server_that_starts_late_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{MODULE}._APPEARS_S", 30.0)
+    with taking() as server:
+        server.is_gone = True
+
+        def come() -> None:
+            wait_until(lambda: len(server.asked) > 5)
+            server.is_gone = False
+
+        thread = threading.Thread(target=come)
+        thread.start()
+        with attached(folder, server):
+            thread.join()
+
+
+@pytest.mark.shows("4.23")
+def test_the_key_of_a_policy_is_in_no_text(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with taking(key=KEY) as server:
+        texts = [policy_refusal(folder, server, key=key) for key in ("", "wrong")]
+        assert f"it requires a key: set {POLICY}.key_variable" in texts[0]
+        assert "it refuses the key (status 401)" in texts[1]
+        server.refuses_control = True
+        texts.append(policy_refusal(folder, server, key=KEY))
+        assert "start it with --api-key alone" in texts[2]
+        server.refuses_control = False
+        with attached(folder, server) as own:
+            where = policy_at(server.url, key=KEY)
+            spec = replace(spec_of(folder), place=LaunchPlace(elsewhere=where))
+            texts += [repr(vars(own)), repr(where), repr(spec)]
+            server.repeats_headers = True
+            with pytest.raises(EngineError) as refused:
+                own.post("/flush_cache")
+            texts.append(str(refused.value))
+            assert "you sent Bearer (key)" in texts[-1]
+    assert not [text for text in [*texts, caplog.text] if KEY in text]
+
+
+@pytest.mark.shows("4.23")
+def test_it_stops_when_attached_and_serves_when_left(folder: Path) -> None:
+    with taking() as server:
+        for _ in range(2):  # the second run comes to the same server
+            server.asked.clear()
+            server.is_paused = server.has_update = True  # a run was killed in its update
+            with attached(folder, server) as own:
+                assert server.controlled == ATTACHED
+                assert server.is_paused
+                assert not server.has_update
+                own.begin_update()
+                own.finish_update(3)
+                assert server.info["weight_version"] == own.version_name(3)
+            own.end()
+            assert server.controlled[len(ATTACHED) :] == [
+                *("/update_weight_version", "/update_weight_version", "/continue_generation"),
+            ]
+            assert not server.is_paused
+
+
+@pytest.mark.shows("4.23")
+def test_versions_of_two_runs_are_never_equal(folder: Path) -> None:
+    with taking() as server, attached(folder, server) as one, attached(folder, server) as two:
+        assert one.version_name(1) != two.version_name(1)
+        one.begin_update()
+        with pytest.raises(DriftError, match="a server takes the weights of one run") as drift:
+            two.begin_update()  # while the other updates
+        assert server.url in str(drift.value)
+        one.finish_update(1)
+        with pytest.raises(DriftError, match=f"weight_version={one.version_name(1)}, must be"):
+            two.begin_update()
+
+
+def test_a_server_updated_or_started_again_meanwhile_is_noticed(folder: Path) -> None:
+    with taking() as server, attached(folder, server) as own:
+        own.begin_update()
+        own.begin_update()
+        server.info["weight_version"] = "default"
+        with pytest.raises(DriftError, match="weight_version=default, must be hybridrl-"):
+            own.finish_update(1)
+
+
+def test_a_folder_that_it_does_not_see_is_named(folder: Path) -> None:
+    with taking() as server, attached(folder, server) as own:
+        own.load_folder(Path("/here"), load_format="auto")
+        server.sees_folder = False
+        with pytest.raises(EngineError, match=r"the same folder \(/here\): point TMPDIR at"):
+            own.load_folder(Path("/here"), load_format="auto")
+
+
+def test_a_folder_of_weights_may_take_longer_than_a_stage(folder: Path) -> None:
+    short = {"stage_timeout_s": 0.5, "start_timeout_s": 1.5}
+    with taking() as server, attached(folder, server, **short) as own:
+        server.load_s = 1.0
+        own.load_folder(folder, load_format="auto")
+        server.load_s = 2.0
+        with pytest.raises(DeadlineError, match=r"did not answer within 1\.5 s"):
+            own.load_folder(folder, load_format="auto")
+
+
+@pytest.mark.shows("4.14")
+def test_only_lost_connections_in_a_row_mean_death(folder: Path) -> None:
+    with taking() as server, attached(folder, server) as own:
+        for _ in range(3):
+            for is_gone in (True, True, False):
+                server.is_gone = is_gone
+                if is_gone:
+                    with pytest.raises(EngineError):
+                        own.progress()
+                else:
+                    own.progress()
+        assert not own.has_died()
+        for _ in range(2):
+            for is_gone in (True, True, False):
+                server.is_gone = is_gone
+                server.repeats_headers = not is_gone  # it answers, if only with an error
+                with pytest.raises(EngineError):
+                    own.progress()
+        assert not own.has_died()
+        own.require_alive("drain")
+        server.is_gone = True
+        for _ in range(3):
+            with pytest.raises(EngineError):
+                own.progress()
+        assert own.has_died()
+        with pytest.raises(ServerDiedError, match=f"drain: {server.url}, which others run"):
+            own.require_alive("drain")
