@@ -60,7 +60,7 @@ class OwnArguments:
 @cache
 def own_arguments(section: str) -> OwnArguments:
     """Read those of ``arguments.yaml`` for a key that holds arguments of another program."""
-    text = Path(__file__).parents[1].joinpath("arguments.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8")
     table: Any = read_yaml(text)[section]
     typed, taken = (
         {name: reason for reason, names in table[kind].items() for name in names}
