@@ -15,6 +15,7 @@ from pathlib import Path
 from hybridrl import __version__
 from hybridrl.checkpoint.store import Recipe, RunFingerprint
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
+from hybridrl.config.foreign.names import foreign_keys
 from hybridrl.config.foreign.spelling import flatten
 from hybridrl.config.functions import parts
 from hybridrl.errors import CheckpointError
@@ -22,7 +23,7 @@ from hybridrl.json_text import to_json_text
 
 _FREE_SECTIONS = ("tracking.", "checkpoint.", "cluster.")
 _SHAPE = (
-    *("actor.engine", "megatron.layers", "megatron.overlap_communication"),
+    *("actor.engine", "megatron.layers"),
     *("megatron.tensor_parallel_size", "megatron.sequence_parallel"),
     *("megatron.pipeline_parallel_size", "megatron.num_virtual_stages"),
     *("megatron.context_parallel_size", "megatron.expert_parallel_size"),
@@ -33,12 +34,17 @@ _SHAPE = (
 _FREE_KEYS = (
     *_SHAPE,
     *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf", "critic.num_ranks_per_node"),
-    *("reward.timeout_s", "reward.on_error", "reward.num_processes", "rollout.num_threads"),
-    "data.num_processes",
-    *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
+    *("reward.timeout_s", "reward.on_error", "reward.num_processes"),
+    *("rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
+    *("megatron.ddp_args.overlap_grad_reduce", "megatron.ddp_args.overlap_param_gather"),
     "rollout.verify_weights",
-    *("rollout.memory_fraction", "rollout.cuda_graphs", "rollout.dump", "rollout.replay"),
+    *(
+        "rollout.memory_fraction",
+        "rollout.engine_args.disable_cuda_graph",
+        "rollout.dump",
+        "rollout.replay",
+    ),
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
 
@@ -47,7 +53,7 @@ _FREE_OF_MODELS = re.compile(r"serving\.models\.[^.]+\.(urls|key_variable)")
 
 _NUMERIC = (
     *("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node"),
-    *("cluster.num_threads_per_rank", "rollout.num_threads"),
+    "cluster.num_threads_per_rank",
 )
 _PACKAGES = ("torch", "transformers", "tensordict", "peft", "ray")
 _NUM_NAMED = 8
@@ -61,7 +67,10 @@ _FORMER = {
 _MOVED = {"megatron.replay_routing": "actor.replay_routing"}
 """By a former key."""
 
-_FREE_OF_RECIPES = (*_FREE_KEYS, "critic.placement")
+_FREE_OF_RECIPES = (
+    *(*_FREE_KEYS, "critic.placement", "data.num_shown_rows"),
+    *("trainer.max_skipped_updates", "eval.num_resamples"),
+)
 """Keys that were compared once."""
 
 _SAMPLE_BYTES = 2**20
@@ -199,7 +208,7 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 
 def _in_keys_of_today(saved: Recipe) -> Recipe:
     """Return a recipe of a run that began when there were other keys."""
-    recipe = {}
+    recipe, constants = {}, foreign_keys().former
     has_critic = parts.ADVANTAGE.reads(str(saved.get("algorithm.advantage")), "values_BL")
     for key, value in saved.items():
         section, _, name = key.partition(".")
@@ -209,7 +218,7 @@ def _in_keys_of_today(saved: Recipe) -> Recipe:
         elif section == "critic" and twin in saved and name != "optimizer.lr":
             if has_critic and value != saved[twin]:  # the critic has the actor's now
                 recipe[key] = value
-        elif key in _FREE_OF_RECIPES:
+        elif key in _FREE_OF_RECIPES or (key in constants and value == constants[key]):
             pass
         elif section not in OFFLINE_MODES or section == saved.get("mode"):
             recipe.setdefault(_MOVED.get(key, key), value)

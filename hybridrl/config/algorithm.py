@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -27,17 +27,10 @@ Level = Literal["token", "seq_sum", "seq_mean", "seq_max"]
 Divergence = Literal["k1", "k2", "k3"]
 
 _STATISTICS: dict[str, tuple[Level, Divergence]] = {
-    "token_k1": ("token", "k1"),
-    "token_k2": ("token", "k2"),
-    "token_k3": ("token", "k3"),
-    "seq_sum_k1": ("seq_sum", "k1"),
-    "seq_sum_k2": ("seq_sum", "k2"),
-    "seq_sum_k3": ("seq_sum", "k3"),
-    "seq_mean_k1": ("seq_mean", "k1"),
-    "seq_mean_k2": ("seq_mean", "k2"),
-    "seq_mean_k3": ("seq_mean", "k3"),
-    "seq_max_k2": ("seq_max", "k2"),
-    "seq_max_k3": ("seq_max", "k3"),
+    f"{level}_{divergence}": (level, divergence)
+    for level in get_args(Level)
+    for divergence in get_args(Divergence)
+    if (level, divergence) != ("seq_max", "k1")  # a ratio has no sign to take the largest of
 }
 _REJECTION_NUMBER = r"(\d*\.?\d+(?:e[+-]?\d+)?)"
 _REJECTION = re.compile(rf"(?:{_REJECTION_NUMBER}\s*<=\s*)?(\w+)\s*<=\s*{_REJECTION_NUMBER}")

@@ -49,11 +49,6 @@ class ClusterConfig:
     """Host memory of one machine in GiB, with which ``mode=plan`` and ``mode=check`` compare that
     of its ranks on CUDA. Null does not compare."""
 
-    num_cpus_per_rank: Annotated[
-        float, Field(ge=0.001, le=1024.0, examples=[1.0], description="no machine has more")
-    ]
-    """CPUs that Ray reserves for a rank."""
-
     num_threads_per_rank: Threads
     """OpenMP threads of a rank. 0 leaves torch's choice."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.limits import CountOrZero, Name, Processes, Tokens
+from hybridrl.config.limits import Name, Tokens
 
 Digits = Annotated[int, Field(ge=1, le=640, description="Python may refuse to write longer ones")]
 """Digits of a number. 640 is the lowest limit that ``PYTHONINTMAXSTRDIGITS`` can set."""
@@ -70,11 +70,8 @@ class DataConfig:
     num_task_rows: Annotated[int, Field(ge=1, le=10**7, description="they are held in memory")]
     """Training rows that a built-in task makes; evaluation rows are added to them."""
 
-    min_digits: Digits
-    """sort_digits: shortest number, in digits."""
-
     max_digits: Digits
-    """sort_digits: longest number, in digits."""
+    """sort_digits: longest number, in digits; the shortest has two."""
 
     prompt_key: str | None
     """Column of the prompt: text, or a list of chat messages with role and content. Null: the
@@ -98,9 +95,6 @@ class DataConfig:
     """Order within an epoch by difficulty. Rows of equal difficulty are shuffled, if ``shuffle``.
     In a mix each source has its own order."""
 
-    num_shown_rows: CountOrZero
-    """``mode=doctor``: rows whose tokens are shown."""
-
     use_chat_template: bool
     """Wrap prompts with the tokenizer's chat template. A text prompt becomes one user message."""
 
@@ -112,7 +106,3 @@ class DataConfig:
 
     shuffle: bool
     """New order of rows each epoch, from ``seed``."""
-
-    num_processes: Processes | None
-    """Processes that read and tokenize a set of many rows. Null: as many as the driver may use
-    cores, at most 16. The rows are the same with any number."""

@@ -115,9 +115,6 @@ class EvalConfig:
     ]
     """A response is correct, for pass@k and majority@k, with at least this reward."""
 
-    num_resamples: Annotated[int, Field(ge=0, le=100_000, description="an interval needs no more")]
-    """Bootstrap samples of prompts for the 95 % intervals of means; 0: no intervals."""
-
     sets: Mapping[Name, EvalSetConfig]
     """Several sets instead of one, by name: ``eval.sets.NAME.files=[FILE]``. Keys of a set: files,
     num_prompts, num_responses_per_prompt, temperature, top_p, pass_at_k, majority_at_k. A key that

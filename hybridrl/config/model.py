@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.limits import CountOrZero, Heads, Layers, NotNegative, Rows, Width
+from hybridrl.config.limits import CountOrZero, Heads, Layers, Rows, Width
 
 TRANSFORMERS_MODEL_TYPES = (
     *("llama", "qwen2", "qwen3"),
@@ -118,10 +118,6 @@ class LoraConfig:
 
     use_rslora: bool
     """Scale by alpha / sqrt(rank) (arXiv:2312.03732), so that high ranks learn as fast."""
-
-    dropout: NotNegative
-    """Only 0: with dropout the trained policy is not the one that sampled, and its probability
-    ratios would be noise."""
 
     target_modules: tuple[str, ...]
     """Adapted layers by the last word of their name, as q_proj; [all-linear] is all seven. Those of

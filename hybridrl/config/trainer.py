@@ -35,9 +35,6 @@ class TrainerConfig:
     at most. 0: a step samples, then learns. Above 0 engines on devices of their own sample ahead,
     while the trainer learns; needs ``serving.models`` and a rollout correction."""
 
-    max_skipped_updates: CountOrZero
-    """Consecutive updates that may be skipped for a non-finite loss or gradient before a stop."""
-
     run_dir: str
     """Folder of this run: configuration, log, metrics, samples."""
 
@@ -64,10 +61,7 @@ class CheckpointConfig:
     best_metric: str | None
     """Metric of a step, by which its checkpoint is judged: ``eval/math/pass_at_8``. Null: the
     highest ``eval/reward/mean``; of preference pairs ``eval/accuracy``; for supervised fine-tuning
-    the lowest ``eval/loss_nats``."""
-
-    best_is: Literal["highest", "lowest"]
-    """Which values of ``checkpoint.best_metric`` are good."""
+    the lowest ``eval/loss_nats``. Low values are good of losses, lengths and truncated shares."""
 
     resume: Literal["auto", "never"]
     """``auto`` resumes from the newest complete checkpoint in ``trainer.run_dir``; ``never``
@@ -97,9 +91,6 @@ class TrackingConfig:
 
     num_samples_per_step: CountOrZero
     """Responses written to samples.jsonl each step, with rewards and text."""
-
-    trace: bool
-    """Keep ``trace.json``, the activities of driver and ranks over time, for Perfetto."""
 
     live: Literal["auto", "table", "lines", "off"]
     """``auto`` shows a live table in a terminal, else plain lines."""

@@ -73,7 +73,7 @@ def _draw_number(source: random.Random, *, split: Split, num_digits: int) -> str
         if _split_of(number) == split:
             return number
     raise DataError(
-        f"sort_digits has no number of {num_digits} digits for {split}; set data.min_digits=2"
+        f"sort_digits has no number of {num_digits} digits for {split}; set data.max_digits=20"
     )
 
 

@@ -33,6 +33,8 @@ from hybridrl.processes.guard import usual_num_processes
 
 log = logging.getLogger(__name__)
 
+_MIN_DIGITS = 2  # of one digit all numbers are seen in training
+
 
 _Tokenized = TypeVar("_Tokenized", bound=TokenizedRow)
 
@@ -111,7 +113,7 @@ def load_rows(
     """Read the files of a key, and tokenize their prompts."""
     resources = Resources(
         folder=env.cache_dir() / "rows",
-        num_processes=config.data.num_processes or usual_num_processes(),
+        num_processes=usual_num_processes(),
         on_progress=on_progress,
     )
     return tokenize_files(files_of(config, key), _encoder_of(config, tokenizer), resources)
@@ -215,7 +217,7 @@ def _make(config: ExperimentConfig, num_rows: int, *, split: Split) -> list[Row]
         num_rows,
         split=split,
         seed=config.seed,
-        min_digits=data.min_digits,
+        min_digits=min(_MIN_DIGITS, data.max_digits),
         max_digits=data.max_digits,
         with_rejected=config.learns_pairs,
     )

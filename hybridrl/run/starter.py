@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _TASK: Final = "sort_digits"
 _LABEL = "making the starter model, once"
-_MIN_DIGITS, _MAX_DIGITS = 2, 20
+_MAX_DIGITS = 20
 _NUM_ROWS = 10_000
 _CONVERSATION_TOKENS = 96
 _PACKAGE = Path(hybridrl.__file__).parent
@@ -98,7 +98,7 @@ def starter_name(config: ExperimentConfig) -> str:
     data, cluster = config.data, config.cluster
     parts = [
         *(config.seed, asdict(config.model), asdict(config.actor), asdict(config.sft)),
-        *(data.task, data.num_task_rows, data.min_digits, data.max_digits),
+        *(data.task, data.num_task_rows, data.max_digits),
         *(cluster.device, cluster.num_threads_per_rank),  # they round differently
         *(_digest(_CODE), torch.__version__, transformers.__version__),
     ]
@@ -115,7 +115,6 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
     is_calculator = config.data.task == "calculator"
     is_own_task = config.data.task == _TASK
     longest = config.data.max_digits if is_own_task else _MAX_DIGITS
-    shortest = config.data.min_digits if is_own_task else _MIN_DIGITS
     # A number takes one token per digit, with '=' in the prompt or end-of-text in the answer.
     max_digits = min(longest, max(1, starter.max_position_embeddings // 2 - 1))
     optimizer = OptimizerConfig(
@@ -151,7 +150,6 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             sources={},
             curriculum="none",
             num_task_rows=_NUM_ROWS,
-            min_digits=min(shortest, max_digits),
             max_digits=max_digits,
             use_chat_template=is_calculator,
             max_prompt_tokens=_CONVERSATION_TOKENS if is_calculator else max_digits + 1,
@@ -163,7 +161,6 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             config.trainer,
             num_steps=starter.num_warmup_steps,
             num_prompts_per_step=starter.warmup_batch_size,
-            max_skipped_updates=0,
             num_epochs=None,
         ),
         eval=replace(config.eval, every_num_steps=0),
@@ -217,7 +214,7 @@ def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, targe
             loop.run()
         except TrainingError as error:
             raise TrainingError(
-                "a step of the starter model's warm-up had no finite loss or gradient; lower "
+                "steps of the starter model's warm-up had no finite loss or gradient; lower "
                 f"model.starter.warmup_lr={config.actor.optimizer.lr:g}"
             ) from error
         loop.interrupt.raise_if_unfinished()  # a half-taught model must not be kept

@@ -132,7 +132,6 @@ def start_group(
     pool = RayResourcePool(
         process_on_nodes=[cluster.num_ranks_per_node] * cluster.num_nodes,
         use_gpu=cluster.device == "cuda",
-        num_cpus_per_rank=cluster.num_cpus_per_rank,
         wait_s=cluster.start_timeout_s,
         is_spread=True,
     )

@@ -88,6 +88,20 @@ def test_a_run_whose_mode_had_steps_of_its_own_goes_on(
 
 
 @pytest.mark.shows("R2.6")
+@pytest.mark.parametrize(("algorithm", "decay"), [("grpo", 0.1), ("ppo", 0.0), ("ppo", 0.1)])
+def test_a_run_goes_on_though_keys_of_it_are_constants_now(algorithm: str, decay: float) -> None:
+    now = recipe_of(config_of(f"algorithm={algorithm}"))
+    former = {"data.min_digits": 2, "eval.num_resamples": 50, "critic.placement": "fused"}
+    saved = {**now, **former, "critic.optimizer.weight_decay": decay}
+    changes = check_recipe(saved, now, where=WHERE, accept=True)
+    is_read = algorithm == "ppo" and decay != 0.0  # the critic has the actor's decay now
+    assert [change.partition(":")[0] for change in changes] == (
+        ["critic.optimizer.weight_decay"] * is_read
+    )
+    assert check_recipe({**saved, "data.min_digits": 3}, now, where=WHERE, accept=True)
+
+
+@pytest.mark.shows("R2.6")
 def test_number_of_steps_matters_to_a_falling_schedule() -> None:
     falling = "actor.optimizer.schedule=cosine"
     longer = recipe_of(config_of(falling, "trainer.num_steps=1000"))

@@ -168,7 +168,6 @@ def test_text_that_no_file_can_take_is_refused(text: str) -> None:
         ("seed", 2**63, "31 bits"),
         ("cluster.call_timeout_s", 1e9, "timers"),
         ("reward.timeout_s", 1e9, "timers"),
-        ("cluster.num_cpus_per_rank", 1e12, "no machine has more"),
         ("data.max_digits", 5000, "Python may refuse"),
         ("algorithm.clip_high", 1e39, "clips nothing"),
         ("lora.alpha", 1e39, "seven digits"),

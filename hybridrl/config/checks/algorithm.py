@@ -39,10 +39,6 @@ def check_parts(config: ExperimentConfig) -> Iterator[ConfigError]:
         if part is None and args:
             rule = f"would be ignored, because {kind.key}=null"
             yield error(config, str(kind.args_key), rule, removal(str(kind.args_key), args))
-    if algorithm.group_filter is None and algorithm.max_sampling_rounds > 1:
-        key = "algorithm.max_sampling_rounds"
-        rule = "would be ignored, because algorithm.group_filter=null"
-        yield error(config, key, rule, f"{key}=1", "algorithm.group_filter=zero_variance")
 
 
 def check_part(
@@ -90,8 +86,7 @@ def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"algorithm.advantage={algorithm.advantage} compares responses with a critic, not with "
             "their group"
         )
-        remedy = "algorithm.group_filter=null algorithm.max_sampling_rounds=1"
-        yield error(config, "algorithm.group_filter", rule, remedy)
+        yield error(config, "algorithm.group_filter", rule, "algorithm.group_filter=null")
     if config.has_critic and parts.AGGREGATION.reads(algorithm.loss_aggregation, "group_tokens_B"):
         key, rule = "algorithm.loss_aggregation", "the critic's loss cannot be a mean over prompts"
         yield error(config, key, rule, f"{key}=token_mean")
@@ -153,14 +148,6 @@ def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
             "as a loss its expected gradient is 0: it would have no effect",
         )
         yield error(config, key, rule, f"{key}=k2", "algorithm.kl.gradient=k2")
-    if kl.placement != "loss" and kl.gradient != "value":
-        key = "algorithm.kl.gradient"
-        rule = f"would be ignored, because algorithm.kl.placement={kl.placement}"
-        yield error(config, key, rule, f"{key}=value")
-    if kl.placement == "none" and kl.target_nats is not None:
-        key = "algorithm.kl.target_nats"
-        rule = "there is no coefficient to adapt, because algorithm.kl.placement=none"
-        yield error(config, key, rule, f"{key}=null")
 
 
 def check_what_the_advantage_reads(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
 
 from hybridrl.config.checks.messages import error
@@ -70,10 +68,6 @@ def check_built_in_tasks(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, f"{key}=true")
     if data.task != "sort_digits":
         return
-    if data.min_digits > data.max_digits:
-        key = "data.min_digits"
-        rule = f"must be at most data.max_digits={data.max_digits}"
-        yield error(config, key, rule, f"{key}={data.max_digits}")
     # One token per digit; the prompt ends in '=' and the answer in the end-of-text token.
     limit = min(data.max_prompt_tokens, config.rollout.max_response_tokens)
     if data.max_digits >= limit:
@@ -83,30 +77,14 @@ def check_built_in_tasks(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"limit is {limit}: data.max_prompt_tokens={data.max_prompt_tokens}, "
             f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
         )
-        fewer = f"{key}={limit - 1} data.min_digits={min(data.min_digits, limit - 1)}"
-        shorter = fewer if limit > 1 else ""
+        shorter = f"{key}={limit - 1}" if limit > 1 else ""
         fix = "" if shorter else f"allow prompts and responses of {num_tokens} tokens"
         yield error(config, key, rule, shorter, fix=fix)
 
 
-_COLUMNS = "data.prompt_key=prompt data.answer_key=answer data.source_key=source"
-_OF_PAIRS = "data.prompt_key=prompt data.answer_key=chosen data.source_key=source"
-"""Names of columns in hydra_configs/data, and those of preference pairs."""
-
-
 def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Prompt, answer and source are three columns; only preference pairs can lack a prompt's."""
+    """Only preference pairs can lack a column of prompts, and they have one of chosen answers."""
     data = config.data
-    names = {
-        "data.prompt_key": data.prompt_key,
-        "data.answer_key": data.answer_key,
-        "data.rejected_key": data.rejected_key,
-        "data.source_key": data.source_key,
-    }
-    usual = f"{_OF_PAIRS} data.rejected_key=rejected" if data.rejected_key is not None else _COLUMNS
-    for one, other in combinations(names, 2):
-        if data.task is None and names[one] is not None and names[one] == names[other]:
-            yield error(config, one, f"{other} names the same column", usual)
     if data.prompt_key is None and data.rejected_key is None:
         key = "data.prompt_key"
         rule = "only the chats of preference pairs hold their prompt, and data.rejected_key is null"
@@ -174,20 +152,10 @@ def _flaw_of_function(file: Path, name: str) -> tuple[str, str]:
     return (f"it {flaw_of_node}", fix) if flaw_of_node else ("", "")
 
 
-def check_files_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A file that is listed twice would be learned from twice as often as the others."""
-    for key, files in config.files_by_key.items():
-        once = {os.path.realpath(file): file for file in reversed(files)}
-        if len(once) < len(files):
-            kept = dict.fromkeys(file for file in files if file in once.values())
-            yield error(config, key, "lists the same entry twice", f"{key}=[{','.join(kept)}]")
-
-
 RULES = (
     check_data_source,
     check_data_order,
     check_built_in_tasks,
     check_data_columns,
     check_data_files,
-    check_files_stand_once,
 )

@@ -79,14 +79,10 @@ def check_passed_arguments(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_optimizer_state(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The state of the optimizer is where its device is, in a form that a checkpoint can save."""
+    """The state of the optimizer has a form that a checkpoint can save."""
     if not config.megatron_worlds:
         return
     given = config.megatron.optimizer_args
-    if given.get("optimizer_cpu_offload") and config.cluster.device == "cpu":
-        key = "megatron.optimizer_args.optimizer_cpu_offload"
-        rule = "the optimizer is on the host already, for cluster.device=cpu"
-        yield error(config, key, rule, f"~{key}", fix=f"leave it out, or add ~{key}")
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if given.get(name) not in (None, *_MOMENT_TYPES):
             key = f"megatron.optimizer_args.{name}"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.foreign.spelling import read_yaml, resetting
+from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.limits import ArgumentValue
-from hybridrl.errors import ConfigError, instruction
+from hybridrl.errors import ConfigError
 
 _BEFORE_OVERRIDE = re.compile(r" (?=~|\+{0,2}[a-z][\w.]*=)")
 
@@ -60,7 +60,7 @@ class OwnArguments:
 @cache
 def own_arguments(section: str) -> OwnArguments:
     """Read those of ``arguments.yaml`` for a key that holds arguments of another program."""
-    text = Path(__file__).parents[1].joinpath("arguments.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8")
     table: Any = read_yaml(text)[section]
     typed, taken = (
         {name: reason for reason, names in table[kind].items() for name in names}
@@ -82,22 +82,6 @@ def refuse_own_arguments(
         elif name in own.taken:
             fix = f"leave it out, or add ~{key}"
             yield error(config, key, f"cannot be chosen: {own.taken[name]}", f"~{key}", fix=fix)
-
-
-def unused_keys(
-    config: ExperimentConfig, section: str, usual: object, why: str, other: str
-) -> Iterator[ConfigError]:
-    """Refuse what differs from ``usual`` in a section that no model of the run reads.
-
-    ``why`` completes "would be ignored"; ``other`` is what to type for the section to be read.
-    """
-    for field in fields(usual):  # type: ignore[arg-type]
-        key, default = f"{section}.{field.name}", getattr(usual, field.name)
-        value = value_at(config, key)
-        if value != default:
-            overrides = resetting(key, value, default)
-            fix = f"{instruction(overrides)}, or {other}"
-            yield error(config, key, f"would be ignored{why}", " ".join(overrides), fix=fix)
 
 
 def removal(section: str, given: Mapping[str, ArgumentValue]) -> str:

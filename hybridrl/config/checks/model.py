@@ -220,7 +220,7 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
 
 
 def check_adapters(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Every name adapts a layer; dropout would train another policy than the one that sampled."""
+    """Every name adapts a layer."""
     lora, model = config.lora, find_architecture(config.model)
     if not lora.enabled:
         return
@@ -234,12 +234,6 @@ def check_adapters(config: ExperimentConfig) -> Iterator[ConfigError]:
         if name not in names:
             rule = f"matches no linear layer of a block ({suggest_name(name, names)})"
             yield error(config, _TARGETS, rule, everything, got=name)
-    if lora.dropout > 0:
-        rule = (
-            "only 0 is supported: with dropout the policy that is trained is not the one that "
-            "sampled, and its probability ratios are noise"
-        )
-        yield error(config, "lora.dropout", rule, "lora.dropout=0.0")
 
 
 def check_lora_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -256,18 +250,6 @@ def check_lora_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
         limit = min(outputs, inputs)
         rule = f"must be at most {limit}: {smallest} has {inputs} inputs and {outputs} outputs"
         yield error(config, "lora.rank", rule, f"lora.rank={limit}")
-
-
-def check_lora_base(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """``lora.base`` matters only if frozen weights are separate and engines sleep."""
-    lora = config.lora
-    causes = {"lora.sync=merged": "lora.sync=adapter"} if lora.sync == "merged" else {}
-    if not config.rollout.sleep:
-        causes["rollout.sleep=false"] = "rollout.sleep=true"
-    if lora.enabled and lora.base not in ("auto", "resident") and causes:
-        rule = f"would be ignored, because of {' and '.join(causes)}"
-        remedy = " ".join(causes.values())
-        yield error(config, "lora.base", rule, "lora.base=resident", remedy)
 
 
 def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -41,13 +41,7 @@ def check_frozen_models(config: ExperimentConfig) -> Iterator[ConfigError]:
         if size is None:
             continue
         longest = None if model.path is None else _longest_context(model.path)
-        if model.path is None:
-            rule = (
-                "would be ignored: data.max_prompt_tokens and rollout.max_response_tokens limit "
-                "the policy"
-            )
-            yield error(config, key, rule, f"{key}=null")
-        elif longest is not None and size > longest:
+        if longest is not None and size > longest:
             rule = f"the context of the model is {longest} tokens"
             yield error(config, key, rule, f"{key}={longest}")
 
@@ -107,13 +101,6 @@ def check_judges(config: ExperimentConfig) -> Iterator[ConfigError]:
         if isinstance(pattern, str) and (flaw := _flaw_of_pattern(pattern)):
             fix = "correct it; its first group is the score"
             yield error(config, f"{root}.pattern", flaw, fix=fix)
-    asked = {judge.args.get("model") for judge in judges.values()}
-    has_policy = len(config.serving.models) > len(frozen)
-    for name in frozen:
-        if has_policy and name not in asked:
-            rule = "no reward asks this model (reward.functions.NAME.function=judge)"
-            fix = f"add ~serving.models.{name}, or a judge with args.model={name}"
-            yield error(config, f"serving.models.{name}", rule, fix=fix, got="{...}")
 
 
 def _flaw_of_pattern(pattern: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from hybridrl import env
-from hybridrl.config.checks.messages import error, refuse_own_arguments, removal
+from hybridrl.config.checks.messages import error, refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import HALVES, PlacedGroup, ServedModelConfig
 from hybridrl.errors import ConfigError
@@ -79,11 +79,7 @@ def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def _check_embedded(config: ExperimentConfig, group: PlacedGroup) -> Iterator[ConfigError]:
-    """``rollout.engine=hf`` computes full requests on one device, and has no arguments."""
-    if group.config.engine_args:
-        key = f"{group.key}.engine_args"
-        rule = "would be ignored: rollout.engine=hf has none"
-        yield error(config, key, rule, removal(key, group.config.engine_args))
+    """``rollout.engine=hf`` computes full requests on one device."""
     if group.config.devices_per_engine > 1:
         key = f"{group.key}.devices_per_engine"
         rule = "rollout.engine=hf computes on one device"
@@ -160,16 +156,8 @@ def _check_transfer(
         yield error(config, argument, rule, remedy, fix=fix)
 
 
-def check_keys_of_servers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Keys that have no effect with these servers, or without any; servers hold full weights."""
-    serving, key = config.serving, "rollout.tensor_parallel_size"
-    if serving.models and not serving.colocated and config.rollout.tensor_parallel_size > 1:
-        rule = "would be ignored: devices_per_engine of a group sets the devices of its engines"
-        yield error(config, key, rule, f"{key}=1")
-    if serving.weights != "files" and not config.has_servers:
-        rule = "would be ignored: the ranks of the policy have the rollout engines"
-        remedies = ("serving.weights=files", "serving=own serving.weights=broadcast")
-        yield error(config, "serving.weights", rule, *remedies)
+def check_servers_have_no_adapter(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Servers hold full weights."""
     if config.has_servers and config.lora.sends_adapters:
         rule = "servers get full weights, and no adapter"
         yield error(config, "lora.sync", rule, "lora.sync=merged", "serving=none")
@@ -200,12 +188,11 @@ def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_router(config: ExperimentConfig) -> Iterator[ConfigError]:
     """It stands before complete servers of SGLang that the run starts on devices of their own."""
-    if config.serving.router == "none":
+    if not config.has_router:
         return
     groups = config.serving.placed_groups
     has_halves = any(group.config.worker_type in HALVES for group in groups)
     obstacles = {
-        "would be ignored: the ranks have the rollout engines": not config.has_servers,
         "it passes requests to SGLang alone": config.rollout.engine != "sglang",
         "it drops the experts of tokens (rollout.routed_experts)": config.rollout.routed_experts,
         "engines of ranks are asked through their ranks": config.serving.colocated,
@@ -219,7 +206,7 @@ def check_router(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
     """On devices of the trainer, the ranks of a node lead the engines."""
-    serving, size = config.serving, config.rollout.tensor_parallel_size
+    serving = config.serving
     per_node = max(1, serving.num_devices_per_node)  # 0 is refused with groups
     led = [group for group in serving.placed_groups if config.is_on_trainer(group)]
     for group in serving.placed_groups:
@@ -241,10 +228,6 @@ def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
             sizes = f"{key}.devices_per_engine"
             yield error(config, sizes, rule, f"{sizes}={config.cluster.num_ranks_per_node}")
     policies = [group for group in led if group.model == serving.policy]
-    if led and size > 1 and all(group.config.devices_per_engine != size for group in policies):
-        key = "rollout.tensor_parallel_size"
-        rule = "would be ignored: devices_per_engine of a group sets the devices of its engines"
-        yield error(config, key, rule, f"{key}=1")
     for model in serving.models:
         halves = [g for g in serving.placed_groups if g.config.worker_type in HALVES]
         kinds = {config.is_on_trainer(half) for half in halves if half.model == model}
@@ -310,10 +293,6 @@ def check_external_policy(config: ExperimentConfig) -> Iterator[ConfigError]:
     if rollout.engine != "sglang":
         rule = f"servers of SGLang answer for the policy (serving.models.{serving.policy}.urls)"
         yield error(config, "rollout.engine", rule, "rollout=sglang")
-    elif rollout.engine_args and not serving.placed_groups:
-        key = "rollout.engine_args"
-        rule = "would be ignored: the servers run already; type them where these are started"
-        yield error(config, key, rule, removal(key, rollout.engine_args))
     if serving.colocated:
         rule = "servers that run elsewhere answer for the policy, and have devices of their own"
         remedy = "serving.colocated=false rollout.sleep=false"
@@ -336,8 +315,6 @@ def check_key_variables(config: ExperimentConfig) -> Iterator[ConfigError]:
             )
             fix = f"type export SGLANG_KEY=..., and set {key}=SGLANG_KEY"
             yield error(config, key, rule, fix=fix, got=_NOT_SHOWN)
-        elif variable is not None and not model.urls:
-            yield error(config, key, "would be ignored: the model has no urls", f"~{key}")
 
 
 def check_keys_are_set(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -360,7 +337,7 @@ RULES = (
     check_devices,
     check_groups,
     check_models,
-    check_keys_of_servers,
+    check_servers_have_no_adapter,
     check_shared_devices,
     check_router,
     check_led_groups,

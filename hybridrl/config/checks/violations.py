@@ -87,7 +87,7 @@ _TRAINING_RULES: Groups = {
     "checkpoints": (evaluation.check_best_metric,),
 }
 _SAMPLING_RULES: Groups = {
-    "rollout": (*rollout.RULES, model.check_lora_base),
+    "rollout": rollout.RULES,
     "serving": serving.RULES,
     "agent": agent.RULES,
     "reward": reward.RULES,

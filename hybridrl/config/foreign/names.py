@@ -33,6 +33,9 @@ class ForeignKeys:
     typed: Mapping[str, Mapping[str, str]]
     """By key and typed value."""
 
+    former: Mapping[str, object]
+    """By a former key of hybridrl, which is a constant now, its value: a checkpoint may have it."""
+
     choices: Mapping[str, Mapping[str, str]]
     """By group of files and name, the line to type here."""
 
@@ -41,10 +44,12 @@ class ForeignKeys:
 def foreign_keys() -> ForeignKeys:
     """Read them, at the first key that needs an answer."""
     read: Any = read_yaml(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
+    lines = (read["keys"] | read["former"]).items()
     return ForeignKeys(
-        {key: line for line, keys in read["keys"].items() for key in keys},
+        {key: line for line, keys in lines for key in keys},
         frozenset(read["models"]),
         {key: group["typed"] for group in read["values"] for key in group["keys"]},
+        {key: value for keys in read["former"].values() for key, value in keys.items()},
         read["choices"],
     )
 
