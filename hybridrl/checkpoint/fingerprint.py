@@ -34,17 +34,12 @@ _SHAPE = (
 _FREE_KEYS = (
     *_SHAPE,
     *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf", "critic.num_ranks_per_node"),
-    *("reward.timeout_s", "reward.on_error", "reward.num_processes"),
-    *("rollout.drain_timeout_s", "rollout.stage_timeout_s"),
+    *("reward.timeout_s", "reward.on_error", "reward.num_processes", "data.num_processes"),
+    *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
     *("megatron.ddp_args.overlap_grad_reduce", "megatron.ddp_args.overlap_param_gather"),
     "rollout.verify_weights",
-    *(
-        "rollout.memory_fraction",
-        "rollout.engine_args.disable_cuda_graph",
-        "rollout.dump",
-        "rollout.replay",
-    ),
+    *("rollout.memory_fraction", "rollout.cuda_graphs", "rollout.dump", "rollout.replay"),
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.limits import Name, Tokens
+from hybridrl.config.limits import Name, Processes, Tokens
 
 Digits = Annotated[int, Field(ge=1, le=640, description="Python may refuse to write longer ones")]
 """Digits of a number. 640 is the lowest limit that ``PYTHONINTMAXSTRDIGITS`` can set."""
@@ -106,3 +106,7 @@ class DataConfig:
 
     shuffle: bool
     """New order of rows each epoch, from ``seed``."""
+
+    num_processes: Processes | None
+    """Processes that read and tokenize a set of many rows. Null: as many as the driver may use
+    cores, at most 16. The rows are the same with any number."""

@@ -84,6 +84,9 @@ class RolloutConfig:
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0, examples=[0.85])]
     """Share of the device that SGLang takes for weights and KV cache together."""
 
+    cuda_graphs: bool
+    """Capture CUDA graphs of decode steps, once, at start."""
+
     routed_experts: bool
     """Let SGLang return the experts of each token of a mixture-of-experts model."""
 
@@ -119,6 +122,10 @@ class RolloutConfig:
     bucket_mib: MebibytesOrZero
     """Size of one bucket of the weight stream, in MiB. 0 derives it from free memory."""
 
+    skew_timeout_s: Seconds
+    """Seconds that one engine may sample longer than another. Ranks without an engine wait for all
+    of sampling, ``cluster.call_timeout_s``."""
+
     drain_timeout_s: Annotated[
         float, Field(gt=0.0, le=1e5, examples=[30.0], description="longer than a day")
     ]
@@ -134,8 +141,7 @@ class RolloutConfig:
 
     request_timeout_s: Seconds
     """Seconds in which the engine of a request must make progress: a token, or a part of a context,
-    of whichever request. Else the request counts as lost. It may take any time otherwise. Engines
-    of ranks may differ in sampling time by as much."""
+    of whichever request. Else the request counts as lost. It may take any time otherwise."""
 
     dump: bool
     """Write all columns of all rollouts, with their scores, to ``<run_dir>/rollouts``: a file for
@@ -145,8 +151,3 @@ class RolloutConfig:
     """Run folder whose rollouts replace sampling: no rollout engine starts, and training is that of
     the recorded run. With a smaller ``trainer.num_prompts_per_step`` the first and the last prompts
     of each step count, half of them each. Null: sample."""
-
-    @property
-    def cuda_graphs(self) -> bool:
-        """Whether SGLang captures CUDA graphs of decode steps, as it does by default."""
-        return not self.engine_args.get("disable_cuda_graph")

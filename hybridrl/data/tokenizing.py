@@ -203,8 +203,8 @@ def _named_end() -> Iterator[None]:
         raise DataError(str(error)) from error
     except CallFailed as error:
         raise DataError(
-            f"a process that tokenizes rows failed, perhaps for want of memory: {error}; "
-            "begin with fewer cores: taskset -c 0,1 python -m hybridrl.main ..."
+            f"a process that tokenizes rows failed, perhaps for want of memory: {error}; set "
+            "data.num_processes=1, or fewer than now"
         ) from error
 
 

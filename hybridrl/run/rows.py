@@ -113,7 +113,7 @@ def load_rows(
     """Read the files of a key, and tokenize their prompts."""
     resources = Resources(
         folder=env.cache_dir() / "rows",
-        num_processes=usual_num_processes(),
+        num_processes=config.data.num_processes or usual_num_processes(),
         on_progress=on_progress,
     )
     return tokenize_files(files_of(config, key), _encoder_of(config, tokenizer), resources)

@@ -89,7 +89,7 @@ def test_a_fault_in_a_process_is_named_and_ends_all(fault: str, begun: Callable[
 
     reason = {
         "chat": r"f:99: .*data\.use_chat_template=false",
-        "killed": "begin with fewer cores",
+        "killed": r"set data\.num_processes=1",
     }
     with pytest.raises(DataError, match=reason[fault]):
         list(encode_by_processes(ENCODER, chunks(), num_processes=2))

@@ -42,10 +42,7 @@ def test_weights_and_cache_are_the_share_of_the_device(given: tuple[str, ...]) -
 
 
 def test_the_logits_of_256_rows_of_qwen_are_156_mb(given: tuple[str, ...]) -> None:
-    graphs, without = (
-        memory_of(*given),
-        memory_of(*given, "rollout.engine_args={disable_cuda_graph: true}"),
-    )
+    graphs, without = memory_of(*given), memory_of(*given, "rollout.cuda_graphs=false")
     pages = 256 * config_of(*given).max_row_tokens * 4
     more = graphs.server_resident - without.server_resident
     assert more - pages == 256 * 151_936 * 4 == 155_582_464

@@ -102,7 +102,7 @@ TP2 = ("cluster.num_ranks_per_node=2", "rollout.tensor_parallel_size=2")
 COMBINATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "asleep": ("qwen3", (*GPU, ASLEEP)),
     "awake": ("qwen3", GPU),
-    "without graphs": ("qwen3", (*GPU, ASLEEP, "+rollout.engine_args.disable_cuda_graph=true")),
+    "without graphs": ("qwen3", (*GPU, ASLEEP, "rollout.cuda_graphs=false")),
     "adapter": ("qwen3", (*GPU, ASLEEP, LORA)),
     "adapter with a backup": ("qwen3", (*GPU, ASLEEP, LORA, "lora.base=backup", *TP2)),
     "tensor parallel": ("qwen2", (*GPU, ASLEEP, *TP2)),

@@ -15,7 +15,6 @@ from hybridrl.config.agent import (
     ENVIRONMENT,
     PROXY,
     SEARCH,
-    SINGLE_TURN,
 )
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
@@ -40,9 +39,6 @@ def check_agent_is_there(config: ExperimentConfig) -> Iterator[ConfigError]:
             remedy = f"{_TOOLS}=[{','.join(known)}]"
             fix = f"correct the name, or set {remedy}"
             yield error(config, _TOOLS, flaw, remedy, fix=fix, got=name)
-    if known and agent.loop in (SINGLE_TURN, ENVIRONMENT, PROXY):
-        rule = f"agent.loop={agent.loop} calls none, and chat templates would show them"
-        yield error(config, _TOOLS, rule, f"{_TOOLS}=[]")
     program = agent.command[0] if agent.command else ""
     if agent.loop == PROXY and (not program or shutil.which(program) is None):
         lacking = (

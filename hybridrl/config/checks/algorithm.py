@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from hybridrl.config.algorithm import read_rejections
-from hybridrl.config.checks.messages import error, removal
+from hybridrl.config.checks.messages import error
+from hybridrl.config.checks.unread import REWARDS
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions import parts
 from hybridrl.config.functions.python_files import SignatureError
@@ -21,24 +22,11 @@ _KEYS_OF_NUMBERS = {
 }
 """Numbers that have a key of their own."""
 
-_REWARDS = ("rewards_B", "rewards_BL", "reward_parts_BK")
-"""Inputs of an advantage that are less the charges."""
-
 
 def check_parts(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A part is built in, or a function in a file, and has the numbers that are given to it."""
-    algorithm = config.algorithm
-    for kind, spelled, given in algorithm.parts:
+    for kind, spelled, given in config.algorithm.parts:
         yield from check_part(config, kind, spelled, given)
-    for kind, part, args in (
-        (parts.TOKEN_MASK, algorithm.token_mask, algorithm.token_mask_args),
-        (parts.ROLLOUT_CORRECTION, algorithm.rollout_correction, algorithm.rollout_correction_args),
-        (parts.GROUP_FILTER, algorithm.group_filter, algorithm.group_filter_args),
-        (parts.ROW_FILTER, algorithm.row_filter, algorithm.row_filter_args),
-    ):
-        if part is None and args:
-            rule = f"would be ignored, because {kind.key}=null"
-            yield error(config, str(kind.args_key), rule, removal(str(kind.args_key), args))
 
 
 def check_part(
@@ -86,7 +74,8 @@ def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"algorithm.advantage={algorithm.advantage} compares responses with a critic, not with "
             "their group"
         )
-        yield error(config, "algorithm.group_filter", rule, "algorithm.group_filter=null")
+        remedy = "algorithm.group_filter=null algorithm.max_sampling_rounds=1"
+        yield error(config, "algorithm.group_filter", rule, remedy)
     if config.has_critic and parts.AGGREGATION.reads(algorithm.loss_aggregation, "group_tokens_B"):
         key, rule = "algorithm.loss_aggregation", "the critic's loss cannot be a mean over prompts"
         yield error(config, key, rule, f"{key}=token_mean")
@@ -133,11 +122,8 @@ def check_rollout_correction(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A KL penalty has both a placement and a weight, or neither; in the loss it has a gradient."""
+    """A KL penalty that is placed has a weight, and in the loss a gradient."""
     kl, coefficient = config.algorithm.kl, "algorithm.kl.coefficient"
-    if kl.placement == "none" and kl.coefficient > 0:
-        rule = "would be ignored, because algorithm.kl.placement=none"
-        yield error(config, coefficient, rule, "algorithm.kl.placement=loss", f"{coefficient}=0")
     if kl.placement != "none" and kl.coefficient == 0:
         rule = f"algorithm.kl.placement={kl.placement} loads a reference model that has no effect"
         remedies = (f"{coefficient}=0.001", "algorithm.kl.placement=none")
@@ -153,11 +139,8 @@ def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_what_the_advantage_reads(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rewards are charged only where the advantage reads them; a reference it reads is loaded."""
     algorithm, placement = config.algorithm, "algorithm.kl.placement"
-    if not any(parts.ADVANTAGE.reads(algorithm.advantage, name) for name in _REWARDS):
-        rule = f"would be ignored: algorithm.advantage={algorithm.advantage} reads no reward"
-        if algorithm.soft_overlong_tokens:
-            key = "algorithm.soft_overlong_tokens"
-            yield error(config, key, rule, f"{key}=0")
+    if not any(parts.ADVANTAGE.reads(algorithm.advantage, name) for name in REWARDS):
+        rule = f"algorithm.advantage={algorithm.advantage} reads no reward"
         if algorithm.kl.placement == "reward":
             yield error(config, placement, rule, f"{placement}=loss")
     reads_reference = parts.ADVANTAGE.reads(algorithm.advantage, "reference_logprobs_BL")

@@ -24,10 +24,6 @@ def check_ray(config: ExperimentConfig) -> Iterator[ConfigError]:
     if address is not None and not re.fullmatch(r"auto|(ray://)?[^/:\s]+:\d+", address):
         key, rule = "cluster.ray_address", "must be auto, HOST:PORT or ray://HOST:PORT"
         yield error(config, key, rule, f"{key}=auto")
-    if cluster.object_store_mib and cluster.address is not None:
-        key = "cluster.object_store_mib"
-        rule = "would be ignored: Ray runs already; `ray start --object-store-memory=BYTES` sets it"
-        yield error(config, key, rule, f"{key}=0")
 
 
 def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -20,25 +20,12 @@ _DATASET, _DATASETS = "state.json", "dataset_dict.json"  # that datasets' save_t
 
 
 def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows come from a built-in task, from files or from a mix: from exactly one of them."""
+    """Rows come from a built-in task, from files or from a mix."""
     data = config.data
     if data.task is None and not (data.train_files or data.sources) and config.mode not in _ROWLESS:
         rule = "a run needs data files or a built-in task"
         fix = "set data.train_files=[FILE.jsonl], or data=sort_digits"
         yield error(config, "data.train_files", rule, "data=sort_digits", fix=fix)
-    for key, files in (
-        ("data.train_files", data.train_files),
-        ("data.eval_files", data.eval_files),
-    ):
-        if data.task is not None and files:
-            rule = f"would be ignored, because data.task={data.task} makes its own rows"
-            fix = f"set data=files to read them, or {key}=[]"
-            yield error(config, key, rule, f"{key}=[]", fix=fix)
-    replaced = "would be ignored, because data.sources has the rows to learn from"
-    if data.sources and data.train_files:
-        yield error(config, "data.train_files", replaced, "data.train_files=[]")
-    if data.sources and data.task:
-        yield error(config, "data.task", replaced, "data.task=null")
 
 
 def check_data_order(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -77,7 +77,7 @@ def _override(one: EvalSet, name: str, value: object) -> str:
 
 
 def check_eval_checkpoint(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A checkpoint brings its own model, with its adapter merged."""
+    """A checkpoint is one of a run folder, or the newest of it."""
     key, name = "eval.checkpoint", config.eval.checkpoint
     if name is None:
         return
@@ -85,12 +85,6 @@ def check_eval_checkpoint(config: ExperimentConfig) -> Iterator[ConfigError]:
     if flaw := flaw_of_file(folder / "config.yaml"):
         rule = f"it is no run folder, nor RUN_FOLDER/checkpoints/step-N: its config.yaml {flaw}"
         yield error(config, key, rule, fix="set model.path=FOLDER to evaluate a model folder")
-    if config.model.path is not None:
-        rule = "would be ignored: the model is that of the checkpoint"
-        yield error(config, "model.path", rule, "model.path=null")
-    if config.lora.enabled:
-        rule = "the checkpoint's own adapter, if it has one, is merged into its weights"
-        yield error(config, "lora.enabled", rule, "lora.enabled=false")
 
 
 def check_best_metric(config: ExperimentConfig) -> Iterator[ConfigError]:

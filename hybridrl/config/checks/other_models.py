@@ -85,6 +85,12 @@ def _longest_context(path: str) -> int | None:
 def check_judges(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A judge is one of the served frozen models, and sees the response; its score can be read."""
     frozen, judges = config.serving.frozen, config.reward.judges
+    asked = {judge.args.get("model") for judge in judges.values()}
+    for name in frozen if config.serving.policy else ():
+        if name not in asked:
+            rule = "no reward asks this model (reward.functions.NAME.function=judge)"
+            fix = f"add ~serving.models.{name}, or a judge with args.model={name}"
+            yield error(config, f"serving.models.{name}", rule, fix=fix, got="{...}")
     for name, judge in judges.items():
         root = "reward.args" if config.reward.function else f"reward.functions.{name}.args"
         model, template, pattern = map(judge.args.get, ("model", "template", "pattern"))
@@ -151,10 +157,7 @@ def check_teacher(config: ExperimentConfig) -> Iterator[ConfigError]:
     if is_read and algorithm.teacher_path is None:
         rule = f"algorithm.advantage={algorithm.advantage} reads the log-probs of a teacher"
         yield error(config, key, rule, fix=f"set {key} to a Hugging Face folder")
-    elif not is_read and algorithm.teacher_path is not None:
-        rule = f"would be ignored: algorithm.advantage={algorithm.advantage} reads no teacher"
-        yield error(config, key, rule, f"{key}=null")
-    elif algorithm.teacher_path is not None and (flaw := _flaw_of_teacher(config)):
+    elif is_read and (flaw := _flaw_of_teacher(config)):
         yield error(config, key, flaw, fix="set it to a folder of the policy's family")
 
 

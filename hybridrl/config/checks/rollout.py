@@ -29,13 +29,6 @@ _MASKED = f"algorithm.token_mask={_MASK}"
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
-def check_embedded_engine(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The embedded engine runs on one rank of the trainer."""
-    if config.rollout.engine == "hf" and config.rollout.tensor_parallel_size != 1:
-        key = "rollout.tensor_parallel_size"
-        yield error(config, key, "rollout.engine=hf runs on one rank", f"{key}=1")
-
-
 def check_sglang_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
     """SGLang is an extra: a missing one is reported here and not by the workers."""
     if config.samples and config.rollout.engine == "sglang" and find_spec("sglang") is None:
@@ -125,13 +118,6 @@ def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
         if rollout.engine != "sglang":
             records = f"rollout=sglang {records}"
         yield error(config, key, rule, records, f"{key}=false")
-
-
-def check_recording(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """An evaluation samples."""
-    if config.mode == "eval" and config.rollout.replay:
-        rule = "belongs to the steps of mode=train, and this is mode=eval"
-        yield error(config, "rollout.replay", rule, "rollout.replay=null")
 
 
 def check_replayed_run(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -225,12 +211,10 @@ def check_updates_meet_open_responses(config: ExperimentConfig) -> Iterator[Conf
 
 
 RULES = (
-    check_embedded_engine,
     check_sglang_is_installed,
     check_sglang,
     check_sglang_computes_the_model,
     check_routing_replay,
-    check_recording,
     check_replayed_run,
 )
 

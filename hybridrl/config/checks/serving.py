@@ -176,9 +176,6 @@ def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
             "none back"
         )
         yield error(config, _COLOCATED, rule, "rollout.sleep=true", "serving.colocated=false")
-    if not serving.colocated and rollout.sleep:
-        rule = "would be ignored: servers have devices of their own (serving.colocated=false)"
-        yield error(config, "rollout.sleep", rule, "rollout.sleep=false")
     for name, fault in serving.faults.items():
         if fused and fault.kind in _FAULTS_OF_OWN_ENGINES:
             key = f"serving.faults.{name}.kind"

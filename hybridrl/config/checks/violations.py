@@ -23,6 +23,7 @@ from hybridrl.config.checks import (
     rollout,
     serving,
 )
+from hybridrl.config.checks.unread import check_unread_keys
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
@@ -39,12 +40,13 @@ def find_violations(config: ExperimentConfig) -> list[ConfigError]:
     groups = dict(rules_of(config.mode))
     if config.mode == "eval" and config.eval.checkpoint is not None:
         del groups["model"]  # of the checkpoint: looked at when it has been exported
-    return [violation for rules in groups.values() for violation in run(rules, config)]
+    return [error for name, rules in groups.items() for error in check_group(name, rules, config)]
 
 
-def run(rules: tuple[Rule, ...], config: ExperimentConfig) -> list[ConfigError]:
-    """Return the violations of ``rules``, in their order."""
-    return [violation for rule in rules for violation in rule(config)]
+def check_group(name: str, rules: tuple[Rule, ...], config: ExperimentConfig) -> list[ConfigError]:
+    """Return the violations of a group's rules, in their order, and its keys that nobody reads."""
+    broken = [violation for rule in rules for violation in rule(config)]
+    return [*broken, *check_unread_keys(config, name)]
 
 
 def rules_of(mode: str) -> Groups:

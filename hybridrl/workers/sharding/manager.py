@@ -60,7 +60,7 @@ class ShardingManager:
         self._sampled = (
             Limit(call_timeout_s, "cluster.call_timeout_s")
             if engines.managed is None
-            else Limit(config.request_timeout_s, "rollout.request_timeout_s")
+            else Limit(config.skew_timeout_s, "rollout.skew_timeout_s")
         )
         self._sleeps = config.sleep
         self._stages: Metrics = {}

@@ -43,6 +43,8 @@ def rollout_config(*, num_slots: int = 8, dtype: str = "float32") -> RolloutConf
         routed_experts=False,
         transport="auto",
         start_timeout_s=60.0,
+        skew_timeout_s=60.0,
+        cuda_graphs=False,
         request_timeout_s=60.0,
         dump=False,
         replay=None,

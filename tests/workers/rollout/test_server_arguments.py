@@ -55,7 +55,7 @@ def arguments_of(spec: ServingSpec) -> dict[str, object]:
 
 
 def test_the_typed_keys_become_the_names_that_sglang_knows() -> None:
-    spec = spec_of(num_slots=7, memory_fraction=0.6, tensor_parallel_size=2)
+    spec = spec_of(num_slots=7, memory_fraction=0.6, cuda_graphs=True, tensor_parallel_size=2)
     found = arguments_of(spec)
     expected = {
         "model_path": "model",
@@ -80,7 +80,7 @@ def test_whatever_else_is_given_passes_through_as_json_has_it() -> None:
 
 
 def test_a_cpu_gets_no_memory_saver_and_no_graphs() -> None:
-    found = arguments_of(spec_of(device="cpu"))
+    found = arguments_of(spec_of(device="cpu", cuda_graphs=True))
     assert (found["device"], found["enable_memory_saver"]) == ("cpu", False)
     assert found["disable_cuda_graph"] is True
     assert environment(spec_of(device="cpu"))["OMP_NUM_THREADS"] == "1"
@@ -114,7 +114,7 @@ def test_a_host_copy_is_kept_only_where_the_ledger_needs_one(
 def test_prefill_graphs_are_off_where_graph_memory_is_released(
     device: str, sleep: bool, graphs_in_pieces: bool
 ) -> None:
-    sent = arguments_of(spec_of(device=device, sleep=sleep))
+    sent = arguments_of(spec_of(device=device, sleep=sleep, cuda_graphs=True))
     assert sent.get("cuda_graph_backend_prefill", "breakable") == (
         "breakable" if graphs_in_pieces else "disabled"
     )

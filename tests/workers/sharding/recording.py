@@ -628,5 +628,5 @@ def recording_device(
 
 def rollout_config(**keys: Any) -> RolloutConfig:
     """A small engine's section, with short deadlines; ``keys`` differ."""
-    common = {"request_timeout_s": 20.0, "drain_timeout_s": 1.0, "stage_timeout_s": 20.0}
+    common = {"skew_timeout_s": 20.0, "drain_timeout_s": 1.0, "stage_timeout_s": 20.0}
     return replace(engines.rollout_config(num_slots=2), **(common | keys))

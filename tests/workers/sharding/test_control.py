@@ -50,13 +50,13 @@ def _one_rank_samples_longer_than_a_stage_may_take(rank: int, late: int) -> str:
     control = ControlGroup(timeout_s=1.0)
     if rank == late:
         time.sleep(3.0)
-    control.meet("generate", Limit(30.0, "rollout.request_timeout_s"))
+    control.meet("generate", Limit(30.0, "rollout.skew_timeout_s"))
     control.exchange("pause", None)
     if rank == late:
         dist.barrier()  # of the other group: this rank does not come
         return ""
     with pytest.raises(DeadlineError) as raised:
-        control.meet("generate", Limit(1.0, "rollout.request_timeout_s"))
+        control.meet("generate", Limit(1.0, "rollout.skew_timeout_s"))
     dist.barrier()
     return str(raised.value)
 
@@ -66,7 +66,7 @@ def test_ranks_may_differ_in_sampling_but_not_for_ever(late: int) -> None:
     texts = run_ranks(2, _one_rank_samples_longer_than_a_stage_may_take, late)
     assert texts[1 - late] == (
         "generate: not all 2 ranks answered within 1 s; a rank died or is stuck. "
-        "If the stage is only slow, raise rollout.request_timeout_s"
+        "If the stage is only slow, raise rollout.skew_timeout_s"
     )
 
 

@@ -124,7 +124,7 @@ def test_a_load_from_files_may_take_as_long_as_a_start(transport: str) -> None:
 
 def _an_engine_of_two_ranks_that_samples_long(rank: int) -> str:
     """The rank without an engine waits from the beginning on, longer than skews may be."""
-    device = recording_device(rank, tensor_parallel_size=2, request_timeout_s=0.5)
+    device = recording_device(rank, tensor_parallel_size=2, skew_timeout_s=0.5)
     with device.manager.rollout_phase() as engine:
         if engine is not None:
             time.sleep(3 * 0.5)
@@ -136,7 +136,7 @@ def test_a_rank_without_an_engine_waits_for_the_whole_of_sampling() -> None:
 
 
 def _one_engine_samples_longer_than_another(rank: int) -> str:
-    device = recording_device(rank, request_timeout_s=0.5)
+    device = recording_device(rank, skew_timeout_s=0.5)
     begin = time.monotonic()
     with pytest.raises(DeadlineError) as raised, device.manager.rollout_phase():
         time.sleep(1.0 + 2.0 * rank)
@@ -147,7 +147,7 @@ def _one_engine_samples_longer_than_another(rank: int) -> str:
 def test_ranks_that_have_sampled_measure_the_skew() -> None:
     first, _ = run_ranks(2, _one_engine_samples_longer_than_another)
     assert "within 0.5 s" in first
-    assert "raise rollout.request_timeout_s" in first
+    assert "raise rollout.skew_timeout_s" in first
 
 
 class OneOfTheirs(Exception):
