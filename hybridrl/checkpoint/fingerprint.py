@@ -40,6 +40,7 @@ _FREE_KEYS = (
     *("megatron.ddp_args.overlap_grad_reduce", "megatron.ddp_args.overlap_param_gather"),
     "rollout.verify_weights",
     *("rollout.memory_fraction", "rollout.cuda_graphs", "rollout.dump", "rollout.replay"),
+    "rollout.canary_max_drift_nats",
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
 
@@ -59,7 +60,13 @@ _FORMER = {
 }
 """By a former key of ``sft``, ``dpo`` and ``reward_model``."""
 
-_MOVED = {"megatron.replay_routing": "actor.replay_routing"}
+_KERNELS = {"actor.fsdp2.compile_blocks": "compiled", "actor.fsdp2.liger_kernels": "liger"}
+"""By a former switch, the value of ``actor.fsdp2.kernels``."""
+
+_MOVED = {
+    "megatron.replay_routing": "actor.replay_routing",
+    **dict.fromkeys(_KERNELS, "actor.fsdp2.kernels"),
+}
 """By a former key."""
 
 _FREE_OF_RECIPES = (
@@ -203,7 +210,7 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 
 def _in_keys_of_today(saved: Recipe) -> Recipe:
     """Return a recipe of a run that began when there were other keys."""
-    recipe, constants = {}, foreign_keys().former
+    recipe, constants = {}, foreign_keys().constants
     has_critic = parts.ADVANTAGE.reads(str(saved.get("algorithm.advantage")), "values_BL")
     for key, value in saved.items():
         section, _, name = key.partition(".")
@@ -216,8 +223,8 @@ def _in_keys_of_today(saved: Recipe) -> Recipe:
         elif key in _FREE_OF_RECIPES or (key in constants and value == constants[key]):
             pass
         elif section not in OFFLINE_MODES or section == saved.get("mode"):
-            recipe.setdefault(_MOVED.get(key, key), value)
-    return recipe
+            recipe.setdefault(_MOVED.get(key, key), _KERNELS.get(key, value))
+    return dict.fromkeys((_MOVED[key] for key in _KERNELS if key in saved), "eager") | recipe
 
 
 def check_fingerprints(

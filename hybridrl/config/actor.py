@@ -73,15 +73,9 @@ class FSDP2Config:
     """Free gathered weights after the forward pass and gather them again in the backward pass.
     False keeps all weights gathered in between: faster, if they fit."""
 
-    num_prefetched_blocks: CountOrZero = 0
-    """Blocks whose weights are prefetched ahead of the block that computes, in either direction. 0
-    leaves it to FSDP2, which gathers each block during the computation of the one before."""
-
-    compile_blocks: bool = False
-    """Compile each block with ``torch.compile``, except its attention."""
-
-    liger_kernels: bool = False
-    """Compute norms, rotary embedding and MLP with Liger's fused kernels. CUDA alone."""
+    kernels: Literal["eager", "compiled", "liger"] = "eager"
+    """Kernels of a block: those of transformers, or ``compiled`` by ``torch.compile`` except for
+    its attention, or ``liger``: Liger's for norms, rotary embedding and MLP, on CUDA alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

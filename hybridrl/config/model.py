@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.limits import CountOrZero, Heads, Layers, Rows, Width
+from hybridrl.config.limits import CountOrZero, Heads, Layers, Width
 
 TRANSFORMERS_MODEL_TYPES = (
     *("llama", "qwen2", "qwen3"),
@@ -58,9 +58,6 @@ class StarterConfig:
     intermediate_size: Width
     """Width inside the MLP."""
 
-    vocab_size: Annotated[int, Field(ge=258, le=2**24, description="no tokenizer has more")]
-    """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special tokens."""
-
     max_position_embeddings: Annotated[
         int, Field(ge=1, le=2**25, description="the longest prompt and response together")
     ]
@@ -69,11 +66,13 @@ class StarterConfig:
     num_warmup_steps: CountOrZero
     """Supervised steps before the run; the warmed-up model is cached and made once."""
 
-    warmup_batch_size: Rows
-    """Rows per supervised warm-up step."""
-
     warmup_lr: Annotated[float, Field(gt=0.0, le=1.0, examples=[1e-3])]
     """Peak learning rate of the warm-up."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special ones."""
+        return 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

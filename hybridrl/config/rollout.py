@@ -9,7 +9,6 @@ from pydantic import Field
 
 from hybridrl.config.limits import (
     Arguments,
-    CountOrZero,
     MebibytesOrZero,
     Ranks,
     Rows,
@@ -108,16 +107,16 @@ class RolloutConfig:
     model, in ``dtype``, in the temporary folder of each node with such an engine. Servers of a
     frozen model that run elsewhere are compared with each other at the start, with ``always``."""
 
-    canary_every_steps: CountOrZero
-    """Steps between canaries. In a canary step the policy update compares the engine's log-probs of
-    all sampled tokens with the trainer's, before an optimizer step. Costs nothing. 0 is off."""
-
-    canary_max_drift_nats: Annotated[
-        float,
-        Field(gt=0.0, le=1000.0, examples=[0.1], description="a log-prob is never so far off"),
-    ]
-    """The run stops if the log-probs of a micro-batch differ by more on average, before its
-    optimizer step."""
+    canary_max_drift_nats: (
+        Annotated[
+            float,
+            Field(gt=0.0, le=1000.0, examples=[0.1], description="a log-prob is never so far off"),
+        ]
+        | None
+    )
+    """The policy update compares the engine's log-probs of all sampled tokens with the trainer's,
+    which costs nothing, and the run stops before an optimizer step if those of a micro-batch differ
+    by more on average, as by 0.1. Null: it does not."""
 
     bucket_mib: MebibytesOrZero
     """Size of one bucket of the weight stream, in MiB. 0 derives it from free memory."""

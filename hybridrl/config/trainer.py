@@ -36,10 +36,11 @@ class TrainerConfig:
     while the trainer learns; needs ``serving.models`` and a rollout correction."""
 
     run_dir: str
-    """Folder of this run: configuration, log, metrics, samples."""
+    """Folder of this run: configuration, log, metrics, samples. A run that is there continues from
+    its newest complete checkpoint."""
 
     overwrite: bool
-    """Replace an existing run folder."""
+    """Replace an existing run folder, in place of its continuation."""
 
     export_hf: bool
     """Write the final weights to ``<run_dir>/hf`` as a Hugging Face folder."""
@@ -62,10 +63,6 @@ class CheckpointConfig:
     """Metric of a step, by which its checkpoint is judged: ``eval/math/pass_at_8``. Null: the
     highest ``eval/reward/mean``; of preference pairs ``eval/accuracy``; for supervised fine-tuning
     the lowest ``eval/loss_nats``. Low values are good of losses, lengths and truncated shares."""
-
-    resume: Literal["auto", "never"]
-    """``auto`` resumes from the newest complete checkpoint in ``trainer.run_dir``; ``never``
-    refuses a folder that holds a run."""
 
     accept_changes: bool
     """Resume although recipe, data or tokenizer have changed, or lines of ``metrics.jsonl`` or

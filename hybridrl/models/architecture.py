@@ -301,6 +301,7 @@ def architecture_of(model: ModelConfig) -> Architecture:
         raise ModelError("there is no model to plan for; set model.path=FOLDER, or model=starter")
     values = {
         **asdict(starter),
+        "vocab_size": starter.vocab_size,
         "model_type": "qwen3",
         "num_hidden_layers": starter.num_layers,
         "head_dim": starter.hidden_size // starter.num_attention_heads,

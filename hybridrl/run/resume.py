@@ -59,7 +59,7 @@ def should_resume(config: ExperimentConfig) -> bool:
     """
     folder = Path(config.trainer.run_dir)
     former = folder / "config.yaml"
-    if config.trainer.overwrite or config.checkpoint.resume == "never" or not former.is_file():
+    if config.trainer.overwrite or not former.is_file():
         return False
     checkpoint = checkpoint_store(config).newest()
     accept = config.checkpoint.accept_changes

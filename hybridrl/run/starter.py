@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 _TASK: Final = "sort_digits"
 _LABEL = "making the starter model, once"
 _MAX_DIGITS = 20
+_NUM_ROWS_PER_STEP = 64
 _NUM_ROWS = 10_000
 _CONVERSATION_TOKENS = 96
 _PACKAGE = Path(hybridrl.__file__).parent
@@ -160,7 +161,7 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
         trainer=replace(
             config.trainer,
             num_steps=starter.num_warmup_steps,
-            num_prompts_per_step=starter.warmup_batch_size,
+            num_prompts_per_step=_NUM_ROWS_PER_STEP,
             num_epochs=None,
         ),
         eval=replace(config.eval, every_num_steps=0),

@@ -114,11 +114,10 @@ ENGINES: dict[str, EngineUnderTest] = {
             _fsdp2("2x2", num_ranks=4, num_replicas=2, by_day="steps"),
             _fsdp2("2x1", num_replicas=2, max_share=1.1, by_day="nothing"),
             _fsdp2("offload", cpu_offload=True, max_share=0.0, by_day="steps"),
-            _fsdp2("compile", compile_blocks=True, deadline_s=170.0, by_day="nothing"),
+            _fsdp2("compile", kernels="compiled", deadline_s=170.0, by_day="nothing"),
             _fsdp2(
                 "gathered",
                 reshard_after_forward=False,
-                num_prefetched_blocks=1,
                 reduce_gradients="last_microbatch",
                 by_day="steps",
             ),

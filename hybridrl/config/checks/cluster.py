@@ -50,7 +50,7 @@ _LOCK = ".lock"
 
 
 def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The run folder is new, or may be replaced, and can be created."""
+    """The run folder is new and can be created, or holds a run."""
     key, folder = "trainer.run_dir", Path(config.trainer.run_dir)
     if flaw_of_folder(folder) or all(path.name == _LOCK for path in folder.iterdir()):
         if flaw := flaw_of_new_folder(folder):
@@ -59,9 +59,6 @@ def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     if not all(is_there(folder / name) for name in _RUN_FILES):
         rule = f"holds files, but not {' and '.join(_RUN_FILES)}: it is not a run folder"
         yield error(config, key, rule, fix=f"set {key} to a new folder")
-    elif not config.trainer.overwrite and config.checkpoint.resume == "never":
-        rule = "holds another run, which is overwritten only on request"
-        yield error(config, key, rule, "trainer.overwrite=true", "checkpoint.resume=auto")
 
 
 def check_tracker_packages(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -77,24 +77,20 @@ def check_fsdp2(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_fsdp2_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Liger's kernels need CUDA and an extra package; a compiler does not know those of experts."""
-    model, options = find_architecture(config.model), config.actor.fsdp2
-    key, compiled = "actor.fsdp2.liger_kernels", "actor.fsdp2.compile_blocks"
-    off = f"{key}=false"
-    if options.liger_kernels and config.cluster.device != "cuda":
-        rule = f"runs on CUDA alone, and cluster.device={config.cluster.device}"
-        yield error(config, key, rule, off)
-    elif options.liger_kernels and model and model.model_type not in LIGER_MODEL_TYPES:
+    key, kernels = "actor.fsdp2.kernels", config.actor.fsdp2.kernels
+    model, device, off = find_architecture(config.model), config.cluster.device, f"{key}=eager"
+    if kernels == "liger" and device != "cuda":
+        yield error(config, key, f"runs on CUDA alone, and cluster.device={device}", off)
+    elif kernels == "liger" and model and model.model_type not in LIGER_MODEL_TYPES:
         rule = f"is shown for {', '.join(LIGER_MODEL_TYPES)}, and this is {model.model_type}"
         yield error(config, key, rule, off)
-    elif options.liger_kernels and find_spec("liger_kernel") is None:
+    elif kernels == "liger" and find_spec("liger_kernel") is None:
         fix = f"pip install liger-kernel, or set {off}"
         yield error(config, key, "liger-kernel is not installed", off, fix=fix)
-    if options.liger_kernels and options.compile_blocks:
-        yield error(config, key, f"{compiled}=true fuses the same operations", off)
     # Seen with torch 2.13.
-    if options.compile_blocks and model is not None and model.experts is not None:
+    elif kernels == "compiled" and model is not None and model.experts is not None:
         rule = f"the products of {model.model_type}'s experts do not compile"
-        yield error(config, compiled, rule, f"{compiled}=false")
+        yield error(config, key, rule, off)
 
 
 RULES = (
