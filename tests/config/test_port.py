@@ -226,7 +226,9 @@ def test_each_line_of_the_table_writes_keys_that_exist(framework: str) -> None:
     known = {*known_keys(), "algorithm", "rollout", "actor", "data", "model", "cluster", "lora"}
     open_sections = tuple(f"{key}." for key in free_keys())
     table = frameworks()[framework]
-    for key, text in {**table["names"], **table["defaults"]}.items():
+    texts = {**table["names"], **table["defaults"]}
+    given = [(k, t) for k, v in texts.items() for t in (v.values() if isinstance(v, dict) else [v])]
+    for key, text in given:
         if text.startswith("rule "):
             assert text.split()[1] in RULES, key
         elif text.split(" ")[0] not in ("out", "none"):
