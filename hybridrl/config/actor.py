@@ -37,9 +37,7 @@ class OptimizerConfig:
     weight_decay: NotNegative
     """Decoupled weight decay; not applied to vectors (norms, biases)."""
 
-    max_grad_norm: Annotated[
-        float, Field(gt=0.0, le=1e9, examples=[1.0], description="it clips nothing any more")
-    ]
+    max_grad_norm: Annotated[float, Field(gt=0.0, le=1e9, examples=[1.0])]
     """Global L2 norm to which gradients are clipped."""
 
     schedule: Literal["constant", "linear", "cosine"]
@@ -140,7 +138,7 @@ class CriticConfig:
     optimizer: CriticOptimizerConfig
     """The rest of it is ``actor.optimizer``, over the critic's own steps."""
 
-    num_warmup_steps: Annotated[int, Field(ge=0, le=10**8, description="no run is so long")]
+    num_warmup_steps: Annotated[int, Field(ge=0, le=10**8)]
     """First steps of the run, in which only the critic learns and the policy does not change."""
 
     num_epochs: Epochs

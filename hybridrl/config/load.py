@@ -30,9 +30,7 @@ def load_config(values: Mapping[str, object]) -> ExperimentConfig:
     return config
 
 
-def read_config(
-    values: Mapping[str, object],
-) -> tuple[ExperimentConfig | None, list[ConfigError]]:
+def read_config(values: Mapping[str, object]) -> tuple[ExperimentConfig | None, list[ConfigError]]:
     """Read keys, types and intervals alone, without the rules; see `read_values`."""
     return read_values(ExperimentConfig, values)
 

@@ -58,9 +58,7 @@ class StarterConfig:
     intermediate_size: Width
     """Width inside the MLP."""
 
-    max_position_embeddings: Annotated[
-        int, Field(ge=1, le=2**25, description="the longest prompt and response together")
-    ]
+    max_position_embeddings: Annotated[int, Field(ge=1, le=2**25)]
     """Context length, in tokens."""
 
     num_warmup_steps: CountOrZero
@@ -110,9 +108,7 @@ class LoraConfig:
     rank: Width
     """Rows of A and columns of B; at most the smaller side of each adapted layer."""
 
-    alpha: Annotated[
-        float, Field(gt=0.0, le=1e6, examples=[16.0], description="float32 keeps seven digits")
-    ]
+    alpha: Annotated[float, Field(gt=0.0, le=1e6, examples=[16.0])]
     """Scaling of the adapter is alpha / rank, or alpha / sqrt(rank) with ``use_rslora``."""
 
     use_rslora: bool

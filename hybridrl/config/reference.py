@@ -18,7 +18,7 @@ from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_ty
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.names import answer_key
-from hybridrl.config.foreign.spelling import read_yaml
+from hybridrl.config.foreign.spelling import flatten, read_yaml
 from hybridrl.config.limits import spell_interval
 from hybridrl.errors import ConfigError, suggest_name
 
@@ -95,7 +95,7 @@ def read_sections(folder: Path) -> list[SectionReference]:
     """
     sections, top_keys = [], []
     meanings = field_meanings(ExperimentConfig)
-    experiment = _read_yaml(folder / "config.yaml")
+    experiment = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     defaults = {"config": _flatten(experiment)}
     chosen: dict[str, str] = {}
     for entry in cast("list[object]", experiment["defaults"]):
@@ -150,28 +150,24 @@ def _describe_fields(
 def _describe(
     key: str, hint: object, meaning: str, defaults: Mapping[str, Mapping[str, str]]
 ) -> KeyReference:
+    texts = {choice: _default(key, hint, values) for choice, values in defaults.items()}
     return KeyReference(
         name=key,
         type_text=_type_text(hint),
         interval=spell_interval(hint),
-        defaults={
-            choice: text for choice, values in defaults.items() if (text := _default(key, values))
-        },
+        defaults={choice: text for choice, text in texts.items() if text},
         meaning=meaning,
     )
 
 
-def _default(key: str, values: Mapping[str, str]) -> str:
+def _default(key: str, hint: object, values: Mapping[str, str]) -> str:
     """Return a default as it is typed; entries of a mapping together. Empty if there is none."""
     if key in values:
         return values[key]
     prefix = f"{key}."
-    entries = [
-        f"{name.removeprefix(prefix)}: {text}"
-        for name, text in values.items()
-        if name.startswith(prefix) and "." not in name.removeprefix(prefix)
-    ]
-    return f"{{{', '.join(entries)}}}" if entries else ""
+    inside = {name.removeprefix(prefix): text for name, text in values.items() if prefix in name}
+    entries = ", ".join(f"{name}: {text}" for name, text in inside.items() if "." not in name)
+    return f"{{{entries}}}" if entries or get_origin(hint) is Mapping else ""
 
 
 def _type_text(hint: object) -> str:
@@ -193,7 +189,7 @@ def _type_text(hint: object) -> str:
 
 def _read_choice(file: Path) -> dict[str, object]:
     """Read one file of a section, on top of the file that its ``defaults`` name."""
-    values = _read_yaml(file)
+    values = read_yaml(file.read_text(encoding="utf-8"))
     bases = values.pop("defaults", [])
     merged: dict[str, object] = {}
     for base in cast("list[str]", bases):
@@ -202,19 +198,9 @@ def _read_choice(file: Path) -> dict[str, object]:
     return merged | values
 
 
-def _read_yaml(file: Path) -> dict[str, object]:
-    return read_yaml(file.read_text(encoding="utf-8"))
-
-
 def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Write each scalar value as it is typed on the command line."""
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = _spell(value)
-    return flat
+    return {key: _spell(value) for key, value in flatten(values, prefix)}
 
 
 def _spell(value: object) -> str:

@@ -19,10 +19,7 @@ class TrainerConfig:
     num_steps: Count
     """Steps: one rollout batch and its updates each; one update each where nothing is sampled."""
 
-    num_epochs: (
-        Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0], description="no run counts so far")]
-        | None
-    )
+    num_epochs: Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0])] | None
     """End after this many passes over the rows, if that is before ``num_steps``. Null: the steps
     alone count."""
 
@@ -30,7 +27,7 @@ class TrainerConfig:
     """Prompts P per step; P x rollout.num_responses_per_prompt responses are sampled. Modes that
     sample nothing: rows, or preference pairs, over all ranks."""
 
-    max_staleness: Annotated[int, Field(ge=0, le=1000, description="rollouts are too old by then")]
+    max_staleness: Annotated[int, Field(ge=0, le=1000)]
     """Steps between the weights that sample a row's first token and the step that learns from it,
     at most. 0: a step samples, then learns. Above 0 engines on devices of their own sample ahead,
     while the trainer learns; needs ``serving.models`` and a rollout correction."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl import env
 from hybridrl.agents.rollout import tool_schemas
 from hybridrl.config.eval import EvalSet
-from hybridrl.config.experiment import ExperimentConfig, with_value
+from hybridrl.config.experiment import PAIR_MODES, ExperimentConfig, with_value
 from hybridrl.data.examples import PreferencePair, tokenize_pairs
 from hybridrl.data.files import RowFiles
 from hybridrl.data.parsing import columns_of
@@ -219,7 +219,7 @@ def _make(config: ExperimentConfig, num_rows: int, *, split: Split) -> list[Row]
         seed=config.seed,
         min_digits=min(_MIN_DIGITS, data.max_digits),
         max_digits=data.max_digits,
-        with_rejected=config.learns_pairs,
+        with_rejected=config.mode in PAIR_MODES,
     )
 
 

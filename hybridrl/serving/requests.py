@@ -40,9 +40,8 @@ class PolicyRequests:
 
     def __init__(self, config: ExperimentConfig, *, vocab_size: int, key: str) -> None:
         """Start nothing yet; ``key`` is that of the engines' servers, and of the router."""
-        self.router = (
-            PolicyRouter(config, vocab_size=vocab_size, key=key) if config.has_router else None
-        )
+        is_routed = config.serving.router == "sglang"
+        self.router = PolicyRouter(config, vocab_size=vocab_size, key=key) if is_routed else None
         self._faults = FaultPlan(config.serving.faults, seed=config.seed)
         self._config, self._vocab_size, self._key = config, vocab_size, key
         self._version = -1

@@ -18,7 +18,7 @@ from hybridrl.config.agent import (
 )
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.functions.python_files import Function, SignatureError, find_name
+from hybridrl.config.functions.signatures import Function, SignatureError, find_name
 from hybridrl.config.reward import AGENT
 from hybridrl.errors import ConfigError, suggest_name
 

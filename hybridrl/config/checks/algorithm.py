@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from hybridrl.config.algorithm import read_rejections
-from hybridrl.config.checks.messages import error
+from hybridrl.config.checks.messages import check_numbers, error
 from hybridrl.config.checks.unread import REWARDS
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions import parts
-from hybridrl.config.functions.python_files import SignatureError
-from hybridrl.config.functions.signatures import check_numbers
+from hybridrl.config.functions.signatures import SignatureError
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.errors import ConfigError
 
@@ -30,10 +29,7 @@ def check_parts(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_part(
-    config: ExperimentConfig,
-    kind: parts.PartKind,
-    spelled: str,
-    given: Mapping[str, ArgumentValue],
+    config: ExperimentConfig, kind: parts.PartKind, spelled: str, given: Mapping[str, ArgumentValue]
 ) -> Iterator[ConfigError]:
     """Yield the violations of one part: of its name, or of the numbers that are given to it."""
     try:

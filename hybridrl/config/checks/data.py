@@ -9,7 +9,7 @@ from hybridrl.config.checks.messages import error
 from hybridrl.config.data import MOST_SOURCES
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions.paths import flaw_of_file, flaw_of_folder, is_there, split_function
-from hybridrl.config.functions.python_files import SignatureError, find_name, flaw_of_function
+from hybridrl.config.functions.signatures import SignatureError, find_name, flaw_of_function
 from hybridrl.errors import ConfigError
 
 _ROWLESS = ("eval", "plan")
@@ -88,7 +88,10 @@ def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Data files exist, and their suffix shows their format."""
     for key, files in config.files_by_key.items():
-        for name in files:
+        if len(once := dict.fromkeys(files)) < len(files):
+            rule = "lists a file twice, which would be learned from twice as often as others"
+            yield error(config, key, rule, f"{key}=[{','.join(once)}]")
+        for name in once:
             if function := split_function(name):
                 flaw, fix = _flaw_of_function(*function)
             else:
@@ -134,7 +137,7 @@ def _flaw_of_function(file: Path, name: str) -> tuple[str, str]:
         node = find_name(file, name)
     except SignatureError as flaw:
         return flaw.rule, flaw.fix
-    flaw_of_node = node and flaw_of_function(node, keywords=())
+    flaw_of_node = node and flaw_of_function(node)
     fix = f"write def {name}(): ..., which yields dictionaries"
     return (f"it {flaw_of_node}", fix) if flaw_of_node else ("", "")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hybridrl.config.checks.messages import error
 from hybridrl.config.eval import EvalSet, split_checkpoint
-from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.experiment import PAIR_MODES, ExperimentConfig
 from hybridrl.config.functions.paths import flaw_of_file
 from hybridrl.config.rollout import COLDEST
 from hybridrl.errors import ConfigError, suggest_name
@@ -104,7 +104,7 @@ def _measured(config: ExperimentConfig) -> Iterator[str]:
     """Yield the names of metrics that can judge a checkpoint; ``*`` is any source."""
     if config.mode == "sft":
         yield from ("loss/supervised_nats", "eval/loss_nats")
-    elif config.learns_pairs:
+    elif config.mode in PAIR_MODES:
         yield from ("preference/accuracy", "loss/preference")
         yield from ("eval/accuracy", "eval/preference_loss")
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import read_yaml
-from hybridrl.config.limits import ArgumentValue
+from hybridrl.config.functions.signatures import Signature
+from hybridrl.config.values import errors_of_value
 from hybridrl.errors import ConfigError
 
 _BEFORE_OVERRIDE = re.compile(r" (?=~|\+{0,2}[a-z][\w.]*=)")
@@ -84,6 +85,28 @@ def refuse_own_arguments(
             yield error(config, key, f"cannot be chosen: {own.taken[name]}", f"~{key}", fix=fix)
 
 
-def removal(section: str, given: Mapping[str, ArgumentValue]) -> str:
-    """Return the overrides that delete all entries of a mapping: ``key={}`` would change none."""
-    return " ".join(f"~{section}.{name}" for name in given)
+def check_numbers(
+    signature: Signature,
+    given: Mapping[str, object],
+    *,
+    function: str,
+    key_of: Callable[[str], str],
+    removing: Callable[[str], str],
+) -> list[ConfigError]:
+    """Return the violations of numbers that a user gives to a function.
+
+    ``key_of`` returns the dotted key of a number, ``removing`` the override that takes it back.
+    """
+    errors: list[ConfigError] = []
+    for name, value in given.items():
+        number = signature.numbers.get(name)
+        if number is None:
+            rule = f"{function} has no such number; it has {', '.join(signature.numbers) or 'none'}"
+            errors.append(ConfigError(key_of(name), value, rule, remedies=[(removing(name),)]))
+        elif number.hint is not None:
+            errors += errors_of_value(number.hint, value, key_of(name))
+    for name in signature.required:
+        if name not in given:
+            rule = f"{function} needs it and has no default"
+            errors.append(ConfigError(key_of(name), None, rule, f"set {key_of(name)}=VALUE"))
+    return errors

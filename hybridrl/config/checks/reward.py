@@ -11,15 +11,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import hybridrl
-from hybridrl.config.checks.messages import error
+from hybridrl.config.checks.messages import check_numbers, error
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.functions.python_files import (
+from hybridrl.config.functions.signatures import (
+    Number,
+    Signature,
     SignatureError,
     find_name,
     flaw_of_kind,
     required_parameters,
+    signature_of,
 )
-from hybridrl.config.functions.signatures import Number, Signature, check_numbers, signature_of
 from hybridrl.config.reward import (
     BATCH_COLUMNS,
     BUILT_IN_REWARDS,

@@ -15,9 +15,8 @@ from hybridrl.errors import ConfigError
 _DEVICES = "serving.num_devices_per_node"
 _COLOCATED = "serving.colocated"
 _OWN_DEVICES = "serving.colocated=false rollout.sleep=false"
-_TRANSFER = "disaggregation_transfer_backend"
-_PARTNERS = {"prefill": ("decode",), "decode": ("prefill",), "encoder": ("prefill", "regular")}
-"""Groups of which a model needs one beside a group of this type."""
+_PARTNERS = {"prefill": "decode", "decode": "prefill"}
+"""The group that a model needs beside a group of this type."""
 
 _FAULTS_OF_OWN_ENGINES = ("kill", "stop", "cut")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
@@ -31,7 +30,8 @@ def check_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
     serving, cluster = config.serving, config.cluster
     if not serving.models:
         return
-    num_nodes, num_devices = cluster.num_nodes, config.num_server_devices
+    num_nodes = cluster.num_nodes
+    num_devices = num_nodes * serving.num_devices_per_node
     num_asked = sum(group.config.num_devices for group in serving.placed_groups)
     if num_asked != num_devices:
         rule = (
@@ -67,10 +67,6 @@ def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
         elif (first := _across_nodes(group, per_node)) is not None:
             rule = f"from device {first} on, an engine would lie on two nodes of {per_node} devices"
             yield error(config, sizes, rule, f"{sizes}=1")
-        if section.worker_type == "encoder":
-            key = f"{group.key}.worker_type"
-            rule = "is not built: encoders read images, and the models that hybridrl trains do not"
-            yield error(config, key, rule, f"{key}=regular")
         if config.rollout.engine == "sglang":
             key = f"{group.key}.engine_args"
             yield from refuse_own_arguments(config, key, like="rollout.engine_args")
@@ -117,7 +113,6 @@ def check_models(config: ExperimentConfig) -> Iterator[ConfigError]:
         key = f"serving.models.{name}.groups"
         if not model.urls:
             yield from _check_requests_are_answered(config, key, model)
-        yield from _check_transfer(config, key, model)
 
 
 def _check_requests_are_answered(
@@ -130,30 +125,11 @@ def _check_requests_are_answered(
         fix = "" if names else f"set {key}.main.num_devices"
         yield error(config, key, "the model has no engine", remedy, fix=fix, got=names)
     for name, group in model.groups.items():
-        partners = _PARTNERS.get(group.worker_type, ())
-        if partners and types.isdisjoint(partners):
+        partner = _PARTNERS.get(group.worker_type)
+        if partner is not None and partner not in types:
             type_key = f"{key}.{name}.worker_type"
-            rule = f"a request needs a group of type {' or '.join(partners)} of the same model"
+            rule = f"a request needs a group of type {partner} of the same model"
             yield error(config, type_key, rule, f"{type_key}=regular")
-
-
-def _check_transfer(
-    config: ExperimentConfig, key: str, model: ServedModelConfig
-) -> Iterator[ConfigError]:
-    """Keys and values leave prefill engines in the way in which decode engines fetch them."""
-    backends = {
-        name: {**config.rollout.engine_args, **group.engine_args}.get(_TRANSFER)
-        for name, group in model.groups.items()
-        if group.worker_type in HALVES
-    }
-    if len({*backends.values()}) > 1:
-        choosing = [name for name in backends if _TRANSFER in model.groups[name].engine_args]
-        named = ", ".join(f"{name}: {way or 'its default'}" for name, way in backends.items())
-        rule = f"the halves of a request hand keys and values on in one way ({named})"
-        argument = f"{key}.{choosing[0]}.engine_args.{_TRANSFER}"
-        fix = f"set rollout.engine_args.{_TRANSFER} for both, and ~{argument}"
-        remedy = f"~{argument}" if len(choosing) == 1 else ""
-        yield error(config, argument, rule, remedy, fix=fix)
 
 
 def check_servers_have_no_adapter(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -185,7 +161,7 @@ def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_router(config: ExperimentConfig) -> Iterator[ConfigError]:
     """It stands before complete servers of SGLang that the run starts on devices of their own."""
-    if not config.has_router:
+    if not config.has_servers or config.serving.router == "none":
         return
     groups = config.serving.placed_groups
     has_halves = any(group.config.worker_type in HALVES for group in groups)

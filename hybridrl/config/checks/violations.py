@@ -16,7 +16,6 @@ from hybridrl.config.checks import (
     data,
     evaluation,
     megatron,
-    megatron_args,
     model,
     other_models,
     reward,
@@ -78,7 +77,7 @@ def rules_of(mode: str) -> Groups:
 _COMMON_RULES: Groups = {
     "model": model.RULES,
     "fsdp2": megatron.FSDP2_RULES,
-    "megatron": (*megatron.RULES, *megatron_args.RULES),
+    "megatron": megatron.RULES,
     "lora": model.LORA_RULES,
     "data": data.RULES,
     "cluster": cluster.RULES,

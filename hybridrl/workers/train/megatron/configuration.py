@@ -12,8 +12,7 @@ import torch
 from torch.nn.functional import silu
 
 from hybridrl.config.actor import TrainingConfig
-from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
-from hybridrl.config.checks.megatron_args import keys_of_transformer_engine
+from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE, keys_of_transformer_engine
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import LoraConfig
