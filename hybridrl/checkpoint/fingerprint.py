@@ -118,6 +118,12 @@ def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     }
 
 
+def environment_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterable[str]:
+    """Yield the facts that differ, in words; a former key that has its constant is no fact now."""
+    constants = foreign_keys().constants
+    return differences({k: v for k, v in saved.items() if str(constants.get(k)) != v}, now)
+
+
 def folder_fingerprints(model_folder: Path, *, with_weights: bool) -> Mapping[str, str]:
     """Digest a model folder's configuration, its tokenizer, and optionally its weights.
 

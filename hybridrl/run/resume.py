@@ -8,7 +8,7 @@ from pathlib import Path
 from hybridrl.checkpoint.fingerprint import (
     check_fingerprints,
     check_recipe,
-    differences,
+    environment_changes,
     environment_of,
     folder_fingerprints,
     own_fingerprints,
@@ -133,5 +133,5 @@ def check_resumable(
         )
     for change in changes:
         log.warning("resuming with a change that was accepted: %s", change)
-    for change in differences(saved.environment, origin.environment):
+    for change in environment_changes(saved.environment, origin.environment):
         log.warning("resuming, but not bitwise identical: %s", change)

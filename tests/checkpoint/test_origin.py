@@ -10,6 +10,7 @@ import pytest
 from hybridrl.checkpoint.fingerprint import (
     check_fingerprints,
     check_recipe,
+    environment_changes,
     environment_of,
     folder_fingerprints,
     recipe_of,
@@ -101,6 +102,8 @@ def test_a_run_goes_on_though_keys_of_it_are_constants_now(algorithm: str, decay
         ["critic.optimizer.weight_decay"] * is_read
     )
     assert check_recipe({**saved, "data.min_digits": 3}, now, where=WHERE, accept=True)
+    assert not [*environment_changes({"rollout.num_threads": "1"}, {})]
+    assert [*environment_changes({"rollout.num_threads": "2"}, {})]
 
 
 @pytest.mark.shows("R2.6")
