@@ -58,17 +58,17 @@ def unread_keys() -> Mapping[str, list[dict[str, Any]]]:
 
 def check_unread_keys(config: ExperimentConfig, group: str) -> Iterator[ConfigError]:
     """A key that differs from its default has an effect."""
-    told: list[str] = []
+    reported: list[str] = []
     for row in unread_keys().get(group, ()):
         for key, usual in _defaults(config, row):
             value = _value_at(config, key, usual)
-            if value == usual or key.startswith(tuple(told)):
+            if value == usual or key.startswith(tuple(reported)):
                 continue
             conditions = [row["if"]] if isinstance(row["if"], str) else row["if"]
             conditions = [_of_same_model(condition, key) for condition in conditions]
             broken = [c for c in conditions if not any(_holds(config, t) for t in c.split(" or "))]
             if broken:
-                told.append(key)
+                reported.append(key)
                 yield _error(config, key, value, usual, row, broken)
 
 

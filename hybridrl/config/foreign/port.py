@@ -161,7 +161,7 @@ def _is_on(value: str) -> bool:
 
 
 def _typed(place: re.Match[str], *, value: str) -> str:
-    """Return what a value of another framework's key means, where it stands as <KEY>."""
+    """Translate a typed value in the place of <KEY>, by the values of that key."""
     return foreign_keys().typed[place[1]].get(value.lower(), value)
 
 

@@ -165,7 +165,7 @@ def signature_of(node: Function) -> Signature:
 
 
 def _default_of(default: ast.expr | None) -> object:
-    """Return a literal default; None for one that only running the file would tell."""
+    """Return a literal default; None for one that is known only when the file runs."""
     if default is None:
         return REQUIRED
     try:
