@@ -22,7 +22,7 @@ setup(
     packages=[*find_packages(include=["hybridrl*"]), "hybridrl.hydra_configs", "hybridrl.recipes"],
     package_dir={"hybridrl.hydra_configs": "hydra_configs", "hybridrl.recipes": "recipes"},
     package_data={
-        "hybridrl": ["py.typed", "config/*.yaml", "config/*/*.yaml"],
+        "hybridrl": ["py.typed", "config/*/*.yaml"],
         "hybridrl.hydra_configs": ["*.yaml", "*/*.yaml"],
         "hybridrl.recipes": ["*.yaml", "*/*"],
         "hybridrl.report": ["assets/*"],

@@ -276,7 +276,6 @@ def served(
     engines: list[TimedEngine] = []
     resources = RayResourcePool(
         process_on_nodes=[config.serving.num_devices_per_node],
-        num_cpus_per_rank=config.cluster.num_cpus_per_rank,
     )
     (plan,) = plan_servers(config)
     start = ActorLaunch(

@@ -73,13 +73,13 @@ def transitions_table() -> str:
 
 
 def configuration_page() -> str:
-    """Return every key of every section: type, default, meaning and rules."""
+    """Return every key of every section: type, default and meaning."""
     sections = read_sections(ROOT / "hydra_configs")
     lines = [
         "# Configuration",
         "",
-        "Made from the code: fields and docstrings of `hybridrl/config`, defaults of",
-        "`hydra_configs`, rules of the checks. The same in a terminal:",
+        "Made from the code: fields and docstrings of `hybridrl/config`, and defaults of",
+        "`hydra_configs`. The same in a terminal:",
         "`python -m hybridrl.main --help SECTION`.",
         "",
         "A section is chosen by one of its files (`rollout=sglang`), a key is set with",
@@ -109,8 +109,6 @@ def _key(key: KeyReference) -> Iterator[str]:
     interval = f", {key.interval}" if key.interval else ""
     yield f"- Type: `{key.type_text}`{interval}"
     yield f"- Default: {_default(key)}"
-    for rule in key.rules:
-        yield f"- Rule: {_code(rule)}"
 
 
 def _default(key: KeyReference) -> str:

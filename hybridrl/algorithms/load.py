@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from hybridrl.config.functions.parts import PartKind
-from hybridrl.config.functions.python_files import SignatureError
+from hybridrl.config.functions.signatures import SignatureError
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.errors import ConfigError, HybridRLError, TrainingError
 from hybridrl.import_file import import_file

@@ -15,6 +15,7 @@ from pathlib import Path
 from hybridrl import __version__
 from hybridrl.checkpoint.store import Recipe, RunFingerprint
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
+from hybridrl.config.foreign.names import foreign_keys
 from hybridrl.config.foreign.spelling import flatten
 from hybridrl.config.functions import parts
 from hybridrl.errors import CheckpointError
@@ -22,7 +23,7 @@ from hybridrl.json_text import to_json_text
 
 _FREE_SECTIONS = ("tracking.", "checkpoint.", "cluster.")
 _SHAPE = (
-    *("actor.engine", "megatron.layers", "megatron.overlap_communication"),
+    *("actor.engine", "megatron.layers"),
     *("megatron.tensor_parallel_size", "megatron.sequence_parallel"),
     *("megatron.pipeline_parallel_size", "megatron.num_virtual_stages"),
     *("megatron.context_parallel_size", "megatron.expert_parallel_size"),
@@ -33,12 +34,13 @@ _SHAPE = (
 _FREE_KEYS = (
     *_SHAPE,
     *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf", "critic.num_ranks_per_node"),
-    *("reward.timeout_s", "reward.on_error", "reward.num_processes", "rollout.num_threads"),
-    "data.num_processes",
+    *("reward.timeout_s", "reward.on_error", "reward.num_processes", "data.num_processes"),
     *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
+    *("megatron.ddp_args.overlap_grad_reduce", "megatron.ddp_args.overlap_param_gather"),
     "rollout.verify_weights",
     *("rollout.memory_fraction", "rollout.cuda_graphs", "rollout.dump", "rollout.replay"),
+    "rollout.canary_max_drift_nats",
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
 
@@ -47,7 +49,7 @@ _FREE_OF_MODELS = re.compile(r"serving\.models\.[^.]+\.(urls|key_variable)")
 
 _NUMERIC = (
     *("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node"),
-    *("cluster.num_threads_per_rank", "rollout.num_threads"),
+    "cluster.num_threads_per_rank",
 )
 _PACKAGES = ("torch", "transformers", "tensordict", "peft", "ray")
 _NUM_NAMED = 8
@@ -58,10 +60,19 @@ _FORMER = {
 }
 """By a former key of ``sft``, ``dpo`` and ``reward_model``."""
 
-_MOVED = {"megatron.replay_routing": "actor.replay_routing"}
+_KERNELS = {"actor.fsdp2.compile_blocks": "compiled", "actor.fsdp2.liger_kernels": "liger"}
+"""By a former switch, the value of ``actor.fsdp2.kernels``."""
+
+_MOVED = {
+    "megatron.replay_routing": "actor.replay_routing",
+    **dict.fromkeys(_KERNELS, "actor.fsdp2.kernels"),
+}
 """By a former key."""
 
-_FREE_OF_RECIPES = (*_FREE_KEYS, "critic.placement")
+_FREE_OF_RECIPES = (
+    *(*_FREE_KEYS, "critic.placement", "data.num_shown_rows"),
+    *("trainer.max_skipped_updates", "eval.num_resamples"),
+)
 """Keys that were compared once."""
 
 _SAMPLE_BYTES = 2**20
@@ -105,6 +116,12 @@ def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
         "hybridrl": __version__,
         **{package: version(package) for package in packages},
     }
+
+
+def environment_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterable[str]:
+    """Yield the facts that differ, in words; a former key that has its constant is no fact now."""
+    constants = foreign_keys().constants
+    return differences({k: v for k, v in saved.items() if str(constants.get(k)) != v}, now)
 
 
 def folder_fingerprints(model_folder: Path, *, with_weights: bool) -> Mapping[str, str]:
@@ -199,7 +216,7 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 
 def _in_keys_of_today(saved: Recipe) -> Recipe:
     """Return a recipe of a run that began when there were other keys."""
-    recipe = {}
+    recipe, constants = {}, foreign_keys().constants
     has_critic = parts.ADVANTAGE.reads(str(saved.get("algorithm.advantage")), "values_BL")
     for key, value in saved.items():
         section, _, name = key.partition(".")
@@ -209,11 +226,11 @@ def _in_keys_of_today(saved: Recipe) -> Recipe:
         elif section == "critic" and twin in saved and name != "optimizer.lr":
             if has_critic and value != saved[twin]:  # the critic has the actor's now
                 recipe[key] = value
-        elif key in _FREE_OF_RECIPES:
+        elif key in _FREE_OF_RECIPES or (key in constants and value == constants[key]):
             pass
         elif section not in OFFLINE_MODES or section == saved.get("mode"):
-            recipe.setdefault(_MOVED.get(key, key), value)
-    return recipe
+            recipe.setdefault(_MOVED.get(key, key), _KERNELS.get(key, value))
+    return dict.fromkeys((_MOVED[key] for key in _KERNELS if key in saved), "eager") | recipe
 
 
 def check_fingerprints(

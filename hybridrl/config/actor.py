@@ -37,9 +37,7 @@ class OptimizerConfig:
     weight_decay: NotNegative
     """Decoupled weight decay; not applied to vectors (norms, biases)."""
 
-    max_grad_norm: Annotated[
-        float, Field(gt=0.0, le=1e9, examples=[1.0], description="it clips nothing any more")
-    ]
+    max_grad_norm: Annotated[float, Field(gt=0.0, le=1e9, examples=[1.0])]
     """Global L2 norm to which gradients are clipped."""
 
     schedule: Literal["constant", "linear", "cosine"]
@@ -73,15 +71,9 @@ class FSDP2Config:
     """Free gathered weights after the forward pass and gather them again in the backward pass.
     False keeps all weights gathered in between: faster, if they fit."""
 
-    num_prefetched_blocks: CountOrZero = 0
-    """Blocks whose weights are prefetched ahead of the block that computes, in either direction. 0
-    leaves it to FSDP2, which gathers each block during the computation of the one before."""
-
-    compile_blocks: bool = False
-    """Compile each block with ``torch.compile``, except its attention."""
-
-    liger_kernels: bool = False
-    """Compute norms, rotary embedding and MLP with Liger's fused kernels. CUDA alone."""
+    kernels: Literal["eager", "compiled", "liger"] = "eager"
+    """Kernels of a block: those of transformers, or ``compiled`` by ``torch.compile`` except for
+    its attention, or ``liger``: Liger's for norms, rotary embedding and MLP, on CUDA alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +138,7 @@ class CriticConfig:
     optimizer: CriticOptimizerConfig
     """The rest of it is ``actor.optimizer``, over the critic's own steps."""
 
-    num_warmup_steps: Annotated[int, Field(ge=0, le=10**8, description="no run is so long")]
+    num_warmup_steps: Annotated[int, Field(ge=0, le=10**8)]
     """First steps of the run, in which only the critic learns and the policy does not change."""
 
     num_epochs: Epochs

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.functions import parts
-from hybridrl.config.functions.paths import absolute_file
 from hybridrl.config.limits import Rows, Seconds
 
 SINGLE_TURN = "single_turn"
@@ -19,8 +16,6 @@ BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", ENVIRONMENT, PROXY)
 BUILT_IN_ENVIRONMENTS = ("Calculator",)
 SEARCH = "search"
 BUILT_IN_TOOLS = ("calculator", "python", SEARCH)
-
-_IN_CONTEXT = "no model has a longer context"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,11 +50,11 @@ class AgentConfig:
     ``keep`` trains on the conversation as it was sampled; ``branch`` begins a new sequence of the
     same response with them as rendered."""
 
-    max_turns: Annotated[int, Field(ge=1, le=10_000, description=_IN_CONTEXT)]
+    max_turns: Annotated[int, Field(ge=1, le=10_000)]
     """Turns of the assistant in a conversation. ``rollout.max_response_tokens`` limits all tokens
     behind the prompt together, tool results and contexts of further sequences among them."""
 
-    max_failed_fraction: Annotated[float, Field(ge=0.0, le=1.0, description="1 is all")]
+    max_failed_fraction: Annotated[float, Field(ge=0.0, le=1.0)]
     """Share of a step's conversations that may break off by an error of a tool, environment or
     program. They are left out of learning; with more of them the run ends with the last error."""
 
@@ -73,19 +68,8 @@ class AgentConfig:
     tool_timeout_s: Seconds
     """Seconds that one call of a tool may take."""
 
-    max_result_chars: Annotated[int, Field(ge=16, le=2**24, description=_IN_CONTEXT)]
+    max_result_chars: Annotated[int, Field(ge=16, le=2**24)]
     """Characters of a tool's result that the model gets; of a longer one it gets both ends."""
-
-    def with_absolute_files(self) -> AgentConfig:
-        """Return the same section with absolute paths of its files, for any working folder."""
-        return replace(
-            self,
-            loop=parts.absolute(self.loop),
-            environment=self.environment and parts.absolute(self.environment),
-            tools=tuple(parts.absolute(tool) for tool in self.tools),
-            search_folder=self.search_folder and str(Path(self.search_folder).absolute()),
-            command=tuple(map(absolute_file, self.command)),
-        )
 
     @property
     def is_single_turn(self) -> bool:

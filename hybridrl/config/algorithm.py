@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -27,24 +26,15 @@ Level = Literal["token", "seq_sum", "seq_mean", "seq_max"]
 Divergence = Literal["k1", "k2", "k3"]
 
 _STATISTICS: dict[str, tuple[Level, Divergence]] = {
-    "token_k1": ("token", "k1"),
-    "token_k2": ("token", "k2"),
-    "token_k3": ("token", "k3"),
-    "seq_sum_k1": ("seq_sum", "k1"),
-    "seq_sum_k2": ("seq_sum", "k2"),
-    "seq_sum_k3": ("seq_sum", "k3"),
-    "seq_mean_k1": ("seq_mean", "k1"),
-    "seq_mean_k2": ("seq_mean", "k2"),
-    "seq_mean_k3": ("seq_mean", "k3"),
-    "seq_max_k2": ("seq_max", "k2"),
-    "seq_max_k3": ("seq_max", "k3"),
+    f"{level}_{divergence}": (level, divergence)
+    for level in get_args(Level)
+    for divergence in get_args(Divergence)
+    if (level, divergence) != ("seq_max", "k1")  # a ratio has no sign to take the largest of
 }
 _REJECTION_NUMBER = r"(\d*\.?\d+(?:e[+-]?\d+)?)"
 _REJECTION = re.compile(rf"(?:{_REJECTION_NUMBER}\s*<=\s*)?(\w+)\s*<=\s*{_REJECTION_NUMBER}")
 
-_ClipRange = Annotated[
-    float, Field(gt=0.0, le=1e6, examples=[0.2], description="it clips nothing any more")
-]
+_ClipRange = Annotated[float, Field(gt=0.0, le=1e6, examples=[0.2])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +56,7 @@ class KLConfig:
     coefficient: NotNegative
     """Weight of the penalty; above 0 if and only if it has a placement."""
 
-    target_nats: (
-        Annotated[float, Field(gt=0.0, le=1e6, examples=[0.1], description="no KL is as large")]
-        | None
-    )
+    target_nats: Annotated[float, Field(gt=0.0, le=1e6, examples=[0.1])] | None
     """Adapt the coefficient after each step, to hold the KL per token near this value
     (arXiv:1909.08593). Null: the coefficient is fixed."""
 
@@ -151,9 +138,7 @@ class AlgorithmConfig:
     row_filter_args: Arguments
     """Numbers of the row filter."""
 
-    max_sampling_rounds: Annotated[
-        int, Field(ge=1, le=100, description="a step that fills so slowly will not end")
-    ]
+    max_sampling_rounds: Annotated[int, Field(ge=1, le=100)]
     """With a group filter: times that a step samples, to replace the groups that were left out
     (dynamic sampling, arXiv:2503.14476, 3.2). 1: they are not replaced."""
 
@@ -204,25 +189,6 @@ class AlgorithmConfig:
         """Return whether a part asks for the input ``name``."""
         return any(kind.reads(part, name) for kind, part, _ in self.parts)
 
-    def with_absolute_files(self) -> AlgorithmConfig:
-        """Return the same algorithm with absolute paths of its files, for any working folder."""
-
-        correction, group_filter = self.rollout_correction, self.group_filter
-        teacher_path = self.teacher_path and str(Path(self.teacher_path).absolute())
-        kl = replace(self.kl, estimator=parts.absolute(self.kl.estimator))
-        return replace(
-            self,
-            advantage=parts.absolute(self.advantage),
-            policy_loss=parts.absolute(self.policy_loss),
-            token_mask=self.token_mask and parts.absolute(self.token_mask),
-            loss_aggregation=parts.absolute(self.loss_aggregation),
-            rollout_correction=correction and parts.absolute(correction),
-            group_filter=group_filter and parts.absolute(group_filter),
-            row_filter=self.row_filter and parts.absolute(self.row_filter),
-            teacher_path=teacher_path,
-            kl=kl,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DpoConfig:
@@ -254,10 +220,6 @@ class DpoConfig:
         """Whether the loss reads log-ratios to a reference."""
         names = ("chosen_logratios_P", "rejected_logratios_P")
         return any(parts.PREFERENCE_LOSS.reads(self.loss, name) for name in names)
-
-    def with_absolute_files(self) -> DpoConfig:
-        """Return the same section with an absolute path of the loss's file, if it has one."""
-        return replace(self, loss=parts.absolute(self.loss))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

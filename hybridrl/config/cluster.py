@@ -26,33 +26,14 @@ class ClusterConfig:
     num_ranks_per_node: Ranks
     """Worker processes per machine; with cuda one GPU each."""
 
-    device_memory_gib: (
-        Annotated[
-            float,
-            Field(gt=0.0, le=2**14, examples=[80.0], description="16 TiB, and no device has more"),
-        ]
-        | None
-    )
+    device_memory_gib: Annotated[float, Field(gt=0.0, le=2**14, examples=[80.0])] | None
     """Memory of one rank in GiB, with which ``mode=plan`` and ``mode=check`` compare its peak. Null
     on a CPU is this machine's memory divided by its ranks; on CUDA it is then not compared. Type
     what is usable: 79 of a GPU with 80."""
 
-    host_memory_gib: (
-        Annotated[
-            float,
-            Field(
-                gt=0.0, le=2**16, examples=[1024.0], description="64 TiB, and no machine has more"
-            ),
-        ]
-        | None
-    )
+    host_memory_gib: Annotated[float, Field(gt=0.0, le=2**16, examples=[1024.0])] | None
     """Host memory of one machine in GiB, with which ``mode=plan`` and ``mode=check`` compare that
     of its ranks on CUDA. Null does not compare."""
-
-    num_cpus_per_rank: Annotated[
-        float, Field(ge=0.001, le=1024.0, examples=[1.0], description="no machine has more")
-    ]
-    """CPUs that Ray reserves for a rank."""
 
     num_threads_per_rank: Threads
     """OpenMP threads of a rank. 0 leaves torch's choice."""

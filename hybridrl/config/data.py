@@ -8,13 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.limits import CountOrZero, Name, Processes, Tokens
+from hybridrl.config.limits import Name, Processes, Tokens
 
-Digits = Annotated[int, Field(ge=1, le=640, description="Python may refuse to write longer ones")]
+Digits = Annotated[int, Field(ge=1, le=640)]
 """Digits of a number. 640 is the lowest limit that ``PYTHONINTMAXSTRDIGITS`` can set."""
 
-
-_SHARES = "they are shares"
 
 MOST_SOURCES = 1000
 """Rows of a mix are drawn in blocks of this many, in which each source has its share."""
@@ -27,9 +25,7 @@ class SourceConfig:
     files: tuple[str, ...]
     """Files of the source, as in ``data.train_files``."""
 
-    weight: Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0], description=_SHARES)] | None = (
-        None
-    )
+    weight: Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0])] | None = None
     """Weight in the mix: share of drawn rows times the sum of all weights. Null: 1."""
 
     prompt_key: str | None = None
@@ -73,14 +69,11 @@ class DataConfig:
     """A weighted mix instead of ``data.train_files``: ``data.sources.NAME.files=[FILE]``. Keys of
     a source: files, weight, prompt_key, answer_key, source_key, difficulty_key."""
 
-    num_task_rows: Annotated[int, Field(ge=1, le=10**7, description="they are held in memory")]
+    num_task_rows: Annotated[int, Field(ge=1, le=10**7)]
     """Training rows that a built-in task makes; evaluation rows are added to them."""
 
-    min_digits: Digits
-    """sort_digits, read_numbers: shortest number, in digits."""
-
     max_digits: Digits
-    """sort_digits, read_numbers: longest number, in digits."""
+    """sort_digits, read_numbers: longest number, in digits; the shortest has two."""
 
     prompt_key: str | None
     """Column of the prompt: text, or a list of chat messages with role and content. Null: the
@@ -110,9 +103,6 @@ class DataConfig:
     curriculum: Literal["none", "easy_first", "hard_first"]
     """Order within an epoch by difficulty. Rows of equal difficulty are shuffled, if ``shuffle``.
     In a mix each source has its own order."""
-
-    num_shown_rows: CountOrZero
-    """``mode=doctor``: rows whose tokens are shown."""
 
     use_chat_template: bool
     """Wrap prompts with the tokenizer's chat template. A text prompt becomes one user message."""

@@ -11,12 +11,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hybridrl.config.limits import CountOrZero, Name, Rows
-from hybridrl.config.rollout import TOO_HOT
 
-EvalTemperature = Annotated[float, Field(ge=0.0, le=100.0, description=TOO_HOT)]
-EvalTopP = Annotated[
-    float, Field(gt=0.0, le=1.0, examples=[1.0], description="it is a probability")
-]
+EvalTemperature = Annotated[float, Field(ge=0.0, le=100.0)]
+EvalTopP = Annotated[float, Field(gt=0.0, le=1.0, examples=[1.0])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,31 +44,18 @@ class EvalSetConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSet:
-    """One set with all its values."""
+    """One set with all its values, as in ``EvalConfig``."""
 
     name: str
     """Empty for the set of the section's own keys."""
 
     files: tuple[str, ...] | None
-    """As in ``EvalSetConfig``."""
-
     num_prompts: int
-    """As in ``EvalConfig``."""
-
     num_responses_per_prompt: int
-    """As in ``EvalConfig``."""
-
     temperature: float
-    """As in ``EvalConfig``."""
-
     top_p: float
-    """As in ``EvalConfig``."""
-
     pass_at_k: tuple[int, ...]
-    """As in ``EvalConfig``."""
-
     majority_at_k: tuple[int, ...]
-    """As in ``EvalConfig``."""
 
     @property
     def key(self) -> str:
@@ -110,13 +94,8 @@ class EvalConfig:
     majority_at_k: tuple[Rows, ...]
     """Numbers k of majority@k: whether the most frequent answer of k responses is correct."""
 
-    correct_reward: Annotated[
-        float, Field(ge=-1e6, le=1e6, description="float32 keeps seven digits")
-    ]
+    correct_reward: Annotated[float, Field(ge=-1e6, le=1e6)]
     """A response is correct, for pass@k and majority@k, with at least this reward."""
-
-    num_resamples: Annotated[int, Field(ge=0, le=100_000, description="an interval needs no more")]
-    """Bootstrap samples of prompts for the 95 % intervals of means; 0: no intervals."""
 
     sets: Mapping[Name, EvalSetConfig]
     """Several sets instead of one, by name: ``eval.sets.NAME.files=[FILE]``. Keys of a set: files,

@@ -22,15 +22,7 @@ from hybridrl.config.model import LoraConfig, ModelConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import HALVES, PlacedGroup, ServingConfig
-from hybridrl.config.topology import (
-    Absent,
-    Attached,
-    Colocated,
-    Fused,
-    LedDevices,
-    Own,
-    Topology,
-)
+from hybridrl.config.topology import Absent, Attached, Colocated, Fused, LedDevices, Own, Topology
 from hybridrl.config.trainer import CheckpointConfig, TrackingConfig, TrainerConfig
 
 OFFLINE_MODES: tuple[Literal["sft", "dpo", "reward_model"], ...] = ("sft", "dpo", "reward_model")
@@ -51,7 +43,7 @@ class ExperimentConfig:
     ``train``, ``plan`` predicts its memory, ``doctor`` examines its rows; they start nothing.
     ``eval`` evaluates a model and trains nothing."""
 
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1, description="SGLang takes seeds of 31 bits")]
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)]
     """Seed of all randomness: model init, data order, sampling."""
 
     model: ModelConfig
@@ -126,11 +118,6 @@ class ExperimentConfig:
         return self.reward_model if self.mode == "reward_model" else None
 
     @property
-    def learns_pairs(self) -> bool:
-        """Whether this mode learns from preference pairs."""
-        return self.mode in PAIR_MODES
-
-    @property
     def needs_reference(self) -> bool:
         """Whether ranks hold the model as it was loaded: for a KL penalty, or a loss of pairs."""
         if self.offline is not None:
@@ -196,11 +183,6 @@ class ExperimentConfig:
         return self.offline is None and self.rollout.replay is None
 
     @property
-    def has_router(self) -> bool:
-        """Whether sglang-router chooses the engine of each request to the policy's servers."""
-        return self.has_servers and self.serving.router == "sglang"
-
-    @property
     def asks_servers(self) -> bool:
         """Whether the manager asks the policy's servers by HTTP: complete ones that the run starts.
 
@@ -210,11 +192,6 @@ class ExperimentConfig:
         is_whole = not any(group.config.worker_type in HALVES for group in groups)
         is_own = is_whole and not self.serving.has_external_policy
         return is_own and self.rollout.engine == "sglang" and not self.rollout.routed_experts
-
-    @property
-    def num_server_devices(self) -> int:
-        """Devices of all servers, over all machines."""
-        return self.cluster.num_nodes * self.serving.num_devices_per_node
 
     @property
     def num_shared_per_node(self) -> int:

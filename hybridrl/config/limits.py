@@ -1,7 +1,7 @@
 """Intervals of numbers, written beside the field, and how messages spell them.
 
 ``ge``, ``gt``, ``le`` and ``lt`` are the ends. ``examples`` has one legal value, to propose where
-the lowest is unusual or open; ``description`` is the reason for the upper end.
+the lowest is unusual or open.
 """
 
 from __future__ import annotations
@@ -39,122 +39,88 @@ def _spell(end: float) -> str:
     return str(int(end)) if float(end).is_integer() else f"{end:g}"
 
 
-_COUNTED = "no run counts so far"
-_IN_MEMORY = "they are held in memory at once"
-_ON_CLUSTERS = "no cluster has more"
-_IN_FLOAT32 = "float32 keeps seven digits"
+Count = Annotated[int, Field(ge=1, le=10**9)]
+CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 
-Count = Annotated[int, Field(ge=1, le=10**9, description=_COUNTED)]
-CountOrZero = Annotated[int, Field(ge=0, le=10**9, description=_COUNTED)]
-
-Rows = Annotated[int, Field(ge=1, le=2**20, description=_IN_MEMORY)]
+Rows = Annotated[int, Field(ge=1, le=2**20)]
 """Prompts, responses or examples that are processed together."""
 
-Epochs = Annotated[int, Field(ge=1, le=1000, description="the rollouts are too old by then")]
+Epochs = Annotated[int, Field(ge=1, le=1000)]
 """Passes over the same rollouts."""
 
-Ranks = Annotated[int, Field(ge=1, le=2**16, description=_ON_CLUSTERS)]
+Ranks = Annotated[int, Field(ge=1, le=2**16)]
 """Machines, processes, or processes that share a resource."""
 
-RanksOrZero = Annotated[int, Field(ge=0, le=2**16, description=_ON_CLUSTERS)]
+RanksOrZero = Annotated[int, Field(ge=0, le=2**16)]
 
-Threads = Annotated[int, Field(ge=0, le=1024, description="no processor has more")]
+Threads = Annotated[int, Field(ge=0, le=1024)]
 """Threads of one process; 0 leaves the choice to the library."""
 
-Tokens = Annotated[int, Field(ge=1, le=2**24, description="no model has a longer context")]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
 """Tokens of a prompt or of a response."""
 
-TokensOrZero = Annotated[int, Field(ge=0, le=2**24, description="no model has a longer context")]
+TokensOrZero = Annotated[int, Field(ge=0, le=2**24)]
 
-PackedTokens = Annotated[
-    int, Field(ge=1, le=2**31 - 1, description="attention counts packed tokens in 31 bits")
-]
+PackedTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """Tokens of several rows, laid end to end."""
 
-Width = Annotated[int, Field(ge=1, le=2**20, description="no model is wider")]
+Width = Annotated[int, Field(ge=1, le=2**20)]
 """Columns inside a model."""
 
-Heads = Annotated[int, Field(ge=1, le=4096, description="no model has more")]
+Heads = Annotated[int, Field(ge=1, le=4096)]
 """Attention heads."""
 
-Layers = Annotated[int, Field(ge=1, le=10_000, description="no model has more layers")]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
 
-MebibytesOrZero = Annotated[
-    int, Field(ge=0, le=2**24, description="16 TiB, and no machine has more memory")
-]
+MebibytesOrZero = Annotated[int, Field(ge=0, le=2**24)]
 
-Processes = Annotated[int, Field(ge=1, le=1024, description="no processor has more cores")]
+Processes = Annotated[int, Field(ge=1, le=1024)]
 
-NotNegative = Annotated[float, Field(ge=0.0, le=1e6, description=_IN_FLOAT32)]
+NotNegative = Annotated[float, Field(ge=0.0, le=1e6)]
 """A weight of a term in a float32 sum."""
 
-PreferenceBeta = Annotated[
-    float,
-    Field(gt=0.0, le=1e3, examples=[0.1], description="the policy would stay at the reference"),
-]
+PreferenceBeta = Annotated[float, Field(gt=0.0, le=1e3, examples=[0.1])]
 """Weight of the log-ratios of a preference pair."""
 
-Discount = Annotated[float, Field(ge=0.0, le=1.0, description="sums over tokens would grow")]
+Discount = Annotated[float, Field(ge=0.0, le=1.0)]
 """Factor per token of the rewards to come."""
 
-StdFloor = Annotated[
-    float, Field(gt=0.0, le=1.0, examples=[1e-6], description="rewards differ by less than it")
-]
+StdFloor = Annotated[float, Field(gt=0.0, le=1.0, examples=[1e-6])]
 """Reward units, added to a standard deviation before something is divided by it."""
 
 ClipLow = Annotated[float, Field(gt=0.0, lt=1.0, examples=[0.2])]
 """Lower clip range of a probability ratio: ratio >= 1 - clip_low."""
 
-ClipHigh = Annotated[
-    float, Field(gt=0.0, le=1e6, examples=[0.2], description="it clips nothing any more")
-]
+ClipHigh = Annotated[float, Field(gt=0.0, le=1e6, examples=[0.2])]
 """Upper clip range of a probability ratio: ratio <= 1 + clip_high."""
 
-DualClip = Annotated[
-    float, Field(ge=0.0, le=1e6, examples=[3.0], description="it clips nothing any more")
-]
+DualClip = Annotated[float, Field(ge=0.0, le=1e6, examples=[3.0])]
 """Bound of the ratio of tokens with a negative advantage; 0 is off."""
 
-Share = Annotated[
-    float, Field(gt=0.0, le=1.0, examples=[0.2], description="there are no more tokens")
-]
+Share = Annotated[float, Field(gt=0.0, le=1.0, examples=[0.2])]
 """Of the tokens of a micro-batch."""
 
-Exponent = Annotated[float, Field(ge=0.0, le=100.0, description="float32 overflows")]
+Exponent = Annotated[float, Field(ge=0.0, le=100.0)]
 """Of a probability ratio, or of e."""
 
-Covariance = Annotated[float, Field(ge=-1e6, le=1e6, description=_IN_FLOAT32)]
+Covariance = Annotated[float, Field(ge=-1e6, le=1e6)]
 """Nats times the unit of advantages."""
 
-GateTemperature = Annotated[
-    float, Field(gt=0.0, le=1e3, examples=[1.0], description="the gate is a step by then")
-]
+GateTemperature = Annotated[float, Field(gt=0.0, le=1e3, examples=[1.0])]
 """Of a sigmoid of a probability ratio."""
 
-Probability = Annotated[
-    float, Field(gt=0.0, le=1.0, examples=[0.2], description="no probability is above 1")
-]
+Probability = Annotated[float, Field(gt=0.0, le=1.0, examples=[0.2])]
 
-RatioCap = Annotated[float, Field(gt=0.0, le=1e6, examples=[2.0], description="it bounds nothing")]
+RatioCap = Annotated[float, Field(gt=0.0, le=1e6, examples=[2.0])]
 """Largest weight of a token or response, from a probability ratio."""
 
-Veto = Annotated[float, Field(ge=0.0, le=1.0, examples=[1e-4], description="equal policies have 1")]
+Veto = Annotated[float, Field(ge=0.0, le=1.0, examples=[1e-4])]
 """Smallest probability ratio; 0 is off."""
 
-LogRange = Annotated[
-    float, Field(gt=0.0, le=20.0, examples=[0.2], description="log-ratios are clamped to 20 nats")
-]
+LogRange = Annotated[float, Field(gt=0.0, le=20.0, examples=[0.2])]
 """Nats that a log-prob, or a divergence, may move."""
 
-Seconds = Annotated[
-    float,
-    Field(
-        gt=0.0,
-        le=1e6,
-        examples=[60.0],
-        description="11 days; timers of the system count milliseconds in 31 bits",
-    ),
-]
+Seconds = Annotated[float, Field(gt=0.0, le=1e6, examples=[60.0])]
 """A time limit. The sum of two still fits a timer: poll(2) takes 24 days."""
 
 ArgumentValue = str | int | float | bool | None | tuple[str | int | float | bool, ...]

@@ -9,7 +9,7 @@ from typing import get_args, get_origin, get_type_hints
 
 from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
-from hybridrl.config.foreign.names import answer_key
+from hybridrl.config.foreign.names import answer_key, foreign_keys
 from hybridrl.config.values import read_values
 from hybridrl.errors import ConfigError, ConfigErrors, close_names, suggest_name, to_type
 
@@ -30,9 +30,7 @@ def load_config(values: Mapping[str, object]) -> ExperimentConfig:
     return config
 
 
-def read_config(
-    values: Mapping[str, object],
-) -> tuple[ExperimentConfig | None, list[ConfigError]]:
+def read_config(values: Mapping[str, object]) -> tuple[ExperimentConfig | None, list[ConfigError]]:
     """Read keys, types and intervals alone, without the rules; see `read_values`."""
     return read_values(ExperimentConfig, values)
 
@@ -81,7 +79,9 @@ def unknown_key(typed: str, value: str) -> ConfigError:
     parts = {other: other.rpartition(".") for other in known}
     neighbours = [last for above, _, last in parts.values() if above == section]
     if answer := answer_key(key, value, known=known):
-        return ConfigError(typed, value, "it is a key of another framework", answer)
+        is_former = key in foreign_keys().former
+        whose = "a former key" if is_former else "a key of another framework"
+        return ConfigError(typed, value, f"it is {whose}", answer)
     if key in known:
         fix = f"set {to_type(f'{key}={value}')}"
         return ConfigError(typed, value, "keys are typed without dashes", fix)

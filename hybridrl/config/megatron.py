@@ -55,17 +55,6 @@ class MegatronConfig:
     TransformerEngine's, which needs its layers. ``auto`` is TransformerEngine's with its layers, on
     CUDA in bfloat16, unless ``model.attention`` asks for another kernel."""
 
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"], ...] = ()
-    """Modules that the backward pass recomputes if ``gradient_checkpointing`` is true; none named
-    means full layers. ``core_attn`` is attention without its projections, ``mlp`` that of
-    dense layers, ``moe`` that of experts with the router. ``moe_act`` is the activation in experts
-    that TransformerEngine groups."""
-
-    overlap_communication: Literal["auto", True, False] = "auto"
-    """Overlap two exchanges with computation. In the last micro-batch of a step, gradients are
-    summed while earlier layers compute theirs. Changed weights are gathered while the first layers
-    of the next step compute, or at once for an export or scoring. ``auto``: on CUDA."""
-
     load_balance_coefficient: NotNegative = 0.0
     """Weight of the load-balance loss of mixture-of-experts layers (arXiv:2006.16668), summed over
     layers; 0 only measures it. See docs/mixture-of-experts.md."""

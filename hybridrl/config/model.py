@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.limits import CountOrZero, Heads, Layers, NotNegative, Rows, Width
+from hybridrl.config.limits import CountOrZero, Heads, Layers, Width
 
 TRANSFORMERS_MODEL_TYPES = (
     *("llama", "qwen2", "qwen3"),
@@ -67,26 +67,22 @@ class StarterConfig:
     intermediate_size: Width
     """Width inside the MLP."""
 
-    vocab_size: Annotated[int, Field(ge=258, le=2**24, description="no tokenizer has more")]
-    """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special tokens, and
-    with a vision tower four more."""
-
     num_vision_layers: CountOrZero
     """Blocks of its vision tower, as wide as the others; 0: it sees nothing."""
 
-    max_position_embeddings: Annotated[
-        int, Field(ge=1, le=2**25, description="the longest prompt and response together")
-    ]
+    max_position_embeddings: Annotated[int, Field(ge=1, le=2**25)]
     """Context length, in tokens."""
 
     num_warmup_steps: CountOrZero
     """Supervised steps before the run; the warmed-up model is cached and made once."""
 
-    warmup_batch_size: Rows
-    """Rows per supervised warm-up step."""
-
     warmup_lr: Annotated[float, Field(gt=0.0, le=1.0, examples=[1e-3])]
     """Peak learning rate of the warm-up."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special ones."""
+        return 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,17 +123,11 @@ class LoraConfig:
     rank: Width
     """Rows of A and columns of B; at most the smaller side of each adapted layer."""
 
-    alpha: Annotated[
-        float, Field(gt=0.0, le=1e6, examples=[16.0], description="float32 keeps seven digits")
-    ]
+    alpha: Annotated[float, Field(gt=0.0, le=1e6, examples=[16.0])]
     """Scaling of the adapter is alpha / rank, or alpha / sqrt(rank) with ``use_rslora``."""
 
     use_rslora: bool
     """Scale by alpha / sqrt(rank) (arXiv:2312.03732), so that high ranks learn as fast."""
-
-    dropout: NotNegative
-    """Only 0: with dropout the trained policy is not the one that sampled, and its probability
-    ratios would be noise."""
 
     target_modules: tuple[str, ...]
     """Adapted layers by the last word of their name, as q_proj; [all-linear] is all seven. Those of

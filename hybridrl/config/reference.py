@@ -1,7 +1,7 @@
-"""Every configuration key in words: type, interval, defaults, meaning, rules; and ``--help``.
+"""Every configuration key in words: type, interval, defaults, meaning; and ``--help``.
 
 Read from the code itself, so that ``--help`` and the site always agree with it: types and
-docstrings of the sections' fields, the files of hydra_configs, and the errors of config/checks.
+docstrings of the sections' fields, and the files of hydra_configs.
 """
 
 from __future__ import annotations
@@ -9,27 +9,21 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import re
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.names import answer_key
-from hybridrl.config.foreign.spelling import read_yaml
+from hybridrl.config.foreign.spelling import flatten, read_yaml
 from hybridrl.config.limits import spell_interval
-from hybridrl.config.load import known_keys
 from hybridrl.errors import ConfigError, suggest_name
 
-_CHECKS = Path(__file__).parent / "checks"
-_DOTTED = re.compile(r"(?:[a-z_]+|\*)(?:\.[a-z_0-9]+)+")
 _BY_DEVICE = "bfloat16 on cuda, float32 on cpu"
 _MOST_FILES = 4
-_RULE = 2  # place of the rule in the arguments of error()
 _WIDTH = 100
 _MOST_CHOICES = 4
 _HEADER = """\
@@ -38,7 +32,7 @@ python -m hybridrl.main [recipes=NAME] [SECTION=CHOICE ...] [SECTION.KEY=VALUE .
 Trains a language model with reinforcement learning.
 
 --help SECTION    every key of a section: type, default and meaning, as in: --help rollout
---help KEY        one key and its rules, as in: --help rollout.temperature
+--help KEY        one key, as in: --help rollout.temperature
 --cfg job         print all values that the command would run with
 --multirun        a sweep: KEY=A,B runs both, one after the other
 """
@@ -69,9 +63,6 @@ class KeyReference:
 
     meaning: str
     """The docstring of the field."""
-
-    rules: Sequence[str]
-    """Rules over several keys that name this one, in the words of their errors."""
 
     @property
     def default_text(self) -> str:
@@ -104,7 +95,7 @@ def read_sections(folder: Path) -> list[SectionReference]:
     """
     sections, top_keys = [], []
     meanings = field_meanings(ExperimentConfig)
-    experiment = _read_yaml(folder / "config.yaml")
+    experiment = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     defaults = {"config": _flatten(experiment)}
     chosen: dict[str, str] = {}
     for entry in cast("list[object]", experiment["defaults"]):
@@ -159,29 +150,24 @@ def _describe_fields(
 def _describe(
     key: str, hint: object, meaning: str, defaults: Mapping[str, Mapping[str, str]]
 ) -> KeyReference:
+    texts = {choice: _default(key, hint, values) for choice, values in defaults.items()}
     return KeyReference(
         name=key,
         type_text=_type_text(hint),
         interval=spell_interval(hint),
-        defaults={
-            choice: text for choice, values in defaults.items() if (text := _default(key, values))
-        },
+        defaults={choice: text for choice, text in texts.items() if text},
         meaning=meaning,
-        rules=tuple(rules_by_key().get(key, ())),
     )
 
 
-def _default(key: str, values: Mapping[str, str]) -> str:
+def _default(key: str, hint: object, values: Mapping[str, str]) -> str:
     """Return a default as it is typed; entries of a mapping together. Empty if there is none."""
     if key in values:
         return values[key]
     prefix = f"{key}."
-    entries = [
-        f"{name.removeprefix(prefix)}: {text}"
-        for name, text in values.items()
-        if name.startswith(prefix) and "." not in name.removeprefix(prefix)
-    ]
-    return f"{{{', '.join(entries)}}}" if entries else ""
+    inside = {name.removeprefix(prefix): text for name, text in values.items() if prefix in name}
+    entries = ", ".join(f"{name}: {text}" for name, text in inside.items() if "." not in name)
+    return f"{{{entries}}}" if entries or get_origin(hint) is Mapping else ""
 
 
 def _type_text(hint: object) -> str:
@@ -201,76 +187,9 @@ def _type_text(hint: object) -> str:
     return _TYPE_NAMES[cast(type, hint)]
 
 
-@cache
-def rules_by_key() -> Mapping[str, Sequence[str]]:
-    """Return, for each key, what errors of the checks say; computed pieces are ``...``.
-
-    Errors of other keys that name it begin with their key. Where all of a text is computed,
-    the first sentence of the rule's docstring stands for it.
-    """
-    texts: dict[str, dict[str, None]] = {}
-    for file in sorted(_CHECKS.glob("*.py")):
-        module = ast.parse(file.read_text(encoding="utf-8"))
-        for function in (node for node in module.body if isinstance(node, ast.FunctionDef)):
-            for key, rule in _errors_of(function, module):
-                text = rule.replace("*", "...")
-                own = _keys_like([key])
-                for name in own:
-                    texts.setdefault(name, {})[text] = None
-                named = _keys_like(_DOTTED.findall(rule)) if key != "*" else set()
-                for name in named - own:
-                    texts.setdefault(name, {})[f"{key.replace('*', 'NAME')}: {text}"] = None
-    return {key: tuple(of_key) for key, of_key in texts.items()}
-
-
-def _keys_like(patterns: Iterable[str]) -> set[str]:
-    """Return the keys that one of the patterns fits, in which ``*`` is any word but the last."""
-    named = [pattern for pattern in patterns if not pattern.endswith("*")]
-    regexes = [re.compile(p.replace(".", r"\.").replace("*", "[a-z0-9]+")) for p in named]
-    return {key for key in known_keys() if any(regex.fullmatch(key) for regex in regexes)}
-
-
-def _errors_of(function: ast.FunctionDef, module: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield key and rule of each error that a function yields; ``*`` for a computed piece."""
-    meaning = " ".join((ast.get_docstring(function) or "").split("\n\n")[0].split())
-    assigned = [*_assigned(module.body), *_assigned(ast.walk(function))]
-    for call in ast.walk(function):
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "error":
-            key, rule = (_text_of(node, call.lineno, assigned) for node in call.args[1:3])
-            yield key, meaning if rule == "*" else rule
-
-
-def _text_of(node: ast.AST | None, line: int, assigned: Sequence[tuple[str, ast.expr]]) -> str:
-    """Write a text as far as the source shows it; a name has what it got last before ``line``."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=pieces):
-            return "".join(_text_of(piece, line, assigned) for piece in pieces)
-        case ast.FormattedValue(value=ast.Name() as name):
-            return _text_of(name, line, assigned)
-        case ast.Name(id=name):
-            values = [value for target, value in assigned if target == name]
-            earlier = [value for value in values if value.lineno < line]
-            latest = max(earlier, key=lambda value: value.lineno, default=None)
-            return _text_of(latest, latest.lineno if latest else 0, assigned)
-    return "*"
-
-
-def _assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
-    """Yield names and values of assignments, also of several at once."""
-    for node in nodes:
-        match node:
-            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
-                pairs = zip(names, values, strict=True)
-                yield from ((name.id, value) for name, value in pairs if isinstance(name, ast.Name))
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                yield name, value
-
-
 def _read_choice(file: Path) -> dict[str, object]:
     """Read one file of a section, on top of the file that its ``defaults`` name."""
-    values = _read_yaml(file)
+    values = read_yaml(file.read_text(encoding="utf-8"))
     bases = values.pop("defaults", [])
     merged: dict[str, object] = {}
     for base in cast("list[str]", bases):
@@ -279,19 +198,9 @@ def _read_choice(file: Path) -> dict[str, object]:
     return merged | values
 
 
-def _read_yaml(file: Path) -> dict[str, object]:
-    return read_yaml(file.read_text(encoding="utf-8"))
-
-
 def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Write each scalar value as it is typed on the command line."""
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = _spell(value)
-    return flat
+    return {key: _spell(value) for key, value in flatten(values, prefix)}
 
 
 def _spell(value: object) -> str:
@@ -347,8 +256,6 @@ def _lines_about(name: str, sections: Sequence[SectionReference]) -> Iterator[st
             yield from _key_lines(key)
     elif name in keys:
         yield from _key_lines(keys[name])
-        for rule in keys[name].rules:
-            yield from _wrap(f"Rule: {rule}", "    ", "          ")
     else:
         names = [*(section.name for section in sections), *keys]
         rule = "there is no such section or key"

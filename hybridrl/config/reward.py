@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.functions.python_files import names_at_top_level, required_parameters
+from hybridrl.config.functions.signatures import names_at_top_level, required_parameters
 from hybridrl.config.limits import Arguments, Name, Processes, Seconds
 
 BUILT_IN_REWARDS: Mapping[str, str] = {
@@ -48,9 +48,7 @@ class RewardPart:
     function: str
     """As ``reward.function``."""
 
-    weight: Annotated[
-        float, Field(ge=-1e6, le=1e6, examples=[1.0], description="float32 keeps seven digits")
-    ] = 1.0
+    weight: Annotated[float, Field(ge=-1e6, le=1e6, examples=[1.0])] = 1.0
     """Factor of this reward in the sum that is the reward of a response."""
 
     args: Arguments = field(default_factory=dict)
@@ -116,10 +114,6 @@ class RewardConfig:
     def agent_names(self) -> tuple[str, ...]:
         """Names of the rewards that an agent gives."""
         return tuple(name for name, part in self.parts.items() if part.function == AGENT)
-
-    def with_absolute_files(self) -> RewardConfig:
-        """Return the same rewards with absolute paths of models, for any working folder."""
-        return self.with_model_paths(lambda path: Path(path).absolute())
 
     def with_model_paths(self, change: Callable[[str], Path]) -> RewardConfig:
         """Return the same rewards with the folders of models that ``change`` gives for theirs."""

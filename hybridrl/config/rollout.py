@@ -7,22 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.limits import (
-    Arguments,
-    CountOrZero,
-    MebibytesOrZero,
-    Ranks,
-    Rows,
-    Seconds,
-    Threads,
-    Tokens,
-)
+from hybridrl.config.limits import Arguments, MebibytesOrZero, Ranks, Rows, Seconds, Tokens
 
 COLDEST = 0.001
 """Lowest temperature: logits divided by a lower one would overflow."""
-
-TOO_HOT = "sampling is as good as uniform"
-"""Reason for the highest temperature."""
 
 ABORT_GRACE_S = 10.0
 """Seconds that aborted requests of a draining server may take to end."""
@@ -45,12 +33,7 @@ class RolloutConfig:
     num_responses_per_prompt: Rows
     """Group size G. Group-relative algorithms need G >= 2."""
 
-    oversample: Annotated[
-        float,
-        Field(
-            ge=1.0, le=MOST_OVERSAMPLED, examples=[1.5], description="rollouts are too old by then"
-        ),
-    ]
+    oversample: Annotated[float, Field(ge=1.0, le=MOST_OVERSAMPLED, examples=[1.5])]
     """Prompts that are begun, over those of a step. Above 1 a phase ends when the prompts of a step
     are complete; the others are interrupted at a token, and continue in the next phase with the
     tokens that they have. Engines of the ranks alone; needs a rollout correction."""
@@ -58,7 +41,7 @@ class RolloutConfig:
     max_response_tokens: Tokens
     """Length limit, in tokens. A response that reaches it is marked truncated."""
 
-    temperature: Annotated[float, Field(ge=COLDEST, le=100.0, examples=[1.0], description=TOO_HOT)]
+    temperature: Annotated[float, Field(ge=COLDEST, le=100.0, examples=[1.0])]
     """Divides the logits. Log-probs are computed at this same temperature. Greedy decoding is for
     evaluation alone: ``eval.temperature=0``."""
 
@@ -66,12 +49,8 @@ class RolloutConfig:
     """Nucleus: smallest set of tokens with at least this probability. 1 is off. Log-probs of either
     engine are those before top-p and top-k, as the trainer's are."""
 
-    top_k: Annotated[int, Field(ge=0, le=2**24, description="no tokenizer has more tokens")]
+    top_k: Annotated[int, Field(ge=0, le=2**24)]
     """Sample among the k likeliest tokens. 0 is off."""
-
-    num_threads: Threads
-    """CPU threads while sampling; many small operations gain nothing from a second thread. 0: as
-    many as ``cluster.num_threads_per_rank``."""
 
     num_slots: Rows
     """Sequences that decode at the same time on a rank (rows of the KV cache)."""
@@ -113,16 +92,10 @@ class RolloutConfig:
     model, in ``dtype``, in the temporary folder of each node with such an engine. Servers of a
     frozen model that run elsewhere are compared with each other at the start, with ``always``."""
 
-    canary_every_steps: CountOrZero
-    """Steps between canaries. In a canary step the policy update compares the engine's log-probs of
-    all sampled tokens with the trainer's, before an optimizer step. Costs nothing. 0 is off."""
-
-    canary_max_drift_nats: Annotated[
-        float,
-        Field(gt=0.0, le=1000.0, examples=[0.1], description="a log-prob is never so far off"),
-    ]
-    """The run stops if the log-probs of a micro-batch differ by more on average, before its
-    optimizer step."""
+    canary_max_drift_nats: Annotated[float, Field(gt=0.0, le=1000.0, examples=[0.1])] | None
+    """The policy update compares the engine's log-probs of all sampled tokens with the trainer's,
+    which costs nothing, and the run stops before an optimizer step if those of a micro-batch differ
+    by more on average, as by 0.1. Null: it does not."""
 
     bucket_mib: MebibytesOrZero
     """Size of one bucket of the weight stream, in MiB. 0 derives it from free memory."""
@@ -131,9 +104,7 @@ class RolloutConfig:
     """Seconds that one engine may sample longer than another. Ranks without an engine wait for all
     of sampling, ``cluster.call_timeout_s``."""
 
-    drain_timeout_s: Annotated[
-        float, Field(gt=0.0, le=1e5, examples=[30.0], description="longer than a day")
-    ]
+    drain_timeout_s: Annotated[float, Field(gt=0.0, le=1e5, examples=[30.0])]
     """Seconds that a pausing engine may take to finish; then its requests are aborted."""
 
     stage_timeout_s: Seconds

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from hybridrl.config.limits import (
-    Arguments,
-    Count,
-    Name,
-    Ranks,
-    RanksOrZero,
-    Rows,
-    Seconds,
-    Tokens,
-)
+from hybridrl.config.limits import Arguments, Count, Name, Ranks, RanksOrZero, Rows, Seconds, Tokens
 
 WeightRoute = Literal["files", "broadcast"]
 OnUpdate = Literal["interrupt", "finish", "abort"]
-WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
+WorkerType = Literal["regular", "prefill", "decode", "placeholder"]
 
 HALVES = ("prefill", "decode")
 """Types of engines that share the work of each request."""
@@ -37,8 +27,8 @@ class ServerGroupConfig:
     """Devices that share one engine."""
 
     worker_type: WorkerType = "regular"
-    """Work of the engines. ``prefill`` and ``decode`` share a request, ``encoder`` reads images for
-    them; ``placeholder`` keeps its devices free and has no engine."""
+    """Work of the engines. ``prefill`` and ``decode`` share a request; ``placeholder`` keeps its
+    devices free and has no engine."""
 
     engine_args: Arguments = field(default_factory=dict)
     """Arguments of SGLang for this group alone; they replace those of ``rollout.engine_args``."""
@@ -190,11 +180,3 @@ class ServingConfig:
             for name, group in served.groups.items():
                 yield PlacedGroup(model, name, group, first_device)
                 first_device += group.num_devices
-
-    def with_absolute_files(self) -> ServingConfig:
-        """Return the same servers with absolute paths of models, for any working folder."""
-        absolute = {
-            name: replace(model, path=str(Path(str(model.path)).absolute()))
-            for name, model in self.frozen.items()
-        }
-        return replace(self, models={**self.models, **absolute})

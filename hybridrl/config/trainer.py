@@ -19,10 +19,7 @@ class TrainerConfig:
     num_steps: Count
     """Steps: one rollout batch and its updates each; one update each where nothing is sampled."""
 
-    num_epochs: (
-        Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0], description="no run counts so far")]
-        | None
-    )
+    num_epochs: Annotated[float, Field(gt=0.0, le=1e6, examples=[1.0])] | None
     """End after this many passes over the rows, if that is before ``num_steps``. Null: the steps
     alone count."""
 
@@ -30,19 +27,17 @@ class TrainerConfig:
     """Prompts P per step; P x rollout.num_responses_per_prompt responses are sampled. Modes that
     sample nothing: rows, or preference pairs, over all ranks."""
 
-    max_staleness: Annotated[int, Field(ge=0, le=1000, description="rollouts are too old by then")]
+    max_staleness: Annotated[int, Field(ge=0, le=1000)]
     """Steps between the weights that sample a row's first token and the step that learns from it,
     at most. 0: a step samples, then learns. Above 0 engines on devices of their own sample ahead,
     while the trainer learns; needs ``serving.models`` and a rollout correction."""
 
-    max_skipped_updates: CountOrZero
-    """Consecutive updates that may be skipped for a non-finite loss or gradient before a stop."""
-
     run_dir: str
-    """Folder of this run: configuration, log, metrics, samples."""
+    """Folder of this run: configuration, log, metrics, samples. A run that is there continues from
+    its newest complete checkpoint."""
 
     overwrite: bool
-    """Replace an existing run folder."""
+    """Replace an existing run folder, in place of its continuation."""
 
     export_hf: bool
     """Write the final weights to ``<run_dir>/hf`` as a Hugging Face folder."""
@@ -64,14 +59,7 @@ class CheckpointConfig:
     best_metric: str | None
     """Metric of a step, by which its checkpoint is judged: ``eval/math/pass_at_8``. Null: the
     highest ``eval/reward/mean``; of preference pairs ``eval/accuracy``; for supervised fine-tuning
-    the lowest ``eval/loss_nats``."""
-
-    best_is: Literal["highest", "lowest"]
-    """Which values of ``checkpoint.best_metric`` are good."""
-
-    resume: Literal["auto", "never"]
-    """``auto`` resumes from the newest complete checkpoint in ``trainer.run_dir``; ``never``
-    refuses a folder that holds a run."""
+    the lowest ``eval/loss_nats``. Low values are good of losses, lengths and truncated shares."""
 
     accept_changes: bool
     """Resume although recipe, data or tokenizer have changed, or lines of ``metrics.jsonl`` or
@@ -97,9 +85,6 @@ class TrackingConfig:
 
     num_samples_per_step: CountOrZero
     """Responses written to samples.jsonl each step, with rewards and text."""
-
-    trace: bool
-    """Keep ``trace.json``, the activities of driver and ranks over time, for Perfetto."""
 
     live: Literal["auto", "table", "lines", "off"]
     """``auto`` shows a live table in a terminal, else plain lines."""

@@ -283,12 +283,11 @@ class _Explainer:
 
 
 def _rule_of_interval(hint: Hint, *, is_above: bool) -> tuple[str, Any]:
-    """Return the rule of a number, beyond its upper end with the reason, and a legal one."""
+    """Return the rule of a number, and a legal one."""
     ends, info = ends_of(hint), field_of(hint)
-    why = f" ({info.description})" if is_above and info and info.description else ""
     usual = [*((info and info.examples) or []), ends.get("ge"), ends.get("le")]
     meant = ends["le"] if is_above and "le" in ends else usual[0]
-    return f"must be {spell_interval(hint)}{why}", get_args(hint)[0](meant)
+    return f"must be {spell_interval(hint)}", get_args(hint)[0](meant)
 
 
 def _at(values: Nested, place: Sequence[str | int]) -> Nested:

@@ -95,7 +95,9 @@ def _choose_number(source: random.Random, *, split: Split, num_digits: int) -> s
         number = str(source.randrange(10 ** (num_digits - 1), 10**num_digits))
         if _split_of(number) == split:
             return number
-    raise DataError(f"there is no number of {num_digits} digits for {split}; set data.min_digits=2")
+    raise DataError(
+        f"there is no number of {num_digits} digits for {split}; set data.max_digits=20"
+    )
 
 
 def _with_error(answer: str, source: random.Random) -> str:

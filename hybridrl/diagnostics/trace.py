@@ -149,7 +149,7 @@ class SpanRecorder:
             max_bytes = MAX_BYTES // num_processes
             self._file = ProcessTrace(run_folder, process, max_bytes=max_bytes)
         except OSError as error:
-            log.warning("no trace is kept: %s; tracking.trace=false keeps quiet about it", error)
+            log.warning("no trace is kept: %s", error)
             return False
         self.run_folder = run_folder
         self.take()

@@ -341,6 +341,7 @@ def architecture_of(model: ModelConfig) -> Architecture:
     model_type = "qwen2_5_vl_text" if starter.num_vision_layers else "qwen3"
     values = {
         **asdict(starter),
+        "vocab_size": starter.vocab_size,
         "model_type": model_type,
         "num_hidden_layers": starter.num_layers,
         "head_dim": starter.hidden_size // starter.num_attention_heads,

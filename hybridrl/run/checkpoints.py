@@ -26,8 +26,14 @@ from hybridrl.report.run import EVALUATIONS
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_SAVES = 3
-_USUAL_SIGNS = {name: 1.0 if best is max else -1.0 for name, best in EVALUATIONS}
-"""Metrics that checkpoints are judged by unless one is named; negative: low values are good."""
+_USUAL = tuple(name for name, _ in EVALUATIONS)
+"""Metrics that checkpoints are judged by unless one is named."""
+
+_GOOD_IF_LOW = (
+    *("loss_nats", "supervised_nats", "_loss", "loss/preference"),
+    *("truncated_fraction", "response_tokens/mean"),
+)
+"""Ends of the names of metrics of which low values are good."""
 
 
 class Saver(Protocol):
@@ -202,10 +208,10 @@ class Checkpointer:
 
     def _score(self, metrics: Metrics) -> float | None:
         """Return how good the policy is by these metrics, higher is better; None if unknown."""
-        name, sign = self._config.best_metric, 1.0 if self._config.best_is == "highest" else -1.0
+        name = self._config.best_metric
         if name is None:
-            name = next((n for n in _USUAL_SIGNS if n in metrics), "")
-            sign = _USUAL_SIGNS.get(name, 1.0)
+            name = next((n for n in _USUAL if n in metrics), "")
+        sign = -1.0 if name.endswith(_GOOD_IF_LOW) else 1.0
         return sign * metrics[name].value if name in metrics else None
 
     def _note_failure(self, what: str) -> None:

@@ -88,7 +88,7 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     arguments: dict[str, Any] = {
         "address": "local",
         # As many as the ranks ask for: more ranks than cores is a choice, not an error.
-        "num_cpus": max(1, round(num_ranks * cluster.num_cpus_per_rank)),
+        "num_cpus": num_ranks,
         "include_dashboard": False,
         "logging_level": logging.WARNING,
     }

@@ -38,7 +38,7 @@ from hybridrl.trainer.build_algorithm import (
 )
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
-from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
+from hybridrl.trainer.loop import MAX_SKIPPED, Loop, StepRecorder, UpdateGuard
 from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.reward import EarlyRewards, TextReward
 from hybridrl.trainer.reward_models import (
@@ -51,6 +51,8 @@ from hybridrl.trainer.reward_models import (
 from hybridrl.trainer.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
+
+_NUM_RESAMPLES = 1000  # of an evaluation: the ends of its intervals are stable to a few percent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +161,7 @@ class _ReinforcementLearning:
             recorder=self.record,
             num_steps=config.trainer.num_steps,
             eval_every=config.eval.every_num_steps,
-            guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
+            guard=UpdateGuard(max_skipped=MAX_SKIPPED),
         )
 
     def _batches_of(self, workers: Workers, rollouts: Rollouts) -> Batches:
@@ -311,6 +313,6 @@ def build_evaluator(
         reward=reward,
         tokenizer=tokenizer,
         correct_reward=config.eval.correct_reward,
-        num_resamples=config.eval.num_resamples,
+        num_resamples=_NUM_RESAMPLES,
         seed=config.seed,
     )

@@ -114,7 +114,7 @@ def open_record(
         try_machine(run_log.folder)
         with (
             _summarized(config, command),
-            _traced(run_log.folder, is_on=config.tracking.trace),
+            _traced(run_log.folder),
             open_live(config.tracking.live, num_steps=config.num_steps, stream=sys.stdout) as live,
         ):
             record = RunFolder(run_log, live)
@@ -152,9 +152,9 @@ def _summarized(config: ExperimentConfig, command: Sequence[str]) -> Iterator[No
 
 
 @contextmanager
-def _traced(folder: Path, *, is_on: bool) -> Iterator[None]:
+def _traced(folder: Path) -> Iterator[None]:
     """Let this process, and ranks that it starts, write the trace of a run; join it at the end."""
-    begins = is_on and trace.process.write_to(
+    begins = trace.process.write_to(
         folder.absolute(), f"driver on {socket.gethostname()}", num_processes=4
     )
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hybridrl.checkpoint.fingerprint import (
     check_fingerprints,
     check_recipe,
-    differences,
+    environment_changes,
     environment_of,
     folder_fingerprints,
     own_fingerprints,
@@ -59,7 +59,7 @@ def should_resume(config: ExperimentConfig) -> bool:
     """
     folder = Path(config.trainer.run_dir)
     former = folder / "config.yaml"
-    if config.trainer.overwrite or config.checkpoint.resume == "never" or not former.is_file():
+    if config.trainer.overwrite or not former.is_file():
         return False
     checkpoint = checkpoint_store(config).newest()
     accept = config.checkpoint.accept_changes
@@ -133,5 +133,5 @@ def check_resumable(
         )
     for change in changes:
         log.warning("resuming with a change that was accepted: %s", change)
-    for change in differences(saved.environment, origin.environment):
+    for change in environment_changes(saved.environment, origin.environment):
         log.warning("resuming, but not bitwise identical: %s", change)

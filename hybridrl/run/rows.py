@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl import env
 from hybridrl.agents.rollout import tool_schemas
 from hybridrl.config.eval import EvalSet
-from hybridrl.config.experiment import ExperimentConfig, with_value
+from hybridrl.config.experiment import PAIR_MODES, ExperimentConfig, with_value
 from hybridrl.data.examples import PreferencePair, tokenize_pairs
 from hybridrl.data.files import RowFiles
 from hybridrl.data.parsing import columns_of
@@ -38,6 +38,8 @@ from hybridrl.models.image_settings import image_settings_of
 from hybridrl.processes.guard import usual_num_processes
 
 log = logging.getLogger(__name__)
+
+_MIN_DIGITS = 2  # of one digit all numbers are seen in training
 
 
 _Tokenized = TypeVar("_Tokenized", bound=TokenizedRow)
@@ -222,16 +224,16 @@ def _make(config: ExperimentConfig, num_rows: int, *, split: Split) -> list[Row]
             num_rows,
             split=split,
             seed=config.seed,
-            min_digits=data.min_digits,
+            min_digits=min(_MIN_DIGITS, data.max_digits),
             max_digits=data.max_digits,
         )
     return build_sort_digits_rows(
         num_rows,
         split=split,
         seed=config.seed,
-        min_digits=data.min_digits,
+        min_digits=min(_MIN_DIGITS, data.max_digits),
         max_digits=data.max_digits,
-        with_rejected=config.learns_pairs,
+        with_rejected=config.mode in PAIR_MODES,
     )
 
 

@@ -45,7 +45,8 @@ from hybridrl.trainer.policy import Learner
 log = logging.getLogger(__name__)
 
 _LABEL = "making the starter model, once"
-_MIN_DIGITS, _MAX_DIGITS = 2, 20
+_MAX_DIGITS, _MAX_DRAWN_DIGITS = 20, 2
+_NUM_ROWS_PER_STEP = 64
 _NUM_ROWS = 10_000
 _CONVERSATION_TOKENS = 96
 _PACKAGE = Path(hybridrl.__file__).parent
@@ -105,7 +106,7 @@ def starter_name(config: ExperimentConfig) -> str:
     data, cluster = config.data, config.cluster
     parts = [
         *(config.seed, asdict(config.model), asdict(config.actor), asdict(config.sft)),
-        *(data.task, data.num_task_rows, data.min_digits, data.max_digits),
+        *(data.task, data.num_task_rows, data.max_digits),
         *(cluster.device, cluster.num_threads_per_rank),  # they round differently
         *(_digest(_CODE), torch.__version__, transformers.__version__),
     ]
@@ -124,11 +125,9 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
         task = "read_numbers"
     elif config.data.task == "calculator":
         task = "calculator"
-    is_own_task = config.data.task == task
-    longest = _MIN_DIGITS if task == "read_numbers" else _MAX_DIGITS
-    shortest, longest = (
-        (config.data.min_digits, config.data.max_digits) if is_own_task else (_MIN_DIGITS, longest)
-    )
+    longest = _MAX_DRAWN_DIGITS if task == "read_numbers" else _MAX_DIGITS
+    if config.data.task == task:
+        longest = config.data.max_digits
     # A number takes one token per digit, with '=' in the prompt or end-of-text in the answer.
     max_digits = min(longest, max(1, starter.max_position_embeddings // 2 - 1))
     is_chat = task != "sort_digits"
@@ -167,7 +166,6 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             sources={},
             curriculum="none",
             num_task_rows=_NUM_ROWS,
-            min_digits=min(shortest, max_digits),
             max_digits=max_digits,
             use_chat_template=is_chat,
             max_prompt_tokens=_CONVERSATION_TOKENS if is_chat else max_digits + 1,
@@ -178,8 +176,7 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
         trainer=replace(
             config.trainer,
             num_steps=starter.num_warmup_steps,
-            num_prompts_per_step=starter.warmup_batch_size,
-            max_skipped_updates=0,
+            num_prompts_per_step=_NUM_ROWS_PER_STEP,
             num_epochs=None,
         ),
         eval=replace(config.eval, every_num_steps=0),
@@ -251,7 +248,7 @@ def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, targe
             loop.run()
         except TrainingError as error:
             raise TrainingError(
-                "a step of the starter model's warm-up had no finite loss or gradient; lower "
+                "steps of the starter model's warm-up had no finite loss or gradient; lower "
                 f"model.starter.warmup_lr={config.actor.optimizer.lr:g}"
             ) from error
         loop.interrupt.raise_if_unfinished()  # a half-taught model must not be kept

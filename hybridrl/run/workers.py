@@ -13,6 +13,7 @@ import ray
 from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig, SetupHook
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions.paths import with_absolute_files
 from hybridrl.diagnostics import trace
 from hybridrl.planning.frozen_base import BasePlan, base_plan, has_choice
 from hybridrl.rehearsal.plan import plan_by_execution
@@ -58,11 +59,11 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
     config = replace(
         config,
         model=replace(config.model, path=str(model_folder)),
-        algorithm=config.algorithm.with_absolute_files(),
-        agent=config.agent.with_absolute_files(),
-        dpo=config.dpo.with_absolute_files(),
-        reward=config.reward.with_absolute_files(),
-        serving=config.serving.with_absolute_files(),
+        algorithm=with_absolute_files(config.algorithm),
+        agent=with_absolute_files(config.agent),
+        dpo=with_absolute_files(config.dpo),
+        reward=with_absolute_files(config.reward),
+        serving=with_absolute_files(config.serving),
         trainer=replace(config.trainer, run_dir=str(Path(config.trainer.run_dir).absolute())),
     )
     variables = rank_variables(config)
@@ -132,7 +133,6 @@ def start_group(
     pool = RayResourcePool(
         process_on_nodes=[cluster.num_ranks_per_node] * cluster.num_nodes,
         use_gpu=cluster.device == "cuda",
-        num_cpus_per_rank=cluster.num_cpus_per_rank,
         wait_s=cluster.start_timeout_s,
         is_spread=True,
     )

@@ -344,7 +344,6 @@ def _own_devices(config: ExperimentConfig) -> Iterator[Sequence[Mapping[str, Any
     pool = RayResourcePool(
         process_on_nodes=[num_own] * cluster.num_nodes,
         use_gpu=cluster.device == "cuda",
-        num_cpus_per_rank=cluster.num_cpus_per_rank,
         wait_s=cluster.start_timeout_s,
         is_spread=True,
     )

@@ -57,7 +57,7 @@ class RolloutManager:
         install_reducers()
         run_folder = Path(config.trainer.run_dir)
         log.configure_server(run_folder, log.MANAGER)
-        if config.tracking.trace and run_folder.is_dir():
+        if run_folder.is_dir():
             trace.process.write_to(run_folder, "rollout manager", num_processes=4)
         self._config = config
         self._agent = build_agent_rollout(config, model_folder)

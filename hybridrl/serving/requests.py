@@ -46,9 +46,8 @@ class PolicyRequests:
 
         ``images`` says how the model cuts them; None: it sees none.
         """
-        self.router = (
-            PolicyRouter(config, vocab_size=vocab_size, key=key) if config.has_router else None
-        )
+        is_routed = config.serving.router == "sglang"
+        self.router = PolicyRouter(config, vocab_size=vocab_size, key=key) if is_routed else None
         self._faults = FaultPlan(config.serving.faults, seed=config.seed)
         self._config, self._vocab_size, self._key = config, vocab_size, key
         self._images = images

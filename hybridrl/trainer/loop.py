@@ -97,6 +97,10 @@ class Loop:
         return bool(self.eval_every) and (step % self.eval_every == 0 or step == self.num_steps)
 
 
+MAX_SKIPPED = 5
+"""A batch now and then overflows; a policy that is broken skips every update."""
+
+
 class UpdateGuard:
     """Allows ``max_skipped`` steps in a row that skip an update: loss or gradient not finite."""
 
@@ -115,7 +119,7 @@ class UpdateGuard:
         if self.num_skipped > self._max_skipped:
             raise TrainingError(
                 f"{self.num_skipped} steps in a row had an update without a finite loss or "
-                f"gradient (trainer.max_skipped_updates={self._max_skipped}); lower "
+                f"gradient, and at most {self._max_skipped} may be skipped; lower "
                 "actor.optimizer.lr (or critic.optimizer.lr, see critic/skipped_updates), or set "
                 "actor.compute_dtype=float32"
             )

@@ -271,15 +271,14 @@ class ActorRolloutWorker(CheckpointedWorker):
 
         Raises:
             DriftError: the rollouts came from another policy, and this step checks it
-                (``rollout.canary_every_steps``). No optimizer step learned from them.
+                (``rollout.canary_max_drift_nats``). No optimizer step learned from them.
         """
         self.sharding.require_training()
         algorithm = self._config.algorithm
-        limit_nats = self._config.rollout.canary_max_drift_nats
         loss = replace(
             self._loss,
             kl_coefficient=kl_coefficient,
-            max_drift_nats=limit_nats if self._checks_drift() else None,
+            max_drift_nats=self._config.rollout.canary_max_drift_nats,
             policy_version=self._policy_version,
         )
         # With the sampler's log-probs as old ones, an update moves what the next one is checked by.
@@ -305,11 +304,6 @@ class ActorRolloutWorker(CheckpointedWorker):
         per_step = self._config.algorithm.num_updates_per_step
         steps_T = torch.div(self._policy_version - versions_T.double(), per_step)
         return describe_staleness(steps_T)
-
-    def _checks_drift(self) -> bool:
-        num_steps = self._policy_version // self._config.algorithm.num_updates_per_step
-        every = self._config.rollout.canary_every_steps
-        return every > 0 and num_steps % every == 0
 
     def _step(self, minibatch: TrainBatch, loss: TokenLoss) -> Metrics:
         metrics = self._actor.update(

@@ -10,6 +10,7 @@ import pytest
 from hybridrl.checkpoint.fingerprint import (
     check_fingerprints,
     check_recipe,
+    environment_changes,
     environment_of,
     folder_fingerprints,
     recipe_of,
@@ -85,6 +86,24 @@ def test_a_run_whose_mode_had_steps_of_its_own_goes_on(
     saved["megatron.replay_routing"] = saved.pop("actor.replay_routing")
     changes = check_recipe(saved, now, where=WHERE, accept=True)
     assert [words in change for change in changes] == [True] * bool(words and is_other)
+
+
+@pytest.mark.shows("R2.6")
+@pytest.mark.parametrize(("algorithm", "decay"), [("grpo", 0.1), ("ppo", 0.0), ("ppo", 0.1)])
+def test_a_run_goes_on_though_keys_of_it_are_constants_now(algorithm: str, decay: float) -> None:
+    now = recipe_of(config_of(f"algorithm={algorithm}"))
+    former = {"data.min_digits": 2, "eval.num_resamples": 50, "critic.placement": "fused"}
+    former |= {"actor.fsdp2.compile_blocks": False, "actor.fsdp2.liger_kernels": False}
+    saved = {**now, **former, "critic.optimizer.weight_decay": decay}
+    del saved["actor.fsdp2.kernels"]
+    changes = check_recipe(saved, now, where=WHERE, accept=True)
+    is_read = algorithm == "ppo" and decay != 0.0  # the critic has the actor's decay now
+    assert [change.partition(":")[0] for change in changes] == (
+        ["critic.optimizer.weight_decay"] * is_read
+    )
+    assert check_recipe({**saved, "data.min_digits": 3}, now, where=WHERE, accept=True)
+    assert not [*environment_changes({"rollout.num_threads": "1"}, {})]
+    assert [*environment_changes({"rollout.num_threads": "2"}, {})]
 
 
 @pytest.mark.shows("R2.6")

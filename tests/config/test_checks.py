@@ -3,7 +3,6 @@ import json
 import re
 import shlex
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from hybridrl.config.checks import messages
-from hybridrl.config.checks.rollout import READ_BY, check_sglang_is_installed
-from hybridrl.config.checks.violations import rules_of, run
+from hybridrl.config.checks.rollout import check_sglang_is_installed
+from hybridrl.config.checks.unread import unread_keys
+from hybridrl.config.checks.violations import check_group, rules_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.megatron import MegatronConfig
@@ -89,7 +89,6 @@ def _scorer(model_type: str, num_labels: int = 1, kind: str = "Sequence") -> str
 
 # What the user typed, the key that is named, and a word of the rule.
 BROKEN: list[tuple[tuple[str, ...], str, str]] = [
-    (("serving.weights=broadcast",), "serving.weights", "would be ignored: the ranks"),
     (("trainer.max_staleness=1",), "trainer.max_staleness", "the ranks of the policy have"),
     (
         (*AHEAD, "algorithm.rollout_correction=null"),
@@ -102,7 +101,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "trainer.max_staleness",
         "agent.loop=proxy has one server",
     ),
-    (("serving=own", "serving.on_update=finish"), "serving.on_update", "would be ignored: trainer"),
     (
         (*AHEAD, *PLAYED, "serving.on_update=abort"),
         "serving.on_update",
@@ -158,35 +156,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "needs a group of type decode",
     ),
     (
-        (_groups(a="num_devices: 1, worker_type: encoder"),),
-        "serving.models.policy.groups.a.worker_type",
-        "needs a group of type prefill or regular",
-    ),
-    (
-        (
-            _groups(
-                a="num_devices: 1, worker_type: encoder",
-                b="num_devices: 1",
-            ),
-            "serving.num_devices_per_node=2",
-        ),
-        "serving.models.policy.groups.a.worker_type",
-        "encoders read images",
-    ),
-    (
-        (
-            *SGLANG,
-            _groups(
-                a="num_devices: 1, worker_type: prefill",
-                b="num_devices: 1, worker_type: decode, "
-                "engine_args: {disaggregation_transfer_backend: nixl}",
-            ),
-            "serving.num_devices_per_node=2",
-        ),
-        "serving.models.policy.groups.b.engine_args.disaggregation_transfer_backend",
-        "(a: its default, b: nixl)",
-    ),
-    (
         (
             _groups(
                 a="num_devices: 1, worker_type: prefill",
@@ -223,14 +192,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (
         (
-            *(*SGLANG, *COLOCATED, "cluster.num_ranks_per_node=2"),
-            *("rollout.tensor_parallel_size=2", _groups(main="num_devices: 2")),
-        ),
-        "rollout.tensor_parallel_size",
-        "would be ignored: devices_per_engine of a group sets the devices of its engines",
-    ),
-    (
-        (
             *(*SGLANG, *COLOCATED, "serving.num_devices_per_node=3"),
             _groups(
                 a="num_devices: 1, worker_type: prefill",
@@ -249,7 +210,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "critic.num_ranks_per_node",
         "group m of judge answers until the trainer computes",
     ),
-    (("serving.router=sglang",), "serving.router", "would be ignored: the ranks have the rollout"),
     ((*SERVERS, "serving.router=sglang"), "serving.router", "it passes requests to SGLang alone"),
     (
         (*SERVERS, *SGLANG, "model=starter_that_sees", "serving.router=sglang"),
@@ -273,11 +233,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*SERVERS, "rollout.sleep=true"), "rollout.sleep", "servers have devices of their own"),
     (
-        (_groups(a="num_devices: 1, engine_args: {chunked_prefill_size: 64}"),),
-        "serving.models.policy.groups.a.engine_args",
-        "rollout.engine=hf has none",
-    ),
-    (
         (*SGLANG, _groups(a="num_devices: 1, engine_args: {tp_size: 2}")),
         "serving.models.policy.groups.a.engine_args.tp_size",
         "rollout.tensor_parallel_size sets it",
@@ -286,11 +241,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (_groups(a="num_devices: 2, devices_per_engine: 2"), "serving.num_devices_per_node=2"),
         "serving.models.policy.groups.a.devices_per_engine",
         "rollout.engine=hf computes on one device",
-    ),
-    (
-        (*SERVERS, *SGLANG, "rollout.tensor_parallel_size=2", "cluster.num_ranks_per_node=2"),
-        "rollout.tensor_parallel_size",
-        "would be ignored: devices_per_engine of a group",
     ),
     (
         (
@@ -321,11 +271,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (JUDGED, "serving.num_devices_per_node=2", *ASKING, "reward.args.pattern='('"),
         "reward.args.pattern",
         "not a regular expression",
-    ),
-    (
-        (*SERVERS, "serving.models.policy.max_context_tokens=9"),
-        "serving.models.policy.max_context_tokens",
-        "would be ignored",
     ),
     *(
         (_elsewhere(f"urls: ['{url}']"), "serving.models.judge.urls", rule)
@@ -367,11 +312,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "the groups of serving.models ask for 0 together",
     ),
     (
-        (*SGLANG, *ELSEWHERE, "rollout.engine_args={chunked_prefill_size: 64}"),
-        "rollout.engine_args",
-        "would be ignored: the servers run already",
-    ),
-    (
         (*SGLANG, *ELSEWHERE, "serving.colocated=true", "rollout.sleep=true"),
         "serving.colocated",
         "servers that run elsewhere answer for the policy",
@@ -385,14 +325,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (*SGLANG, *ELSEWHERE, *LORA),
         "lora.sync",
         "servers get full weights",
-    ),
-    (
-        (
-            *_elsewhere("groups: {m: {num_devices: 1}}, key_variable: NO_SUCH_KEY"),
-            "serving.num_devices_per_node=2",
-        ),
-        "serving.models.judge.key_variable",
-        "would be ignored: the model has no urls",
     ),
     (
         _elsewhere("urls: ['http://a:1'], key_variable: NO_SUCH_KEY"),
@@ -409,7 +341,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("agent.loop=empty.jsonl:A", "data=calculator"), "agent.loop", "defines no 'A'"),
     ((*PLAYED, "agent.environment=null"), "agent.environment", "plays an environment"),
     ((*PLAYED, "agent.environment=Chess"), "agent.environment", "is not built in"),
-    (("agent.environment=Calculator",), "agent.environment", "would be ignored"),
     ((*PLAYED, "agent=tool_calls"), "reward.function", "agent.loop=tool_calls gives no rewards"),
     ((*PLAYED, "reward.function=exact_match"), "reward.function", "Calculator would be ignored"),
     (
@@ -422,23 +353,21 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "agent.search_folder",
         "needs a folder of texts",
     ),
-    (("agent.search_folder=x",), "agent.search_folder", "agent.tools has no search"),
     (("agent.tools=[calculater]",), "agent.tools", "is not built in; did you mean"),
     (("agent.tools=[no.py:f]",), "agent.tools", "no.py does not exist"),
     ((*PLAYED, "agent.tools=[calculator]"), "agent.tools", "agent.loop=environment calls none"),
     (("agent.tools=[calculator]",), "agent.tools", "agent.loop=single_turn calls none"),
+    (
+        ("agent=proxy", "data=calculator", "agent.command=[sh]", "agent.tools=[calculator]"),
+        "agent.tools",
+        "agent.loop=proxy calls none",
+    ),
     (("agent=proxy", "data=calculator"), "agent.command", "needs a program"),
     (
         ("agent=proxy", "data=calculator", "agent.command=[no_such_program]"),
         "agent.command",
         "there is no program 'no_such_program'",
     ),
-    (
-        ("agent=proxy", "data=calculator", "agent.command=[sh]", "agent.tools=[calculator]"),
-        "agent.tools",
-        "runs its own tools",
-    ),
-    (("agent.command=[sh]",), "agent.command", "agent.loop=single_turn runs no program"),
     (("agent=tool_calls",), "data.use_chat_template", "appends messages in the form"),
     (
         ("agent=tool_calls", "data=calculator", "rollout.routed_experts=true"),
@@ -544,11 +473,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "longest row has 4120 tokens",
     ),
     (("data.use_chat_template=true",), "data.use_chat_template", "learned plain text"),
-    (
-        ("model.starter=null", "model.path=chatless", "data.use_chat_template=true"),
-        "data.use_chat_template",
-        "the tokenizer in model.path=chatless has no chat template",
-    ),
     (("model.attention=varlen",), "model.attention", "runs on CUDA in bfloat16"),
     (("actor.fsdp2.num_replicas=2",), "actor.fsdp2.num_replicas", "number of ranks"),
     (
@@ -561,23 +485,13 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "actor.fsdp2.num_replicas",
         "number of ranks that train a model, 1 and 2",
     ),
+    (("actor.fsdp2.kernels=liger",), "actor.fsdp2.kernels", "on CUDA alone"),
     (
-        (*MEGATRON, "actor.fsdp2.compile_blocks=true"),
-        "actor.fsdp2.compile_blocks",
-        "would be ignored",
-    ),
-    (("actor.fsdp2.liger_kernels=true",), "actor.fsdp2.liger_kernels", "on CUDA alone"),
-    (
-        (*_FOLDER, "model.path=moe", "actor.fsdp2.compile_blocks=true"),
-        "actor.fsdp2.compile_blocks",
+        (*_FOLDER, "model.path=moe", "actor.fsdp2.kernels=compiled"),
+        "actor.fsdp2.kernels",
         "qwen3_moe's experts do not compile",
     ),
-    ((*GPUS, "actor.fsdp2.liger_kernels=true"), "actor.fsdp2.liger_kernels", "not installed"),
-    (
-        ("actor.fsdp2.liger_kernels=true", "actor.fsdp2.compile_blocks=true"),
-        "actor.fsdp2.liger_kernels",
-        "fuses the same operations",
-    ),
+    ((*GPUS, "actor.fsdp2.kernels=liger"), "actor.fsdp2.kernels", "not installed"),
     (
         ("rollout.num_responses_per_prompt=1",),
         "rollout.num_responses_per_prompt",
@@ -603,7 +517,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "algorithm.old_logprobs",
         "before the update",
     ),
-    (("algorithm.kl.coefficient=0.1",), "algorithm.kl.coefficient", "ignored"),
     (("algorithm.kl.placement=loss",), "algorithm.kl.coefficient", "has no effect"),
     (
         (
@@ -615,7 +528,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "expected gradient is 0",
     ),
     (("algorithm.advantage=grpoo",), "algorithm.advantage", "neither a built-in advantage"),
-    (("algorithm.group_filter_args={floor: 1}",), "algorithm.group_filter_args", "ignored"),
     (
         (*CORRECTED, "algorithm.rollout_correction_args={reject: token_k4 <= 1}"),
         "algorithm.rollout_correction_args.reject",
@@ -627,24 +539,9 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "before the update",
     ),
     (
-        ("algorithm.kl.gradient=k2",),
-        "algorithm.kl.gradient",
-        "ignored",
-    ),
-    (
         ("algorithm.advantage='own.py:distance'", "algorithm.old_logprobs=recompute"),
         "algorithm.kl.placement",
         "reads the log-probs of a reference",
-    ),
-    (("algorithm.kl.target_nats=0.1",), "algorithm.kl.target_nats", "no coefficient to adapt"),
-    (("algorithm.teacher_path=model",), "algorithm.teacher_path", "reads no teacher"),
-    (
-        (
-            *(*_FOLDER, "model.path=model", "algorithm=distillation"),
-            *("algorithm.teacher_path=model", "algorithm.soft_overlong_tokens=4"),
-        ),
-        "algorithm.soft_overlong_tokens",
-        "reads no reward",
     ),
     (
         ("algorithm.soft_overlong_tokens=90",),
@@ -656,7 +553,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "algorithm.group_filter",
         "compares responses with a critic",
     ),
-    (("rollout.engine_args={chunked_prefill_size: 512}",), "rollout.engine_args", "ignored"),
     (
         (*SGLANG, "rollout.engine_args={port: 1, chunked_prefill_size: 512}"),
         "rollout.engine_args.port",
@@ -671,16 +567,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (*SGLANG, "rollout.engine_args={max_lora_rank: 64, lora_backend: triton}"),
         "rollout.engine_args.max_lora_rank",
         "lora.rank sets it",
-    ),
-    (
-        (*SERVED, "rollout.engine_args={cuda_graph_backend_prefill: breakable}"),
-        "rollout.engine_args.cuda_graph_backend_prefill",
-        "does not start with it and rollout.sleep=true",
-    ),
-    (
-        (*SERVED, "rollout.engine_args={cuda_graph_backend_decode: breakable}"),
-        "rollout.engine_args.cuda_graph_backend_decode",
-        "does not start with it and rollout.sleep=true",
     ),
     ((*SERVED, "rollout.dtype=float32"), "rollout.dtype", "compute in bfloat16"),
     ((*SGLANG, "rollout.stage_timeout_s=50"), "rollout.stage_timeout_s", "30 s more"),
@@ -701,7 +587,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "reaches back 4096 tokens (sliding_window), and that of SGLang over all of a row",
     ),
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
-    (("rollout.transport=disk",), "rollout.transport", "ignored"),
     (
         ("rollout.oversample=2",),
         "algorithm.rollout_correction",
@@ -733,11 +618,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "rollout.replay samples nothing",
     ),
     (
-        ("algorithm.max_sampling_rounds=2",),
-        "algorithm.max_sampling_rounds",
-        "because algorithm.group_filter=null",
-    ),
-    (
         _elsewhere("urls: ['http://a:1'], max_context_tokens: 1000000"),
         "serving.models.judge.max_context_tokens",
         "the context of the model is 32768 tokens",
@@ -745,7 +625,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*MEGATRON, *GPUS, "megatron.layers=local", "megatron.transformer_args={fp8: hybrid}"),
         "megatron.transformer_args.fp8",
-        "such matrix products need TransformerEngine's layers",
+        "it has other layers than megatron.layers=local",
     ),
     (
         ("algorithm=distillation",),
@@ -753,8 +633,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "reads the log-probs of a teacher",
     ),
     (
-        (*GPUS, *_GEMMA, "actor.fsdp2.liger_kernels=true"),
-        "actor.fsdp2.liger_kernels",
+        (*GPUS, *_GEMMA, "actor.fsdp2.kernels=liger"),
+        "actor.fsdp2.kernels",
         "and this is gemma3_text",
     ),
     (
@@ -775,22 +655,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "reads no reward",
     ),
     (("mode=reward_model", *LORA), "lora.enabled", "mode=reward_model trains all weights"),
-    (("rollout.replay=old", "rollout.dump=true"), "rollout.dump", "a second copy"),
-    (("mode=eval", "rollout.dump=true"), "rollout.dump", "this is mode=eval"),
     (
         ("rollout.replay=old", "trainer.run_dir=old", "trainer.overwrite=true"),
         "trainer.overwrite",
         "would delete the rollouts",
     ),
-    *(
-        ((override,), override.partition("=")[0], "would be ignored: rollout.engine=sglang alone")
-        for override in (
-            *("rollout.memory_fraction=0.5", "rollout.cuda_graphs=false"),
-            *("rollout.start_timeout_s=10.0", "rollout.request_timeout_s=10.0"),
-            "rollout.routed_experts=true",
-        )
-    ),
-    ((*SGLANG, "rollout.num_threads=2"), "rollout.num_threads", "rollout.engine=hf alone reads it"),
     (
         (
             "rollout=sglang",
@@ -817,22 +686,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "multiple of 24",
     ),
     (("data.task=null",), "data.train_files", "a built-in task"),
-    (("data.train_files=[train.jsonl]",), "data.train_files", "ignored"),
-    (("data.eval_files=[train.jsonl]",), "data.eval_files", "ignored"),
     (("data.task=null", "data.train_files=[train.jsonl]"), "eval.every_num_steps", "empty"),
-    *(
-        (
-            (*FILES, "data.train_files=[train.jsonl]", *keys),
-            keys[0].partition("=")[0],
-            "same column",
-        )
-        for keys in (
-            ("data.prompt_key", "data.prompt_key=answer"),
-            ("data.prompt_key", "data.prompt_key=text", "data.source_key=text"),
-            ("data.answer_key", "data.answer_key=source"),
-            ("data.rejected_key", "data.rejected_key=source"),
-        )
-    ),
     (
         (*FILES, "data.train_files=[train.jsonl]", "data.prompt_key=null"),
         "data.prompt_key",
@@ -851,14 +705,9 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("mode=dpo", "dpo.loss=sigmod"), "dpo.loss", "neither a built-in preference loss nor"),
     (("mode=dpo", "dpo.loss_args.tau=1"), "dpo.loss_args.tau", "sigmoid has no such number"),
     (
-        (*FILES, "data.train_files=[train.jsonl,./train.jsonl]"),
+        (*FILES, "data.train_files=[train.jsonl,train.jsonl]"),
         "data.train_files",
-        "same entry twice",
-    ),
-    (
-        ("tracking.trackers=[tensorboard,tensorboard]",),
-        "tracking.trackers",
-        "same entry twice",
+        "lists a file twice",
     ),
     (("tracking.function=keep",), "tracking.function", "neither a built-in function of metrics"),
     (("eval.temperature=0.0001",), "eval.temperature", "0 (greedy decoding) or at least 0.001"),
@@ -894,11 +743,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("mode=eval", "eval.checkpoint=nowhere"), "eval.checkpoint", "it is no run folder"),
     (
-        ("mode=eval", "eval.checkpoint=old", "model.path=model"),
-        "model.path",
-        "the model is that of the checkpoint",
-    ),
-    (
         ("mode=eval", "eval.checkpoint=old/checkpoints/step-000000004", *LORA),
         "lora.enabled",
         "is merged into its weights",
@@ -922,7 +766,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "less than a thousandth",
     ),
     (("data.curriculum=easy_first",), "data.curriculum", "data.difficulty_key, which is null"),
-    (("data.min_digits=21",), "data.min_digits", "at most data.max_digits=20"),
     (("data.max_digits=40",), "data.max_digits", "one more than digits"),
     (("data.max_digits=300",), "data.max_digits", "one more than digits"),
     (("rollout.max_response_tokens=1",), "data.max_digits", "max_response_tokens=1"),
@@ -934,7 +777,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("cluster.worker_setup_hook=nopkg.a.b",), "cluster.worker_setup_hook", "no module nopkg"),
     (("cluster.worker_setup_hook=json.nomod.b",), "cluster.worker_setup_hook", "module json.nomod"),
-    (("cluster.worker_setup_hook=json.lods",), "cluster.worker_setup_hook", "no 'lods' at its top"),
     (("cluster.ray_address=somewhere",), "cluster.ray_address", "HOST:PORT"),
     (
         ("cluster.object_store_mib=500", "cluster.ray_address=auto"),
@@ -970,14 +812,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "reward.functions.kl_charge",
         "another metric",
     ),
-    (
-        (
-            *("reward.function=null", "reward.args={n: 1}"),
-            "reward.functions={a: {function: exact_match}}",
-        ),
-        "reward.args",
-        "each of reward.functions",
-    ),
     (("reward.args={n: 1}",), "reward.args.n", "exact_match has no such number"),
     (("reward.function=format",), "reward.args.pattern", "format needs it"),
     (
@@ -998,7 +832,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("reward.function=rewards.py:json",), "reward.function", "is a module, not a function"),
     (("reward.function=rewards.txt:score",), "reward.function", "must end in .py"),
     (("reward.function=empty:score",), "reward.function", "must end in .py"),
-    (("trainer.run_dir=old", "checkpoint.resume=never"), "trainer.run_dir", "another run"),
     (("trainer.run_dir=model", "trainer.overwrite=true"), "trainer.run_dir", "not a run folder"),
     (("trainer.run_dir=.",), "trainer.run_dir", "not a run folder"),
     (("trainer.run_dir=train.jsonl/run",), "trainer.run_dir", "no folder"),
@@ -1006,23 +839,14 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*LORA, "lora.target_modules=[q_porj]"), "lora.target_modules", "did you mean 'q_proj'"),
     ((*LORA, "lora.target_modules=[lm_head]"), "lora.target_modules", "matches no linear layer"),
     ((*LORA, "lora.rank=65"), "lora.rank", "at most 64: k_proj has 192 inputs and 64 outputs"),
-    ((*LORA, "lora.dropout=0.1"), "lora.dropout", "only 0 is supported"),
-    ((*LORA, "lora.base=backup"), "lora.base", "because of rollout.sleep=false"),
-    (
-        (*LORA, "lora.base=resend", "lora.sync=merged", "rollout.sleep=true"),
-        "lora.base",
-        "because of lora.sync=merged",
-    ),
-    ((*LORA, "lora.init_from=nowhere"), "lora.init_from", "does not exist"),
-    ((*LORA, "lora.init_from=empty"), "lora.init_from", "has no adapter_config.json"),
+    ((*LORA, "lora.init_from=nowhere"), "lora.init_from", "No such file"),
+    ((*LORA, "lora.init_from=empty"), "lora.init_from", "empty/adapter_config.json"),
     ((*ADAPTER, "lora.rank=4"), "lora.rank", "was made with 2"),
     ((*ADAPTER, "lora.alpha=4"), "lora.alpha", "was made with 2"),
     ((*ADAPTER, "lora.use_rslora=true"), "lora.use_rslora", "was made with False"),
     ((*ADAPTER, "lora.target_modules=[q_proj]"), "lora.target_modules", "made with ['o_proj',"),
     ((*ADAPTER, "model.starter.num_layers=2"), "lora.init_from", "4 tensors, and this one 8"),
     ((*ADAPTER, "lora.init_from=dora"), "lora.init_from", "use_dora=True is not supported"),
-    (TP2, "megatron.tensor_parallel_size", "would be ignored"),
-    (("megatron.transformer_args={fp8: hybrid}",), "megatron.transformer_args", "would be ignored"),
     ((*MEGATRON, *TP2), "cluster.num_ranks_per_node", "multiple of 2: tensor 2 x pipeline 1"),
     (
         (*MEGATRON, *TP2, "cluster.num_ranks_per_node=3"),
@@ -1089,19 +913,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "divide the model's 7 layers, unless",
     ),
     (
-        (*MEGATRON, "megatron.recompute_modules=[core_attn]"),
-        "megatron.recompute_modules",
-        "would be ignored, because actor.gradient_checkpointing=false",
-    ),
-    (
-        (
-            *(*MEGATRON, "actor.gradient_checkpointing=true"),
-            "megatron.recompute_modules=[mlp,moe,moe_act,layernorm]",
-        ),
-        "megatron.recompute_modules",
-        "moe needs a model with experts; moe_act needs experts grouped by TransformerEngine; layer",
-    ),
-    (
         (*WIDE, *LORA, "megatron.tensor_parallel_size=4"),
         "megatron.tensor_parallel_size",
         "a full one of the model's 2 key-value heads",
@@ -1161,12 +972,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*MEGATRON, *GPUS, "megatron.layers=transformer_engine"),
         "megatron.layers",
-        "TransformerEngine is not installed",
-    ),
-    (
-        (*FOUR, "megatron.overlap_communication=true"),
-        "megatron.overlap_communication",
-        "on CUDA streams",
+        "TransformerEngine, and it is not installed",
     ),
     ((*MEGATRON, "model.dtype=bfloat16"), "model.dtype", "keeps trained weights in float32"),
     (
@@ -1182,7 +988,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*MEGATRON, *GPUS, "megatron.layers=local", "megatron.attention=transformer_engine"),
         "megatron.attention",
-        "comes with its layers",
+        "it has other layers than megatron.layers=local",
     ),
     (
         (*LORA, *_FOLDER, "model.path=moe"),
@@ -1198,11 +1004,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (*MOE, *LORA, *GPUS, "megatron.expert_tensor_parallel_size=2"),
         "megatron.expert_tensor_parallel_size",
         "on one rank",
-    ),
-    (
-        (*MEGATRON, "megatron.load_balance_coefficient=0.01"),
-        "megatron.load_balance_coefficient",
-        "no experts to route",
     ),
     (
         (*MEGATRON, *SGLANG, "actor.replay_routing=true", "rollout.routed_experts=true"),
@@ -1231,7 +1032,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*MEGATRON, "megatron.transformer_args={fp8: hybrid}"),
         "megatron.transformer_args.fp8",
-        "TransformerEngine's, which runs on CUDA alone",
+        "it runs on CUDA alone",
     ),
     (
         (*MEGATRON, "megatron.transformer_args={fp8_param: true}"),
@@ -1256,12 +1057,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*MEGATRON, "megatron.optimizer_args={use_precision_aware_optimizer: true}"),
         "megatron.optimizer_args.use_precision_aware_optimizer",
-        "TransformerEngine's, which runs on CUDA alone",
-    ),
-    (
-        (*MEGATRON, "megatron.optimizer_args={optimizer_cpu_offload: true}"),
-        "megatron.optimizer_args.optimizer_cpu_offload",
-        "on the host already",
+        "it runs on CUDA alone",
     ),
     (
         (*MEGATRON, *GPUS, "megatron.optimizer_args={exp_avg_dtype: float16}"),
@@ -1322,7 +1118,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "multiple of 2 data-parallel ranks",
     ),
     (
-        ("mode=sft", "cluster.num_ranks_per_node=3", "model.starter.warmup_batch_size=63"),
+        ("mode=sft", "cluster.num_ranks_per_node=3"),
         "trainer.num_prompts_per_step",
         "multiple of 3",
     ),
@@ -1362,6 +1158,149 @@ made = wrapped = lambda **_: []
 @json.JSONEncoder
 def decorated(): ...
 """
+# What the user typed, the key that would be ignored, and why.
+UNREAD: list[tuple[tuple[str, ...], str, str]] = [
+    ((*MEGATRON, "actor.fsdp2.num_replicas=2"), "actor.fsdp2.num_replicas", "engine=megatron"),
+    (TP2, "megatron.tensor_parallel_size", "actor.engine=fsdp2"),
+    (
+        ("megatron.transformer_args={fp8: hybrid}",),
+        "megatron.transformer_args",
+        "actor.engine=fsdp2",
+    ),
+    (
+        (*MEGATRON, "megatron.load_balance_coefficient=0.01"),
+        "megatron.load_balance_coefficient",
+        "no experts to route",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={recompute_modules: [core_attn]}"),
+        "megatron.transformer_args.recompute_modules",
+        "actor.gradient_checkpointing=false",
+    ),
+    (
+        (*MEGATRON, "megatron.optimizer_args={optimizer_cpu_offload: true}"),
+        "megatron.optimizer_args.optimizer_cpu_offload",
+        "on the host already",
+    ),
+    (("data.train_files=[train.jsonl]",), "data.train_files", "makes its own rows"),
+    (("data.eval_files=[train.jsonl]",), "data.eval_files", "makes its own rows"),
+    (
+        (*FILES, "data.train_files=[train.jsonl]", "data.sources={a: {files: [train.jsonl]}}"),
+        "data.train_files",
+        "data.sources has the rows",
+    ),
+    (
+        ("data.sources={a: {files: [train.jsonl]}}", "eval.every_num_steps=0"),
+        "data.task",
+        "data.sources has the rows",
+    ),
+    (
+        ("cluster.object_store_mib=500", "cluster.ray_address=auto"),
+        "cluster.object_store_mib",
+        "Ray runs already",
+    ),
+    (
+        ("mode=eval", "eval.checkpoint=old", "model.path=model", "model.starter=null"),
+        "model.path",
+        "that of eval.checkpoint",
+    ),
+    (("mode=eval", "eval.checkpoint=old", *LORA), "lora.enabled", "merged into its weights"),
+    *(
+        ((override,), override.partition("=")[0], "rollout.engine=hf")
+        for override in (
+            *("rollout.memory_fraction=0.5", "rollout.routed_experts=true"),
+            *("rollout.cuda_graphs=false", "rollout.transport=disk"),
+            "rollout.engine_args={chunked_prefill_size: 512}",
+            *("rollout.start_timeout_s=10.0", "rollout.request_timeout_s=10.0"),
+        )
+    ),
+    (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
+    (
+        (*SGLANG, *ELSEWHERE, "rollout.engine_args={chunked_prefill_size: 64}"),
+        "rollout.engine_args",
+        "the servers run already",
+    ),
+    (("mode=eval", "rollout.dump=true"), "rollout.dump", "this is mode=eval"),
+    (("mode=eval", "rollout.replay=old"), "rollout.replay", "this is mode=eval"),
+    (("rollout.replay=old", "rollout.dump=true"), "rollout.dump", "a second copy"),
+    ((*LORA, "lora.base=backup"), "lora.base", "rollout.sleep=false"),
+    (
+        (*LORA, "lora.base=resend", "lora.sync=merged", "rollout.sleep=true"),
+        "lora.base",
+        "lora.sync=merged",
+    ),
+    (
+        (*SERVERS, *SGLANG, "rollout.tensor_parallel_size=2", "cluster.num_ranks_per_node=2"),
+        "rollout.tensor_parallel_size",
+        "devices_per_engine of a group",
+    ),
+    (
+        (
+            *(*SGLANG, *COLOCATED, "cluster.num_ranks_per_node=2"),
+            *("rollout.tensor_parallel_size=2", _groups(main="num_devices: 2")),
+        ),
+        "rollout.tensor_parallel_size",
+        "devices_per_engine of a group",
+    ),
+    (("serving.weights=broadcast",), "serving.weights", "the ranks have the rollout engines"),
+    (("serving.router=sglang",), "serving.router", "the ranks have the rollout engines"),
+    ((*SERVERS, "rollout.sleep=true"), "rollout.sleep", "servers have devices of their own"),
+    (
+        (*SERVERS, "serving.models.policy.max_context_tokens=9"),
+        "serving.models.policy.max_context_tokens",
+        "limit the policy",
+    ),
+    (
+        (
+            *_elsewhere("groups: {m: {num_devices: 1}}, key_variable: NO_SUCH_KEY"),
+            "serving.num_devices_per_node=2",
+        ),
+        "serving.models.judge.key_variable",
+        "the model has no urls",
+    ),
+    (
+        (_groups(a="num_devices: 1, engine_args: {chunked_prefill_size: 64}"),),
+        "serving.models.policy.groups.a.engine_args",
+        "rollout.engine=hf",
+    ),
+    (("agent.command=[sh]",), "agent.command", "agent.loop=single_turn runs no program"),
+    (("agent.environment=Calculator",), "agent.environment", "agent.loop=single_turn plays none"),
+    (("agent.tools=[calculator]",), "agent.tools", "agent.loop=single_turn calls none"),
+    ((*PLAYED, "agent.tools=[calculator]"), "agent.tools", "agent.loop=environment calls none"),
+    (
+        ("agent=proxy", "data=calculator", "agent.command=[sh]", "agent.tools=[calculator]"),
+        "agent.tools",
+        "agent.loop=proxy calls none",
+    ),
+    (("agent.search_folder=x",), "agent.search_folder", "agent.tools has no search"),
+    (
+        (
+            *("reward.function=null", "reward.args={n: 1}"),
+            "reward.functions={a: {function: exact_match}}",
+        ),
+        "reward.args",
+        "each of reward.functions",
+    ),
+    *(
+        ((f"algorithm.{part}_args={{a: 1}}",), f"algorithm.{part}_args", f"{part}=null")
+        for part in ("token_mask", "rollout_correction", "group_filter", "row_filter")
+    ),
+    (("algorithm.max_sampling_rounds=2",), "algorithm.max_sampling_rounds", "group_filter=null"),
+    (("algorithm.kl.gradient=k2",), "algorithm.kl.gradient", "kl.placement=none"),
+    (("algorithm.kl.target_nats=0.1",), "algorithm.kl.target_nats", "kl.placement=none"),
+    (("algorithm.kl.coefficient=0.1",), "algorithm.kl.coefficient", "kl.placement=none"),
+    (
+        (
+            *(*_FOLDER, "model.path=model", "algorithm=distillation"),
+            *("algorithm.teacher_path=model", "algorithm.soft_overlong_tokens=4"),
+        ),
+        "algorithm.soft_overlong_tokens",
+        "reads no reward",
+    ),
+    (("algorithm.teacher_path=model",), "algorithm.teacher_path", "reads no teacher"),
+    ((*SERVERS, "serving.on_update=finish"), "serving.on_update", "leaves no response open"),
+]
+BROKEN += [(typed, key, f"would be ignored, because .*{why}") for typed, key, why in UNREAD]
 BROKEN_FILES = [
     ("nowhere.jsonl", "does not exist"),
     ("empty.jsonl", "0 bytes"),
@@ -1488,7 +1427,11 @@ def violations_of(*overrides: str) -> tuple[ConfigError, ...]:
 def test_a_broken_rule_is_named_and_each_remedy_mends_it(
     overrides: tuple[str, ...], key: str, word: str
 ) -> None:
-    found = [v for v in violations_of(*overrides) if v.key == key and word in v.rule]
+    found = [
+        v
+        for v in violations_of(*overrides)
+        if v.key == key and (word in v.rule or re.match(word, v.rule))
+    ]
     assert len(found) == 1, [str(v) for v in violations_of(*overrides)]
     assert "Fix: " in str(found[0])
     for remedy in found[0].remedies:
@@ -1496,9 +1439,22 @@ def test_a_broken_rule_is_named_and_each_remedy_mends_it(
         assert load_config(mended) is not None, remedy
 
 
+def test_each_key_of_the_table_has_an_example_and_its_default_is_that_of_the_files() -> None:
+    rows = [row for rows in unread_keys().values() for row in rows]
+    keys = {key: usual for row in rows for key, usual in row.get("keys", {}).items()}
+    patterns = [re.escape(key).replace(r"\*", "[^.]+") for key in keys]
+    named = {key for _, key, _ in UNREAD}
+    assert [p for p in patterns if not any(re.fullmatch(p, key) for key in named)] == []
+    usual = config_of()
+    for key, default in keys.items():
+        if "*" not in key and "_args." not in key and key != "data.task":
+            value = messages.value_at(usual, key)
+            assert (list(value) if isinstance(value, tuple) else value) == default, key
+
+
 def test_a_plan_needs_neither_data_nor_reward_nor_sglang() -> None:
     keys = ("data.train_files=[nowhere.jsonl]", "reward.function=nowhere.py:f")
-    overrides = (*FILES, *keys, "trainer.run_dir=old", "checkpoint.resume=never")
+    overrides = (*FILES, *keys, "trainer.run_dir=model")
     missing = {violation.key for violation in violations_of(*overrides, "mode=check")}
     assert missing == {"data.train_files", "reward.function", "trainer.run_dir"}
     assert config_of(*overrides, "mode=plan").mode == "plan"
@@ -1547,15 +1503,15 @@ def test_every_error_has_an_example_that_raises_it(monkeypatch: pytest.MonkeyPat
             monkeypatch.setitem(vars(module), "error", recording)
     for overrides in examples:
         config = _broken(overrides)
-        for rules in rules_of(config.mode).values():
-            run(rules, config)
+        for name, rules in rules_of(config.mode).items():
+            check_group(name, rules, config)
     unreached = {code for place, code in _places_of_errors().items() if place not in reached}
     # Their tests take SGLang, megatron-core, bm25s and wandb away, or write a function.
     assert unreached == {
         "error(config, 'rollout.engine', 'SGLang is not installed', 'rollout.engine=hf', fix=fix)",
         "error(config, key, 'megatron-core is not installed', f'{key}=fsdp2', fix=fix)",
         "error(config, _TOOLS, rule, without, fix=fix)",
-        "error(config, key, '; '.join(flaws.values()), usable, fix=fix)",
+        "error(config, key, f\"not installed: {', '.join(missing)}\", usable, fix=fix)",
         "error(config, key, 'it is a function of another framework', fix=fix)",
     }
 
@@ -1651,14 +1607,6 @@ def test_a_section_that_divides_is_accepted_and_counts_its_data_parallel_ranks()
     assert moe.num_train_groups == 4
 
 
-def test_what_one_engine_alone_reads_is_known_with_its_value() -> None:
-    for engine, other in (("hf", "sglang"), ("sglang", "hf")):
-        rollout = config_of(f"rollout={engine}").rollout
-        for name, (reader, usual) in READ_BY.items():
-            assert asdict(rollout)[name] == usual, name
-            assert reader in (engine, other)
-
-
 def test_columns_of_a_built_in_task_are_held_to_nothing() -> None:
     assert config_of("data.prompt_key=answer").data.task == "sort_digits"
 
@@ -1690,15 +1638,6 @@ def test_a_hook_that_is_there_is_accepted_and_its_module_is_not_imported(tmp_pat
         assert config.cluster.worker_setup_hook == "unread_hooks.install"
         (violation,) = violations_of("cluster.worker_setup_hook=unread_hooks.sub.install")
         assert "there is no module unread_hooks.sub" in violation.rule
-        (tmp_path / "broken_hooks.py").write_text("def install(:\n")
-        (violation,) = violations_of("cluster.worker_setup_hook=broken_hooks.install")
-        assert "is not a Python file" in violation.rule
-
-
-def test_time_limits_of_servers_count_for_either_engine() -> None:
-    limits = ("rollout.start_timeout_s=60", "rollout.request_timeout_s=60")
-    assert config_of(*SERVERS, *limits).rollout.request_timeout_s == 60.0
-    assert len(violations_of(*limits)) == 2
 
 
 def test_what_sglang_alone_knows_passes_through() -> None:
@@ -1708,12 +1647,7 @@ def test_what_sglang_alone_knows_passes_through() -> None:
     assert given.rollout.engine_args == {"chunked_prefill_size": 512, "lora_backend": "triton"}
 
 
-def test_what_sglang_may_do_with_graphs_depends_on_sleep_and_device() -> None:
-    in_pieces = "rollout.engine_args={cuda_graph_backend_prefill: breakable}"
-    for free in ("rollout.sleep=false", "rollout.cuda_graphs=false", "cluster=cpu"):
-        assert config_of(*SERVED, in_pieces, free).rollout.engine_args
-    whole = config_of(*SERVED, "rollout.engine_args={cuda_graph_backend_prefill: tc_piecewise}")
-    assert whole.rollout.sleep
+def test_sglang_computes_in_float32_with_attention_in_triton() -> None:
     in_triton = "rollout.engine_args={attention_backend: triton}"
     assert config_of(*SERVED, "rollout.dtype=float32", in_triton).rollout.dtype == "float32"
 
@@ -1724,7 +1658,7 @@ def test_all_violations_of_all_sections_are_reported_at_once() -> None:
         for violation in violations_of(
             "rollout.top_p=2.0",
             "algorithm.kl.coefficient=0.1",
-            "data.min_digits=21",
+            "data.max_digits=40",
             "cluster.num_ranks_per_node=0",
             "trainer.num_steps='7'",
         )
@@ -1732,7 +1666,7 @@ def test_all_violations_of_all_sections_are_reported_at_once() -> None:
     assert sorted(keys) == [
         "algorithm.kl.coefficient",
         "cluster.num_ranks_per_node",
-        "data.min_digits",
+        "data.max_digits",
         "rollout.top_p",
         "trainer.num_steps",
     ]
@@ -1858,11 +1792,11 @@ def test_an_adapter_that_fits_is_accepted_and_one_that_is_torn_is_named() -> Non
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     (violation,) = violations_of(*ADAPTER)
-    assert "adapter_model.safetensors is incomplete or corrupt" in violation.rule
+    assert "adapter_model.safetensors is missing, incomplete or corrupt" in violation.rule
     weights.unlink()
     (violation,) = violations_of(*ADAPTER)
-    assert "has no adapter_model.safetensors" in violation.rule
-    for text, word in (('{"r": 2', "or corrupt"), ('{"r": 2}', "does not say"), ("[]", "does not")):
+    assert "No such file or directory: adapter/adapter_model.safetensors" in violation.rule
+    for text, word in (('{"r": 2', "delimiter"), ('{"r": 2}', "does not say"), ("[]", "does not")):
         Path("adapter/adapter_config.json").write_text(text)
         (violation,) = violations_of(*ADAPTER)
         assert word in violation.rule

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.limits import ends_of, field_of
+from hybridrl.config.limits import ends_of
 from hybridrl.config.load import known_keys, load_config
 from hybridrl.config.summary import sentence, summarize
 from hybridrl.errors import ConfigError, ConfigErrors
@@ -134,15 +134,13 @@ def test_the_highest_numbers_are_checked_and_remedies_mend(
             assert not [v for v in after if v.key in typed and v.rule.startswith("must be >")]
 
 
-def test_each_number_has_an_interval_with_a_top_and_a_reason() -> None:
+def test_each_number_has_an_interval_with_a_top() -> None:
     assert list(numbers_without_interval(ExperimentConfig)) == []
     for key, hint in LIMITED:
-        ends, field = ends_of(hint), field_of(hint)
+        ends = ends_of(hint)
         top = ends.get("le", ends.get("lt"))
         assert top is not None, key
         assert math.isfinite(top), key
-        assert field is not None, key
-        assert field.description or top <= 1, key
 
 
 def numbers_without_interval(section: type) -> Iterator[str]:
@@ -163,21 +161,20 @@ def test_text_that_no_file_can_take_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "why"),
+    ("key", "value", "end"),
     [
-        ("seed", 2**63, "31 bits"),
-        ("cluster.call_timeout_s", 1e9, "timers"),
-        ("reward.timeout_s", 1e9, "timers"),
-        ("cluster.num_cpus_per_rank", 1e12, "no machine has more"),
-        ("data.max_digits", 5000, "Python may refuse"),
-        ("algorithm.clip_high", 1e39, "clips nothing"),
-        ("lora.alpha", 1e39, "seven digits"),
+        ("seed", 2**63, "<= 2147483647"),
+        ("cluster.call_timeout_s", 1e9, "<= 1000000"),
+        ("reward.timeout_s", 1e9, "<= 1000000"),
+        ("data.max_digits", 5000, "<= 640"),
+        ("algorithm.clip_high", 1e39, "<= 1000000"),
+        ("lora.alpha", 1e39, "<= 1000000"),
     ],
 )
-def test_what_a_run_would_die_of_is_refused_with_the_reason(
-    key: str, value: float, why: str
+def test_what_a_run_would_die_of_is_refused_with_the_end_of_its_interval(
+    key: str, value: float, end: str
 ) -> None:
     values = values_of()
     put(values, key, value)
     (violation,) = [v for v in check(values) if v.key == key and "must be >" in v.rule]
-    assert why in violation.rule
+    assert violation.rule.endswith(end)

@@ -109,7 +109,6 @@ def test_an_advantage_that_reads_values_gets_a_critic(own: str) -> None:
             ["algorithm.clip_high=0.3", "reinforce has no such number", "algorithm.clip_high=null"],
         ),
         (["algorithm.group_filter_args={floor: 1}"], ["algorithm.group_filter=null"]),
-        (["algorithm.max_sampling_rounds=3"], ["algorithm.group_filter=null"]),
     ],
 )
 def test_a_part_that_does_not_fit_is_refused(

@@ -104,7 +104,12 @@ def encode(path: Path, encoder: RowEncoder = ENCODER) -> RowTable:
 
 def colours(row: TokenizedRow) -> list[str]:
     """What each image of a row shows."""
-    names = {(254, 0, 0): "red", (255, 0, 0): "red", (0, 0, 254): "blue", (0, 0, 255): "blue"}
+    names: dict[object, str] = {
+        (254, 0, 0): "red",
+        (255, 0, 0): "red",
+        (0, 0, 254): "blue",
+        (0, 0, 255): "blue",
+    }
     return [names[read_image(i.source).getpixel((0, 0))] for i in row.images or ()]
 
 
@@ -378,11 +383,11 @@ COLOURS: dict[str, tuple[Image.Image, str, list[tuple[int, int, int]]]] = {
     "grey, clear": (Image.new("LA", (1, 1), (0, 0)), "PNG", [(255, 255, 255)]),
     "palette": (Image.new("RGB", (1, 1), "red").convert("P"), "PNG", [(255, 0, 0)]),
     "black": (Image.new("1", (1, 1), 1), "PNG", [(255, 255, 255)]),
-    "16 bits": (Image.fromarray(HALF), "PNG", [(v >> 8,) * 3 for v in HALF[0].tolist()]),  # type: ignore[misc]
+    "16 bits": (Image.fromarray(HALF), "PNG", [(v >> 8,) * 3 for v in HALF[0].tolist()]),
     "16 bits, big": (
         Image.fromarray(HALF.astype(">u2")),
         "TIFF",
-        [(v >> 8,) * 3 for v in HALF[0].tolist()],  # type: ignore[misc]
+        [(v >> 8,) * 3 for v in HALF[0].tolist()],
     ),
 }
 
@@ -510,7 +515,7 @@ def test_processes_encode_images_as_one_does(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    pillow = {"prompt": "<image>", "answer": "a", "images": [drawn(50, 50)]}
+    pillow: dict[str, object] = {"prompt": "<image>", "answer": "a", "images": [drawn(50, 50)]}
     bad = {"prompt": "p", "answer": "a", "images": ["none.png"]}
     good = {"prompt": "p", "answer": "a", "images": TWO}
     chunk = [RawRow(record, "s", f"{folder}/f:{n}") for n, record in enumerate([pillow, bad, good])]

@@ -16,7 +16,6 @@ SMALL = (
     "model.starter.num_key_value_heads=2",
     "model.starter.intermediate_size=64",
     "model.starter.num_warmup_steps=4",
-    "model.starter.warmup_batch_size=8",
     "data.num_task_rows=64",
     "data.max_digits=4",
     "data.max_prompt_tokens=8",

@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path
         folder,
         *(*SETS, VARIED, "actor.optimizer.lr=1e-2", "eval.every_num_steps=1"),
         *("checkpoint.every_num_steps=1", "checkpoint.keep_last=1", "checkpoint.keep_best=1"),
-        *("checkpoint.best_metric=eval/sampled/reward/mean", "checkpoint.best_is=lowest"),
+        "checkpoint.best_metric=eval/sampled/reward/mean",
     )
     return folder
 
@@ -57,7 +57,7 @@ def test_sets_of_a_run_are_measured_before_during_and_after(trained: Path) -> No
 def test_checkpoints_are_kept_by_the_metric_of_a_set(trained: Path) -> None:
     scores = {line["step"]: line["eval/sampled/reward/mean"] for line in read_metrics(trained)[1:]}
     others = {step: score for step, score in scores.items() if step != 3}
-    best = {min(scores, key=lambda step: scores[step])}
+    best = {max(scores, key=lambda step: scores[step])}
     kept = {int(p.name[-9:]) for p in (trained / "checkpoints").glob("step-*")}
     assert kept == {3} | best, others
 

@@ -62,8 +62,7 @@ def test_a_job_on_two_raylets_of_one_machine_uses_a_checkout_that_both_see(
 def test_a_job_that_fails_says_why_and_has_failed(
     head: RayHead, checkout: Path, tmp_path: Path
 ) -> None:
-    # A Ray of its own would have as many CPUs as the ranks ask for.
-    asked = ("cluster.num_cpus_per_rank=64", "cluster.start_timeout_s=2")
+    asked = ("cluster.device=cuda", "cluster.start_timeout_s=2")
     done = _submit(head, checkout, *small_overrides(tmp_path / "run", *asked))
     assert done.returncode != 0
     assert (

@@ -82,7 +82,7 @@ OVERSAMPLED = (
     *("cluster.num_ranks_per_node=2", "actor.max_tokens_per_microbatch=64"),
     *(f"trainer.num_steps={NUM_STEPS}", "eval.every_num_steps=3", "eval.num_prompts=4"),
     *("rollout.oversample=2", "algorithm.rollout_correction=importance"),
-    *("rollout.canary_every_steps=1", "rollout.num_slots=6", "rollout.max_response_tokens=12"),
+    *("rollout.canary_max_drift_nats=0.1", "rollout.num_slots=6", "rollout.max_response_tokens=12"),
     *("checkpoint.every_num_steps=1", "checkpoint.keep_last=10", VARIED),
     *("tracking.num_samples_per_step=1000", "actor.optimizer.lr=1e-3"),
     # Without these steps hardly a response ends before its limit, and where all end at once none is

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 OTHERWISE = (
     *("data.task=null", "data.train_files=[no.jsonl]", "eval.every_num_steps=0"),
     *("data.num_task_rows=2", "data.shuffle=false", "data.prompt_key=question"),
-    *("cluster.num_ranks_per_node=2", "cluster.num_cpus_per_rank=0.5"),
+    "cluster.num_ranks_per_node=2",
     *("model.dtype=bfloat16", "actor.compute_dtype=bfloat16", "actor.reduce_dtype=bfloat16"),
     *("actor.optimizer.beta1=0.5", "actor.optimizer.lr=1.0", "actor.optimizer.weight_decay=0.5"),
     *("actor.optimizer.max_grad_norm=1e-9", "actor.max_tokens_per_microbatch=32"),

@@ -167,11 +167,9 @@ def test_a_reward_function_that_raises_ends_the_run_by_name_and_with_its_page(
 ) -> None:
     folder, reward = tmp_path / "run", tmp_path / "reward.py"
     reward.write_text("def broken(responses, **_):\n    return [1 / 0 for _ in responses]\n")
-    without_trace = ("tracking.trace=false", "eval.every_num_steps=0")
     with pytest.raises(RewardError, match=r"reward\.py:broken(.|\n)*ZeroDivisionError"):
-        train(folder, *without_trace, f"reward.function={reward}:broken")
+        train(folder, "eval.every_num_steps=0", f"reward.function={reward}:broken")
     assert "ZeroDivisionError" in (folder / "log.txt").read_text()
-    assert not (folder / "trace.json").exists()
     assert (folder / "report.html").is_file()
     text = page_of(folder).text
     assert "failed\n: step 0" in text
@@ -306,6 +304,6 @@ def test_updates_without_a_finite_gradient_are_skipped_then_end_the_run(tmp_path
     with pytest.raises((TrainingError, RemoteCallError), match="finite"):
         train(
             tmp_path / "run",
-            *(*a_millionfold_each_step, "trainer.num_steps=20", "trainer.max_skipped_updates=1"),
+            *(*a_millionfold_each_step, "trainer.num_steps=20"),
             *("eval.every_num_steps=0", VARIED),
         )

@@ -110,7 +110,6 @@ def _train(folder: Path, *overrides: str) -> dict[str, Any]:
         "cluster.start_timeout_s=120",
         "trainer.num_prompts_per_step=3",
         "trainer.num_steps=2",
-        "model.starter.warmup_batch_size=9",
         VARIED,
         *overrides,
     )

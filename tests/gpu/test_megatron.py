@@ -194,7 +194,7 @@ def test_what_leaves_is_seen_free_and_comes_back_bit_by_bit(tmp_path: Path) -> N
         ("qwen3", {"tensor_parallel_size": 2, "sequence_parallel": True}),
         ("qwen3", {"pipeline_parallel_size": 2}),
         ("qwen3", {"context_parallel_size": 2}),
-        ("qwen3", {"overlap_communication": True}),
+        ("qwen3", {"ddp_args": {"overlap_grad_reduce": True}}),
         ("qwen3_moe", {"expert_parallel_size": 2}),
     ],
     ids=["tp2", "sp2", "pp2", "cp2", "dp2", "ep2"],

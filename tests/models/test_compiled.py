@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows
 from tests.workers.train.microbatchers import make_batcher
 
 
-def _build(folder: Path, *, compile_blocks: bool = False) -> PolicyModel:
-    config = replace(ACTOR, fsdp2=replace(ACTOR.fsdp2, compile_blocks=compile_blocks))
+def _build(folder: Path, *, kernels: Literal["eager", "compiled"] = "eager") -> PolicyModel:
+    config = replace(ACTOR, fsdp2=replace(ACTOR.fsdp2, kernels=kernels))
     model = build_model(
         folder, config=config, model_config=MODEL, ranks=Ranks(CPU), is_trainable=True
     )
@@ -69,7 +70,8 @@ def test_blocks_are_compiled_where_the_key_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool
 ) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    blocks = _build(make_tiny_model(tmp_path), compile_blocks=compiles).hf.model.layers
+    model = _build(make_tiny_model(tmp_path), kernels="compiled" if compiles else "eager")
+    blocks = model.hf.model.layers
     assert {"_torchdynamo_orig_callable" in vars(block.forward) for block in blocks} == {compiles}
 
 
@@ -117,5 +119,5 @@ def test_liger_gets_the_model_and_leaves_the_loss_to_us(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_liger")
 def test_where_liger_is_installed_a_run_on_gpus_may_ask_for_it() -> None:
-    config = config_of("cluster=one_gpu", "actor.fsdp2.liger_kernels=true")
-    assert config.actor.fsdp2.liger_kernels
+    config = config_of("cluster=one_gpu", "actor.fsdp2.kernels=liger")
+    assert config.actor.fsdp2.kernels == "liger"

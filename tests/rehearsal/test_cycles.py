@@ -33,7 +33,7 @@ FSDP2 = {
     "adapters, base sent again": (LORA, "lora.base=resend"),
     "adapters, base as is best": (LORA, "lora.base=auto"),
     "adapters, sent merged": (LORA, "lora.sync=merged"),
-    "a reference, which prefetches": (*REFERENCE, "actor.fsdp2.num_prefetched_blocks=1"),
+    "a reference": REFERENCE,
     "a critic": PPO,
     "a reward model and a teacher": (*REWARD_MODEL, *TEACHER),
     "shards on the host": ("actor.fsdp2.cpu_offload=true",),

@@ -225,20 +225,18 @@ def test_a_rank_that_dies_while_it_writes_is_no_matter_of_the_disk(
 
 @pytest.mark.shows("R1.4")
 @pytest.mark.parametrize(
-    ("name", "key", "best_is", "kept"),
+    ("name", "key", "kept"),
     [
-        ("eval/reward/mean", None, "highest", [4, 8]),
-        ("eval/loss_nats", None, "highest", [2, 8]),  # a loss is better where it is lower
-        ("eval/math/pass_at_8", "eval/math/pass_at_8", "highest", [4, 8]),
-        ("eval/math/pass_at_8", "eval/math/pass_at_8", "lowest", [2, 8]),
+        ("eval/reward/mean", None, [4, 8]),
+        ("eval/loss_nats", None, [2, 8]),  # a loss is better where it is lower
+        ("eval/math/pass_at_8", "eval/math/pass_at_8", [4, 8]),
+        ("eval/math/truncated_fraction", "eval/math/truncated_fraction", [2, 8]),
     ],
 )
 def test_the_best_of_the_evaluations_is_kept(
-    tmp_path: Path, ranks: Ranks, name: str, key: str | None, best_is: str, kept: list[int]
+    tmp_path: Path, ranks: Ranks, name: str, key: str | None, kept: list[int]
 ) -> None:
-    saving = checkpointer(
-        tmp_path, ranks, keep_last=1, keep_best=1, best_metric=key, best_is=best_is
-    )
+    saving = checkpointer(tmp_path, ranks, keep_last=1, keep_best=1, best_metric=key)
     for step, quality in ((2, 0.1), (4, 0.9), (6, math.nan), (8, 0.3)):
         metrics: Metrics = {"eval/reward/mean": Mean(float(step == 6))} if key else {}
         metrics[name] = Mean(quality)

@@ -40,14 +40,13 @@ def page_of(
 
 
 def test_good_rows_are_shown_with_their_loss_and_lengths() -> None:
-    page, is_bad = page_of(
-        GOOD, "data.num_shown_rows=1", held_out=[{"prompt": "9=", "answer": "9"}]
-    )
+    page, is_bad = page_of(GOOD, held_out=[{"prompt": "9=", "answer": "9"}])
     assert not is_bad
     assert (
         "train.jsonl:1 (train), 4 tokens, 2 with loss\n  no loss 0|=\n  loss    0|<|end|>" in page
     )
-    assert "train.jsonl:2 (train)" not in page
+    assert "train.jsonl:3 (train)" in page
+    assert "train.jsonl:4 (train)" not in page
     assert "prompts: 2 to 2 tokens, median 2, 95 % at most 2, limit 24" in page
     assert f"2 - 2      {'#' * 40} 4" in page
     assert "!" not in page
@@ -135,7 +134,7 @@ def test_preference_pairs_are_shown_with_both_answers() -> None:
         {"prompt": f"{n}=", "chosen": f"{n}", "rejected": f"{n}{n}", "source": "p"}
         for n in range(4)
     ]
-    columns = ("data.answer_key=chosen", "data.rejected_key=rejected", "data.num_shown_rows=1")
+    columns = ("data.answer_key=chosen", "data.rejected_key=rejected")
     page, is_bad = page_of(pairs, *columns)
     assert not is_bad
     assert page.count("train.jsonl:1 (p), ") == 2

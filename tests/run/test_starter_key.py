@@ -33,9 +33,9 @@ def name_with(*overrides: str) -> str:
 @pytest.mark.parametrize(
     "override",
     [
-        *("seed=1", "data.max_digits=19", "data.min_digits=3", "cluster.num_threads_per_rank=3"),
+        *("seed=1", "data.max_digits=19", "cluster.num_threads_per_rank=3"),
         *(f"model.starter.{key}" for key in ("warmup_lr=0.0001", "num_warmup_steps=60")),
-        *(f"model.starter.{key}" for key in ("warmup_batch_size=32", "intermediate_size=64")),
+        *(f"model.starter.{key}" for key in ("hidden_size=96", "intermediate_size=64")),
         *(f"model.starter.{key}" for key in ("max_position_embeddings=100", "num_layers=3")),
         *("cluster=one_gpu", "data=calculator"),
     ],

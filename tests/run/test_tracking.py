@@ -51,7 +51,6 @@ def open_log(
             project="test",
             function=function,
             num_samples_per_step=2,
-            trace=False,
             live="off",
         ),
     )

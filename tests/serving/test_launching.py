@@ -22,7 +22,7 @@ def _launch(config: ExperimentConfig, plan: ModelPlan, folder: Path) -> ActorLau
         config=config,
         plan=plan,
         policy_folder=folder,
-        placements=[{"num_cpus": 0}] * config.num_server_devices,
+        placements=[{"num_cpus": 0}] * config.num_own_server_devices,
     )
 
 

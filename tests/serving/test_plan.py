@@ -193,6 +193,6 @@ def test_servers_of_others_are_engines_without_devices() -> None:
     assert find_places(config, [plan], ()) == {}
     assert config.topology == Attached()
     assert config.samples_ahead
-    assert not config.has_router
+    assert config.serving.router == "none"
     assert config.num_own_server_devices == 0
     assert config.num_devices == config.cluster.num_ranks

@@ -97,7 +97,7 @@ def test_the_default_task_is_learnt_one_step_off(tmp_path: Path, on_update: OnUp
     lines = run_command(
         tmp_path,
         *("serving=own", "trainer.max_staleness=1", f"serving.on_update={on_update}"),
-        *("algorithm.rollout_correction=importance", "rollout.canary_every_steps=1"),
+        *("algorithm.rollout_correction=importance", "rollout.canary_max_drift_nats=0.1"),
         *("eval.every_num_steps=0", "checkpoint.every_num_steps=0"),
         num_steps=NUM_LEARNING_STEPS,
         timeout_s=TIMEOUT_S,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridrl.batch import RewardBatch, SupervisedBatch, row_lengths
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions.paths import with_absolute_files
 from hybridrl.config.reward import RewardConfig, RewardPart
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message, Row
@@ -200,7 +201,7 @@ def test_each_reward_model_is_a_model_of_its_own(tmp_path: Path) -> None:
     }
     several = replace(reward_config(folders[0]), function=None, args={}, functions=parts)
     assert [model.name for model in load_reward_models(several)] == ["a", "b"]
-    moved = several.with_absolute_files().model_paths
+    moved = with_absolute_files(several).model_paths
     assert moved == {name: str(folder) for name, folder in zip("ab", folders, strict=True)}
 
 

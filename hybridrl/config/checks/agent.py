@@ -15,12 +15,11 @@ from hybridrl.config.agent import (
     ENVIRONMENT,
     PROXY,
     SEARCH,
-    SINGLE_TURN,
 )
 from hybridrl.config.checks.messages import error
 from hybridrl.config.data import CHAT_TASKS
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.functions.python_files import Function, SignatureError, find_name
+from hybridrl.config.functions.signatures import Function, SignatureError, find_name
 from hybridrl.config.reward import AGENT
 from hybridrl.errors import ConfigError, suggest_name
 
@@ -41,15 +40,6 @@ def check_agent_is_there(config: ExperimentConfig) -> Iterator[ConfigError]:
             remedy = f"{_TOOLS}=[{','.join(known)}]"
             fix = f"correct the name, or set {remedy}"
             yield error(config, _TOOLS, flaw, remedy, fix=fix, got=name)
-    if known and agent.loop in (SINGLE_TURN, ENVIRONMENT):
-        rule = f"would be ignored, because agent.loop={agent.loop} calls none"
-        yield error(config, _TOOLS, rule, f"{_TOOLS}=[]")
-    if agent.loop != PROXY and agent.command:
-        rule = f"would be ignored, because agent.loop={agent.loop} runs no program"
-        yield error(config, "agent.command", rule, "agent.command=[]")
-    if agent.loop == PROXY and agent.tools:
-        rule = "would be ignored, because the program of agent.loop=proxy runs its own tools"
-        yield error(config, _TOOLS, rule, f"{_TOOLS}=[]")
     program = agent.command[0] if agent.command else ""
     if agent.loop == PROXY and (not program or shutil.which(program) is None):
         lacking = (
@@ -61,12 +51,9 @@ def check_agent_is_there(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_environment(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The agent ``environment`` has one, built in or in a file; others have none."""
+    """The agent ``environment`` has one, built in or in a file."""
     agent, key = config.agent, "agent.environment"
     if agent.loop != ENVIRONMENT:
-        if agent.environment is not None:
-            rule = f"would be ignored, because agent.loop={agent.loop} plays none"
-            yield error(config, key, rule, f"{key}=null")
         return
     usual, kinds = f"{key}={BUILT_IN_ENVIRONMENTS[0]}", (ast.ClassDef, ast.FunctionDef)
     if agent.environment is None:
@@ -96,12 +83,9 @@ def check_agent_rewards(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_search(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The tool ``search`` has a folder of texts and its package; without it a folder is unread."""
+    """The tool ``search`` has a folder of texts and its package."""
     agent, key = config.agent, "agent.search_folder"
     if SEARCH not in agent.tools:
-        if agent.search_folder is not None:
-            rule = "would be ignored, because agent.tools has no search"
-            yield error(config, key, rule, f"{key}=null")
         return
     others = ",".join(tool for tool in agent.tools if tool != SEARCH)
     without = f"{_TOOLS}=[{others}] {key}=null"

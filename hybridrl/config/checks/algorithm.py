@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from hybridrl.config.algorithm import read_rejections
-from hybridrl.config.checks.messages import error, removal
+from hybridrl.config.checks.messages import check_numbers, error
+from hybridrl.config.checks.unread import REWARDS
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions import parts
-from hybridrl.config.functions.python_files import SignatureError
-from hybridrl.config.functions.signatures import check_numbers
+from hybridrl.config.functions.signatures import SignatureError
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.errors import ConfigError
 
@@ -21,35 +21,15 @@ _KEYS_OF_NUMBERS = {
 }
 """Numbers that have a key of their own."""
 
-_REWARDS = ("rewards_B", "rewards_BL", "reward_parts_BK")
-"""Inputs of an advantage that are less the charges."""
-
 
 def check_parts(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A part is built in, or a function in a file, and has the numbers that are given to it."""
-    algorithm = config.algorithm
-    for kind, spelled, given in algorithm.parts:
+    for kind, spelled, given in config.algorithm.parts:
         yield from check_part(config, kind, spelled, given)
-    for kind, part, args in (
-        (parts.TOKEN_MASK, algorithm.token_mask, algorithm.token_mask_args),
-        (parts.ROLLOUT_CORRECTION, algorithm.rollout_correction, algorithm.rollout_correction_args),
-        (parts.GROUP_FILTER, algorithm.group_filter, algorithm.group_filter_args),
-        (parts.ROW_FILTER, algorithm.row_filter, algorithm.row_filter_args),
-    ):
-        if part is None and args:
-            rule = f"would be ignored, because {kind.key}=null"
-            yield error(config, str(kind.args_key), rule, removal(str(kind.args_key), args))
-    if algorithm.group_filter is None and algorithm.max_sampling_rounds > 1:
-        key = "algorithm.max_sampling_rounds"
-        rule = "would be ignored, because algorithm.group_filter=null"
-        yield error(config, key, rule, f"{key}=1", "algorithm.group_filter=zero_variance")
 
 
 def check_part(
-    config: ExperimentConfig,
-    kind: parts.PartKind,
-    spelled: str,
-    given: Mapping[str, ArgumentValue],
+    config: ExperimentConfig, kind: parts.PartKind, spelled: str, given: Mapping[str, ArgumentValue]
 ) -> Iterator[ConfigError]:
     """Yield the violations of one part: of its name, or of the numbers that are given to it."""
     try:
@@ -138,11 +118,8 @@ def check_rollout_correction(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A KL penalty has both a placement and a weight, or neither; in the loss it has a gradient."""
+    """A KL penalty that is placed has a weight, and in the loss a gradient."""
     kl, coefficient = config.algorithm.kl, "algorithm.kl.coefficient"
-    if kl.placement == "none" and kl.coefficient > 0:
-        rule = "would be ignored, because algorithm.kl.placement=none"
-        yield error(config, coefficient, rule, "algorithm.kl.placement=loss", f"{coefficient}=0")
     if kl.placement != "none" and kl.coefficient == 0:
         rule = f"algorithm.kl.placement={kl.placement} loads a reference model that has no effect"
         remedies = (f"{coefficient}=0.001", "algorithm.kl.placement=none")
@@ -153,24 +130,13 @@ def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
             "as a loss its expected gradient is 0: it would have no effect",
         )
         yield error(config, key, rule, f"{key}=k2", "algorithm.kl.gradient=k2")
-    if kl.placement != "loss" and kl.gradient != "value":
-        key = "algorithm.kl.gradient"
-        rule = f"would be ignored, because algorithm.kl.placement={kl.placement}"
-        yield error(config, key, rule, f"{key}=value")
-    if kl.placement == "none" and kl.target_nats is not None:
-        key = "algorithm.kl.target_nats"
-        rule = "there is no coefficient to adapt, because algorithm.kl.placement=none"
-        yield error(config, key, rule, f"{key}=null")
 
 
 def check_what_the_advantage_reads(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rewards are charged only where the advantage reads them; a reference it reads is loaded."""
     algorithm, placement = config.algorithm, "algorithm.kl.placement"
-    if not any(parts.ADVANTAGE.reads(algorithm.advantage, name) for name in _REWARDS):
-        rule = f"would be ignored: algorithm.advantage={algorithm.advantage} reads no reward"
-        if algorithm.soft_overlong_tokens:
-            key = "algorithm.soft_overlong_tokens"
-            yield error(config, key, rule, f"{key}=0")
+    if not any(parts.ADVANTAGE.reads(algorithm.advantage, name) for name in REWARDS):
+        rule = f"algorithm.advantage={algorithm.advantage} reads no reward"
         if algorithm.kl.placement == "reward":
             yield error(config, placement, rule, f"{placement}=loss")
     reads_reference = parts.ADVANTAGE.reads(algorithm.advantage, "reference_logprobs_BL")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
 
 from hybridrl.config.checks.messages import error
 from hybridrl.config.data import CHAT_TASKS, MOST_SOURCES
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions.paths import flaw_of_file, flaw_of_folder, is_there, split_function
-from hybridrl.config.functions.python_files import SignatureError, find_name, flaw_of_function
+from hybridrl.config.functions.signatures import SignatureError, find_name, flaw_of_function
 from hybridrl.errors import ConfigError
 
 _ROWLESS = ("eval", "plan")
@@ -22,25 +20,12 @@ _DATASET, _DATASETS = "state.json", "dataset_dict.json"  # that datasets' save_t
 
 
 def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows come from a built-in task, from files or from a mix: from exactly one of them."""
+    """Rows come from a built-in task, from files or from a mix."""
     data = config.data
     if data.task is None and not (data.train_files or data.sources) and config.mode not in _ROWLESS:
         rule = "a run needs data files or a built-in task"
         fix = "set data.train_files=[FILE.jsonl], or data=sort_digits"
         yield error(config, "data.train_files", rule, "data=sort_digits", fix=fix)
-    for key, files in (
-        ("data.train_files", data.train_files),
-        ("data.eval_files", data.eval_files),
-    ):
-        if data.task is not None and files:
-            rule = f"would be ignored, because data.task={data.task} makes its own rows"
-            fix = f"set data=files to read them, or {key}=[]"
-            yield error(config, key, rule, f"{key}=[]", fix=fix)
-    replaced = "would be ignored, because data.sources has the rows to learn from"
-    if data.sources and data.train_files:
-        yield error(config, "data.train_files", replaced, "data.train_files=[]")
-    if data.sources and data.task:
-        yield error(config, "data.task", replaced, "data.task=null")
 
 
 def check_data_order(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -70,10 +55,6 @@ def check_built_in_tasks(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, f"{key}=true")
     if data.task not in ("sort_digits", "read_numbers"):
         return
-    if data.min_digits > data.max_digits:
-        key = "data.min_digits"
-        rule = f"must be at most data.max_digits={data.max_digits}"
-        yield error(config, key, rule, f"{key}={data.max_digits}")
     # One token per digit, drawn or written, one for '=' in the prompt, and for the answer's end.
     limit = min(data.max_prompt_tokens, config.rollout.max_response_tokens)
     if data.max_digits >= limit:
@@ -83,30 +64,14 @@ def check_built_in_tasks(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"limit is {limit}: data.max_prompt_tokens={data.max_prompt_tokens}, "
             f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
         )
-        fewer = f"{key}={limit - 1} data.min_digits={min(data.min_digits, limit - 1)}"
-        shorter = fewer if limit > 1 else ""
+        shorter = f"{key}={limit - 1}" if limit > 1 else ""
         fix = "" if shorter else f"allow prompts and responses of {num_tokens} tokens"
         yield error(config, key, rule, shorter, fix=fix)
 
 
-_COLUMNS = "data.prompt_key=prompt data.answer_key=answer data.source_key=source"
-_OF_PAIRS = "data.prompt_key=prompt data.answer_key=chosen data.source_key=source"
-"""Names of columns in hydra_configs/data, and those of preference pairs."""
-
-
 def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Prompt, answer and source are three columns; only preference pairs can lack a prompt's."""
+    """Only preference pairs can lack a column of prompts, and they have one of chosen answers."""
     data = config.data
-    names = {
-        "data.prompt_key": data.prompt_key,
-        "data.answer_key": data.answer_key,
-        "data.rejected_key": data.rejected_key,
-        "data.source_key": data.source_key,
-    }
-    usual = f"{_OF_PAIRS} data.rejected_key=rejected" if data.rejected_key is not None else _COLUMNS
-    for one, other in combinations(names, 2):
-        if data.task is None and names[one] is not None and names[one] == names[other]:
-            yield error(config, one, f"{other} names the same column", usual)
     if data.prompt_key is None and data.rejected_key is None:
         key = "data.prompt_key"
         rule = "only the chats of preference pairs hold their prompt, and data.rejected_key is null"
@@ -123,7 +88,10 @@ def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Data files exist, and their suffix shows their format."""
     for key, files in config.files_by_key.items():
-        for name in files:
+        if len(once := dict.fromkeys(files)) < len(files):
+            rule = "lists a file twice, which would be learned from twice as often as others"
+            yield error(config, key, rule, f"{key}=[{','.join(once)}]")
+        for name in once:
             if function := split_function(name):
                 flaw, fix = _flaw_of_function(*function)
             else:
@@ -169,18 +137,9 @@ def _flaw_of_function(file: Path, name: str) -> tuple[str, str]:
         node = find_name(file, name)
     except SignatureError as flaw:
         return flaw.rule, flaw.fix
-    flaw_of_node = node and flaw_of_function(node, keywords=())
+    flaw_of_node = node and flaw_of_function(node)
     fix = f"write def {name}(): ..., which yields dictionaries"
     return (f"it {flaw_of_node}", fix) if flaw_of_node else ("", "")
-
-
-def check_files_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A file that is listed twice would be learned from twice as often as the others."""
-    for key, files in config.files_by_key.items():
-        once = {os.path.realpath(file): file for file in reversed(files)}
-        if len(once) < len(files):
-            kept = dict.fromkeys(file for file in files if file in once.values())
-            yield error(config, key, "lists the same entry twice", f"{key}=[{','.join(kept)}]")
 
 
 RULES = (
@@ -189,5 +148,4 @@ RULES = (
     check_built_in_tasks,
     check_data_columns,
     check_data_files,
-    check_files_stand_once,
 )

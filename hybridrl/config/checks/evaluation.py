@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hybridrl.config.checks.messages import error
 from hybridrl.config.eval import EvalSet, split_checkpoint
-from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.experiment import PAIR_MODES, ExperimentConfig
 from hybridrl.config.functions.paths import flaw_of_file
 from hybridrl.config.rollout import COLDEST
 from hybridrl.errors import ConfigError, suggest_name
@@ -77,7 +77,7 @@ def _override(one: EvalSet, name: str, value: object) -> str:
 
 
 def check_eval_checkpoint(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A checkpoint brings its own model, with its adapter merged."""
+    """A checkpoint is one of a run folder, or the newest of it."""
     key, name = "eval.checkpoint", config.eval.checkpoint
     if name is None:
         return
@@ -85,12 +85,6 @@ def check_eval_checkpoint(config: ExperimentConfig) -> Iterator[ConfigError]:
     if flaw := flaw_of_file(folder / "config.yaml"):
         rule = f"it is no run folder, nor RUN_FOLDER/checkpoints/step-N: its config.yaml {flaw}"
         yield error(config, key, rule, fix="set model.path=FOLDER to evaluate a model folder")
-    if config.model.path is not None:
-        rule = "would be ignored: the model is that of the checkpoint"
-        yield error(config, "model.path", rule, "model.path=null")
-    if config.lora.enabled:
-        rule = "the checkpoint's own adapter, if it has one, is merged into its weights"
-        yield error(config, "lora.enabled", rule, "lora.enabled=false")
 
 
 def check_best_metric(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -110,7 +104,7 @@ def _measured(config: ExperimentConfig) -> Iterator[str]:
     """Yield the names of metrics that can judge a checkpoint; ``*`` is any source."""
     if config.mode == "sft":
         yield from ("loss/supervised_nats", "eval/loss_nats")
-    elif config.learns_pairs:
+    elif config.mode in PAIR_MODES:
         yield from ("preference/accuracy", "loss/preference")
         yield from ("eval/accuracy", "eval/preference_loss")
     else:

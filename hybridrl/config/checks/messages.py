@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.foreign.spelling import read_yaml, resetting
-from hybridrl.config.limits import ArgumentValue
-from hybridrl.errors import ConfigError, instruction
+from hybridrl.config.foreign.spelling import read_yaml
+from hybridrl.config.functions.signatures import Signature
+from hybridrl.config.values import errors_of_value
+from hybridrl.errors import ConfigError
 
 _BEFORE_OVERRIDE = re.compile(r" (?=~|\+{0,2}[a-z][\w.]*=)")
 
@@ -60,7 +61,7 @@ class OwnArguments:
 @cache
 def own_arguments(section: str) -> OwnArguments:
     """Read those of ``arguments.yaml`` for a key that holds arguments of another program."""
-    text = Path(__file__).parents[1].joinpath("arguments.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8")
     table: Any = read_yaml(text)[section]
     typed, taken = (
         {name: reason for reason, names in table[kind].items() for name in names}
@@ -84,22 +85,28 @@ def refuse_own_arguments(
             yield error(config, key, f"cannot be chosen: {own.taken[name]}", f"~{key}", fix=fix)
 
 
-def unused_keys(
-    config: ExperimentConfig, section: str, usual: object, why: str, other: str
-) -> Iterator[ConfigError]:
-    """Refuse what differs from ``usual`` in a section that no model of the run reads.
+def check_numbers(
+    signature: Signature,
+    given: Mapping[str, object],
+    *,
+    function: str,
+    key_of: Callable[[str], str],
+    removing: Callable[[str], str],
+) -> list[ConfigError]:
+    """Return the violations of numbers that a user gives to a function.
 
-    ``why`` completes "would be ignored"; ``other`` is what to type for the section to be read.
+    ``key_of`` returns the dotted key of a number, ``removing`` the override that takes it back.
     """
-    for field in fields(usual):  # type: ignore[arg-type]
-        key, default = f"{section}.{field.name}", getattr(usual, field.name)
-        value = value_at(config, key)
-        if value != default:
-            overrides = resetting(key, value, default)
-            fix = f"{instruction(overrides)}, or {other}"
-            yield error(config, key, f"would be ignored{why}", " ".join(overrides), fix=fix)
-
-
-def removal(section: str, given: Mapping[str, ArgumentValue]) -> str:
-    """Return the overrides that delete all entries of a mapping: ``key={}`` would change none."""
-    return " ".join(f"~{section}.{name}" for name in given)
+    errors: list[ConfigError] = []
+    for name, value in given.items():
+        number = signature.numbers.get(name)
+        if number is None:
+            rule = f"{function} has no such number; it has {', '.join(signature.numbers) or 'none'}"
+            errors.append(ConfigError(key_of(name), value, rule, remedies=[(removing(name),)]))
+        elif number.hint is not None:
+            errors += errors_of_value(number.hint, value, key_of(name))
+    for name in signature.required:
+        if name not in given:
+            rule = f"{function} needs it and has no default"
+            errors.append(ConfigError(key_of(name), None, rule, f"set {key_of(name)}=VALUE"))
+    return errors

@@ -25,30 +25,23 @@ from hybridrl.config.model import (
     TRANSFORMERS_MODEL_TYPES,
 )
 from hybridrl.errors import ConfigError, ModelError, suggest_name
-from hybridrl.json_text import to_json_text
 from hybridrl.models.architecture import MLP_MODULES, find_architecture
 from hybridrl.models.families import FAMILIES, unsupported_settings
-from hybridrl.models.model_folder import (
-    flaw_of_files,
-    num_labels_of,
-    problem_of,
-    read_settings,
-)
+from hybridrl.models.model_folder import flaw_of_files, num_labels_of, problem_of, read_settings
 
-_MODEL_TYPES = {
+MODEL_TYPES = {
     "fsdp2": TRANSFORMERS_MODEL_TYPES,
     "megatron": MEGATRON_MODEL_TYPES,
     "hf": TRANSFORMERS_MODEL_TYPES,
     "sglang": SGLANG_MODEL_TYPES,
 }
-_TEMPLATE = "data.use_chat_template"
 
 _OF_HEADS = ("q_proj", "k_proj", "v_proj")
 """Linear layers whose outputs are heads."""
 
 _TARGETS = "lora.target_modules"
 _ATTENTION_ALONE = f"{_TARGETS}=[{','.join(ATTENTION_LINEAR)}]"
-_INIT, _NO_ADAPTER = "lora.init_from", "lora.init_from=null"
+_NO_ADAPTER = "lora.init_from=null"
 _SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DEFAULTS: Mapping[str, object] = {
     "peft_type": "LORA",
@@ -60,8 +53,6 @@ _DEFAULTS: Mapping[str, object] = {
     "alpha_pattern": {},
 }
 """Settings of peft that are supported only with these values."""
-
-_SEEING_TOKENS = 262
 
 
 def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -94,10 +85,6 @@ def check_starter(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
         below = starter.hidden_size // multiple * multiple
         yield error(config, key, rule, f"{key}={below or multiple}")
-    if starter.num_vision_layers and starter.vocab_size < _SEEING_TOKENS:
-        key = "model.starter.vocab_size"
-        rule = "the tokenizer of a model that sees has more tokens: four stand for images"
-        yield error(config, key, rule, f"{key}={_SEEING_TOKENS}")
     if num_heads % num_kv_heads:
         key, rule = (
             "model.starter.num_key_value_heads",
@@ -139,26 +126,11 @@ def _lengths(config: ExperimentConfig) -> str:
 
 
 def check_chat_template(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The model has a chat template, where one is used: the made one for some tasks."""
-    path, off = config.model.path, f"{_TEMPLATE}=false"
-    if not config.data.use_chat_template:
-        return
-    if path is None:
-        if config.data.task not in CHAT_TASKS:
-            rule = "the made model (model.path=null) learned plain text, no chat template"
-            yield error(config, _TEMPLATE, rule, off)
-        return
-    file = Path(path, "tokenizer_config.json")
-    if flaw_of_folder(path) or flaw_of_file(file) or any(Path(path).glob("chat_template*")):
-        return
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return  # the tokenizer reports its own errors
-    if isinstance(settings, dict) and not settings.get("chat_template"):
-        rule = f"the tokenizer in model.path={path} has no chat template"
-        fix = f"set {off}, or add chat_template.jinja to the folder"
-        yield error(config, _TEMPLATE, rule, off, fix=fix)
+    """The made model has a chat template for some tasks; loading names another's lack."""
+    is_made, key = config.model.path is None, "data.use_chat_template"
+    if is_made and config.data.use_chat_template and config.data.task not in CHAT_TASKS:
+        rule = "the made model (model.path=null) learned plain text, no chat template"
+        yield error(config, key, rule, f"{key}=false")
 
 
 def check_attention(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -242,15 +214,15 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
         ("actor.engine", config.actor.engine, True, ("fsdp2", "megatron")),
         ("rollout.engine", config.rollout.engine, config.offline is None, ("hf", "sglang")),
     ):
-        if is_asked and model_type not in _MODEL_TYPES[engine]:
-            known, section = ", ".join(_MODEL_TYPES[engine]), key.partition(".")[0]
-            able = [f"{section}={other}" for other in others if model_type in _MODEL_TYPES[other]]
+        if is_asked and model_type not in MODEL_TYPES[engine]:
+            known, section = ", ".join(MODEL_TYPES[engine]), key.partition(".")[0]
+            able = [f"{section}={other}" for other in others if model_type in MODEL_TYPES[other]]
             rule = f"supports {known}, and model.path={path} is {model_type}"
             yield error(config, key, rule, *able)
 
 
 def check_adapters(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Every name adapts a layer; dropout would train another policy than the one that sampled."""
+    """Every name adapts a layer."""
     lora, model = config.lora, find_architecture(config.model)
     if not lora.enabled:
         return
@@ -264,12 +236,6 @@ def check_adapters(config: ExperimentConfig) -> Iterator[ConfigError]:
         if name not in names:
             rule = f"matches no linear layer of a block ({suggest_name(name, names)})"
             yield error(config, _TARGETS, rule, everything, got=name)
-    if lora.dropout > 0:
-        rule = (
-            "only 0 is supported: with dropout the policy that is trained is not the one that "
-            "sampled, and its probability ratios are noise"
-        )
-        yield error(config, "lora.dropout", rule, "lora.dropout=0.0")
 
 
 def check_lora_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -286,18 +252,6 @@ def check_lora_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
         limit = min(outputs, inputs)
         rule = f"must be at most {limit}: {smallest} has {inputs} inputs and {outputs} outputs"
         yield error(config, "lora.rank", rule, f"lora.rank={limit}")
-
-
-def check_lora_base(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """``lora.base`` matters only if frozen weights are separate and engines sleep."""
-    lora = config.lora
-    causes = {"lora.sync=merged": "lora.sync=adapter"} if lora.sync == "merged" else {}
-    if not config.rollout.sleep:
-        causes["rollout.sleep=false"] = "rollout.sleep=true"
-    if lora.enabled and lora.base not in ("auto", "resident") and causes:
-        rule = f"would be ignored, because of {' and '.join(causes)}"
-        remedy = " ".join(causes.values())
-        yield error(config, "lora.base", rule, "lora.base=resident", remedy)
 
 
 def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -339,43 +293,31 @@ def check_adapter_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     """An adapter to start from is complete, has the settings of ``lora``, and fits the model."""
     if not config.lora.enabled or config.lora.init_from is None:
         return
-    folder = Path(config.lora.init_from)
-    settings, flaw = _read_adapter(folder)
-    if flaw:
+    try:
+        settings, num_saved = _read_adapter(Path(config.lora.init_from))
+    except (SafetensorError, OSError, ValueError, RecursionError) as flaw:
         fix = f"give a folder with {_SETTINGS} and {_WEIGHTS}, or set {_NO_ADAPTER}"
-        yield error(config, _INIT, flaw, _NO_ADAPTER, fix=fix)
+        rule = f"its {_SETTINGS} or {_WEIGHTS} is missing, incomplete or corrupt: {flaw}"
+        yield error(config, "lora.init_from", rule, _NO_ADAPTER, fix=fix)
         return
     errors = [*_other_settings(config, settings)]
     yield from errors
     model = find_architecture(config.model)
     if errors or model is None or model.experts is not None:
         return
-    with safe_open(folder / _WEIGHTS, framework="np") as tensors:  # loading compares shapes
-        num_saved, num_wanted = len(tensors.keys()), 2 * model.num_layers * len(config.lora.modules)
-    if num_saved != num_wanted:
+    num_wanted = 2 * model.num_layers * len(config.lora.modules)
+    if num_saved != num_wanted:  # loading compares shapes
         rule = f"made for another model: it has {num_saved} tensors, and this one {num_wanted}"
-        yield error(config, _INIT, rule, _NO_ADAPTER)
+        yield error(config, "lora.init_from", rule, _NO_ADAPTER)
 
 
-def _read_adapter(folder: Path) -> tuple[Mapping[str, object], str]:
-    """Return the adapter's settings, or an error text."""
-    if flaw := flaw_of_folder(folder):
-        return {}, flaw
-    try:
-        settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}, f"the folder has no {_SETTINGS}"
-    except (OSError, ValueError, RecursionError) as err:
-        return {}, f"{_SETTINGS} is incomplete or corrupt: {err}"
+def _read_adapter(folder: Path) -> tuple[Mapping[str, object], int]:
+    """Return the adapter's settings, and the number of its tensors."""
+    settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
     if not isinstance(settings, dict) or not {"r", "lora_alpha", "target_modules"} <= set(settings):
-        return {}, f"{_SETTINGS} does not say r, lora_alpha and target_modules, as LoRA's does"
-    if flaw_of_file(folder / _WEIGHTS):
-        return {}, f"the folder has no {_WEIGHTS}"
-    try:
-        safe_open(folder / _WEIGHTS, framework="np")
-    except (SafetensorError, OSError) as err:
-        return {}, f"{_WEIGHTS} is incomplete or corrupt: {err}"
-    return settings, ""
+        raise ValueError(f"{_SETTINGS} does not say r, lora_alpha and target_modules, as LoRA's")
+    with safe_open(folder / _WEIGHTS, framework="np") as tensors:
+        return settings, len(tensors.keys())
 
 
 def _other_settings(
@@ -386,10 +328,10 @@ def _other_settings(
         got = settings.get(name, usual)
         if got != usual and (got or usual):  # peft writes null, {} and [] for nothing
             rule = f"its {name}={got!r} is not supported, only {usual!r} is"
-            yield error(config, _INIT, rule, _NO_ADAPTER)
+            yield error(config, "lora.init_from", rule, _NO_ADAPTER)
     lora, saved = config.lora, settings["target_modules"]
     modules = sorted(map(str, saved)) if isinstance(saved, list) else [str(saved)]
-    for key, wanted, got in (
+    for name, wanted, got in (
         ("rank", lora.rank, settings["r"]),
         ("alpha", lora.alpha, settings["lora_alpha"]),
         ("use_rslora", lora.use_rslora, bool(settings.get("use_rslora"))),
@@ -397,10 +339,9 @@ def _other_settings(
     ):
         if got != wanted:
             rule = f"the adapter in lora.init_from={lora.init_from} was made with {got}"
-            typed = to_json_text(got, separators=(",", ":")).replace('"', "")
-            is_legal = key != "target_modules" or {*modules} <= {*LINEAR_MODULES}
-            remedy = f"lora.{key}={typed}" if is_legal else ""
-            yield error(config, f"lora.{key}", rule, remedy, _NO_ADAPTER, got=wanted)
+            remedy = f"lora.{name}={to_override(got)}"
+            is_legal = name != "target_modules" or {*modules} <= {*LINEAR_MODULES}
+            yield error(config, f"lora.{name}", rule, remedy * is_legal, _NO_ADAPTER, got=wanted)
 
 
 RULES = (

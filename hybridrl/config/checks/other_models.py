@@ -6,19 +6,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.config.checks.messages import error
+from hybridrl.config.checks.messages import error, value_at
+from hybridrl.config.checks.model import MODEL_TYPES
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions import parts
 from hybridrl.config.functions.paths import flaw_of_file, flaw_of_folder
-from hybridrl.config.model import (
-    MEGATRON_MODEL_TYPES,
-    SGLANG_MODEL_TYPES,
-    TRANSFORMERS_MODEL_TYPES,
-)
 from hybridrl.config.serving import ServedModelConfig
 from hybridrl.errors import ConfigError, ModelError, suggest_name
-from hybridrl.models.architecture import find_architecture, read_architecture
-from hybridrl.models.families import FAMILIES, unsupported_settings
+from hybridrl.models.architecture import Architecture, find_architecture, read_architecture
 from hybridrl.models.model_folder import (
     CONFIG,
     flaw_of_files,
@@ -31,59 +26,47 @@ from hybridrl.models.model_folder import (
 
 def check_frozen_models(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The folder of a frozen model has weights and a tokenizer that its engines can load."""
-    has_policy = len(config.serving.models) > len(config.serving.frozen)
     for name, model in config.serving.frozen.items():
-        key = f"serving.models.{name}.path"
-        if has_policy and (flaw := _flaw_of_served(model, config)):
-            yield error(config, key, flaw, fix=f"set {key} to the folder of a language model")
-    for name, model in config.serving.models.items():
-        key, size = f"serving.models.{name}.max_context_tokens", model.max_context_tokens
-        if size is None:
-            continue
-        longest = None if model.path is None else _longest_context(model.path)
-        if model.path is None:
-            rule = (
-                "would be ignored: data.max_prompt_tokens and rollout.max_response_tokens limit "
-                "the policy"
-            )
-            yield error(config, key, rule, f"{key}=null")
-        elif longest is not None and size > longest:
+        key, size = f"serving.models.{name}", model.max_context_tokens
+        if config.serving.policy and (flaw := _flaw_of_served(config, model)):
+            fix = f"set {key}.path to the folder of a language model"
+            yield error(config, f"{key}.path", flaw, fix=fix)
+        longest = _longest_context(Path(str(model.path)))
+        if size is not None and longest is not None and size > longest:
             rule = f"the context of the model is {longest} tokens"
+            key = f"{key}.max_context_tokens"
             yield error(config, key, rule, f"{key}={longest}")
 
 
-def _flaw_of_served(served: ServedModelConfig, config: ExperimentConfig) -> str:
-    folder, engine = Path(str(served.path)), config.rollout.engine
-    if flaw := flaw_of_folder(str(folder)) or flaw_of_file(folder / CONFIG):
+def _flaw_of_served(config: ExperimentConfig, served: ServedModelConfig) -> str:
+    folder = Path(str(served.path))
+    if flaw := flaw_of_folder(folder) or flaw_of_file(folder / CONFIG) or problem_of(folder):
         return flaw
     if served.urls:  # it has the weights: here are the tokenizer and the facts to compare
-        return problem_of(folder) or _flaw_of_facts(folder) or missing_tokenizer_of(folder)
+        has_size = "vocab_size" in read_settings(folder)
+        return missing_tokenizer_of(folder) if has_size else f"its {CONFIG} has no vocab_size"
     try:
-        flaw = problem_of(folder) or _flaw_of_language_model(folder, engine=engine)
-        # mode=plan reads config.json alone.
-        return flaw or (flaw_of_files(folder) if config.mode != "plan" else "")
+        model = read_architecture(folder)
     except ModelError as err:
         return str(err)
-
-
-def _flaw_of_facts(folder: Path) -> str:
-    return "" if "vocab_size" in read_settings(folder) else f"its {CONFIG} has no vocab_size"
-
-
-def _flaw_of_language_model(folder: Path, *, engine: str) -> str:
-    model = read_architecture(folder)
-    known = SGLANG_MODEL_TYPES if engine == "sglang" else TRANSFORMERS_MODEL_TYPES
-    if model.model_type not in known:
-        return f"rollout.engine={engine} supports {', '.join(known)}, and it is {model.model_type}"
     if model.classifier is not None:
         return "its config.json names a classifier: such a model scores text and cannot write any"
-    return next(iter(unsupported_settings(read_settings(folder), FAMILIES[model.model_type])), "")
+    return _flaw_of_files(config, folder, model, "rollout.engine")
 
 
-def _longest_context(path: str) -> int | None:
+def _flaw_of_files(config: ExperimentConfig, folder: Path, model: Architecture, key: str) -> str:
+    engine = str(value_at(config, key))
+    known = MODEL_TYPES[engine]
+    if model.model_type not in known:
+        return f"{key}={engine} supports {', '.join(known)}, and it is {model.model_type}"
+    # mode=plan reads config.json alone.
+    return flaw_of_files(folder) if config.mode != "plan" else ""
+
+
+def _longest_context(folder: Path) -> int | None:
     """Return the tokens of the model's context; None if its folder cannot be read."""
     try:
-        return read_architecture(Path(path)).max_positions
+        return read_architecture(folder).max_positions
     except ModelError:
         return None
 
@@ -91,6 +74,12 @@ def _longest_context(path: str) -> int | None:
 def check_judges(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A judge is one of the served frozen models, and sees the response; its score can be read."""
     frozen, judges = config.serving.frozen, config.reward.judges
+    asked = {judge.args.get("model") for judge in judges.values()}
+    for name in frozen if config.serving.policy else ():
+        if name not in asked:
+            rule = "no reward asks this model (reward.functions.NAME.function=judge)"
+            fix = f"add ~serving.models.{name}, or a judge with args.model={name}"
+            yield error(config, f"serving.models.{name}", rule, fix=fix, got="{...}")
     for name, judge in judges.items():
         root = "reward.args" if config.reward.function else f"reward.functions.{name}.args"
         model, template, pattern = map(judge.args.get, ("model", "template", "pattern"))
@@ -107,13 +96,6 @@ def check_judges(config: ExperimentConfig) -> Iterator[ConfigError]:
         if isinstance(pattern, str) and (flaw := _flaw_of_pattern(pattern)):
             fix = "correct it; its first group is the score"
             yield error(config, f"{root}.pattern", flaw, fix=fix)
-    asked = {judge.args.get("model") for judge in judges.values()}
-    has_policy = len(config.serving.models) > len(frozen)
-    for name in frozen:
-        if has_policy and name not in asked:
-            rule = "no reward asks this model (reward.functions.NAME.function=judge)"
-            fix = f"add ~serving.models.{name}, or a judge with args.model={name}"
-            yield error(config, f"serving.models.{name}", rule, fix=fix, got="{...}")
 
 
 def _flaw_of_pattern(pattern: str) -> str:
@@ -135,26 +117,20 @@ def check_reward_models(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def _flaw_of_scorer(folder: Path, config: ExperimentConfig) -> str:
-    engine = config.actor.engine
     if flaw := flaw_of_folder(folder) or flaw_of_file(folder / CONFIG) or problem_of(folder):
         return flaw
     try:
         model = read_architecture(folder)
-        if model.classifier is None:
-            return (
-                f"{folder / CONFIG} names no ...ForSequenceClassification or "
-                "...ForTokenClassification: the model has no scalar head"
-            )
-        if (num_labels := num_labels_of(folder)) != 1:
-            return f"the model gives {num_labels} numbers (id2label), and a reward is one"
-        known = MEGATRON_MODEL_TYPES if engine == "megatron" else TRANSFORMERS_MODEL_TYPES
-        if model.model_type not in known:
-            supported = f"actor.engine={engine} supports {', '.join(known)}"
-            return f"{supported}, and it is {model.model_type}"
-        # mode=plan reads config.json alone.
-        return flaw_of_files(folder) if config.mode != "plan" else ""
     except ModelError as err:
         return str(err)
+    if model.classifier is None:
+        return (
+            f"{folder / CONFIG} names no ...ForSequenceClassification or "
+            "...ForTokenClassification: the model has no scalar head"
+        )
+    if (num_labels := num_labels_of(folder)) != 1:
+        return f"the model gives {num_labels} numbers (id2label), and a reward is one"
+    return _flaw_of_files(config, folder, model, "actor.engine")
 
 
 def check_teacher(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -164,10 +140,7 @@ def check_teacher(config: ExperimentConfig) -> Iterator[ConfigError]:
     if is_read and algorithm.teacher_path is None:
         rule = f"algorithm.advantage={algorithm.advantage} reads the log-probs of a teacher"
         yield error(config, key, rule, fix=f"set {key} to a Hugging Face folder")
-    elif not is_read and algorithm.teacher_path is not None:
-        rule = f"would be ignored: algorithm.advantage={algorithm.advantage} reads no teacher"
-        yield error(config, key, rule, f"{key}=null")
-    elif algorithm.teacher_path is not None and (flaw := _flaw_of_teacher(config)):
+    elif is_read and (flaw := _flaw_of_teacher(config)):
         yield error(config, key, flaw, fix="set it to a folder of the policy's family")
 
 

@@ -11,15 +11,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import hybridrl
-from hybridrl.config.checks.messages import error, removal
+from hybridrl.config.checks.messages import check_numbers, error
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.functions.python_files import (
+from hybridrl.config.functions.signatures import (
+    Number,
+    Signature,
     SignatureError,
     find_name,
     flaw_of_kind,
     required_parameters,
+    signature_of,
 )
-from hybridrl.config.functions.signatures import Number, Signature, check_numbers, signature_of
 from hybridrl.config.reward import (
     BATCH_COLUMNS,
     BUILT_IN_REWARDS,
@@ -54,9 +56,6 @@ def check_reward_is_one_or_several(config: ExperimentConfig) -> Iterator[ConfigE
         rule = f"would be ignored, because reward.functions gives {', '.join(reward.functions)}"
         emptied = " ".join(f"~reward.functions.{name}" for name in reward.functions)
         yield error(config, key, rule, f"{key}=null", emptied)
-    if reward.function is None and reward.args:
-        rule = "would be ignored: each of reward.functions has args of its own"
-        yield error(config, "reward.args", rule, removal("reward.args", reward.args))
     for name in {*reward.functions} & {*_METRIC_NAMES}:
         rule = f"reward/{name}/mean is the name of another metric"
         yield error(config, f"reward.functions.{name}", rule, fix="rename it", got="...")
@@ -66,7 +65,7 @@ def check_reward_functions(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A reward is built in, or a function in a file that can be parsed, and takes its args."""
     task = config.data.task
     for name, part in config.reward.parts.items():
-        root = "reward" if config.reward.function else f"reward.functions.{name}"
+        root = "reward" if config.reward.function is not None else f"reward.functions.{name}"
         flaws = list(_check_function(config, root, part))
         yield from flaws
         asked = ", ".join(own_columns(part.function))

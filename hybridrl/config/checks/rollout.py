@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl.config.agent import PROXY
-from hybridrl.config.checks.messages import error, refuse_own_arguments, removal
+from hybridrl.config.checks.messages import error, refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions.paths import flaw_of_folder
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.config.topology import Attached, Own
-from hybridrl.errors import ConfigError, instruction
+from hybridrl.errors import ConfigError
 from hybridrl.models.architecture import find_architecture
-
-READ_BY: Mapping[str, tuple[str, str | int | float | bool]] = {
-    "num_threads": ("hf", 1),
-    "memory_fraction": ("sglang", 0.85),
-    "cuda_graphs": ("sglang", True),
-    "routed_experts": ("sglang", False),
-    "start_timeout_s": ("sglang", 600.0),
-    "request_timeout_s": ("sglang", 600.0),
-}
-"""Keys of ``rollout`` that only one engine reads, with their defaults in hydra_configs."""
-
-_READ_BY_SERVERS = ("start_timeout_s", "request_timeout_s")
-"""Those that rollout servers read, too, whatever engine they run."""
 
 _FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
 """Backends of SGLang in Triton or plain torch, for any number type."""
@@ -40,32 +27,6 @@ _MASK = "off_policy_mask"
 _MASKED = f"algorithm.token_mask={_MASK}"
 
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
-
-
-def check_embedded_engine(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The embedded engine runs on one rank of the trainer; a key of another engine is not read."""
-    rollout, engine = config.rollout, config.rollout.engine
-    for name, (reader, usual) in READ_BY.items():
-        key = f"rollout.{name}"
-        is_read = reader == engine or (config.has_servers and name in _READ_BY_SERVERS)
-        if not is_read and getattr(rollout, name) != usual:
-            reset = f"{key}={str(usual).lower()}"
-            rule = f"would be ignored: rollout.engine={reader} alone reads it, and this is {engine}"
-            yield error(config, key, rule, reset, fix=f"set {reset}, or rollout={reader}")
-    if engine != "hf":
-        return
-    if rollout.tensor_parallel_size != 1:
-        key = "rollout.tensor_parallel_size"
-        yield error(config, key, "rollout.engine=hf runs on one rank", f"{key}=1")
-    if rollout.transport != "auto":
-        key = "rollout.transport"
-        rule = "would be ignored: rollout.engine=hf has its weights in the trainer's process"
-        yield error(config, key, rule, f"{key}=auto")
-    if rollout.engine_args:
-        key, emptied = "rollout.engine_args", removal("rollout.engine_args", rollout.engine_args)
-        rule = "would be ignored: they are arguments of SGLang, and rollout.engine=hf"
-        fix = f"{instruction(emptied.split())}, or set rollout=sglang"
-        yield error(config, key, rule, emptied, fix=fix)
 
 
 def check_sglang_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -83,15 +44,6 @@ def check_sglang(config: ExperimentConfig) -> Iterator[ConfigError]:
     if rollout.engine != "sglang":
         return
     yield from refuse_own_arguments(config, "rollout.engine_args")
-    for name in ("cuda_graph_backend_prefill", "cuda_graph_backend_decode"):
-        is_in_pieces = rollout.engine_args.get(name) == "breakable"
-        if is_in_pieces and is_cuda and rollout.sleep and rollout.cuda_graphs:
-            key = f"rollout.engine_args.{name}"
-            rule = (
-                "SGLang does not start with it and rollout.sleep=true: the memory of graphs that "
-                "are captured in pieces cannot be released"
-            )
-            yield error(config, key, rule, f"~{key}", "rollout.sleep=false")
     attention = rollout.engine_args.get("attention_backend")
     if is_cuda and rollout.dtype != "bfloat16" and attention not in _FLOAT32_ATTENTION:
         key = "rollout.dtype"
@@ -166,19 +118,6 @@ def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
         if rollout.engine != "sglang":
             records = f"rollout=sglang {records}"
         yield error(config, key, rule, records, f"{key}=false")
-
-
-def check_recording(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rollouts are those of training steps, and a run that replays writes no others."""
-    rollout = config.rollout
-    rule = "belongs to the steps of mode=train, and this is mode=eval"
-    if config.mode == "eval" and rollout.dump:
-        yield error(config, "rollout.dump", rule, "rollout.dump=false")
-    if config.mode == "eval" and rollout.replay:
-        yield error(config, "rollout.replay", rule, "rollout.replay=null")
-    if rollout.dump and rollout.replay is not None:
-        rule = "rollout.replay reads the same rollouts from another run: a second copy is no use"
-        yield error(config, "rollout.dump", rule, "rollout.dump=false", "rollout.replay=null")
 
 
 def check_replayed_run(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -261,29 +200,21 @@ def check_stale_tokens(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_updates_meet_open_responses(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """In a synchronous run no response is open when weights are loaded.
-
-    Only a single response begins again as a unit: earlier turns of a conversation stay.
-    """
+    """Only a single response begins again as a unit: earlier turns of a conversation stay."""
     key, on_update = "serving.on_update", config.serving.on_update
-    if on_update != "interrupt" and not config.samples_ahead:
-        rule = f"would be ignored: {_STALENESS}=0 leaves no response open while weights are loaded"
-        yield error(config, key, rule, f"{key}=interrupt")
-    elif on_update == "abort" and not config.agent.is_single_turn:
+    if on_update == "abort" and config.samples_ahead and not config.agent.is_single_turn:
         rule = (
             f"agent.loop={config.agent.loop} holds conversations, whose earlier turns and calls of "
             "tools cannot begin again"
         )
-        yield error(config, key, rule, f"{key}=interrupt", f"{key}=finish")
+        yield error(config, key, rule, f"{key}=interrupt")
 
 
 RULES = (
-    check_embedded_engine,
     check_sglang_is_installed,
     check_sglang,
     check_sglang_computes_the_model,
     check_routing_replay,
-    check_recording,
     check_replayed_run,
 )
 

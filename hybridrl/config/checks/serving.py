@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from hybridrl import env
-from hybridrl.config.checks.messages import error, refuse_own_arguments, removal
+from hybridrl.config.checks.messages import error, refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import HALVES, PlacedGroup, ServedModelConfig
 from hybridrl.errors import ConfigError
@@ -16,9 +16,8 @@ from hybridrl.models.architecture import find_architecture
 _DEVICES = "serving.num_devices_per_node"
 _COLOCATED = "serving.colocated"
 _OWN_DEVICES = "serving.colocated=false rollout.sleep=false"
-_TRANSFER = "disaggregation_transfer_backend"
-_PARTNERS = {"prefill": ("decode",), "decode": ("prefill",), "encoder": ("prefill", "regular")}
-"""Groups of which a model needs one beside a group of this type."""
+_PARTNERS = {"prefill": "decode", "decode": "prefill"}
+"""The group that a model needs beside a group of this type."""
 
 _FAULTS_OF_OWN_ENGINES = ("kill", "stop", "cut")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
@@ -32,7 +31,8 @@ def check_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
     serving, cluster = config.serving, config.cluster
     if not serving.models:
         return
-    num_nodes, num_devices = cluster.num_nodes, config.num_server_devices
+    num_nodes = cluster.num_nodes
+    num_devices = num_nodes * serving.num_devices_per_node
     num_asked = sum(group.config.num_devices for group in serving.placed_groups)
     if num_asked != num_devices:
         rule = (
@@ -68,10 +68,6 @@ def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
         elif (first := _across_nodes(group, per_node)) is not None:
             rule = f"from device {first} on, an engine would lie on two nodes of {per_node} devices"
             yield error(config, sizes, rule, f"{sizes}=1")
-        if section.worker_type == "encoder":
-            key = f"{group.key}.worker_type"
-            rule = "is not built: encoders read images, and the models that hybridrl trains do not"
-            yield error(config, key, rule, f"{key}=regular")
         if config.rollout.engine == "sglang":
             key = f"{group.key}.engine_args"
             yield from refuse_own_arguments(config, key, like="rollout.engine_args")
@@ -80,11 +76,7 @@ def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def _check_embedded(config: ExperimentConfig, group: PlacedGroup) -> Iterator[ConfigError]:
-    """``rollout.engine=hf`` computes full requests on one device, and has no arguments."""
-    if group.config.engine_args:
-        key = f"{group.key}.engine_args"
-        rule = "would be ignored: rollout.engine=hf has none"
-        yield error(config, key, rule, removal(key, group.config.engine_args))
+    """``rollout.engine=hf`` computes full requests on one device."""
     if group.config.devices_per_engine > 1:
         key = f"{group.key}.devices_per_engine"
         rule = "rollout.engine=hf computes on one device"
@@ -122,7 +114,6 @@ def check_models(config: ExperimentConfig) -> Iterator[ConfigError]:
         key = f"serving.models.{name}.groups"
         if not model.urls:
             yield from _check_requests_are_answered(config, key, model)
-        yield from _check_transfer(config, key, model)
 
 
 def _check_requests_are_answered(
@@ -135,42 +126,15 @@ def _check_requests_are_answered(
         fix = "" if names else f"set {key}.main.num_devices"
         yield error(config, key, "the model has no engine", remedy, fix=fix, got=names)
     for name, group in model.groups.items():
-        partners = _PARTNERS.get(group.worker_type, ())
-        if partners and types.isdisjoint(partners):
+        partner = _PARTNERS.get(group.worker_type)
+        if partner is not None and partner not in types:
             type_key = f"{key}.{name}.worker_type"
-            rule = f"a request needs a group of type {' or '.join(partners)} of the same model"
+            rule = f"a request needs a group of type {partner} of the same model"
             yield error(config, type_key, rule, f"{type_key}=regular")
 
 
-def _check_transfer(
-    config: ExperimentConfig, key: str, model: ServedModelConfig
-) -> Iterator[ConfigError]:
-    """Keys and values leave prefill engines in the way in which decode engines fetch them."""
-    backends = {
-        name: {**config.rollout.engine_args, **group.engine_args}.get(_TRANSFER)
-        for name, group in model.groups.items()
-        if group.worker_type in HALVES
-    }
-    if len({*backends.values()}) > 1:
-        choosing = [name for name in backends if _TRANSFER in model.groups[name].engine_args]
-        named = ", ".join(f"{name}: {way or 'its default'}" for name, way in backends.items())
-        rule = f"the halves of a request hand keys and values on in one way ({named})"
-        argument = f"{key}.{choosing[0]}.engine_args.{_TRANSFER}"
-        fix = f"set rollout.engine_args.{_TRANSFER} for both, and ~{argument}"
-        remedy = f"~{argument}" if len(choosing) == 1 else ""
-        yield error(config, argument, rule, remedy, fix=fix)
-
-
-def check_keys_of_servers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Keys that have no effect with these servers, or without any; servers hold full weights."""
-    serving, key = config.serving, "rollout.tensor_parallel_size"
-    if serving.models and not serving.colocated and config.rollout.tensor_parallel_size > 1:
-        rule = "would be ignored: devices_per_engine of a group sets the devices of its engines"
-        yield error(config, key, rule, f"{key}=1")
-    if serving.weights != "files" and not config.has_servers:
-        rule = "would be ignored: the ranks of the policy have the rollout engines"
-        remedies = ("serving.weights=files", "serving=own serving.weights=broadcast")
-        yield error(config, "serving.weights", rule, *remedies)
+def check_servers_have_no_adapter(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Servers hold full weights."""
     if config.has_servers and config.lora.sends_adapters:
         rule = "servers get full weights, and no adapter"
         yield error(config, "lora.sync", rule, "lora.sync=merged", "serving=none")
@@ -189,9 +153,6 @@ def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
             "none back"
         )
         yield error(config, _COLOCATED, rule, "rollout.sleep=true", "serving.colocated=false")
-    if not serving.colocated and rollout.sleep:
-        rule = "would be ignored: servers have devices of their own (serving.colocated=false)"
-        yield error(config, "rollout.sleep", rule, "rollout.sleep=false")
     for name, fault in serving.faults.items():
         if fused and fault.kind in _FAULTS_OF_OWN_ENGINES:
             key = f"serving.faults.{name}.kind"
@@ -201,12 +162,11 @@ def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_router(config: ExperimentConfig) -> Iterator[ConfigError]:
     """It stands before complete servers of SGLang that the run starts on devices of their own."""
-    if config.serving.router == "none":
+    if not config.has_servers or config.serving.router == "none":
         return
     groups = config.serving.placed_groups
     has_halves = any(group.config.worker_type in HALVES for group in groups)
     obstacles = {
-        "would be ignored: the ranks have the rollout engines": not config.has_servers,
         "it passes requests to SGLang alone": config.rollout.engine != "sglang",
         "it drops the experts of tokens (rollout.routed_experts)": config.rollout.routed_experts,
         "engines of ranks are asked through their ranks": config.serving.colocated,
@@ -226,7 +186,7 @@ def _sees(config: ExperimentConfig) -> bool:
 
 def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
     """On devices of the trainer, the ranks of a node lead the engines."""
-    serving, size = config.serving, config.rollout.tensor_parallel_size
+    serving = config.serving
     per_node = max(1, serving.num_devices_per_node)  # 0 is refused with groups
     led = [group for group in serving.placed_groups if config.is_on_trainer(group)]
     for group in serving.placed_groups:
@@ -248,10 +208,6 @@ def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
             sizes = f"{key}.devices_per_engine"
             yield error(config, sizes, rule, f"{sizes}={config.cluster.num_ranks_per_node}")
     policies = [group for group in led if group.model == serving.policy]
-    if led and size > 1 and all(group.config.devices_per_engine != size for group in policies):
-        key = "rollout.tensor_parallel_size"
-        rule = "would be ignored: devices_per_engine of a group sets the devices of its engines"
-        yield error(config, key, rule, f"{key}=1")
     for model in serving.models:
         halves = [g for g in serving.placed_groups if g.config.worker_type in HALVES]
         kinds = {config.is_on_trainer(half) for half in halves if half.model == model}
@@ -317,10 +273,6 @@ def check_external_policy(config: ExperimentConfig) -> Iterator[ConfigError]:
     if rollout.engine != "sglang":
         rule = f"servers of SGLang answer for the policy (serving.models.{serving.policy}.urls)"
         yield error(config, "rollout.engine", rule, "rollout=sglang")
-    elif rollout.engine_args and not serving.placed_groups:
-        key = "rollout.engine_args"
-        rule = "would be ignored: the servers run already; type them where these are started"
-        yield error(config, key, rule, removal(key, rollout.engine_args))
     if _sees(config) and not config.model.freeze_vision:
         rule = "servers that run elsewhere may keep what an older tower made of an image"
         yield error(config, "model.freeze_vision", rule, "model.freeze_vision=true")
@@ -346,8 +298,6 @@ def check_key_variables(config: ExperimentConfig) -> Iterator[ConfigError]:
             )
             fix = f"type export SGLANG_KEY=..., and set {key}=SGLANG_KEY"
             yield error(config, key, rule, fix=fix, got=_NOT_SHOWN)
-        elif variable is not None and not model.urls:
-            yield error(config, key, "would be ignored: the model has no urls", f"~{key}")
 
 
 def check_keys_are_set(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -370,7 +320,7 @@ RULES = (
     check_devices,
     check_groups,
     check_models,
-    check_keys_of_servers,
+    check_servers_have_no_adapter,
     check_shared_devices,
     check_router,
     check_led_groups,

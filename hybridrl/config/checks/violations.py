@@ -16,13 +16,13 @@ from hybridrl.config.checks import (
     data,
     evaluation,
     megatron,
-    megatron_args,
     model,
     other_models,
     reward,
     rollout,
     serving,
 )
+from hybridrl.config.checks.unread import check_unread_keys
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
@@ -39,12 +39,13 @@ def find_violations(config: ExperimentConfig) -> list[ConfigError]:
     groups = dict(rules_of(config.mode))
     if config.mode == "eval" and config.eval.checkpoint is not None:
         del groups["model"]  # of the checkpoint: looked at when it has been exported
-    return [violation for rules in groups.values() for violation in run(rules, config)]
+    return [error for name, rules in groups.items() for error in check_group(name, rules, config)]
 
 
-def run(rules: tuple[Rule, ...], config: ExperimentConfig) -> list[ConfigError]:
-    """Return the violations of ``rules``, in their order."""
-    return [violation for rule in rules for violation in rule(config)]
+def check_group(name: str, rules: tuple[Rule, ...], config: ExperimentConfig) -> list[ConfigError]:
+    """Return the violations of a group's rules, in their order, and its keys that nobody reads."""
+    broken = [violation for rule in rules for violation in rule(config)]
+    return [*broken, *check_unread_keys(config, name)]
 
 
 def rules_of(mode: str) -> Groups:
@@ -76,7 +77,7 @@ def rules_of(mode: str) -> Groups:
 _COMMON_RULES: Groups = {
     "model": model.RULES,
     "fsdp2": megatron.FSDP2_RULES,
-    "megatron": (*megatron.RULES, *megatron_args.RULES),
+    "megatron": megatron.RULES,
     "lora": model.LORA_RULES,
     "data": data.RULES,
     "cluster": cluster.RULES,
@@ -87,7 +88,7 @@ _TRAINING_RULES: Groups = {
     "checkpoints": (evaluation.check_best_metric,),
 }
 _SAMPLING_RULES: Groups = {
-    "rollout": (*rollout.RULES, model.check_lora_base),
+    "rollout": rollout.RULES,
     "serving": serving.RULES,
     "agent": agent.RULES,
     "reward": reward.RULES,

@@ -33,6 +33,12 @@ class ForeignKeys:
     typed: Mapping[str, Mapping[str, str]]
     """By key and typed value."""
 
+    former: frozenset[str]
+    """Former keys of hybridrl."""
+
+    constants: Mapping[str, object]
+    """By those that are constants now, the value: a checkpoint may have it."""
+
     choices: Mapping[str, Mapping[str, str]]
     """By group of files and name, the line to type here."""
 
@@ -41,10 +47,13 @@ class ForeignKeys:
 def foreign_keys() -> ForeignKeys:
     """Read them, at the first key that needs an answer."""
     read: Any = read_yaml(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
+    lines, former = (read["keys"] | read["former"]).items(), read["former"].values()
     return ForeignKeys(
-        {key: line for line, keys in read["keys"].items() for key in keys},
+        {key: line for line, keys in lines for key in keys},
         frozenset(read["models"]),
         {key: group["typed"] for group in read["values"] for key in group["keys"]},
+        frozenset(key for keys in former for key in keys),
+        {key: keys[key] for keys in former if isinstance(keys, dict) for key in keys},
         read["choices"],
     )
 

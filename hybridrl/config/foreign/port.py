@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from hybridrl.config.foreign.spelling import read_yaml
 Rule = Callable[["Command", str], str]
 
 _MOST = 10**9
+_NO_NUMBER = "none it should be a number, or one that divides others"
 _MATHS = ("math", "dapo", "aime", "deepscaler", "numina", "orz")
 _GROUPS = ("algorithm", "rollout", "actor", "critic", "data", "model", "cluster", "reward", "lora")
 
@@ -80,9 +81,9 @@ class Recipe:
             return
         for assignment in text.split(" "):
             key, _, word = assignment.removeprefix("+").partition("=")
-            meant = {"<V>": value_of(value), "<L>": list_of(value)}.get(word, value_of(word))
+            meant = _PLACES[word](value) if word in _PLACES else value_of(word)
             if isinstance(meant, str):
-                meant = meant.replace("<V>", value)
+                meant = _TYPED.sub(partial(_typed, value=value), meant.replace("<V>", value))
             if key in _GROUPS:
                 self.groups[key] = str(meant), origin
             else:
@@ -151,6 +152,23 @@ def list_of(text: str) -> list[str]:
     return [word for word in words if word]
 
 
+def _count_of(text: str) -> int:
+    return max(0, int(float(text)))
+
+
+def _is_on(value: str) -> bool:
+    return value.lower() not in ("", "false", "0", "0.0", "0.00")
+
+
+def _typed(place: re.Match[str], *, value: str) -> str:
+    """Translate a typed value in the place of <KEY>, by the values of that key."""
+    return foreign_keys().typed[place[1]].get(value.lower(), value)
+
+
+_PLACES = {"<V>": value_of, "<L>": list_of, "<I>": _count_of, "<B>": _is_on}
+_TYPED = re.compile(r"<(\w+)>")
+
+
 @cache
 def frameworks() -> Mapping[str, Any]:
     """Read ``port.yaml``."""
@@ -174,7 +192,11 @@ def port(framework: str, typed: Sequence[Typed]) -> Recipe:
         elif unknown := re.search(r"\$\(.*|\$\{?\w+\}?", one.value):
             recipe.none.append(f"{origin}: {unknown[0]} is known to the shell alone; write it")
         else:
-            recipe.write(_meaning(table["names"], command, one), one.value, origin)
+            text = _meaning(table["names"], command, one)
+            try:
+                recipe.write(text, one.value, origin)
+            except (ValueError, OverflowError):
+                recipe.write(_NO_NUMBER, one.value, origin)
     _complete(recipe)
     return recipe
 
@@ -183,13 +205,15 @@ def _by_rule(name: str, command: Command, value: str) -> str:
     try:
         return RULES[name](command, value)
     except (ValueError, ArithmeticError):
-        return "none it should be a number, or one that divides others"
+        return _NO_NUMBER
 
 
-def _meaning(names: Mapping[str, str], command: Command, one: Typed) -> str:
+def _meaning(names: Mapping[str, Any], command: Command, one: Typed) -> str:
     parts = one.name.split(".")
     for first in range(len(parts)):
         text = names.get(".".join(parts[first:]))
+        if isinstance(text, dict):  # by typed value
+            text = text.get(one.value.lower(), text["else"])
         if text is not None:
             name = text.removeprefix("rule ")
             return text if name == text else _by_rule(name, command, one.value)
@@ -311,10 +335,6 @@ def _rule_estimator(command: Command, value: str) -> str:
     return f"algorithm={name}" if name else f"none there is no estimator {value} here"
 
 
-def _is_on(value: str) -> bool:
-    return value.lower() not in ("", "false", "0", "0.0", "0.00")
-
-
 def _kl(command: Command, placement: str, coefficient: str) -> str:
     if not _is_on(coefficient):
         return "out no KL penalty"
@@ -358,31 +378,10 @@ def _rule_group_filter(command: Command, value: str) -> str:
     return f"algorithm.group_filter=zero_variance algorithm.max_sampling_rounds={rounds}"
 
 
-def _rule_penalty(command: Command, value: str) -> str:
-    is_one = float(value) == 1.0
-    return "out it is 1" if is_one else "none at the limit a response pays 1"
-
-
-def _rule_top_k(command: Command, value: str) -> str:
-    return f"rollout.top_k={max(0, int(value))}"
-
-
-def _rule_checkpointing(command: Command, value: str) -> str:
-    return f"actor.gradient_checkpointing={str(_is_on(value or 'true')).lower()}"
-
-
 def _rule_model(command: Command, value: str) -> str:
     is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", value) and not Path(value).exists()
     path = f"models/{value.rpartition('/')[2]}" if is_on_hub else value
     return f"model=hf_folder model.path={path}"
-
-
-def _rule_warmup(command: Command, value: str) -> str:
-    return f"actor.optimizer.num_warmup_steps={max(0, int(float(value)))}"
-
-
-def _rule_aggregation(command: Command, value: str) -> str:
-    return f"algorithm.loss_aggregation={foreign_keys().typed['loss_agg_mode'].get(value, value)}"
 
 
 def _rule_trl_loss(command: Command, value: str) -> str:
@@ -392,19 +391,9 @@ def _rule_trl_loss(command: Command, value: str) -> str:
     return f"algorithm.loss_aggregation={meant}" if meant else f"none no loss is called {value}"
 
 
-def _rule_scale(command: Command, value: str) -> str:
-    name = foreign_keys().typed["scale_rewards"].get(value.lower(), value)
-    return f"algorithm.advantage_args.scale={name}"
-
-
 def _rule_trackers(command: Command, value: str) -> str:
     known = [name for name in list_of(value) if name in ("tensorboard", "wandb", "mlflow")]
     return f"tracking.trackers=[{','.join(dict.fromkeys(['tensorboard', *known]))}]"
-
-
-def _rule_nodes(command: Command, value: str) -> str:
-    one = "out one machine is the default"
-    return one if value == "1" else f"cluster.num_nodes={value} cluster.ray_address=auto"
 
 
 def _rule_epochs(command: Command, value: str) -> str:
@@ -412,20 +401,6 @@ def _rule_epochs(command: Command, value: str) -> str:
     if steps > 0:
         return f"trainer.num_epochs={value}"
     return f"trainer.num_steps={_MOST} trainer.num_epochs={value}"
-
-
-def _rule_trl_steps(command: Command, value: str) -> str:
-    return f"trainer.num_steps={value}" if int(value) > 0 else "out epochs say when to end"
-
-
-def _every(key: str) -> Rule:
-    return lambda _, value: f"{key}={max(0, int(float(value)))}"
-
-
-def _rule_first_evaluation(command: Command, value: str) -> str:
-    if _is_on(value):
-        return "out an evaluation comes before step 1"
-    return "none with eval.every_num_steps above 0 an evaluation comes before step 1"
 
 
 def _rule_slime_eval(command: Command, value: str) -> str:
@@ -462,8 +437,6 @@ def _rule_remote_reward(command: Command, value: str) -> str:
 
 _rule_gamma = _gae("gamma")
 _rule_lam = _gae("lam")
-_rule_every_checkpoint = _every("checkpoint.every_num_steps")
-_rule_every_evaluation = _every("eval.every_num_steps")
 
 RULES: Mapping[str, Rule] = {
     name.removeprefix("_rule_"): rule

@@ -54,16 +54,6 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def resetting(key: str, value: object, usual: object) -> tuple[str, ...]:
-    """Return the overrides that take ``key`` from ``value`` back to ``usual``.
-
-    Entries of a mapping are deleted one by one: ``key={}`` is merged, and changes nothing.
-    """
-    if isinstance(value, Mapping):
-        return tuple(f"~{key}.{name}" for name in value)
-    return (f"{key}={to_override(usual)}",)
-
-
 def flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield each dotted key of a scalar, with its value."""
     for name, value in values.items():

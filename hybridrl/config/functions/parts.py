@@ -14,8 +14,7 @@ from typing import Any
 
 import hybridrl
 from hybridrl.config.foreign.spelling import read_yaml
-from hybridrl.config.functions.python_files import SignatureError
-from hybridrl.config.functions.signatures import Signature, read_signature
+from hybridrl.config.functions.signatures import Signature, SignatureError, read_signature
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.errors import suggest_name
 
@@ -72,12 +71,6 @@ class PartKind:
             return name in self.read(spelled).inputs
         except SignatureError:
             return False
-
-
-def absolute(spelled: str) -> str:
-    """Return the name of a part with the absolute path of its file, if it has one."""
-    path, colon, name = spelled.rpartition(":")
-    return f"{Path(path).absolute()}:{name}" if colon else spelled
 
 
 @cache

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 _MISSING = "does not exist"
 
@@ -42,15 +45,36 @@ def is_there(path: str | Path) -> bool:
     return not _look_at(path)[1]
 
 
-def absolute_file(word: str) -> str:
-    """Return the absolute path of a file that is there, and other words as they are."""
-    return word if flaw_of_file(word) else str(Path(word).absolute())
-
-
 def split_function(path: str | Path) -> tuple[Path, str] | None:
     """Return file and name of ``path/to/file.py:function``; None if it is not of that form."""
     file, colon, name = str(path).rpartition(":")
     return (Path(file), name) if colon and file.endswith(".py") else None
+
+
+_Section = TypeVar("_Section")
+
+_FOLDERS = ("teacher_path", "search_folder", "path")
+"""Keys whose value is a folder."""
+
+
+def with_absolute_files(section: _Section) -> _Section:
+    """Return a section with absolute paths of the files it names, for any working folder."""
+    absolute: _Section = _absolute(section, "")
+    return absolute
+
+
+def _absolute(value: Any, name: str) -> Any:  # noqa: ANN401 - of any field
+    if is_dataclass(value) and not isinstance(value, type):
+        values = {one.name: getattr(value, one.name) for one in fields(value)}
+        return replace(value, **{key: _absolute(one, key) for key, one in values.items()})
+    if isinstance(value, Mapping):
+        return {key: _absolute(one, str(key)) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_absolute(one, name) for one in value)
+    if not isinstance(value, str):
+        return value
+    is_file = name in _FOLDERS or (name == "command" and not flaw_of_file(value))
+    return str(Path(value).absolute()) if is_file or split_function(value) else value
 
 
 def _look_at(path: str | Path) -> tuple[int, str]:

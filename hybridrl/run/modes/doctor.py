@@ -45,6 +45,7 @@ from hybridrl.run.rows import (
 )
 
 _MOST_SCORED = 2000
+_NUM_SHOWN = 3  # rows whose tokens are shown
 _MOST_EXAMPLES = 3
 _MOST_TOKENS = 40
 _NO_LIMIT = 2**24
@@ -60,7 +61,7 @@ def examine(config: ExperimentConfig) -> tuple[str, bool]:
     held_out = {one.name: load_eval_rows(unlimited, one, tokenizer) for one in sets}
     checks = list(_examine_rows(config, train, held_out, tokenizer))
     lines = [*_describe_rows(train, held_out, config), ""]
-    for row in both_answers(train[: config.data.num_shown_rows]):
+    for row in both_answers(train[:_NUM_SHOWN]):
         lines += [*_describe_tokens(row, tokenizer, config), ""]
     prompt_limit, answer_limit = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     prompt_lengths = [len(row.token_ids) for row in train]

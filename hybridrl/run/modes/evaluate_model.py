@@ -67,7 +67,7 @@ def _with_checkpoint(config: ExperimentConfig, target: Path) -> ExperimentConfig
     export_checkpoint(run_folder, step=step, output=target)
     model = replace(config.model, path=str(target), starter=None)
     config = replace(config, model=model)
-    if refused := violations.run(model_checks.RULES, config):
+    if refused := violations.check_group("model", model_checks.RULES, config):
         raise ConfigErrors(refused)
     return config
 

@@ -39,7 +39,7 @@ from hybridrl.run.rows import (
     within_epochs,
 )
 from hybridrl.run.workers import Workers
-from hybridrl.trainer.loop import Loop, UpdateGuard
+from hybridrl.trainer.loop import MAX_SKIPPED, Loop, UpdateGuard
 from hybridrl.trainer.offline import OfflineTraining
 from hybridrl.trainer.policy import Learner
 
@@ -137,7 +137,7 @@ def _training(
             recorder=record,
             num_steps=config.num_steps,
             eval_every=config.eval.every_num_steps,
-            guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
+            guard=UpdateGuard(max_skipped=MAX_SKIPPED),
         )
 
     return Training(config=config, stream=sampler, loop_of=loop_of)

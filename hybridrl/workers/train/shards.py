@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -108,9 +108,9 @@ def _fill_and_shard(
     FSDP2 would cost a small model 4 % of its update (1.7 M parameters, 2 threads).
     """
     hf, options, device = model.hf, config.fsdp2, ranks.device
-    if options.liger_kernels:
+    if options.kernels == "liger":
         use_liger_kernels(hf)
-    if options.compile_blocks:
+    if options.kernels == "compiled":
         compile_blocks(hf)
     needs_cast = {p.dtype for p in hf.parameters()} != {DTYPES[config.compute_dtype]}
     if ranks.size == 1 and not needs_cast and not options.cpu_offload:
@@ -118,16 +118,14 @@ def _fill_and_shard(
         finish_model(hf, device)
         return
     shard = _sharding(config, device, ranks.size)
-    blocks = []
-    names = {"visual.blocks.": hf.visual.blocks} if sees(hf) else {}
-    for prefix, modules in (*names.items(), ("model.layers.", hf.model.layers)):
-        for number, block in enumerate(modules):
+    parts = {"visual.blocks.": hf.visual.blocks} if sees(hf) else {}
+    for prefix, blocks in (*parts.items(), ("model.layers.", hf.model.layers)):
+        for number, block in enumerate(blocks):
             fill_weights(block, f"{prefix}{number}.", weights, device)
-            blocks.append(shard(block))
+            shard(block)
     fill_weights(hf, "", weights, device)
     finish_model(hf, device)
     _sum_gradients_over_ranks(shard(model))
-    _prefetch(blocks, options.num_prefetched_blocks)
 
 
 def _sharding(
@@ -163,17 +161,6 @@ def _mesh(device: torch.device, *, num_ranks: int, num_replicas: int) -> DeviceM
         return init_device_mesh(device.type, (num_ranks,))
     shape = (num_replicas, num_ranks // num_replicas)
     return init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
-
-
-def _prefetch(blocks: Sequence[FSDPModule], num_ahead: int) -> None:
-    """Let each block prefetch the weights of the blocks after it, in either direction."""
-    if not num_ahead:
-        return
-    for number, block in enumerate(blocks):
-        following = blocks[number + 1 : number + 1 + num_ahead]
-        preceding = blocks[max(0, number - num_ahead) : number]
-        block.set_modules_to_forward_prefetch(list(following))
-        block.set_modules_to_backward_prefetch(list(reversed(preceding)))
 
 
 def reshard(model: PackedModel) -> None:

@@ -21,7 +21,6 @@ LORA = LoraConfig(
     rank=4,
     alpha=8.0,
     use_rslora=False,
-    dropout=0.0,
     target_modules=("all-linear",),
     sync="adapter",
     base="resident",

@@ -31,25 +31,6 @@ def _build(folder: Path, **options: Any) -> PolicyEngine:
     return build_fsdp2(folder, config=replace(ACTOR, fsdp2=replace(ACTOR.fsdp2, **options)))
 
 
-def _neighbours(rank: int, folder: Path, num_ahead: int) -> list[tuple[list[int], list[int]]]:
-    """Return the blocks that each block asks for ahead of time, forward and backward."""
-    engine = _build(folder, num_prefetched_blocks=num_ahead)
-    states = [block._get_fsdp_state() for block in fsdp2_of(engine).model.hf.model.layers]
-    return [
-        (
-            [states.index(other) for other in state._states_to_forward_prefetch],
-            [states.index(other) for other in state._states_to_backward_prefetch],
-        )
-        for state in states
-    ]
-
-
-def test_blocks_ask_for_the_next_ones_in_either_direction(folder: Path) -> None:
-    asked = run_ranks(2, _neighbours, folder, 2)[0]
-    assert asked == [([1, 2], []), ([2, 3], [0]), ([3], [1, 0]), ([], [2, 1])]
-    assert run_ranks(2, _neighbours, folder, 0)[0] == [([], [])] * 4
-
-
 class _LossThatCountsShards:
     """The usual loss; counts parameters of blocks that are whole when the forward pass is over."""
 

@@ -143,7 +143,7 @@ class HFRolloutEngine:
             begin = time.perf_counter()
             try:
                 with (
-                    _threads(self._config.num_threads),
+                    _one_thread(),
                     activity.gauge("rollout engine", decoding.describe),
                 ):
                     result = run_program(program, sampler, call, step=decoding.step)
@@ -315,10 +315,13 @@ class HFRolloutEngine:
 
 
 @contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
-    """Use this many threads of the process for CPU kernels in the block; 0 leaves them."""
+def _one_thread() -> Iterator[None]:
+    """Use one thread of the process for CPU kernels in the block.
+
+    Products of one token a row take 50 to 250 us; waking a sleeping thread takes as long.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads or before)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

@@ -12,8 +12,7 @@ import torch
 from torch.nn.functional import silu
 
 from hybridrl.config.actor import TrainingConfig
-from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
-from hybridrl.config.checks.megatron_args import keys_of_transformer_engine
+from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE, keys_of_transformer_engine
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import LoraConfig
@@ -116,16 +115,16 @@ def ddp_config(
 
     Adapters are gathered at once: no module of theirs is called that could wait for them.
     """
-    asked = megatron.overlap_communication
-    is_overlapped = device.type == "cuda" if asked == "auto" else asked
+    given = dict(megatron.ddp_args)
+    is_overlapped = given.setdefault("overlap_grad_reduce", device.type == "cuda")
+    gathers_later = given.pop("overlap_param_gather", is_overlapped)
     own_values: dict[str, object] = {
         "grad_reduce_in_fp32": engine.reduce_dtype == "float32",
-        "overlap_grad_reduce": is_overlapped,
-        "overlap_param_gather": is_overlapped and duty == "learns",
+        "overlap_param_gather": gathers_later and duty == "learns",
         "use_distributed_optimizer": True,
     }
     return build_configuration(
-        DistributedDataParallelConfig, own_values, megatron.ddp_args, key="megatron.ddp_args"
+        DistributedDataParallelConfig, own_values, given, key="megatron.ddp_args"
     )
 
 
@@ -322,18 +321,18 @@ def _recomputed(
 ) -> dict[str, object]:
     if not engine.gradient_checkpointing:
         return {}
-    modules = [*megatron.recompute_modules]
-    if modules:
+    modules = megatron.transformer_args.get("recompute_modules")
+    if isinstance(modules, tuple) and modules:
         unable = [module for module in _RECOMPUTED_BY_TE if module in modules and not is_fused]
         if unable:
             raise ConfigError(
-                "megatron.recompute_modules",
-                modules,
+                "megatron.transformer_args.recompute_modules",
+                list(modules),
                 f"megatron-core recomputes {' and '.join(unable)} only in TransformerEngine's "
                 "layers, and these are its own",
                 f"{INSTALL_TRANSFORMER_ENGINE}, or leave out {' and '.join(unable)}",
             )
-        return {"recompute_granularity": "selective", "recompute_modules": modules}
+        return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
     return {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from hybridrl.config.actor import TrainingConfig
-from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
-from hybridrl.config.checks.megatron_args import (
+from hybridrl.config.checks.megatron import (
+    INSTALL_TRANSFORMER_ENGINE,
     keys_of_transformer_engine,
     without_transformer_engine,
 )

@@ -52,7 +52,7 @@ SELECTIVE_EXPERTS = _cut(
     num_layers=4,
     family="qwen3_moe",
     pipeline_parallel_size=2,
-    recompute_modules=("core_attn", "moe"),
+    transformer_args={"recompute_modules": ("core_attn", "moe")},
     load_balance_coefficient=0.0,
 )
 FUSED = _cut(
@@ -67,7 +67,7 @@ OVERLAPPED_EXPERTS = _cut(
     dp_size=2,
     family="qwen3_moe",
     expert_parallel_size=2,
-    overlap_communication=True,
+    ddp_args={"overlap_grad_reduce": True},
 )
 SHARED_EXPERTS = [
     _cut(
