@@ -18,6 +18,7 @@ from hybridrl.models.architecture import Architecture
 from hybridrl.planning.split import PipelineStage
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.workers.train.megatron import backend, export
+from hybridrl.workers.train.megatron.backend import Schedule
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.export import WeightExport
 from hybridrl.workers.train.megatron.megatron_core import (
@@ -25,7 +26,6 @@ from hybridrl.workers.train.megatron.megatron_core import (
     parallel_state,
     token_dispatcher,
 )
-from hybridrl.workers.train.megatron.schedule import Schedule
 from hybridrl.workers.train.megatron.shard_map import ShardMap, padded_vocab_size
 
 _LAYER = "decoder.layers."
