@@ -37,7 +37,7 @@ from hybridrl.workers.rollout.sglang.arguments import (
     show_devices,
 )
 from hybridrl.workers.rollout.sglang.process import free_port
-from hybridrl.workers.sampling import LentSampling, ManagerSampling, RankSampling, Sampling
+from hybridrl.workers.sampling import ManagerSampling, RankSampling, Sampling
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines, start_engine
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
@@ -270,28 +270,24 @@ def build_sampling(
     control: ControlGroup,
 ) -> Sampling:
     """Choose who samples for the ranks; ``engine`` is that of this rank."""
-    meter = sharding.meter
     if servers is None:
         if engine is None:
             return Sampling()
         agent = build_agent_rollout(config, model_folder)
-        return RankSampling(engine, agent=agent, meter=meter)
+        return RankSampling(engine, agent=agent, meter=sharding.meter)
     engines = led_engines(config)
-    if not engines:
-        return ManagerSampling(servers, control=control, meter=meter)
     own = next((each for each in engines if each.leader == control.rank), None)
-    door = Door(host=servers.host, key=servers.key)
-    lent = LentSampling(
+    listener = None
+    if engine is not None and own is not None and own.answers:
+        listener = RequestListener(engine, door=Door(host=servers.host, key=servers.key))
+    return ManagerSampling(
         servers,
         engines=engines,
-        listener=RequestListener(engine, door=door) if engine and own and own.answers else None,
+        listener=listener,
         engine=engine,
         control=control,
-        meter=meter,
-        mark_lost=sharding.mark_lost,
+        sharding=sharding,
     )
-    sharding.end_requests = lent.end_phase
-    return lent
 
 
 def _build_publisher(

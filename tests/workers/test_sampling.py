@@ -18,7 +18,7 @@ from hybridrl.errors import EngineError, ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.request_listener import RequestListener
-from hybridrl.workers.sampling import LentSampling
+from hybridrl.workers.sampling import ManagerSampling
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent
 from hybridrl.workers.sharding.states import State
@@ -88,21 +88,18 @@ class Manager(RecordingServers):
         return {"": self.lost}
 
 
-def lend(device: RecordingDevice, manager: Manager, *, rank: int) -> LentSampling:
-    lent = LentSampling(
+def lend(device: RecordingDevice, manager: Manager, *, rank: int) -> ManagerSampling:
+    return ManagerSampling(
         manager,
         engines=Fused(2, 1).engines,
         listener=cast(RequestListener, RecordingListener(rank, device.journal)),
         engine=device.engine,
         control=device.manager._control,
-        meter=device.manager.meter,
-        mark_lost=device.manager.mark_lost,
+        sharding=device.manager,
     )
-    device.manager.end_requests = lent.end_phase
-    return lent
 
 
-def phase(device: RecordingDevice, lent: LentSampling) -> None:
+def phase(device: RecordingDevice, lent: ManagerSampling) -> None:
     with device.manager.rollout_phase() as engine:
         assert engine is device.engine
         lent.sample(PROMPTS, SAMPLING, version=device.version)
