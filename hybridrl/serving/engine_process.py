@@ -64,13 +64,10 @@ class RolloutProcess:
         key: str = "",
         process: str = "engine",
     ) -> None:
-        """Build nothing yet.
+        """Build nothing yet; ``config`` is as ``engine_config`` returns it for the group.
 
-        Args:
-            config: of the run, as ``engine_config`` returns it for the group.
-            place: None if the engine has this process's device alone.
-            key: that the engine's server requires of other processes; empty: none asks it.
-            process: name of this process in the run folder.
+        Without a ``place`` the engine has this process's device alone; without a ``key`` no other
+        process asks its server. ``process`` is the name of this one in the run folder.
         """
         configure_server(Path(config.trainer.run_dir), process)
         self._key = key

@@ -85,14 +85,10 @@ class FrozenModel:
     def ask(
         self, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
     ) -> list[Answer]:
-        """Answer each context once; own engines that are lost meanwhile or before are replaced.
+        """Answer each context, int64 [n], once; all within ``timeout_s`` (``reward.timeout_s``).
 
-        Args:
-            contexts: int64 [n] each.
-            timeout_s: ``reward.timeout_s``, of all answers.
-
-        Raises:
-            DriftError: an engine has other weights than before.
+        Own engines that are lost meanwhile or before are replaced. A DriftError if an engine has
+        other weights than before.
         """
         pool = self._server.pool(
             max_context_tokens=self._max_context_tokens,

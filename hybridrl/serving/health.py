@@ -58,12 +58,10 @@ class HealthMonitor(Generic[W]):
         *,
         timeout_s: float,
     ) -> None:
-        """Watch nothing yet.
+        """Watch nothing yet; ``engines`` returns those that should get on now, by index.
 
-        Args:
-            engines: returns those that should get on now, by index.
-            report: called with an engine that is dead or hangs, once a look, and the reason.
-            timeout_s: seconds within which an engine must be further.
+        An engine that is dead, or no further within ``timeout_s`` seconds, is given to ``report``
+        with the reason, once a look.
         """
         self._engines = engines
         self._report = report

@@ -163,12 +163,10 @@ class ActorRolloutWorker(CheckpointedWorker):
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch | None:
         """Sample G responses to each of n prompts with the newest weights.
 
-        Ranks that share an engine get the same prompts.
-
-        Returns:
-            n * G rows in prompt order, responses to the same prompt adjacent, with the version of
-            the policy that sampled them. None on a rank that has no engine. With
-            ``sampling.num_complete`` rows of so many prompts; the others continue in a later call.
+        Ranks that share an engine get the same prompts. Returns n * G rows in prompt order,
+        responses to the same prompt adjacent, with the version of the policy that sampled them;
+        None on a rank that has no engine. With ``sampling.num_complete`` these are rows of so many
+        prompts, and the others continue in a later call.
         """
         with self.sharding.rollout_phase():
             answered = self._sampling.sample(prompts, sampling, version=self._policy_version)
@@ -180,11 +178,9 @@ class ActorRolloutWorker(CheckpointedWorker):
     ) -> RolloutBatch | None:
         """Send the newest weights, admit prompts, and wait for a batch of those admitted so far.
 
-        Engines sample the others while the trainer learns.
-
-        Returns:
-            P * G rows, responses to the same prompt adjacent, with the versions that sampled their
-            tokens. None on ranks other than the first.
+        Engines sample the others while the trainer learns. Returns P * G rows, responses to the
+        same prompt adjacent, with the versions that sampled their tokens; None on other ranks than
+        the first.
         """
         with self.sharding.rollout_phase():
             answered = self._sampling.exchange(prompts, sampling, version=self._policy_version)
@@ -260,14 +256,10 @@ class ActorRolloutWorker(CheckpointedWorker):
 
     @register(TRAIN_METRICS)
     def update(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
-        """Take ``num_epochs * num_minibatches`` optimizer steps.
+        """Take ``num_epochs * num_minibatches`` optimizer steps; a ``kl_coefficient`` of 0 is none.
 
-        Args:
-            batch: this rank's rows, those of each mini-batch adjacent (see balance_over_ranks).
-            kl_coefficient: weight of the KL penalty in the loss; 0 is none.
-
-        Returns:
-            Metrics of the update, and of the rollout phases since the last one.
+        This rank's rows of each mini-batch are adjacent (see balance_over_ranks). Returns metrics
+        of the update, and of the rollout phases since the last one.
 
         Raises:
             DriftError: the rollouts came from another policy, and this step checks it

@@ -109,12 +109,9 @@ class ManagerSampling(Sampling):
         control: ControlGroup,
         sharding: ShardingManager,
     ) -> None:
-        """Lend nothing yet.
+        """Lend nothing yet; ``engines`` are those of all ranks.
 
-        Args:
-            engines: of all ranks.
-            listener: for requests to the engine of this rank; None if it has none that answers.
-            engine: of this rank.
+        ``listener`` takes requests to the engine of this rank; None if it has none that answers.
         """
         super().__init__()
         self._servers = servers

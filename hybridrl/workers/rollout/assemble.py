@@ -92,13 +92,10 @@ def require_known_tokens(rollouts: RolloutBatch, *, vocab_size: int) -> None:
 
 
 def describe_staleness(steps_T: Tensor) -> Metrics:
-    """Describe the ages of T >= 1 tokens: mean, maximum, and a histogram.
+    """Describe the ages of T >= 1 tokens, in steps >= 0: mean, maximum, and a histogram.
 
     The shares of the histogram are means over tokens, so those of several ranks can be merged,
     which percentiles could not.
-
-    Args:
-        steps_T: >= 0, between the weights that sampled a token and its update.
     """
     num_tokens = len(steps_T)
     return {

@@ -70,10 +70,7 @@ def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[Tensor
     """Lay tensors end to end, those with the widest numbers first.
 
     Then no padding is needed: every tensor begins at a multiple of its item size. At other offsets
-    its bytes could not be viewed as numbers.
-
-    Args:
-        dtype: of floating-point tensors in the buffer; None leaves each its own.
+    its bytes could not be viewed as numbers. Floating-point tensors become ``dtype``, if given.
     """
 
     def type_of(tensor: Tensor) -> torch.dtype:

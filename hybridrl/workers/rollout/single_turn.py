@@ -157,10 +157,8 @@ class OpenResponses:
         """Return the program that samples responses to all prompts until enough are complete.
 
         It answers the first ``num_complete`` of the complete prompts, in the order of ``prompts``.
-        Then it calls ``interrupt``, of the engine that runs it.
-
-        Args:
-            prompts: the open ones and new ones, oldest first. Responses to others are forgotten.
+        Then it calls ``interrupt``, of the engine that runs it. Prompts are the open ones and new
+        ones, oldest first; responses to others are forgotten.
         """
         index_P: list[int] = prompts.prompt_index_P.tolist()
         keys_PG = _keys(prompts, sampling)

@@ -25,12 +25,10 @@ class WeightFolder:
     def __init__(
         self, folder: Path, *, dtype: torch.dtype | None = None, if_full: str = _IF_FULL
     ) -> None:
-        """Write nothing yet.
+        """Write nothing yet; the folder exists.
 
-        Args:
-            folder: that exists.
-            dtype: of floating-point tensors in the files: the engine's. None: as they come.
-            if_full: what else helps if the disk has no room.
+        Floating-point tensors are written in ``dtype``, the engine's; None: as they come.
+        ``if_full`` says what else helps if the disk has no room.
         """
         self.folder = folder
         self._dtype = dtype

@@ -71,9 +71,7 @@ class ControlGroup:
     ) -> Failures:
         """Return failed ranks with their reasons, the same on every rank; empty if all is well.
 
-        Args:
-            error: the failure of this rank, or None.
-            limit: how long to wait for ranks whose work takes longer than a stage.
+        ``error`` is the failure of this rank; ``limit`` is for work that takes longer than a stage.
 
         Raises:
             DeadlineError: a rank did not answer in time.

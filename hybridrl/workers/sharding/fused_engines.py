@@ -67,13 +67,10 @@ class FusedEngines:
         others: Publisher | None = None,
         follower: WeightSender | None = None,
     ) -> None:
-        """Assemble the set.
+        """Assemble the set of all ranks' ``engines``; this rank owns ``managed``, or none.
 
-        Args:
-            managed: the engine that this rank owns; None on a rank that has none.
-            engines: of all ranks.
-            others: brings the weights to engines that no rank owns.
-            follower: stages the bytes of a rank that shares an engine and owns none, if needed.
+        ``others`` brings the weights to engines that no rank owns. ``follower`` stages the bytes of
+        a rank that shares an engine and owns none, if needed.
         """
         self.managed = managed
         self.num_engines = len(engines)

@@ -153,12 +153,9 @@ class ManagerClient:
     ) -> tuple[list[Sample], Metrics]:
         """Sample G responses to each of P prompts.
 
-        Args:
-            lent: engines that ranks lend: of the policy for this call, and they serve this version;
-                of others until the next call, or as long as their rank lets them answer.
-
-        Returns:
-            P * G samples in prompt order, those to the same prompt adjacent; and metrics.
+        Engines are ``lent`` by ranks: those of the policy for this call, and they serve this
+        version; others until the next call, or as long as their rank lets them answer. Returns
+        P * G samples in prompt order, those to the same prompt adjacent; and metrics.
         """
         answer: tuple[list[Sample], Metrics] = self._call(
             "sample", prompts, sampling, version, lent
@@ -173,13 +170,9 @@ class ManagerClient:
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
     ) -> tuple[Answered, Metrics]:
-        """Admit prompts, which are sampled while the trainer learns, and wait for a batch.
+        """Admit prompts, if any, which are sampled while the trainer learns; wait for a batch.
 
-        Args:
-            prompts: to admit; None: no more.
-
-        Returns:
-            P prompts that were admitted now or before, with P * G samples; and metrics.
+        Returns P prompts that were admitted now or before, with P * G samples; and metrics.
         """
         answer: tuple[Answered, Metrics] = self._call("exchange", prompts, sampling, version)
         return answer

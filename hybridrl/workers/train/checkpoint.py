@@ -160,10 +160,8 @@ class ShardReader:
     def fill(self, tensors: Mapping[str, RankShards], *, allows_more: bool = False) -> None:
         """Fill this rank's shards of each tensor, however the writers had sharded it.
 
-        The files may hold further tensors if ``allows_more``; they are not read.
-
-        Raises:
-            CheckpointError: names or shapes differ, or no file has some of the values.
+        The files may hold further tensors if ``allows_more``; they are not read. A CheckpointError
+        if names or shapes differ, or no file has some of the values.
         """
         wanted = {name: tensor.full_shape for name, tensor in tensors.items()}
         saved = {n: s for n, s in self.shapes.items() if n in wanted or not allows_more}
@@ -289,10 +287,8 @@ class CheckpointWriter:
 def load(engine: ModelEngine, folder: Path, *, rank: int, world_size: int) -> Notes:
     """Restore an engine from the files of all ranks; returns the notes of a worker.
 
-    The states of random number generators return only with the same number of ranks.
-
-    Raises:
-        CheckpointError: the files belong to another model, or are incomplete.
+    The states of random number generators return only with the same number of ranks. A
+    CheckpointError if the files belong to another model, or are incomplete.
     """
     with ShardReader(folder) as reader:
         notes = reader.notes[0]

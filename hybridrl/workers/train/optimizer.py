@@ -29,10 +29,8 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -
 
     It rises linearly over the warm-up to the peak at ``step == num_warmup_steps``, then falls as
     the schedule says. It reaches the last ratio one step after the run's last step. So neither the
-    first nor the last step has a rate of 0.
-
-    Args:
-        step: optimizer steps taken before this one; after the last the rate stays.
+    first nor the last step has a rate of 0. ``step`` is the number of steps before this one; after
+    the last the rate stays.
     """
     if step < config.num_warmup_steps:
         return config.lr * (step + 1) / (config.num_warmup_steps + 1)

@@ -117,10 +117,8 @@ class HFRolloutEngine:
         """Run a program over this engine's sampler, in an event loop of this thread.
 
         The engine decodes while all tasks of the program wait. A response is also cut (and
-        truncated) where it and its context fill ``max_context_tokens``.
-
-        Raises:
-            EngineError: logits are not finite; or the program was aborted by ``drain``.
+        truncated) where it and its context fill ``max_context_tokens``. An EngineError if logits
+        are not finite, or ``drain`` aborted the program.
         """
         with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)

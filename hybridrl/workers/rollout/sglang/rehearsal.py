@@ -38,11 +38,8 @@ _NAME = "rehearsal"
 def rehearse_server(config: ExperimentConfig, *, keys: Mapping[str, str] | None = None) -> str:
     """Have SGLang complete and check the arguments of the servers of a run, or of one engine.
 
-    Args:
-        keys: of arguments that were given elsewhere than in ``rollout.engine_args``, by name.
-
-    Returns:
-        One line that says what was checked.
+    ``keys`` are those of arguments that were given elsewhere than in ``rollout.engine_args``, by
+    name. Returns one line that says what was checked.
 
     Raises:
         ConfigErrors: SGLang refuses them; under hybridrl's keys.

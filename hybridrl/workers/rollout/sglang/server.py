@@ -177,10 +177,7 @@ class ControlCalls:
         """Admit no request, and verify that none runs and no cache of old weights is left.
 
         Requests that still run are cut off, whatever their sender, also those kept by the pause of
-        another client.
-
-        Raises:
-            DeadlineError: it is still busy at the deadline; how many run and wait.
+        another client. A DeadlineError says how many run and wait if it is busy at the deadline.
         """
         deadline = time.monotonic() + timeout_s
         while True:

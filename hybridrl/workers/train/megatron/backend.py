@@ -83,12 +83,9 @@ class Schedule:
     ) -> list[Taken]:
         """Compute forward and, in training, backward; gradients are *summed*, over ranks too.
 
-        Args:
-            microbatches: the same on all ranks that share a model; laid out one by one.
-            finish: computes from the last stage's output a scalar and a further result.
-
-        Returns:
-            The further results by micro-batch on the last stage; an empty list elsewhere.
+        Micro-batches are the same on all ranks that share a model, and laid out one by one.
+        ``finish`` computes from the last stage's output a scalar and a further result. Returns the
+        further results, by micro-batch, on the last stage; elsewhere an empty list.
         """
 
         def finish_one(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Taken]:
