@@ -21,9 +21,8 @@ from hybridrl.serving.health import Losses
 from hybridrl.serving.plan import ModelPlan
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.sharding.control import Failures, StageError
-from hybridrl.workers.sharding.lifecycle import Action, LifeCycle, SleepLevel
+from hybridrl.workers.sharding.lifecycle import RESTART, SYNC, Action, LifeCycle, SleepLevel, State
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.states import RESTART, SYNC, State
 from hybridrl.workers.sharding.weight_files import Sent, WeightSource, load_weights
 from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 

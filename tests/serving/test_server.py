@@ -23,7 +23,7 @@ from hybridrl.config.serving import WorkerType
 from hybridrl.metrics import Sum
 from hybridrl.serving.plan import ModelPlan, plan_own_engines
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.states import State
+from hybridrl.workers.sharding.lifecycle import State
 from tests.config.values import config_of
 from tests.serving.recording_handle import RecordingHandle
 from tests.serving.server_rig import ServerRig, plan_of

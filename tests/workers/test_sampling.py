@@ -20,8 +20,8 @@ from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.sampling import ManagerSampling
 from hybridrl.workers.sharding.control import StageError
+from hybridrl.workers.sharding.lifecycle import State
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent
-from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.sharding.recording import (

@@ -25,9 +25,9 @@ from hybridrl.workers.sharding.control import (
     StageError,
     attempt,
 )
+from hybridrl.workers.sharding.lifecycle import RESTART, SYNC
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.publishing import Publisher
-from hybridrl.workers.sharding.states import RESTART, SYNC
 from hybridrl.workers.sharding.weight_files import folder_on_each_node, load_weights
 from hybridrl.workers.sharding.weight_stream import (
     Load,

@@ -20,8 +20,8 @@ from hybridrl.workers.sharding.control import (
     Limit,
     StageError,
 )
+from hybridrl.workers.sharding.lifecycle import SYNC
 from hybridrl.workers.sharding.manager_client import ManagerClient
-from hybridrl.workers.sharding.states import SYNC
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,

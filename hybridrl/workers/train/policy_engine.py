@@ -20,14 +20,14 @@ from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.backend import Backend, Compute, Output
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_adapter_folder
-from hybridrl.workers.train.losses import supervised_loss
-from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.model_engine import ModelEngine
-from hybridrl.workers.train.preference_objective import (
+from hybridrl.workers.train.losses import (
     PairValues,
     PreferenceObjective,
     loss_of_microbatch,
+    supervised_loss,
 )
+from hybridrl.workers.train.microbatcher import MicroBatch
+from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.protocol import TokenLoss, TokenLossInputs, TrainState, WeightSet
 
 _ROW_MEAN = Part.of(sequence_mean_token_sum)  # rows weigh the same, however long they are

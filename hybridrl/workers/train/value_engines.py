@@ -27,15 +27,15 @@ from hybridrl.batch import (
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.workers.train.backend import Backend, Output
 from hybridrl.workers.train.export import Configuration
-from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine, values_of
-from hybridrl.workers.train.preference_objective import (
+from hybridrl.workers.train.losses import (
     PairValues,
     describe_rewards,
     loss_of_microbatch,
     mean_over_pairs,
     of_held_out,
 )
+from hybridrl.workers.train.microbatcher import MicroBatch
+from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine, values_of
 from hybridrl.workers.train.protocol import TrainState
 
 
