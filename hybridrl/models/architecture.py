@@ -7,11 +7,11 @@ vocabulary, E experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridrl.config.model import ModelConfig
+from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.errors import ModelError, shown, suggest_name
 from hybridrl.models.families import (
     FAMILIES,
@@ -299,14 +299,22 @@ def architecture_of(model: ModelConfig) -> Architecture:
         return read_architecture(Path(model.path))
     if (starter := model.starter) is None:
         raise ModelError("there is no model to plan for; set model.path=FOLDER, or model=starter")
-    values = {
-        **asdict(starter),
+    return _of_values(starter_settings(starter), FAMILIES["qwen3"])
+
+
+def starter_settings(starter: StarterConfig) -> dict[str, Any]:
+    """Return what is read of config.json; run/starter.py makes the real model."""
+    same = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return {
+        **{name: getattr(starter, name) for name in same},
+        "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "num_hidden_layers": starter.num_layers,
         "head_dim": starter.hidden_size // starter.num_attention_heads,
+        "vocab_size": starter.vocab_size,
+        "max_position_embeddings": starter.max_position_embeddings,
         "tie_word_embeddings": True,
     }
-    return _of_values(values, FAMILIES["qwen3"])
 
 
 def find_architecture(model: ModelConfig) -> Architecture | None:

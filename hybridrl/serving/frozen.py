@@ -52,9 +52,7 @@ from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.manager_client import Answer
 from hybridrl.workers.sharding.publishing import update_with_tries
-
-VERSION = 0
-"""Of weights that never change."""
+from hybridrl.workers.sharding.weight_files import FROZEN_VERSION
 
 
 class FrozenModel:
@@ -80,7 +78,7 @@ class FrozenModel:
     def start(self) -> None:
         """Start all engines, with the weights of the folder."""
         self._server.start()
-        update_with_tries(partial(self._server.update, self._folder, version=VERSION))
+        update_with_tries(partial(self._server.update, self._folder, version=FROZEN_VERSION))
 
     def ask(
         self, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
@@ -93,7 +91,7 @@ class FrozenModel:
         pool = self._server.pool(
             max_context_tokens=self._max_context_tokens,
             vocab_size=self._vocab_size,
-            version=VERSION,
+            version=FROZEN_VERSION,
         )
         with self.recovery.filling(pool), self.recovery.monitor.watching():
             return asyncio.run(self._answer_all(pool, contexts, params, timeout_s))
@@ -339,7 +337,7 @@ class ExternalHandle(EngineHandle):
             model = ServedModel(
                 max_context_tokens=self._expected.max_context_tokens,
                 vocab_size=self._expected.vocab_size,
-                version=VERSION,
+                version=FROZEN_VERSION,
                 weight_version=self._weight_versions[self._url],
             )
             timeout_s = self._config.request_timeout_s

@@ -11,7 +11,6 @@ from itertools import groupby
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import PlacedGroup, WorkerType
-from hybridrl.errors import ResourceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +71,6 @@ class ModelPlan:
     def engines(self) -> tuple[PlannedDevices, ...]:
         """Engines of all groups; each is one process that answers, on its first node."""
         return tuple(engine for group in self.groups for engine in group.engines)
-
-    @property
-    def num_nodes_per_engine(self) -> int:
-        """Nodes that each engine lies on; a ResourceError if groups differ in it."""
-        of_groups = {g.name: g.num_nodes_per_engine for g in self.groups if g.engines}
-        if len(set(of_groups.values())) != 1:
-            sizes = ", ".join(f"{name}: {count}" for name, count in of_groups.items())
-            raise ResourceError(
-                f"engines of server {self.model} do not lie on equally many nodes ({sizes}); "
-                "ask each group instead"
-            )
-        return next(iter(of_groups.values()))
 
 
 def lay_out(

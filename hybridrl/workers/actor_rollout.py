@@ -153,7 +153,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._reward_models = build_reward_engines(config, device)
         others = {"reference": self._reference, "teacher": self._teacher}
         for name, model in others.items():
-            if model is not None:
+            if isinstance(model, PolicyEngine):  # the policy without its adapter has no memory
                 self.sharding.register(name, model)
         for name, reward_model in self._reward_models.items():
             self.sharding.register(f"reward model {name}", reward_model)

@@ -28,7 +28,11 @@ from hybridrl.workers.sharding.control import (
 from hybridrl.workers.sharding.lifecycle import RESTART, SYNC
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.publishing import Publisher
-from hybridrl.workers.sharding.weight_files import folder_on_each_node, load_weights
+from hybridrl.workers.sharding.weight_files import (
+    FROZEN_VERSION,
+    folder_on_each_node,
+    load_weights,
+)
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,
@@ -42,9 +46,6 @@ from hybridrl.workers.train.protocol import WeightSet
 log = logging.getLogger(__name__)
 
 _START = "start of the rollout engines"
-
-FROZEN_VERSION = 0
-"""Of weights that never change."""
 
 
 class FusedEngines:

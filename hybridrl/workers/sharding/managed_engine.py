@@ -313,7 +313,8 @@ class ManagedEngine:
         if part in self._released:
             self.memory.empty_cache()
             try:
-                require_room(part, self._released[part], memory=self.memory, config=self._config)
+                engine = self._config.engine
+                require_room(part, self._released[part], memory=self.memory, engine=engine)
                 self.engine.resume(part)
             except EngineError as error:
                 holders = memory_table(

@@ -53,6 +53,9 @@ class Sent:
     """Engines by whose fault; empty: none's."""
 
 
+FROZEN_VERSION = 0
+"""Of weights that never change."""
+
 WeightSource = Path | WeightCopy
 """Where engines get weights: a folder of safetensors, or a copy."""
 

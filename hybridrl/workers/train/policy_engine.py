@@ -160,16 +160,6 @@ class BaseModelReference:
         """See ``PolicyEngine``."""
         return self._policy.compute_logprobs(rows, temperature=temperature, use_adapter=False)
 
-    def offload(self, state: TrainState) -> None:
-        """Do nothing: the policy owns the memory."""
-
-    def restore(self, state: TrainState) -> None:
-        """Do nothing: the policy owns the memory."""
-
-    def resident_bytes(self, state: TrainState) -> int:
-        """Return 0: it has no memory of its own."""
-        return 0
-
 
 def scores_at(temperature: float, *, needs_entropy_gradient: bool = False) -> Compute:
     """Return the function that scores tokens: columns of log-probs and entropies."""

@@ -17,9 +17,9 @@ from typing import Any
 
 from hybridrl.config.checks.messages import own_arguments
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.model import StarterConfig
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.json_text import to_json_text
+from hybridrl.models.architecture import starter_settings
 from hybridrl.workers.rollout.sglang.arguments import (
     Arguments,
     ServingSpec,
@@ -115,24 +115,6 @@ def _model_folder(config: ExperimentConfig, scratch: Path) -> Path:
     if config.model.path is not None:
         return Path(config.model.path).absolute()
     if config.model.starter is not None:
-        values = starter_settings(config.model.starter, dtype=config.rollout.dtype)
+        values = starter_settings(config.model.starter) | {"dtype": config.rollout.dtype}
         (scratch / "config.json").write_text(to_json_text(values), encoding="utf-8")
     return scratch
-
-
-def starter_settings(starter: StarterConfig, *, dtype: str) -> dict[str, object]:
-    """Write config.json as far as SGLang reads it; run/starter.py makes the real model."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": starter.hidden_size,
-        "num_hidden_layers": starter.num_layers,
-        "num_attention_heads": starter.num_attention_heads,
-        "num_key_value_heads": starter.num_key_value_heads,
-        "head_dim": starter.hidden_size // starter.num_attention_heads,
-        "intermediate_size": starter.intermediate_size,
-        "vocab_size": starter.vocab_size,
-        "max_position_embeddings": starter.max_position_embeddings,
-        "tie_word_embeddings": True,
-        "dtype": dtype,
-    }
