@@ -102,8 +102,8 @@ class RolloutManager:
             model.start()
 
     def need_weights(self, version: int) -> bool:
-        """Return whether the engines of the policy lack the weights of this version."""
-        return self._policy.needs_update(version)
+        """Return whether the engines of the policy lack them; lost ones get those of the others."""
+        return self._policy.version != version
 
     def begin_update(self, version: int) -> Mapping[int, Receiver]:
         """Stop all engines of the policy for a broadcast, and return those that join, by index."""

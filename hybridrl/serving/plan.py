@@ -50,11 +50,6 @@ class GroupPlan:
     """Empty for a placeholder, which uses up its devices all the same."""
 
     @property
-    def num_nodes_per_engine(self) -> int:
-        """Nodes that each engine lies on."""
-        return len(self.engines[0].nodes)
-
-    @property
     def answers(self) -> bool:
         """Whether requests for responses go to the engines: the others only do a share of them."""
         return self.worker_type in ("regular", "decode")

@@ -95,10 +95,6 @@ class RolloutServer:
                 raise StageError(_START, failures, of="engine")
             self._life.start()
 
-    def needs_update(self, version: int) -> bool:
-        """Return whether the engines have other weights; lost ones get those of the others."""
-        return self.version != version
-
     def update(self, source: WeightSource | Transfer, *, version: int) -> None:
         """Bring every engine to READY with these weights; dead ones are replaced. Idempotent.
 

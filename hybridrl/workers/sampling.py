@@ -17,7 +17,7 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.rollout.single_turn import OpenResponses, single_turn
-from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError, attempt
+from hybridrl.workers.sharding.control import ControlGroup, Limit, attempt
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
@@ -136,11 +136,8 @@ class ManagerSampling(Sampling):
         if not self._engines:
             return self._ask(prompts, sampling, version=version, lent=NOBODY)
         self._is_lent = True
-        url, error = (None, None) if self._listener is None else attempt(self._listener.open)
-        failures = self._control.exchange(_OPEN, error)
-        if failures:
-            raise StageError(_OPEN, failures)
-        urls = self._control.gather(_OPEN, url)
+        admit = (lambda: None) if self._listener is None else self._listener.open
+        urls = self._control.gather(_OPEN, self._control.everywhere(_OPEN, admit))
         lent = {
             model: [str(urls[self._engines[index].leader]) for index in indexes]
             for model, indexes in self._answering.items()

@@ -91,7 +91,7 @@ def test_an_engine_answers_on_its_first_node(serving: ServingConfig) -> None:
             for engine in group.engines:
                 assert engine.first_device == engine.nodes[0].start
                 assert engine.num_devices == sum(len(part) for part in engine.nodes)
-                assert group.num_nodes_per_engine == len(engine.nodes)
+                assert len(engine.nodes) == len(group.engines[0].nodes)
 
 
 @pytest.mark.shows("4.3")

@@ -86,11 +86,6 @@ class Backend(Protocol):
         """Gradients, moments, and the number of steps taken."""
         ...
 
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted: the state of the schedule."""
-        return self.optimizer.num_steps
-
     def checkpoint_tensors(self) -> Mapping[str, RankShards]:
         """List this rank's shards of the live tensors that a resumed run needs, views of them.
 
@@ -100,12 +95,8 @@ class Backend(Protocol):
         """
         ...
 
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``; the caller then fills ``checkpoint_tensors``."""
-        self.optimizer.begin_restore(num_steps=num_updates)
-
     def end_restore(self) -> None:
-        """Use the filled values."""
+        """Use the values with which the caller has filled ``checkpoint_tensors``."""
         ...
 
     def microbatches(self, rows: Rows) -> MicroBatches:

@@ -292,9 +292,9 @@ def load(engine: ModelEngine, folder: Path, *, rank: int, world_size: int) -> No
     """
     with ShardReader(folder) as reader:
         notes = reader.notes[0]
-        engine.begin_restore(num_updates=notes["num_updates"])
+        engine.backend.optimizer.begin_restore(num_steps=notes["num_updates"])
         reader.fill(engine.checkpoint_tensors())
-        engine.end_restore()
+        engine.backend.end_restore()
         if len(reader.notes) == world_size:
             notes = reader.notes[rank]
             _restore_random_state(notes["random"])
@@ -304,9 +304,9 @@ def load(engine: ModelEngine, folder: Path, *, rank: int, world_size: int) -> No
 def load_weights(engine: ModelEngine, folder: Path) -> None:
     """Fill the parameters that learn, no moments, from the files of all ranks; see ``load``."""
     with ShardReader(folder) as reader:
-        engine.begin_restore(num_updates=0)
+        engine.backend.optimizer.begin_restore(num_steps=0)
         reader.fill(engine.checkpoint_tensors(), allows_more=True)
-        engine.end_restore()
+        engine.backend.end_restore()
 
 
 def file_name(*, rank: int, world_size: int) -> str:

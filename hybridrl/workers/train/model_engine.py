@@ -113,21 +113,13 @@ class ModelEngine:
 
     @property
     def num_updates(self) -> int:
-        """See ``Backend``."""
-        return self.backend.num_updates
+        """Optimizer steps taken, skipped ones not counted."""
+        return self.backend.optimizer.num_steps
 
     def checkpoint_tensors(self) -> Mapping[str, RankShards]:
         """See ``Backend``."""
         self._require("checkpoint_tensors()", *TrainState)
         return self.backend.checkpoint_tensors()
-
-    def begin_restore(self, *, num_updates: int) -> None:
-        """See ``Backend``."""
-        self.backend.begin_restore(num_updates=num_updates)
-
-    def end_restore(self) -> None:
-        """See ``Backend``."""
-        self.backend.end_restore()
 
     def _require(self, action: str, *states: TrainState) -> None:
         offloaded = [state.value for state in states if state in self._offloaded]

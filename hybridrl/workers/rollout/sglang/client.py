@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
 from hybridrl.loop_thread import LoopThread
+from hybridrl.sampler import T
 
-T = TypeVar("T")
 Body = dict[str, Any]
 
 _KEEP_ALIVE_S = 2.0

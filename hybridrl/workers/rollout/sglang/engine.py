@@ -132,7 +132,8 @@ class SGLangEngine:
         """
         with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)
-            self._require_adapter()
+            if self._spec.lora is not None and not self._has_adapter:
+                raise no_adapter_loaded()
             model = ServedModel(
                 max_context_tokens=self._spec.max_context_tokens,
                 vocab_size=self._model.vocab_size,
@@ -370,10 +371,6 @@ class SGLangEngine:
         for part in parts:
             if part in self._released:
                 raise PhaseError(f"{what} was refused: {part.name} is released; resume it first")
-
-    def _require_adapter(self) -> None:
-        if self._spec.lora is not None and not self._has_adapter:
-            raise no_adapter_loaded()
 
 
 def _expert_shape(model: Architecture) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from hybridrl import env
 from hybridrl.diagnostics import activity
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
+from hybridrl.network import LOOPBACK
 from hybridrl.processes.guard import end_guarded, guarded
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _TELL_EVERY_S = 5.0
 _NUM_LINES = 25
-_LOCAL_HOST = "127.0.0.1"
 _STDIN = 0
 _NOISE = re.compile(r"Ignore import error|DeprecationWarning|FutureWarning|UserWarning|^\s*warn")
 """Messages of every server start about optional packages."""
@@ -167,7 +167,7 @@ def is_port_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):
-            probe.bind((_LOCAL_HOST, port))
+            probe.bind((LOOPBACK, port))
             return True
     return False
 

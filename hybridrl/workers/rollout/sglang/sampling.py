@@ -24,6 +24,7 @@ from hybridrl.sampler import FinishReason, RequestParams, Sample, Sampler, inter
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sampling import check_request
 from hybridrl.workers.rollout.sglang.client import (
+    Body,
     ConnectionLostError,
     Endpoint,
     RefusedError,
@@ -32,8 +33,6 @@ from hybridrl.workers.rollout.sglang.client import (
 )
 
 log = logging.getLogger(__name__)
-
-Body = dict[str, Any]
 
 _NUM_ATTEMPTS = 3
 _ABORT_TIMEOUT_S = 5.0

@@ -29,6 +29,7 @@ from hybridrl.workers.rollout.sglang.arguments import (
 )
 from hybridrl.workers.rollout.sglang.client import (
     PROBE_TIMEOUT_S,
+    Body,
     ControlClient,
     RefusedError,
 )
@@ -36,7 +37,6 @@ from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 
 log = logging.getLogger(__name__)
 
-Body = dict[str, Any]
 Json = Mapping[str, object]
 
 TESTED_VERSIONS = ("0.5.21", "0.5.23")

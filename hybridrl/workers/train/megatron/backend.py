@@ -331,7 +331,7 @@ class MegatronBackend(Backend):
             [*self._owned_spans()],
             {spec.name: spec.shape for spec in export.specs},
             shard_map=self.stages.shard_map,
-            num_steps=self.num_updates,
+            num_steps=self.optimizer.num_steps,
         )
 
     def end_restore(self) -> None:
