@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -59,19 +59,22 @@ class RecordingListener:
         self.close()
 
 
-@dataclass
 class Manager(RecordingServers):
     """Notes who is lent to it; loses the engines that a test names."""
 
-    journal: Journal = field(default_factory=Journal)
-    lost: tuple[int, ...] = ()
-    failure: Exception | None = None
-    dies: int | None = None
-    """Engine that dies while the manager samples, which nobody reports."""
-    calls: list[tuple[int, list[str]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        RecordingServers.__init__(self)
+    def __init__(
+        self,
+        *,
+        journal: Journal | None = None,
+        lost: tuple[int, ...] = (),
+        failure: Exception | None = None,
+        dies: int | None = None,
+    ) -> None:
+        """``dies`` is an engine that does so while the manager samples, which nobody reports."""
+        super().__init__()
+        self.journal = journal or Journal()
+        self.lost, self.failure, self.dies = lost, failure, dies
+        self.calls: list[tuple[int, list[str]]] = []
 
     def sample(
         self, prompts: PromptBatch, sampling: SamplingParams, *, version: int, lent: Lent = NOBODY
