@@ -67,10 +67,7 @@ class OpenGroups:
     async def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, step: int
     ) -> Answered:
-        """Admit prompts, and wait for a batch; raises the error of a program in the background.
-
-        ``step`` is that of the weights; see ``SampleBuffer.admit``.
-        """
+        """Admit prompts, and wait for a batch; raises the error of a program behind it."""
         if prompts is not None:
             self._admit(prompts, sampling, step=step)
         begin = time.perf_counter()

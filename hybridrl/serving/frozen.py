@@ -56,10 +56,7 @@ from hybridrl.workers.sharding.weight_files import FROZEN_VERSION
 
 
 class FrozenModel:
-    """The server of one frozen model, and engines of it that ranks lend.
-
-    New engines read its folder again. Those of ranks sleep while the trainer computes.
-    """
+    """The server of one frozen model, and engines of it that ranks lend."""
 
     def __init__(
         self, config: ExperimentConfig, plan: ModelPlan, launch: Launch, *, key: str
@@ -181,10 +178,7 @@ class ExternalModel(FrozenModel):
         return handle
 
     def start(self) -> None:
-        """Compare all servers at once; an ExternalServersError names all differences of all.
-
-        With ``rollout.verify_weights=always`` their weights are compared with each other, too.
-        """
+        """Compare all servers at once; an ExternalServersError names all differences of all."""
         try:
             super().start()
         except StageError as error:
@@ -234,10 +228,7 @@ class ExternalHandle(EngineHandle):
         key: str,
         weight_versions: dict[str, str],
     ) -> None:
-        """Connect when first used.
-
-        ``weight_versions`` has servers that were compared before, by URL; this one's is added.
-        """
+        """Connect when first used; ``weight_versions`` are of servers compared before, by URL."""
         self._url = url.rstrip("/")
         self._expected = expected
         self._config = config

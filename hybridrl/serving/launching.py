@@ -1,7 +1,4 @@
-"""Starts the rollout manager and the processes of engines on reserved devices, and ends them.
-
-Processes on the devices say first which GPUs, addresses and free ports engines get.
-"""
+"""Starts the rollout manager and the processes of engines on reserved devices, and ends them."""
 
 from __future__ import annotations
 
@@ -218,11 +215,7 @@ class ActorLaunch:
     keys: ApiKeys = field(default_factory=ApiKeys)
 
     def __call__(self, group: GroupPlan, engine: PlannedDevices) -> ProcessHandle:
-        """Start the processes of an engine, one on each of its nodes, without waiting.
-
-        Each takes a share of the first device of its node; the run's pool holds all devices. That
-        of a server that others run takes none.
-        """
+        """Start the processes of an engine, one on each of its nodes, without waiting."""
         if engine.url:
             return ProcessHandle(self._attach(engine), is_attached=True)
         actors = [self._start(group, engine, rank) for rank in range(len(engine.nodes))]

@@ -1,7 +1,4 @@
-"""The rollout manager: an actor without a device that holds the servers and samples with them.
-
-Engines of the ranks are lent to it for a call.
-"""
+"""The rollout manager: an actor without a device that holds the servers and samples with them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The layout of rollout servers on devices and nodes: pure functions of the configuration.
-
-Devices of all servers are counted through, node by node; groups take them in order.
-"""
+"""The layout of rollout servers: devices are counted node by node, and groups take them in turn."""
 
 from __future__ import annotations
 
@@ -71,11 +68,7 @@ class ModelPlan:
 def lay_out(
     groups: Sequence[PlacedGroup], *, num_devices_per_node: int, num_shared_per_node: int
 ) -> tuple[ModelPlan, ...]:
-    """Lay groups, those of one model adjacent, over devices and nodes.
-
-    The trainer, too, uses the first ``num_shared_per_node`` devices of the servers on each node,
-    and takes them back in turns.
-    """
+    """Lay groups over devices and nodes; the trainer shares the first devices of each node."""
 
     def lay_out_group(group: PlacedGroup) -> GroupPlan:
         size, first = group.config.devices_per_engine, group.first_device
@@ -116,10 +109,7 @@ def plan_servers(config: ExperimentConfig) -> tuple[ModelPlan, ...]:
 
 
 def plan_own_engines(config: ExperimentConfig) -> tuple[ModelPlan, ...]:
-    """Lay out the groups that are not engines of the ranks. A model may be left without groups.
-
-    Servers of a model that others run are a group without devices.
-    """
+    """Lay out the groups that no rank leads; servers that others run have no devices."""
     return tuple(
         replace(plan, groups=tuple(group for group in plan.groups if not group.needs_offload))
         for plan in plan_servers(config)

@@ -96,10 +96,7 @@ class PolicyRequests:
         return sampler
 
     async def interrupt(self, engines: Collection[EngineHandle]) -> None:
-        """Let open requests return with the tokens that they have.
-
-        Engines that are gone lose theirs, which their requests notice.
-        """
+        """Let open requests return with the tokens that they have."""
         if self.router is not None:
             self.router.interrupt()
             return
@@ -125,10 +122,7 @@ _GARBAGE: Mapping[FaultKind, Callable[[Sample], Sample]] = {
 
 
 class FaultPlan:
-    """Makes faults on purpose (``serving.faults``) at drawn requests of some phases.
-
-    Without faults in the configuration no request passes through it.
-    """
+    """Makes faults on purpose (``serving.faults``) at drawn requests of some phases."""
 
     def __init__(self, faults: Mapping[str, FaultConfig], *, seed: int) -> None:
         self._faults = faults

@@ -53,10 +53,9 @@ _POLL_S = 0.05
 
 
 class PolicyRouter(Endpoint):
-    """The router of the policy's servers, and these as one that answers a program.
+    """The router and its servers, as one server that answers a program.
 
-    Servers come and go, and the router itself may die: it is started again, gets its servers back,
-    and the open requests are repeated.
+    The router may die: it is started again, gets its servers back, and open requests are repeated.
     """
 
     most_restarts = 3
@@ -110,10 +109,7 @@ class PolicyRouter(Endpoint):
     async def open(
         self, engines: Collection[EngineHandle], *, version: int
     ) -> AsyncIterator[AskGroup]:
-        """Open the way to engines that admit requests; those that the program asks later are added.
-
-        A RouterError if the router ends again and again.
-        """
+        """Open the way to engines; a RouterError if the router ends again and again."""
         self._servers = {}
         self._lost = asyncio.get_running_loop().create_future()
         await asyncio.gather(*map(self._know, engines), return_exceptions=True)  # or it is gone

@@ -99,16 +99,9 @@ class RolloutServer:
         """Bring every engine to READY with these weights; dead ones are replaced. Idempotent.
 
         Engines that serve pause and drain first, all before any loads; none continues before all
-        have loaded. Lost servers that others run are not waited for while an engine is left: the
-        recovery brings them back.
-
-        Args:
-            source: safetensors of a full model on a disk that all nodes share, which stay until the
-                next update, for engines that replace others; or the broadcast of a rank.
-
-        Raises:
-            PhaseError: a stage is open.
-            StageError: a stage failed; names the engine. The next update begins with the recovery.
+        have loaded. Lost servers that others run are waited for only if no engine is left. Files of
+        weights stay until the next update, for engines that replace others. A StageError names the
+        engines that failed; the next update begins with their recovery.
         """
         with self._lock:
             self._note_dead()
@@ -150,10 +143,7 @@ class RolloutServer:
     # -- engines that are lost -------------------------------------------------------------------
 
     def lose(self, index: int, handle: EngineHandle, reason: str) -> bool:
-        """Note an engine that failed by its own fault. If True, the caller is to ``replace`` it.
-
-        False: it is noted or replaced already.
-        """
+        """Note an engine that failed. True: nobody knew, and the caller is to ``replace`` it."""
         with self._lock:
             if self.states[index] is not State.READY or self._handles[index] is not handle:
                 return False

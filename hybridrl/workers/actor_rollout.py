@@ -77,10 +77,8 @@ class ActorRolloutWorker(CheckpointedWorker):
     ) -> None:
         """Start both engines, the rollout engine first, on an empty device; a collective call.
 
-        Args:
-            model_folder: Hugging Face folder to start from, absolute.
-            servers: the rollout manager, which then has all requests; None: there is none.
-            base_plan: what ``lora.base=auto`` depends on; None: weights may stay resident.
+        ``servers`` have all requests, if there are any. ``lora.base=auto`` depends on
+        ``base_plan``; None: weights may stay resident.
         """
         device = self.join_group(config)
         control = ControlGroup(timeout_s=config.rollout.stage_timeout_s)
@@ -213,20 +211,14 @@ class ActorRolloutWorker(CheckpointedWorker):
 
     @register(TRAIN_METRICS)
     def take_agent_metrics(self) -> Metrics:
-        """Return the metrics of conversations since the last update or call, and forget them.
-
-        So those of an evaluation do not count among the conversations of the next step.
-        """
+        """Return and forget the metrics of conversations: an evaluation's count in no step."""
         taken = {name: m for name, m in self._carried.items() if name.startswith("agent/")}
         self._carried = {name: m for name, m in self._carried.items() if name not in taken}
         return taken
 
     @register(TRAIN)
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
-        """Score the rollouts with the weights before the update, the reference and the teacher.
-
-        What the algorithm does not need is None.
-        """
+        """Score the rollouts before the update; what the algorithm does not need is None."""
         self.sharding.require_training()
         temperature = self._config.rollout.temperature
         logprobs = LogprobBatch(batch_size=[len(rollouts)])
@@ -259,11 +251,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         """Take ``num_epochs * num_minibatches`` optimizer steps; a ``kl_coefficient`` of 0 is none.
 
         This rank's rows of each mini-batch are adjacent (see balance_over_ranks). Returns metrics
-        of the update, and of the rollout phases since the last one.
-
-        Raises:
-            DriftError: the rollouts came from another policy, and this step checks it
-                (``rollout.canary_every_steps``). No optimizer step learned from them.
+        of the update, and of the rollout phases since the last one. A DriftError if another policy
+        sampled the rollouts, and this step checks it; nothing was learned from them then.
         """
         self.sharding.require_training()
         algorithm = self._config.algorithm

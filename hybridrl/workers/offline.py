@@ -111,10 +111,7 @@ class PreferenceWorker(_PolicyWorker):
 
     @register(TRAIN_METRICS)
     def evaluate(self, batch: PreferenceBatch) -> Metrics:
-        """Score held-out pairs: the same loss and metrics, no step.
-
-        Pairs without a response mask are not counted.
-        """
+        """Score held-out pairs that have a response mask: the same loss and metrics, no step."""
         policy_P2 = _answer_logprobs(self._engine, batch).view(-1, 2)
         reference_B = None if self._reference is None else self.compute_reference(batch)
         lengths_P2 = response_lengths(batch.response_mask_BL).view(-1, 2)

@@ -46,11 +46,7 @@ class Sampling:
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
     ) -> Answered | None:
-        """Admit prompts, and wait for a batch of those admitted so far.
-
-        Raises:
-            PhaseError: nothing is sampled ahead.
-        """
+        """Admit prompts, and wait for a batch; a PhaseError if nothing is sampled ahead."""
         raise PhaseError("the ranks have the rollout engines: nothing can be sampled ahead")
 
     def take_metrics(self) -> Metrics:

@@ -18,12 +18,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
-    """Refuse (EngineError) an adapter that differs from the tensors of the adapted layers.
-
-    Args:
-        tensors: the adapter, by the names in its file.
-        shapes: of A and B of every adapted layer of the engine.
-    """
+    """Refuse (EngineError) an adapter without exactly the names and shapes of adapted layers."""
     if not tensors:
         raise EngineError(
             "the adapter has no tensors: the policy would be sampled without it; see that "

@@ -35,16 +35,10 @@ def assemble_rollouts(
     policy_version: int,
     has_versions: bool = False,
 ) -> RolloutBatch:
-    """Put P prompts and P * G responses together, row by row.
+    """Put P prompts and P * G responses together, row by row, those to one prompt adjacent.
 
-    Args:
-        responses: in prompt order, the G responses to the same prompt adjacent.
-        policy_version: optimizer steps taken by the weights that sampled them.
-        has_versions: whether tokens may be of earlier weights: each gets its version.
-
-    Raises:
-        EngineError: some responses list the experts of their tokens and others do not,
-            or list them for another number of tokens.
+    With ``has_versions`` tokens may be of earlier weights: each gets its version. An EngineError if
+    responses do not list the experts of all their tokens alike.
     """
     num_responses = len(responses) // len(prompts)
     prompt_rows = prompts.token_ids_PL.unbind()
@@ -92,11 +86,7 @@ def require_known_tokens(rollouts: RolloutBatch, *, vocab_size: int) -> None:
 
 
 def describe_staleness(steps_T: Tensor) -> Metrics:
-    """Describe the ages of T >= 1 tokens, in steps >= 0: mean, maximum, and a histogram.
-
-    The shares of the histogram are means over tokens, so those of several ranks can be merged,
-    which percentiles could not.
-    """
+    """Describe ages of tokens in steps: mean, maximum, and a histogram that ranks can merge."""
     num_tokens = len(steps_T)
     return {
         "rollout/staleness_steps/mean": Mean(float(steps_T.sum()), num_tokens),

@@ -96,21 +96,16 @@ class FlatBuffers:
     """A ring of byte buffers, each allocated when first used and again when it is too small."""
 
     def __init__(self, *, count: int, allocate: Allocate, dtype: torch.dtype | None = None) -> None:
-        """Allocate nothing yet: ``count`` buckets will stay readable at the same time.
-
-        Floating-point tensors are cast to ``dtype`` on their way in; None leaves them.
-        """
+        """Keep ``count`` buckets readable at a time; floats become ``dtype``, if given."""
         self._dtype = dtype
         self._allocate = allocate
         self._ring: list[Tensor | None] = [None] * count
         self._next = 0
 
     def pack(self, bucket: Bucket) -> tuple[Tensor, tuple[TensorSpan, ...]]:
-        """Copy a bucket into the next buffer; the copies are finished on return, on a GPU too.
+        """Copy a bucket into the next buffer; return its bytes, and the position of each tensor.
 
-        Returns:
-            uint8 [n], the buffer's first n bytes, readable until ``count`` - 1 further buckets are
-            staged; and the position of each tensor.
+        The copies are done, on a GPU too, and readable until ``count`` - 1 further ones are staged.
         """
         spans = lay_out(bucket, dtype=self._dtype)
         num_bytes = spans[-1].end if spans else 0

@@ -71,10 +71,7 @@ def run_program(
 ) -> T:
     """Run a program until it returns, then end the tasks that it left behind.
 
-    Args:
-        sampler: its requests are answered by ``step``, or through the loop's file events.
-        call: counts requests; a drain aborts the program through it, which is an EngineError here.
-        step: called while all tasks wait; its errors end the program, and are raised here.
+    ``step`` is called while all tasks wait. A drain that aborts ``call`` is an EngineError here.
     """
     results: list[T] = []
 

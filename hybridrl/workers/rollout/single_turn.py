@@ -37,10 +37,7 @@ Ask = Callable[[Tensor, RequestParams, Sequence[int]], Awaitable[list[Sample]]]
 
 
 def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:
-    """Return the program that samples G responses to each of P prompts.
-
-    It returns P * G samples in prompt order, those to the same prompt adjacent.
-    """
+    """Return the program that samples P * G responses, those to the same prompt adjacent."""
     params = sampling.request_params()
     index_P = prompts.prompt_index_P.tolist()
     keys_PG = _keys(prompts, sampling)

@@ -140,12 +140,7 @@ class FusedEngines:
         return self._source
 
     def sync(self) -> Failures:
-        """Bring the weights to all engines that lack them. A collective call.
-
-        Raises:
-            StageError: on all ranks, if a rank without an engine failed, or engines that no rank
-                owns.
-        """
+        """Bring the weights to all engines that lack them; a StageError if other ranks failed."""
         source = self.require_source()
         failures = self._load_frozen() or self._sync_policy(source)
         if not failures and self._others is not None:
@@ -322,12 +317,9 @@ def start_engine(
 ) -> RolloutEngine | None:
     """Start the engine of this rank by ``build``, and wait until all have started.
 
-    A collective call. ``ranks`` are those that share an engine with this one.
-
-    Raises:
-        Exception: on all ranks, the error of ``build`` from the first rank that failed; the caller
-            decides whether to try again. Engines that did start are ended.
-        DeadlineError: a rank did not arrive within ``rollout.start_timeout_s`` after the first.
+    A collective call. ``ranks`` are those that share an engine with this one. All raise the error
+    of the first rank that failed, and engines that did start are ended; a DeadlineError if a rank
+    is later than ``rollout.start_timeout_s`` after the first.
     """
     if ranks is not None and len(ranks) > 1:
         # Now, while all ranks are here: to make a group, ranks wait for each other no longer than

@@ -94,10 +94,7 @@ class ManagerClient:
         return bool(self._call("need_weights", version))
 
     def update(self, source: Path, *, version: int) -> None:
-        """Bring all engines of the policy to these weights; StageError names those that could not.
-
-        See ``RolloutServer.update``.
-        """
+        """Bring all engines of the policy to these weights; see ``RolloutServer.update``."""
         self._call("update", source, version)
 
     def begin_update(self, *, version: int, device: torch.device) -> None:
@@ -164,10 +161,7 @@ class ManagerClient:
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
     ) -> tuple[Answered, Metrics]:
-        """Admit prompts, if any, which are sampled while the trainer learns; wait for a batch.
-
-        Returns P prompts that were admitted now or before, with P * G samples; and metrics.
-        """
+        """Admit prompts, and wait for P of all that were, with P * G samples; and metrics."""
         answer: tuple[Answered, Metrics] = self._call("exchange", prompts, sampling, version)
         return answer
 

@@ -159,12 +159,9 @@ def await_release(
     free_before: int | None,
     timeout_s: float,
 ) -> int:
-    """Return the measured rise of free memory, once it is sufficient.
+    """Return the measured rise of free memory, once it is sufficient and ``resident_bytes`` are 0.
 
-    Args:
-        said_bytes: the engine's figure before the release.
-        resident_bytes: what the engine itself still counts; must reach 0.
-        free_before: free bytes before the release; None where only storage can be counted.
+    ``said_bytes`` is the engine's figure; ``free_before`` is None where only storage is counted.
     """
     demanded = demanded_bytes(part, said_bytes)
     begin = enough_at = time.monotonic()

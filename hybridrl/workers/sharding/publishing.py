@@ -51,10 +51,7 @@ def update_with_tries(update: Callable[[], None]) -> None:
 
 
 class Publisher:
-    """Brings weights to the rollout manager's engines, which stop only to take them.
-
-    Rank 0 writes or sends the weights of all ranks.
-    """
+    """Brings weights from rank 0 to the manager's engines, which stop only to take them."""
 
     def __init__(
         self,

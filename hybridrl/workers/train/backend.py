@@ -102,9 +102,7 @@ class Backend(Protocol):
     def microbatches(self, rows: Rows) -> MicroBatches:
         """Divide this rank's rows; all data-parallel ranks get equally many micro-batches.
 
-        Raises:
-            DataError: a sequence begins with a response token, which no token predicts; or rows
-                lack the experts that a replay needs.
+        A DataError if a sequence begins with a response, or rows lack the experts of a replay.
         """
         experts = None if self.routed is None else routes_of(rows, self.routed)
         return self.batcher.divide(rows, experts)
@@ -169,11 +167,7 @@ def replays_routes(
 
 
 def routes_of(rows: Rows, architecture: Architecture) -> Tensor:
-    """Return the experts of all tokens but the last of each row, int16, jagged.
-
-    Raises:
-        DataError: rows without experts, or with those of another model.
-    """
+    """Return the experts of all tokens but the last of each row, int16; DataError without them."""
     experts_BLJK = routed_experts_of(rows) if isinstance(rows, RolloutBatch | TrainBatch) else None
     remedy = "set rollout.routed_experts=true, or actor.replay_routing=false"
     if experts_BLJK is None:

@@ -74,10 +74,7 @@ def shards_of(name: str, tensor: RankShards) -> Iterator[tuple[str, TensorShard]
 
 
 def header_of(shards: Mapping[str, TensorShard], notes: Mapping[str, object]) -> bytes:
-    """Return the start of a safetensors file: length and JSON, padded to 8 bytes.
-
-    Only ranges, types and shapes of the shards are read.
-    """
+    """Return the start of a safetensors file, padded to 8 bytes; no value is read."""
     places = {name: (shard.spec.full_shape, shard.spec.offset) for name, shard in shards.items()}
     entries: dict[str, object] = {
         "__metadata__": {"places": to_json_text(places), "notes": to_json_text(notes)}
@@ -96,11 +93,7 @@ def header_of(shards: Mapping[str, TensorShard], notes: Mapping[str, object]) ->
 
 
 def write_file(path: Path, header: bytes, values: Iterable[Tensor]) -> FileEntry:
-    """Write a safetensors file, whose folder exists, and flush it to the disk.
-
-    Args:
-        values: uint8 host tensors: the values of all shards, end to end.
-    """
+    """Write the values of all shards, uint8 and end to end, and flush the file to the disk."""
     checksum = num_bytes = 0
     with path.open("wb", buffering=0) as file:
         for chunk in _chunks(header, values):
@@ -270,11 +263,7 @@ class CheckpointWriter:
         self._writing = self._thread.submit(_write, path, header, copied)
 
     def collect(self, *, waits: bool) -> FileEntry | None:
-        """Return the written file; None during the write, unless ``waits``.
-
-        Raises:
-            CheckpointError: the write failed, or none was begun.
-        """
+        """Return the written file, None during the write; a CheckpointError if it failed."""
         if self._writing is None:
             raise CheckpointError("no checkpoint was begun; call save() first")
         return self._writing.result() if waits or self._writing.done() else None

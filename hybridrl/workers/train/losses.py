@@ -59,10 +59,8 @@ class PolicyGradientLoss:
     def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
         """Return this micro-batch's share of the global loss, a scalar, and its metrics.
 
-        Raises:
-            ValueError: a KL penalty without reference log-probs.
-            DriftError: the responses were sampled by another policy than the trainer's.
-            TrainingError: a part raised, or returned another number of losses than tokens.
+        A DriftError if another policy sampled the responses, a TrainingError if a part fails, a
+        ValueError for a KL penalty without reference log-probs.
         """
         surrogate = self._surrogate(inputs)
         trainer = inputs.current_logprobs_T if self.is_old_the_sampler else inputs.old_logprobs_T

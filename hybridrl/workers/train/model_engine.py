@@ -36,11 +36,7 @@ TOKEN_MEAN = Part.of(token_mean)  # each token of a step weighs the same
 
 
 class ModelEngine:
-    """A model on a training back end; subclasses define its outputs and its loss.
-
-    Args:
-        area: prefix of the metrics of its steps, ``policy`` or ``critic``.
-    """
+    """A model on a training back end; ``area`` begins its metrics, ``policy`` or ``critic``."""
 
     dp_rank: int  # among the data-parallel ranks, which have different rows
     dp_size: int
@@ -88,11 +84,8 @@ class ModelEngine:
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.
 
-        An adapter is merged into the written weights, not into the training weights. Rank 0 writes;
-        all ranks return, or raise, together.
-
-        Raises:
-            RunFolderError: the folder exists already, or cannot be written.
+        An adapter is merged into the written weights alone. Rank 0 writes; all ranks return, or
+        raise a RunFolderError, together.
         """
         self._require("export_hf()", TrainState.PARAMETERS)
 

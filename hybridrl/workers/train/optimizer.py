@@ -83,10 +83,7 @@ class GuardedOptimizer(ABC):
 
     @abstractmethod
     def _sum_over_ranks(self, loss: Tensor) -> tuple[float, float]:
-        """Return the global loss and gradient norm, the same bits on every rank.
-
-        Every rank decides by these two numbers, so all ranks step or skip together.
-        """
+        """Return global loss and gradient norm, the same bits on all: so all step or skip."""
 
     @abstractmethod
     def _apply(self, lr: float) -> None:
@@ -94,10 +91,7 @@ class GuardedOptimizer(ABC):
 
 
 class GuardedAdamW(GuardedOptimizer):
-    """The optimizer of PyTorch, on parameters that are plain or sharded over ``ranks``.
-
-    Matrices decay, vectors do not.
-    """
+    """PyTorch's AdamW on plain or sharded parameters; matrices decay, vectors do not."""
 
     adamw: torch.optim.AdamW  # has the moments by parameter
 

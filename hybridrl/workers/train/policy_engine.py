@@ -74,11 +74,7 @@ class PolicyEngine(ModelEngine):
         temperature: float,
         max_response_tokens: int,
     ) -> Metrics:
-        """Take one optimizer step on the union of all ranks' rows.
-
-        A step whose loss or gradient norm is not finite is skipped and counted. For ``aggregation``
-        and its ``max_response_tokens`` see ``algorithms/aggregate.py``.
-        """
+        """Take one optimizer step on the union of all ranks' rows, or skip it."""
         needs_gradient = loss.needs_entropy_gradient
 
         def weighted_loss(
@@ -109,10 +105,7 @@ class PolicyEngine(ModelEngine):
         return self._take_step(batch, scores_at(1.0), weighted_loss)
 
     def fit_pairs(self, batch: PreferenceBatch, objective: PreferenceObjective) -> Metrics:
-        """Take one optimizer step on the mean loss of all ranks' pairs, or skip it.
-
-        The batch has log-probs of the reference if the loss reads them.
-        """
+        """Take one optimizer step on the mean loss of all ranks' pairs, or skip it."""
         reference_B = batch.reference_logprobs_B
 
         def loss_of(sums_P2: Tensor, lengths_P2: Tensor, index_P: Tensor) -> PairValues:

@@ -56,11 +56,7 @@ class WeightGroup:
         self._answers: dict[int, Future[Any]] = {}
 
     def join(self, receivers: Mapping[int, Receiver], *, device: torch.device) -> None:
-        """Form a group with these servers, to send from ``device``; one with the same is kept.
-
-        Raises:
-            EngineError: not all came; ``failures`` has those at fault.
-        """
+        """Form a group with these servers, or keep it; after an EngineError see ``failures``."""
         self.failures = {}
         if self._receivers == receivers:
             return
@@ -121,11 +117,7 @@ class WeightGroup:
             self._works = [self._group.broadcast([t], dist.BroadcastOptions()) for _, t in tensors]
 
     def wait_until_sent(self) -> None:
-        """Wait until the bucket has left its memory; servers may still load it.
-
-        Raises:
-            EngineError: the transfer broke off; ``failures`` has the servers at fault.
-        """
+        """Wait until the bucket has left its memory; after an EngineError see ``failures``."""
         self._await(lambda: all(work.is_completed() for work in self._works))
         reasons = {_error_of(work) for work in self._works} - {None}
         self._works = []

@@ -84,10 +84,7 @@ def foreign_values(server_args: Any, arguments: Mapping[str, object]) -> list[Re
 
 
 def resolve(server_args: Any, arguments: Mapping[str, object]) -> None:  # noqa: ANN401
-    """Build the arguments and let SGLang complete and check them, as `_launch_subprocesses` does.
-
-    A refusal is an exception of SGLang, of any type.
-    """
+    """Let SGLang complete and check the arguments; a refusal is an exception of any type."""
     record = server_args(**arguments)
     record.resolve_once()
     import_module("sglang.srt.entrypoints.engine")._set_envs_and_config(record)  # SGLang's kernels
@@ -126,10 +123,7 @@ def rehearse(case: Mapping[str, Any]) -> Mapping[str, object]:
 def _refusal_of(
     error: BaseException, arguments: Mapping[str, object], *, own: list[str]
 ) -> Refusal:
-    """Blame the arguments in SGLang's message, the user's first; if it names none, all the user's.
-
-    They are there in Python's or the command line's spelling.
-    """
+    """Blame the arguments that SGLang's message names, the user's first; or else all of these."""
     reason = f"{type(error).__name__}: {error}"
     words = reason.replace("-", "_")
     named = [name for name in arguments if "_" in name and name in words]

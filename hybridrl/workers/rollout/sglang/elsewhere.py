@@ -307,11 +307,10 @@ class AttachedServer(ControlCalls):
     """
 
     def __init__(self, spec: ServingSpec, elsewhere: Elsewhere) -> None:
-        """Compare it with what is needed, and stop it until it gets weights.
+        """Compare it, and stop it until it gets weights.
 
-        Raises:
-            ExternalServersError: all differences, a line each; the server is as it was.
-            DeadlineError: requests of others do not end.
+        An ExternalServersError has a line for each difference, and leaves the server as it was; a
+        DeadlineError: requests of others do not end.
         """
         super().__init__(spec)
         self._may_be_paused = False

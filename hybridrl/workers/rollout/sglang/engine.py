@@ -75,11 +75,8 @@ class SGLangEngine:
     ) -> None:
         """Start the server, with ``variables`` as its visible devices, or attach to it.
 
-        ``device`` is that of this process; None is the first of its kind.
-
-        Raises:
-            EngineError: it did not start, or this process cannot share memory with it.
-            ModelError: the folder lacks weights, or has another vocabulary than its config.json.
+        An EngineError if it did not start, or cannot share memory with this process; a ModelError
+        if the folder lacks weights, or has another vocabulary than its config.json.
         """
         self._spec = spec
         require_whole_vocabulary(spec.model_folder)
@@ -121,14 +118,10 @@ class SGLangEngine:
     # -- sampling --------------------------------------------------------------------------------
 
     def run(self, program: Program[T]) -> T:
-        """Run a program over this engine's sampler, in an event loop of this thread.
+        """See ``RolloutEngine``. A response that fills the context is cut, and truncated.
 
-        A response is also cut (and truncated) where it and its context fill the context.
-
-        Raises:
-            EngineError: the server is gone, the program was aborted by ``drain``, or responses were
-                cut off again and again.
-            DeadlineError: no progress within ``rollout.request_timeout_s``.
+        An EngineError, too, if responses were cut off again and again; a DeadlineError without
+        progress within ``rollout.request_timeout_s``.
         """
         with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)
@@ -182,10 +175,7 @@ class SGLangEngine:
         self._gate.interrupt()
 
     def drain(self, *, timeout_s: float) -> int:
-        """Wait until no request runs, abort the others at the deadline, and empty the server.
-
-        Fails as ``ControlCalls.hold``.
-        """
+        """Let requests end, or abort them, and empty the server; see ``ControlCalls.hold``."""
         self._server.require_alive("drain")
         aborted = self._gate.drain(timeout_s, grace_s=ABORT_GRACE_S)
         self._server.hold(timeout_s=FLUSH_TIMEOUT_S)
@@ -295,10 +285,7 @@ class SGLangEngine:
         self.version = version
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a complete adapter; every request names it from here on.
-
-        An EngineError if the engine was built without adapters, or it does not fit its layers.
-        """
+        """See ``RolloutEngine``. EngineError, too, if the engine was built without adapters."""
         self._require_loadable("load_adapter")
         lora = self._spec.lora
         if lora is None:

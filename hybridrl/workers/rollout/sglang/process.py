@@ -100,9 +100,7 @@ class ChildProcess:
     def wait_until_ready(self, is_ready: Callable[[], bool], *, timeout_s: float) -> float:
         """Poll ``is_ready`` until it is true, and return the seconds since the start.
 
-        Raises:
-            EngineError: the server ended before; with the last lines of its log.
-            DeadlineError: it was not ready in time; with these, too.
+        An EngineError if it ended before, a DeadlineError if it is late; both with its last lines.
         """
         try:
             took_s = self._wait(is_ready, timeout_s)

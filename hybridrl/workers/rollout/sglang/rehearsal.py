@@ -39,12 +39,8 @@ def rehearse_server(config: ExperimentConfig, *, keys: Mapping[str, str] | None 
     """Have SGLang complete and check the arguments of the servers of a run, or of one engine.
 
     ``keys`` are those of arguments that were given elsewhere than in ``rollout.engine_args``, by
-    name. Returns one line that says what was checked.
-
-    Raises:
-        ConfigErrors: SGLang refuses them; under hybridrl's keys.
-        EngineError: SGLang ended the rehearsal; with the end of its log.
-        DeadlineError: it took longer than ``rollout.start_timeout_s``.
+    name. Returns one line that says what was checked. ConfigErrors name hybridrl's keys; an
+    EngineError or DeadlineError if SGLang ended, or took over ``rollout.start_timeout_s``.
     """
     with tempfile.TemporaryDirectory(prefix="hybridrl-rehearsal-") as name:
         folder = Path(name)

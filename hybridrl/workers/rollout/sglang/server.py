@@ -61,10 +61,7 @@ _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
 def require_known_version(server_info: Json) -> str:
-    """Return the version in an answer of ``/server_info``; warn, once a process, if untested.
-
-    An EngineError if it has none, or one older than the oldest tested.
-    """
+    """Return the version in ``/server_info``, warn if untested; an EngineError if it is too old."""
     version = server_info.get("version")
     if not isinstance(version, str) or not re.match(r"\d+\.\d+\.\d+", version):
         raise EngineError(
@@ -235,10 +232,8 @@ class StartedServer(ControlCalls):
     def __init__(self, spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
         """Start it with these variables besides those of every server, and wait for its answer.
 
-        Raises:
-            EngineError: it did not start, with the last lines of its log; or it is too old, or runs
-                with other arguments.
-            DeadlineError: it did not answer within ``rollout.start_timeout_s``.
+        An EngineError, with its last lines, if it did not start, is too old, or has other
+        arguments; a DeadlineError after ``rollout.start_timeout_s``.
         """
         super().__init__(spec)
         self.num_ranks = spec.rollout.tensor_parallel_size

@@ -1,7 +1,4 @@
-"""How buckets of weights reach a server: one class per value of ``rollout.transport``.
-
-Every rank of an engine has one; only the engine's own rank calls ``load`` and ``finish``.
-"""
+"""How buckets of weights reach a server: one class per value of ``rollout.transport``."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ Encode = Callable[[Tensor, Sequence[TensorSpan]], str]
 
 
 class Transport:
-    """One rank's end of the stream to one server."""
+    """One rank's end of the stream to one server; only the engine's own rank loads."""
 
     in_session = True
     """Whether the server needs its update opened before the first bucket and closed at the end."""

@@ -131,10 +131,7 @@ class PackedRows(PackedSeqParams):
 
 
 class Router(TopKRouter):
-    """A router that chooses the experts of tokens, or replays given ones.
-
-    In either case their weights come from its own logits, and carry a gradient.
-    """
+    """A router that chooses or replays experts; their weights are of its own logits."""
 
     def __init__(
         self,
