@@ -35,12 +35,7 @@ from hybridrl.serving.engine_handle import AskGroup, EngineHandle
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.router_process import RouterProcess
 from hybridrl.workers.rollout.request_gate import ProgramCall
-from hybridrl.workers.rollout.sglang.client import (
-    Body,
-    ConnectionLostError,
-    Endpoint,
-    RefusedError,
-)
+from hybridrl.workers.rollout.sglang.client import Body, ConnectionLostError, Endpoint, RefusedError
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 
 log = logging.getLogger(__name__)

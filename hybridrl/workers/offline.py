@@ -17,11 +17,7 @@ from hybridrl.single_controller import Dispatch, register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS
 from hybridrl.workers.build import build_reference_engine, build_reward_trainer, build_train_engine
 from hybridrl.workers.checkpointed import CheckpointedWorker, end_process_group
-from hybridrl.workers.train.losses import (
-    PreferenceObjective,
-    mean_over_pairs,
-    of_held_out,
-)
+from hybridrl.workers.train.losses import PreferenceObjective, mean_over_pairs, of_held_out
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.value_engines import RewardEngine

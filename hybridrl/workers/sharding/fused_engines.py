@@ -18,21 +18,11 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.load import DTYPES
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender, stage_time
-from hybridrl.workers.sharding.control import (
-    ControlGroup,
-    Failures,
-    Limit,
-    StageError,
-    attempt,
-)
+from hybridrl.workers.sharding.control import ControlGroup, Failures, Limit, StageError, attempt
 from hybridrl.workers.sharding.lifecycle import RESTART, SYNC
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.publishing import Publisher
-from hybridrl.workers.sharding.weight_files import (
-    FROZEN_VERSION,
-    folder_on_each_node,
-    load_weights,
-)
+from hybridrl.workers.sharding.weight_files import FROZEN_VERSION, folder_on_each_node, load_weights
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,

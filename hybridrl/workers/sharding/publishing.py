@@ -15,11 +15,7 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.models.load import DTYPES
 from hybridrl.workers.rollout.weight_folder import WeightFolder
-from hybridrl.workers.sharding.control import (
-    ControlGroup,
-    Limit,
-    StageError,
-)
+from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError
 from hybridrl.workers.sharding.lifecycle import SYNC
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.weight_stream import (

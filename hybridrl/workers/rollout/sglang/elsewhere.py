@@ -31,11 +31,7 @@ from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, Elsewhere, ServingSpec
-from hybridrl.workers.rollout.sglang.client import (
-    ConnectionLostError,
-    ControlClient,
-    RefusedError,
-)
+from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 from hybridrl.workers.rollout.sglang.server import ControlCalls, Json, require_known_version
 

@@ -47,11 +47,7 @@ from hybridrl.workers.train.megatron.megatron_core import (
 )
 from hybridrl.workers.train.megatron.parallel import Parallel, start_parallel
 from hybridrl.workers.train.megatron.routing import LoadBalance, PackedRows, Routing
-from hybridrl.workers.train.megatron.shard_map import (
-    ShardMap,
-    global_name,
-    is_of_adapter,
-)
+from hybridrl.workers.train.megatron.shard_map import ShardMap, global_name, is_of_adapter
 from hybridrl.workers.train.microbatcher import MicroBatcher
 
 
