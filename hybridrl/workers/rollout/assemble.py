@@ -54,6 +54,8 @@ def assemble_rollouts(
         masks += [all_sampled if response.is_sampled is None else response.is_sampled]
         logprobs += [torch.zeros(len(prompt)), response.logprobs]
     lengths_B = torch.tensor(lengths)
+    turns = [response.turns for response in responses if response.turns is not None]
+    is_of_agents = len(turns) == len(responses)
     return RolloutBatch(
         token_ids_BL=jagged_from(torch.cat(tokens), lengths_B),
         response_mask_BL=jagged_from(torch.cat(masks), lengths_B),
@@ -63,10 +65,10 @@ def assemble_rollouts(
             [each.weight_version if has_versions else policy_version for each in responses]
         ),
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
-        is_failed_B=_failed(responses),
+        is_failed_B=torch.tensor([each.is_failed for each in responses]) if is_of_agents else None,
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
         sequence_lengths_BQ=_sequence_lengths(responses),
-        turns_BN=_turns(responses),
+        turns_BN=jagged(turns) if is_of_agents else None,
         agent_rewards_BL=_agent_rewards(responses, lengths_B),
         weight_versions_BL=_weight_versions(responses, lengths_B) if has_versions else None,
         batch_size=[len(responses)],
@@ -110,17 +112,6 @@ def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
         end = len(response.context) + len(response.token_ids)
         lengths.append(torch.tensor([*begins, end]).diff())
     return jagged(lengths)
-
-
-def _failed(responses: Sequence[Sample]) -> Tensor | None:
-    if any(response.turns is None for response in responses):
-        return None
-    return torch.tensor([response.is_failed for response in responses])
-
-
-def _turns(responses: Sequence[Sample]) -> Tensor | None:
-    turns = [response.turns for response in responses if response.turns is not None]
-    return jagged(turns) if len(turns) == len(responses) else None
 
 
 def _agent_rewards(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:
