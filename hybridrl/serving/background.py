@@ -215,9 +215,7 @@ _NONE_CUT: Mapping[OnUpdate, Metrics] = {
 class BackgroundSampling:
     """One pool of engines, and programs that sample with it over many versions of the weights.
 
-    The time between two updates is as a synchronous phase. ``updating`` closes that, brings all
-    open requests to an end or to a token, and opens it again with the new weights. Programs notice
-    nothing: their requests wait meanwhile.
+    ``updating`` brings all open requests to an end or to a token; programs wait meanwhile.
     """
 
     def __init__(

@@ -58,11 +58,7 @@ class HealthMonitor(Generic[W]):
         *,
         timeout_s: float,
     ) -> None:
-        """Watch nothing yet; ``engines`` returns those that should get on now, by index.
-
-        An engine that is dead, or no further within ``timeout_s`` seconds, is given to ``report``
-        with the reason, once a look.
-        """
+        """Watch nothing yet; ``report`` hears of dead engines, and of those without progress."""
         self._engines = engines
         self._report = report
         self._timeout_s = timeout_s

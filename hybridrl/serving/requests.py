@@ -34,8 +34,7 @@ log = logging.getLogger(__name__)
 class PolicyRequests:
     """Opens the way between two updates: straight to the engines, or through the router.
 
-    Straight, a server is asked by HTTP, and other engines by their handles. All requests to a
-    server leave this process, so those with the same context share its prefill.
+    All requests to a server leave this process: those with the same context share its prefill.
     """
 
     def __init__(self, config: ExperimentConfig, *, vocab_size: int, key: str) -> None:

@@ -125,10 +125,7 @@ class PolicyRouter(Endpoint):
         params: RequestParams,
         keys: Sequence[int],
     ) -> list[Sample]:
-        """Send a request to the router, which is counted on ``engine``.
-
-        Its failure is no reason to lose that engine: another one may have had the request.
-        """
+        """Send a request; if it fails, that is no reason to lose the engine that it counts on."""
         if engine not in self._servers:
             await self._know(engine)
             await asyncio.to_thread(self._show)
@@ -157,10 +154,7 @@ class PolicyRouter(Endpoint):
         return [endpoint for engine, endpoint in self._servers.items() if engine.is_alive()]
 
     def leave_out(self, engine: EngineHandle) -> None:
-        """Send no more requests to the server of an engine that is lost. In the program's loop.
-
-        Nobody knows which requests it has, and it may never answer: all are sent again.
-        """
+        """Send a lost engine nothing more; it may have any open request, so all are sent again."""
         if self._servers.pop(engine, None) is not None:
             lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
             lost.set_result(None)

@@ -155,10 +155,7 @@ class RolloutServer:
             return True
 
     def claim_lost(self) -> list[int]:
-        """Return the lost engines that nobody replaces: the caller is to ``replace`` them.
-
-        None before the first update: no engine has weights that a new one could get.
-        """
+        """Return lost engines for the caller to ``replace``; none before the first update."""
         with self._lock:
             self._note_dead()
             if self.version < 0:

@@ -176,9 +176,7 @@ class ActorRolloutWorker(CheckpointedWorker):
     ) -> RolloutBatch | None:
         """Send the newest weights, admit prompts, and wait for a batch of those admitted so far.
 
-        Engines sample the others while the trainer learns. Returns P * G rows, responses to the
-        same prompt adjacent, with the versions that sampled their tokens; None on other ranks than
-        the first.
+        Returns P * G rows with versions, those to one prompt adjacent; None but on the first rank.
         """
         with self.sharding.rollout_phase():
             answered = self._sampling.exchange(prompts, sampling, version=self._policy_version)

@@ -67,11 +67,7 @@ def stage_by_reference(bucket: Bucket) -> StagedBucket:
 
 
 def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[TensorSpan, ...]:
-    """Lay tensors end to end, those with the widest numbers first.
-
-    Then no padding is needed: every tensor begins at a multiple of its item size. At other offsets
-    its bytes could not be viewed as numbers. Floating-point tensors become ``dtype``, if given.
-    """
+    """Lay tensors end to end, widest numbers first: so each begins at a multiple of its item."""
 
     def type_of(tensor: Tensor) -> torch.dtype:
         return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -41,10 +41,8 @@ _START = "start of the rollout engines"
 class FusedEngines:
     """``LifeCycleMembers`` that live in the ranks of one worker group.
 
-    Adjacent ranks share an engine, and the first of them owns it. The others, and ranks without
-    an engine, still take part in every status exchange and every gather. Engines of the policy get
-    the weights of each sync; frozen ones have those of their folder, and a host copy while they
-    sleep. Then engines get the weights that no rank owns.
+    Adjacent ranks share an engine, which the first one owns; all take part in every exchange and
+    gather. Frozen engines have the weights of their folder, and a host copy while they sleep.
     """
 
     def __init__(
@@ -290,11 +288,7 @@ class FusedEngines:
 
 
 def start_limit(config: RolloutConfig) -> Limit:
-    """Return how long ranks wait for an engine that starts, or loads all weights from files.
-
-    That has ended, with or without success, within ``start_timeout_s``. Before and after it are
-    control calls of one stage.
-    """
+    """Return how long ranks wait for an engine that starts or loads files, and control calls."""
     return Limit(config.start_timeout_s + config.stage_timeout_s, "rollout.start_timeout_s")
 
 

@@ -72,11 +72,7 @@ class DeviceMemory:
         return torch.cuda.memory_allocated(self.device) if self._is_cuda else None
 
     def residue_bytes(self) -> int | None:
-        """Return the device memory that is neither free nor torch's here; None on a CPU.
-
-        It cannot be freed while engines sleep: contexts and NCCL's buffers of all processes on the
-        device, and an engine's memory besides weights and cache.
-        """
+        """Return what nobody frees: contexts, NCCL's, an engine's rest; None on a CPU."""
         if not self._is_cuda:
             return None
         free, total = torch.cuda.mem_get_info(self.device)

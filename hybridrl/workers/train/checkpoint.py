@@ -247,10 +247,7 @@ class CheckpointWriter:
         self._writing: Future[FileEntry] | None = None
 
     def begin(self, engine: ModelEngine, path: Path, *, notes: Notes) -> None:
-        """Copy the engine's checkpoint tensors to the host, and begin to write them.
-
-        Waits for the end of the previous write. The engine must not be offloaded.
-        """
+        """Copy checkpoint tensors to the host, and begin to write them, one write at a time."""
         if self._writing is not None:
             wait([self._writing])
         tensors = engine.checkpoint_tensors().items()

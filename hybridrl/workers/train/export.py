@@ -80,15 +80,10 @@ def write_hf_folder(
 ) -> None:
     """Write weights, configuration and tokenizer; see ``atomic_folder``.
 
-    No more than one safetensors file of weights is held at a time.
-
-    Args:
-        weights: names and full tensors, in the order of ``specs``, which lists all of them.
-        configs: of the model, and of generation if it has one.
-        source: the folder whose tokenizer files, if any, are copied. If its language model is part
-            of a model that also sees, the written one is, too, with all other weights unchanged;
-            a model with a score in place of words is written alone.
-        max_file_bytes: weights per file; a single larger tensor has a file of its own.
+    ``specs`` lists all weights in their order; one file of at most ``max_file_bytes``, or of one
+    tensor, is held at a time. Tokenizer files come from ``source``. If its language model is part
+    of a model that also sees, the written one is, too, with all other weights unchanged; a model
+    with a score in place of words is written alone.
     """
     is_critic = any(spec.name == _HEAD for spec in specs)
     is_part = has_other_parts(source) and not is_critic

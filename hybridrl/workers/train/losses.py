@@ -323,10 +323,7 @@ def describe_rewards(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
 
 
 def mean_over_pairs(values: Mapping[str, Tensor], shares_P: Tensor) -> Metrics:
-    """Return metrics of pairs, [P] each, as means that merge, in one transfer to the host.
-
-    ``shares_P``: the part of each pair that this rank counts for, 1 for all of it.
-    """
+    """Return metrics of pairs as means that merge; this rank counts for ``shares_P`` of each."""
     sums = [(values_P * shares_P).sum() for values_P in values.values()]
     *totals, count = torch.stack([*sums, shares_P.sum()]).tolist()
     return {name: Mean(total, count) for name, total in zip(values, totals, strict=True)}

@@ -235,10 +235,7 @@ def environment(spec: ServingSpec) -> Mapping[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return this process's GPU by the name that other processes of the node use; empty on a CPU.
-
-    Ray shows each rank its own GPU alone, under the number 0.
-    """
+    """Return the node's name of this process's GPU, which Ray shows alone; empty on a CPU."""
     if device.type != "cuda":
         return ""
     listed = [name for name in env.get("CUDA_VISIBLE_DEVICES").split(",") if name]

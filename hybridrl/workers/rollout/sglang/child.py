@@ -68,11 +68,7 @@ def unknown_names(server_args: Any, arguments: Mapping[str, object]) -> list[Ref
 
 
 def foreign_values(server_args: Any, arguments: Mapping[str, object]) -> list[Refusal]:  # noqa: ANN401
-    """Return the arguments with values outside the choices of SGLang's command line.
-
-    SGLang does not check this for arguments built in Python, as hybridrl's are. A server then ends
-    in the middle of its start, or behaves differently.
-    """
+    """Return arguments outside the choices of SGLang's command line, which it does not check."""
     parser = argparse.ArgumentParser()
     server_args.add_cli_args(parser)
     choices = {action.dest: list(action.choices) for action in parser._actions if action.choices}

@@ -296,11 +296,7 @@ def other_form(url: str, error: Exception) -> str:
 
 
 class AttachedServer(ControlCalls):
-    """A server that gets the policy's weights, while this process uses it.
-
-    Names of its weights contain a name of this attachment: versions of two runs are never taken for
-    equal.
-    """
+    """A server that gets the policy's weights, under names that no other attachment has."""
 
     def __init__(self, spec: ServingSpec, elsewhere: Elsewhere) -> None:
         """Compare it, and stop it until it gets weights.

@@ -230,11 +230,7 @@ class SGLangEngine:
     # -- weights ---------------------------------------------------------------------------------
 
     def weight_memory(self) -> tuple[WeightMemory, ...]:
-        """List weights by the names in the model's files, tied ones once, then the adapter's.
-
-        Buffers (rotary tables, scales) are not listed: SGLang itself copies them before its weights
-        are released and restores them afterwards.
-        """
+        """List weights by their names in files, then the adapter's; not SGLang's own buffers."""
         itemsize = DTYPES[self._spec.rollout.dtype].itemsize
         return tuple(
             WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)

@@ -150,11 +150,7 @@ class ChildProcess:
 
 
 def free_port() -> int:
-    """Return a port without a listener; another process may still take it first.
-
-    It lies below the range of ports that systems assign themselves: a server binds its own port
-    many seconds after the choice.
-    """
+    """Return a port without a listener, below those that systems assign until it is bound."""
     while not is_port_free(port := random.randrange(*_PORTS)):
         pass
     return port

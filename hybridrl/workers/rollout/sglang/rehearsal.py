@@ -1,8 +1,4 @@
-"""Checks the arguments of SGLang servers before a run starts, so that refusals are early.
-
-The arguments are those of a start (``arguments.py``). SGLang's own code processes them in a child
-process (``child.py``), because its import takes seconds.
-"""
+"""Checks the arguments of SGLang servers before a run starts, by SGLang's own code in a child."""
 
 from __future__ import annotations
 

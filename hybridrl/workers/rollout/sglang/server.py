@@ -1,8 +1,6 @@
 """One SGLang server: its release, its control calls, and one that is a child of this process.
 
-The life cycle decides when a call is legal. This file has the form of each call, its time limit,
-and the text of a refusal. The tested releases answer alike in all that hybridrl asks
-(docs/versions.md).
+The life cycle decides when a call is legal. Tested releases answer alike (docs/versions.md).
 """
 
 from __future__ import annotations

@@ -137,10 +137,7 @@ def hf_tensors(architecture: Architecture) -> Shapes:
 
 
 def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: int) -> Shapes:
-    """Return the full shapes of the matrices A and B of an adapter, in order.
-
-    ``leaves`` are last components of the names of the adapted layers, such as ``q_proj``.
-    """
+    """Return full shapes of A and B beside layers whose names end with ``leaves``, in order."""
     shapes: Shapes = {}
     for name, shape in hf_tensors(architecture).items():
         module = name.removesuffix(".weight")

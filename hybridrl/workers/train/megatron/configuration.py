@@ -47,11 +47,7 @@ def build_configuration(
     *,
     key: str,
 ) -> Configuration:
-    """Build one of megatron-core's configuration classes, from our keys and the user's fields.
-
-    ``bfloat16`` names a type of numbers. A ConfigError if a field does not exist, or megatron-core
-    rejects the configuration.
-    """
+    """Build a configuration from our keys and the user's fields; a ConfigError if it is refused."""
     types = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name, value in user_values.items():
         if name not in types:
