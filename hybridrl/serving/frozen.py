@@ -38,7 +38,6 @@ from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, plan_own_engines
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
-from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.client import ControlClient
 from hybridrl.workers.rollout.sglang.elsewhere import (
     BROKEN,
@@ -48,7 +47,7 @@ from hybridrl.workers.rollout.sglang.elsewhere import (
     expect_server,
     other_form,
 )
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.manager_client import Answer
 from hybridrl.workers.sharding.publishing import update_with_tries
@@ -325,14 +324,9 @@ class ExternalHandle(EngineHandle):
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, keys: Sequence[int]
     ) -> list[Sample]:
         if self._sampler is None:
-            model = ServedModel(
-                max_context_tokens=self._expected.max_context_tokens,
-                vocab_size=self._expected.vocab_size,
-                version=FROZEN_VERSION,
-                weight_version=self._weight_versions[self._url],
+            self._sampler = self._questions.sampler(
+                self._weight_versions[self._url], timeout_s=self._config.request_timeout_s
             )
-            timeout_s = self._config.request_timeout_s
-            self._sampler = HttpSampler(self._client, model, ProgramCall(), timeout_s=timeout_s)
             await self._sampler.__aenter__()
         try:
             return await self._sampler.sample_group(token_ids, params, keys=keys)

@@ -20,7 +20,7 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.architecture import read_architecture
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams
-from hybridrl.serving.background import BackgroundSampling, OpenGroups, SampleBuffer
+from hybridrl.serving.background import BackgroundSampling, SampleBuffer
 from hybridrl.serving.engine_handle import Launch
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.frozen import ApiKeys, ExternalModel, FrozenModel
@@ -90,7 +90,8 @@ class RolloutManager:
             self._ahead = BackgroundSampling(
                 self._policy,
                 pool,
-                OpenGroups(pool, self._make_program, buffer),
+                self._make_program,
+                buffer,
                 requests=self._requests,
                 recovery=self._recovery,
                 on_update=self._config.serving.on_update,

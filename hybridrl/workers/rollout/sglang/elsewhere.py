@@ -267,15 +267,19 @@ class Questions:
             return [self.advice(error)]
         return []
 
-    async def _unlike_an_answer(self, weight_version: str) -> list[str]:
-        """Ask for a token with its log-prob, in the form of all later requests."""
+    def sampler(self, weight_version: str, *, timeout_s: float) -> HttpSampler:
+        """Return a sampler of the server's model, whose weights have this name."""
         model = ServedModel(
             max_context_tokens=self.expected.max_context_tokens,
             vocab_size=self.expected.vocab_size,
             version=0,
             weight_version=weight_version,
         )
-        sampler = HttpSampler(self.client, model, ProgramCall(), timeout_s=self.timeout_s)
+        return HttpSampler(self.client, model, ProgramCall(), timeout_s=timeout_s)
+
+    async def _unlike_an_answer(self, weight_version: str) -> list[str]:
+        """Ask for a token with its log-prob, in the form of all later requests."""
+        sampler = self.sampler(weight_version, timeout_s=self.timeout_s)
         try:
             async with asyncio.timeout(self.timeout_s), sampler:  # others may keep it busy
                 await sampler.sample_group([0], _PROBE, keys=[0])
