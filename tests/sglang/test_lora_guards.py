@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
+from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.sampling import Group, HttpSampler, ServedModel
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.sglang.engines import greedy_of_hugging_face, sync, weights_of

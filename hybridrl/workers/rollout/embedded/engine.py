@@ -40,9 +40,8 @@ from hybridrl.workers.rollout.embedded.model import (
 )
 from hybridrl.workers.rollout.embedded.requests import Request, RolloutStats
 from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checksum
-from hybridrl.workers.rollout.event_loop import run_program
+from hybridrl.workers.rollout.event_loop import ProgramCall, RequestGate, run_program
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory, mismatch
-from hybridrl.workers.rollout.request_gate import ProgramCall, RequestGate
 from hybridrl.workers.rollout.sampling import check_request
 
 

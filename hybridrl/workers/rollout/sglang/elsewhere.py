@@ -29,7 +29,7 @@ from hybridrl.errors import (
 from hybridrl.models.model_folder import read_settings
 from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams
-from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, Elsewhere, ServingSpec
 from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel

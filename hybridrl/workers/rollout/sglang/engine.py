@@ -33,9 +33,8 @@ from hybridrl.workers.rollout.adapter_fit import (
     require_fit,
 )
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
-from hybridrl.workers.rollout.event_loop import run_program
+from hybridrl.workers.rollout.event_loop import RequestGate, run_program
 from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory, mismatch
-from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.client import RefusedError
 from hybridrl.workers.rollout.sglang.elsewhere import AttachedServer

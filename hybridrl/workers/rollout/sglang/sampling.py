@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample, Sampler, interrupted_sample
-from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.sampling import check_request
 from hybridrl.workers.rollout.sglang.client import (
     Body,
