@@ -303,7 +303,7 @@ def architecture_of(model: ModelConfig) -> Architecture:
 
 
 def starter_settings(starter: StarterConfig) -> dict[str, Any]:
-    """Return what is read of config.json; run/starter.py makes the real model."""
+    """Return the settings that are read of config.json; run/starter.py makes the real model."""
     same = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     return {
         **{name: getattr(starter, name) for name in same},

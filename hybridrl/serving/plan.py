@@ -109,7 +109,7 @@ def plan_servers(config: ExperimentConfig) -> tuple[ModelPlan, ...]:
 
 
 def plan_own_engines(config: ExperimentConfig) -> tuple[ModelPlan, ...]:
-    """Lay out the groups that no rank leads; servers that others run have no devices."""
+    """Lay out all groups but those of the ranks; servers that others run have no devices."""
     return tuple(
         replace(plan, groups=tuple(group for group in plan.groups if not group.needs_offload))
         for plan in plan_servers(config)

@@ -72,7 +72,7 @@ class DeviceMemory:
         return torch.cuda.memory_allocated(self.device) if self._is_cuda else None
 
     def residue_bytes(self) -> int | None:
-        """Return what nobody frees: contexts, NCCL's, an engine's rest; None on a CPU."""
+        """Return the bytes that nobody frees: contexts, NCCL's, an engine's rest; None on a CPU."""
         if not self._is_cuda:
             return None
         free, total = torch.cuda.mem_get_info(self.device)
