@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 
 from hybridrl.config.functions.parts import KINDS
 from hybridrl.config.reference import KeyReference, SectionReference, read_sections
-from hybridrl.workers.sharding.states import EDGES, State
+from hybridrl.workers.sharding.lifecycle import EDGES, State
 
 ROOT = Path(__file__).parents[1]
 API_PACKAGES = ("algorithms", "data", "rewards", "single_controller")

@@ -7,7 +7,7 @@ vocabulary, E experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from hybridrl.models.families import (
     rope_of,
     unsupported_settings,
 )
-from hybridrl.models.model_folder import read_settings
+from hybridrl.models.model_folder import SEEING, read_settings
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 MLP_MODULES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
@@ -338,17 +338,25 @@ def architecture_of(model: ModelConfig) -> Architecture:
         return read_architecture(Path(model.path))
     if (starter := model.starter) is None:
         raise ModelError("there is no model to plan for; set model.path=FOLDER, or model=starter")
-    model_type = "qwen2_5_vl_text" if starter.num_vision_layers else "qwen3"
-    values = {
-        **asdict(starter),
-        "vocab_size": starter.vocab_size,
-        "model_type": model_type,
+    settings = starter_settings(starter)
+    return _of_values(settings, FAMILIES[settings["model_type"]])
+
+
+def starter_settings(starter: StarterConfig) -> dict[str, Any]:
+    """Return the settings that are read of config.json; run/starter.py makes the real model."""
+    same = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sees = starter.num_vision_layers > 0
+    return {
+        **{name: getattr(starter, name) for name in same},
+        "architectures": [SEEING["qwen2_5_vl"] if sees else "Qwen3ForCausalLM"],
+        "model_type": "qwen2_5_vl_text" if sees else "qwen3",
         "num_hidden_layers": starter.num_layers,
         "head_dim": starter.hidden_size // starter.num_attention_heads,
+        "vocab_size": starter.vocab_size,
+        "max_position_embeddings": starter.max_position_embeddings,
         "tie_word_embeddings": True,
         "vision_config": starter_tower(starter),
     }
-    return _of_values(values, FAMILIES[model_type])
 
 
 def starter_tower(starter: StarterConfig) -> dict[str, Any]:

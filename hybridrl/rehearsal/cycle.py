@@ -152,7 +152,7 @@ class Cycle:
         self.build()
         for name, engine in self._engines():
             if name in ("actor", "critic"):  # they learn
-                engine.begin_restore(num_updates=1)
+                engine.backend.optimizer.begin_restore(num_steps=1)
         self._name_what_lasts()
         self._save()
         self.generate()

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.models.architecture import Architecture
-from hybridrl.planning.split import PipelineStage
+from hybridrl.planning.split import PipelineStage, padded_vocabulary
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.workers.train.megatron import backend, export
+from hybridrl.workers.train.megatron.backend import Schedule
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.export import WeightExport
 from hybridrl.workers.train.megatron.megatron_core import (
@@ -25,8 +26,7 @@ from hybridrl.workers.train.megatron.megatron_core import (
     parallel_state,
     token_dispatcher,
 )
-from hybridrl.workers.train.megatron.schedule import Schedule
-from hybridrl.workers.train.megatron.shard_map import ShardMap, padded_vocab_size
+from hybridrl.workers.train.megatron.shard_map import ShardMap
 
 _LAYER = "decoder.layers."
 
@@ -105,7 +105,7 @@ def _tensors_of(
     for layer in split.layers_of(model):
         for leaf, tensor in like[model.is_sparse(layer)].items():
             yield f"{_LAYER}{layer}.{leaf}", tensor
-    rows = padded_vocab_size(model, tp_size=sizes.tensor_parallel_size)
+    rows = padded_vocabulary(model.vocab_size, tp_size=sizes.tensor_parallel_size)
     dtype = next(iter(local.values())).dtype
     table = torch.empty(
         rows // sizes.tensor_parallel_size, model.hidden_size, dtype=dtype, device="meta"

@@ -19,12 +19,12 @@ from torch import Tensor
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
 from hybridrl.json_text import to_json_text
+from hybridrl.models.architecture import starter_settings
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import build_empty_model
 from hybridrl.models.model_folder import CONFIG, WEIGHTS, read_settings
 from hybridrl.models.recurrent import is_recurrent
 from hybridrl.rehearsal.gpu import FakeGpu
-from hybridrl.workers.rollout.sglang.rehearsal import starter_settings
 
 _LENGTH = "<Q"
 _DELTA_BLOCK = 64
@@ -90,7 +90,7 @@ def with_hollow_models(
     if config.model.path is not None:
         settings = read_settings(Path(config.model.path))
     elif config.model.starter is not None:
-        settings = starter_settings(config.model.starter, dtype=config.model.dtype)
+        settings = starter_settings(config.model.starter) | {"dtype": config.model.dtype}
     else:
         raise ModelError("there is no model to plan for; set model.path=FOLDER, or model=starter")
     model = _write_hollow_model(folder / "model", settings, num_layers=num_layers)

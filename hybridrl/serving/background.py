@@ -15,7 +15,7 @@ from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import PhaseError, ServerDiedError
 from hybridrl.loop_thread import LoopThread
 from hybridrl.metrics import Max, Metrics, Sum, merge
-from hybridrl.sampler import Program, Reporter, Sample, Sampler, SamplingParams, T
+from hybridrl.sampler import Program, Reporter, Sample, SamplingParams, T
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
@@ -48,78 +48,6 @@ class _Collecting:
         if len(group) == self.size:
             del self.begun[prompt_index]
             self.complete(prompt_index, [group[number] for number in range(self.size)])
-
-
-class OpenGroups:
-    """Samples admitted prompts to the end, whatever weights come meanwhile. For one event loop."""
-
-    def __init__(self, sampler: Sampler, make_program: MakeProgram, buffer: SampleBuffer) -> None:
-        """Begin with none; ``buffer`` says when a batch is there."""
-        self._sampler = sampler
-        self._make_program = make_program
-        self._buffer = buffer
-        self._prompts: dict[int, PromptBatch] = {}
-        self._programs: set[asyncio.Task[Any]] = set()
-        self._error: BaseException | None = None
-        self._changed = asyncio.Event()
-        self._metrics: Metrics = {}
-
-    async def exchange(
-        self, prompts: PromptBatch | None, sampling: SamplingParams, *, step: int
-    ) -> Answered:
-        """Admit prompts, and wait for a batch; raises the error of a program in the background.
-
-        ``step`` is that of the weights; see ``SampleBuffer.admit``.
-        """
-        if prompts is not None:
-            self._admit(prompts, sampling, step=step)
-        begin = time.perf_counter()
-        while (batch := self._take(step=step)) is None:
-            self._changed.clear()
-            await self._changed.wait()
-        self._metrics = {
-            "time/wait_for_groups_s": Max(time.perf_counter() - begin),
-            "rollout/waiting_groups": Sum(self._buffer.num_complete),
-            "rollout/open_groups": Sum(self._buffer.num_open),
-        }
-        return batch
-
-    def take_metrics(self) -> Metrics:
-        """Return the metrics of the last batch, and reset them."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
-
-    def _admit(self, prompts: PromptBatch, sampling: SamplingParams, *, step: int) -> None:
-        indices = prompts.prompt_index_P.tolist()
-        self._buffer.admit(indices, step=step)
-        self._prompts |= {index: prompts[[p]] for p, index in enumerate(indices)}
-        size = sampling.num_responses_per_prompt
-        collecting = _Collecting(size, self._complete, sampling.reporter)
-        program = self._make_program(prompts, replace(sampling, reporter=collecting))
-        task = asyncio.ensure_future(program(self._sampler))
-        self._programs.add(task)
-        task.add_done_callback(self._note_end)
-
-    def _note_end(self, task: asyncio.Task[Any]) -> None:
-        self._programs.discard(task)
-        if not task.cancelled() and task.exception() is not None and self._error is None:
-            self._error = task.exception()
-        self._changed.set()
-
-    def _complete(self, index: int, samples: list[Sample]) -> None:
-        self._buffer.complete(index, samples)
-        self._changed.set()
-
-    def _take(self, *, step: int) -> Answered | None:
-        if self._error is not None:
-            raise self._error
-        groups = self._buffer.take(step=step)
-        if groups is None:
-            return None
-        return Answered(
-            concat_rows([self._prompts.pop(index) for index in groups]),
-            [sample for samples in groups.values() for sample in samples],
-        )
 
 
 @dataclass(slots=True)
@@ -218,26 +146,26 @@ _NONE_CUT: Mapping[OnUpdate, Metrics] = {
 class BackgroundSampling:
     """One pool of engines, and programs that sample with it over many versions of the weights.
 
-    The time between two updates is as a synchronous phase. ``updating`` closes that, brings all
-    open requests to an end or to a token, and opens it again with the new weights. Programs notice
-    nothing: their requests wait meanwhile.
+    ``updating`` brings all open requests to an end or to a token; programs wait meanwhile.
     """
 
     def __init__(
         self,
         server: RolloutServer,
         pool: EnginePool,
-        groups: OpenGroups,
+        make_program: MakeProgram,
+        buffer: SampleBuffer,
         *,
         requests: PolicyRequests,
         recovery: Recovery,
         on_update: OnUpdate,
     ) -> None:
-        """Sample nothing yet; the server's engines join the pool after each update."""
+        """Sample nothing yet; engines join after each update. ``buffer`` knows open groups."""
         pool.drops_interrupted = on_update == "abort"
         self._server = server
         self._pool = pool
-        self._groups = groups
+        self._make_program = make_program
+        self._buffer = buffer
         self._requests = requests
         self._recovery = recovery
         self._on_update = on_update
@@ -245,6 +173,10 @@ class BackgroundSampling:
         self._phase = ExitStack()
         self._is_ending = False
         self._metrics: Metrics = {}
+        self._prompts: dict[int, PromptBatch] = {}
+        self._programs: set[asyncio.Task[Any]] = set()
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
@@ -264,12 +196,16 @@ class BackgroundSampling:
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, step: int
     ) -> tuple[Answered, Metrics]:
-        """Admit prompts, and wait for a batch; see ``OpenGroups.exchange``."""
+        """Admit prompts, and wait for a batch; raises the error of a program behind it.
+
+        ``step`` is that of the weights; see ``SampleBuffer.admit``.
+        """
         try:
-            answered = self._loop.run(self._groups.exchange(prompts, sampling, step=step))
+            answered, metrics = self._loop.run(self._exchange(prompts, sampling, step))
         except CancelledError as error:
             raise ServerDiedError("the rollout manager ended before a batch was there") from error
-        return answered, self._take_metrics()
+        before, self._metrics = self._metrics, {}
+        return answered, merge([before, _NONE_CUT[self._on_update], metrics])
 
     def run(self, program: Program[T]) -> T:
         """Run a program beside the open groups, with the weights of the last update."""
@@ -282,12 +218,55 @@ class BackgroundSampling:
         self._phase.close()
         self._loop.end()
 
-    def _take_metrics(self) -> Metrics:
-        async def take() -> Metrics:
-            return merge([self._pool.take_metrics(), self._groups.take_metrics()])
+    # -- open groups, in the loop ----------------------------------------------------------------
 
-        metrics, self._metrics = self._metrics, {}
-        return merge([metrics, _NONE_CUT[self._on_update], self._loop.run(take())])
+    async def _exchange(
+        self, prompts: PromptBatch | None, sampling: SamplingParams, step: int
+    ) -> tuple[Answered, Metrics]:
+        if prompts is not None:
+            self._admit(prompts, sampling, step=step)
+        begin = time.perf_counter()
+        while (batch := self._take(step=step)) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        metrics: Metrics = {
+            "time/wait_for_groups_s": Max(time.perf_counter() - begin),
+            "rollout/waiting_groups": Sum(self._buffer.num_complete),
+            "rollout/open_groups": Sum(self._buffer.num_open),
+        }
+        return batch, merge([self._pool.take_metrics(), metrics])
+
+    def _admit(self, prompts: PromptBatch, sampling: SamplingParams, *, step: int) -> None:
+        indices = prompts.prompt_index_P.tolist()
+        self._buffer.admit(indices, step=step)
+        self._prompts |= {index: prompts[[p]] for p, index in enumerate(indices)}
+        size = sampling.num_responses_per_prompt
+        collecting = _Collecting(size, self._complete, sampling.reporter)
+        program = self._make_program(prompts, replace(sampling, reporter=collecting))
+        task = asyncio.ensure_future(program(self._pool))
+        self._programs.add(task)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        self._programs.discard(task)
+        if not task.cancelled() and task.exception() is not None and self._error is None:
+            self._error = task.exception()
+        self._changed.set()
+
+    def _complete(self, index: int, samples: list[Sample]) -> None:
+        self._buffer.complete(index, samples)
+        self._changed.set()
+
+    def _take(self, *, step: int) -> Answered | None:
+        if self._error is not None:
+            raise self._error
+        groups = self._buffer.take(step=step)
+        if groups is None:
+            return None
+        return Answered(
+            concat_rows([self._prompts.pop(index) for index in groups]),
+            [sample for samples in groups.values() for sample in samples],
+        )
 
     # -- between two updates ---------------------------------------------------------------------
 

@@ -92,11 +92,7 @@ class RequestQueue:
         self._members.discard(member)
 
     async def take(self, num_responses: int, *, holder: Member | None = None) -> Member:
-        """Wait for an engine with room, and return the one with the fewest open responses.
-
-        Or ``holder``, which has the context in its cache, if it has room and at most ``STAY`` open
-        responses more.
-        """
+        """Wait for the engine with the fewest open responses, or for ``holder`` of the context."""
         future: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
         self._waiting.append((num_responses, future, holder))
         self._hand_out()
@@ -256,10 +252,7 @@ class EnginePool(Sampler):
 
     @_in_loop
     def drop(self, index: int, handle: EngineHandle, reason: str) -> None:
-        """Send this engine's open requests to others: it does not answer. Thread-safe, idempotent.
-
-        One of them reports the loss, as if it had failed by itself.
-        """
+        """Send this engine's open requests to others, and lose it. Thread-safe, idempotent."""
         member = self._members.get(index)
         if member is None or member.handle is not handle:
             return
@@ -295,12 +288,9 @@ class EnginePool(Sampler):
     ) -> list[Sample]:
         """See ``Sampler``. An answer that no model can give counts as none.
 
-        Interrupted responses continue on any engine that serves, each with the tokens that it has;
-        the others of their group that ended stay.
-
-        Raises:
-            ServerDiedError: no engine is left and none comes, or several were lost with it.
-            DriftError: an engine has other weights.
+        Interrupted responses continue on any engine that serves, each with its own tokens. A
+        ServerDiedError if no engine is left and none comes, or several were lost with the request;
+        a DriftError if an engine has other weights.
         """
         return await sample_to_the_end(partial(self._answer, images), token_ids, params, keys)
 
@@ -345,10 +335,7 @@ class EnginePool(Sampler):
         )
 
     def take_metrics(self) -> Metrics:
-        """Describe the requests since the last call under declared names, and count from 0 again.
-
-        Idle seconds, too, if the engines got weights while the program ran.
-        """
+        """Describe requests and idle seconds since the last call under declared names."""
         metrics: Metrics = {"rollout/repeated_requests": Sum(self._num_repeated)}
         if self._num_interrupted:
             kind = "aborted" if self.drops_interrupted else "interrupted"

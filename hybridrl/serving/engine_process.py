@@ -65,13 +65,10 @@ class RolloutProcess:
         key: str = "",
         process: str = "engine",
     ) -> None:
-        """Build nothing yet.
+        """Build nothing yet; ``config`` is as ``engine_config`` returns it for the group.
 
-        Args:
-            config: of the run, as ``engine_config`` returns it for the group.
-            place: None if the engine has this process's device alone.
-            key: that the engine's server requires of other processes; empty: none asks it.
-            process: name of this process in the run folder.
+        Without a ``place`` the engine has this process's device alone; without a ``key`` no other
+        process asks its server. ``process`` is the name of this one in the run folder.
         """
         configure_server(Path(config.trainer.run_dir), process)
         self._key = key
@@ -194,11 +191,7 @@ class ReservedNode:
 def find_reserved_nodes(
     placements: Sequence[Mapping[str, Any]], *, wait_s: float
 ) -> dict[int, ReservedNode]:
-    """Return the nodes of processes that Ray starts with these options, by their index.
-
-    Those without a reservation have none. Ask while the nodes are there: afterwards nobody knows
-    their addresses.
-    """
+    """Return the nodes of reserved processes, by index; ask before any of them is lost."""
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = {}
     for index, options in enumerate(placements):
@@ -220,10 +213,7 @@ class ProcessHandle(EngineHandle):
         nodes: Sequence[ReservedNode] = (),
         is_attached: bool = False,
     ) -> None:
-        """Take over actors that start, on these nodes; without nodes Ray puts them anywhere.
-
-        An attached engine's server is run by others, and serves on when the engine ends.
-        """
+        """Take over actors that start on these nodes. An attached engine's server outlives it."""
         self._actor = actor
         self._followers = followers
         self._nodes = nodes
@@ -308,10 +298,7 @@ def answer_of(
     *,
     is_lost: Callable[[], bool] = lambda: False,
 ) -> Future[Any]:
-    """Return the result of a call, or the error as it was raised in the actor.
-
-    If ``is_lost`` when the result is there, the future never ends.
-    """
+    """Return the result or error of a call; the future never ends if ``is_lost`` by then."""
     answer: Future[Any] = Future()
 
     def settle(done: Future[Any]) -> None:

@@ -39,7 +39,6 @@ from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, plan_own_engines
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
-from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sglang.client import ControlClient
 from hybridrl.workers.rollout.sglang.elsewhere import (
     BROKEN,
@@ -49,20 +48,15 @@ from hybridrl.workers.rollout.sglang.elsewhere import (
     expect_server,
     other_form,
 )
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
+from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.manager_client import Answer
 from hybridrl.workers.sharding.publishing import update_with_tries
-
-VERSION = 0
-"""Of weights that never change."""
+from hybridrl.workers.sharding.weight_files import FROZEN_VERSION
 
 
 class FrozenModel:
-    """The server of one frozen model, and engines of it that ranks lend.
-
-    New engines read its folder again. Those of ranks sleep while the trainer computes.
-    """
+    """The server of one frozen model, and engines of it that ranks lend."""
 
     def __init__(
         self, config: ExperimentConfig, plan: ModelPlan, launch: Launch, *, key: str
@@ -81,24 +75,20 @@ class FrozenModel:
     def start(self) -> None:
         """Start all engines, with the weights of the folder."""
         self._server.start()
-        update_with_tries(partial(self._server.update, self._folder, version=VERSION))
+        update_with_tries(partial(self._server.update, self._folder, version=FROZEN_VERSION))
 
     def ask(
         self, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
     ) -> list[Answer]:
-        """Answer each context once; own engines that are lost meanwhile or before are replaced.
+        """Answer each context, int64 [n], once; all within ``timeout_s`` (``reward.timeout_s``).
 
-        Args:
-            contexts: int64 [n] each.
-            timeout_s: ``reward.timeout_s``, of all answers.
-
-        Raises:
-            DriftError: an engine has other weights than before.
+        Own engines that are lost meanwhile or before are replaced. A DriftError if an engine has
+        other weights than before.
         """
         pool = self._server.pool(
             max_context_tokens=self._max_context_tokens,
             vocab_size=self._vocab_size,
-            version=VERSION,
+            version=FROZEN_VERSION,
         )
         with self.recovery.filling(pool), self.recovery.monitor.watching():
             return asyncio.run(self._answer_all(pool, contexts, params, timeout_s))
@@ -188,10 +178,7 @@ class ExternalModel(FrozenModel):
         return handle
 
     def start(self) -> None:
-        """Compare all servers at once; an ExternalServersError names all differences of all.
-
-        With ``rollout.verify_weights=always`` their weights are compared with each other, too.
-        """
+        """Compare all servers at once; an ExternalServersError names all differences of all."""
         try:
             super().start()
         except StageError as error:
@@ -241,10 +228,7 @@ class ExternalHandle(EngineHandle):
         key: str,
         weight_versions: dict[str, str],
     ) -> None:
-        """Connect when first used.
-
-        ``weight_versions`` has servers that were compared before, by URL; this one's is added.
-        """
+        """Connect when first used; ``weight_versions`` are of servers compared before, by URL."""
         self._url = url.rstrip("/")
         self._expected = expected
         self._config = config
@@ -350,14 +334,9 @@ class ExternalHandle(EngineHandle):
         images: Images,
     ) -> list[Sample]:
         if self._sampler is None:
-            model = ServedModel(
-                max_context_tokens=self._expected.max_context_tokens,
-                vocab_size=self._expected.vocab_size,
-                version=VERSION,
-                weight_version=self._weight_versions[self._url],
+            self._sampler = self._questions.sampler(
+                self._weight_versions[self._url], timeout_s=self._config.request_timeout_s
             )
-            timeout_s = self._config.request_timeout_s
-            self._sampler = HttpSampler(self._client, model, ProgramCall(), timeout_s=timeout_s)
             await self._sampler.__aenter__()
         try:
             return await self._sampler.sample_group(token_ids, params, keys=keys, images=images)

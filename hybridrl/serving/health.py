@@ -58,13 +58,7 @@ class HealthMonitor(Generic[W]):
         *,
         timeout_s: float,
     ) -> None:
-        """Watch nothing yet.
-
-        Args:
-            engines: returns those that should get on now, by index.
-            report: called with an engine that is dead or hangs, once a look, and the reason.
-            timeout_s: seconds within which an engine must be further.
-        """
+        """Watch nothing yet; ``report`` hears of dead engines, and of those without progress."""
         self._engines = engines
         self._report = report
         self._timeout_s = timeout_s

@@ -1,7 +1,4 @@
-"""Starts the rollout manager and the processes of engines on reserved devices, and ends them.
-
-Processes on the devices say first which GPUs, addresses and free ports engines get.
-"""
+"""Starts the rollout manager and the processes of engines on reserved devices, and ends them."""
 
 from __future__ import annotations
 
@@ -106,11 +103,7 @@ def find_places(
     plans: Sequence[ModelPlan],
     placements: Sequence[Mapping[str, Any]],
 ) -> dict[int, Place]:
-    """Ask the devices of all servers for their GPUs and free ports.
-
-    Returns places by the first device of the engine; none if each engine is a process that has a
-    device of its own and talks to nobody.
-    """
+    """Ask all devices for GPUs and free ports; return places by an engine's first device."""
     groups = [group for plan in plans for group in plan.groups]
     if not any(
         group.worker_type in HALVES or any(e.num_devices > 1 for e in group.engines)
@@ -218,11 +211,7 @@ class ActorLaunch:
     keys: ApiKeys = field(default_factory=ApiKeys)
 
     def __call__(self, group: GroupPlan, engine: PlannedDevices) -> ProcessHandle:
-        """Start the processes of an engine, one on each of its nodes, without waiting.
-
-        Each takes a share of the first device of its node; the run's pool holds all devices. That
-        of a server that others run takes none.
-        """
+        """Start the processes of an engine, one on each of its nodes, without waiting."""
         if engine.url:
             return ProcessHandle(self._attach(engine), is_attached=True)
         actors = [self._start(group, engine, rank) for rank in range(len(engine.nodes))]
@@ -330,11 +319,9 @@ def start_servers(
 
 @contextmanager
 def _own_devices(config: ExperimentConfig) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """Reserve the devices of the servers that are not the trainer's.
+    """Reserve the servers' own devices; yield Ray's options for a process on each device in order.
 
-    Yields options of Ray for a process on each device of the servers, in order. The place of a
-    device of the trainer, where the manager starts no process, has those of the first other one of
-    its node.
+    Those of a device of the trainer, where no process starts, are of another one of its node.
     """
     cluster, num_shared = config.cluster, config.num_shared_per_node
     num_own = config.num_own_server_devices // cluster.num_nodes

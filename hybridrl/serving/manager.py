@@ -1,7 +1,4 @@
-"""The rollout manager: an actor without a device that holds the servers and samples with them.
-
-Engines of the ranks are lent to it for a call.
-"""
+"""The rollout manager: an actor without a device that holds the servers and samples with them."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.image_settings import read_image_settings
 from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams
-from hybridrl.serving.background import BackgroundSampling, OpenGroups, SampleBuffer
+from hybridrl.serving.background import BackgroundSampling, SampleBuffer
 from hybridrl.serving.engine_handle import Launch
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.frozen import ApiKeys, ExternalModel, FrozenModel
@@ -99,7 +96,8 @@ class RolloutManager:
             self._ahead = BackgroundSampling(
                 self._policy,
                 pool,
-                OpenGroups(pool, self._make_program, buffer),
+                self._make_program,
+                buffer,
                 requests=self._requests,
                 recovery=self._recovery,
                 on_update=self._config.serving.on_update,
@@ -108,8 +106,8 @@ class RolloutManager:
             model.start()
 
     def need_weights(self, version: int) -> bool:
-        """Return whether the engines of the policy lack the weights of this version."""
-        return self._policy.needs_update(version)
+        """Return whether the engines of the policy lack them; lost ones get those of the others."""
+        return self._policy.version != version
 
     def begin_update(self, version: int) -> Mapping[int, Receiver]:
         """Stop all engines of the policy for a broadcast, and return those that join, by index."""

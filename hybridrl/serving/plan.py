@@ -1,7 +1,4 @@
-"""The layout of rollout servers on devices and nodes: pure functions of the configuration.
-
-Devices of all servers are counted through, node by node; groups take them in order.
-"""
+"""The layout of rollout servers: devices are counted node by node, and groups take them in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from itertools import groupby
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import PlacedGroup, WorkerType
-from hybridrl.errors import ResourceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +47,6 @@ class GroupPlan:
     """Empty for a placeholder, which uses up its devices all the same."""
 
     @property
-    def num_nodes_per_engine(self) -> int:
-        """Nodes that each engine lies on."""
-        return len(self.engines[0].nodes)
-
-    @property
     def answers(self) -> bool:
         """Whether requests for responses go to the engines: the others only do a share of them."""
         return self.worker_type in ("regular", "decode")
@@ -73,27 +64,11 @@ class ModelPlan:
         """Engines of all groups; each is one process that answers, on its first node."""
         return tuple(engine for group in self.groups for engine in group.engines)
 
-    @property
-    def num_nodes_per_engine(self) -> int:
-        """Nodes that each engine lies on; a ResourceError if groups differ in it."""
-        of_groups = {g.name: g.num_nodes_per_engine for g in self.groups if g.engines}
-        if len(set(of_groups.values())) != 1:
-            sizes = ", ".join(f"{name}: {count}" for name, count in of_groups.items())
-            raise ResourceError(
-                f"engines of server {self.model} do not lie on equally many nodes ({sizes}); "
-                "ask each group instead"
-            )
-        return next(iter(of_groups.values()))
-
 
 def lay_out(
     groups: Sequence[PlacedGroup], *, num_devices_per_node: int, num_shared_per_node: int
 ) -> tuple[ModelPlan, ...]:
-    """Lay groups, those of one model adjacent, over devices and nodes.
-
-    The trainer, too, uses the first ``num_shared_per_node`` devices of the servers on each node,
-    and takes them back in turns.
-    """
+    """Lay groups over devices and nodes; the trainer shares the first devices of each node."""
 
     def lay_out_group(group: PlacedGroup) -> GroupPlan:
         size, first = group.config.devices_per_engine, group.first_device
@@ -134,10 +109,7 @@ def plan_servers(config: ExperimentConfig) -> tuple[ModelPlan, ...]:
 
 
 def plan_own_engines(config: ExperimentConfig) -> tuple[ModelPlan, ...]:
-    """Lay out the groups that are not engines of the ranks. A model may be left without groups.
-
-    Servers of a model that others run are a group without devices.
-    """
+    """Lay out all groups but those of the ranks; servers that others run have no devices."""
     return tuple(
         replace(plan, groups=tuple(group for group in plan.groups if not group.needs_offload))
         for plan in plan_servers(config)

@@ -74,10 +74,7 @@ class Recovery:
             self._pool = None
 
     def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
-        """Replace an engine that failed; return at once whether a replacement comes. Thread-safe.
-
-        Others get its open requests.
-        """
+        """Lose an engine that failed; return at once whether a replacement comes. Thread-safe."""
         pool = self._pool
         if pool is not None:
             pool.drop(index, handle, reason)

@@ -35,8 +35,7 @@ log = logging.getLogger(__name__)
 class PolicyRequests:
     """Opens the way between two updates: straight to the engines, or through the router.
 
-    Straight, a server is asked by HTTP, and other engines by their handles. All requests to a
-    server leave this process, so those with the same context share its prefill.
+    All requests to a server leave this process: those with the same context share its prefill.
     """
 
     def __init__(
@@ -105,10 +104,7 @@ class PolicyRequests:
         return sampler
 
     async def interrupt(self, engines: Collection[EngineHandle]) -> None:
-        """Let open requests return with the tokens that they have.
-
-        Engines that are gone lose theirs, which their requests notice.
-        """
+        """Let open requests return with the tokens that they have."""
         if self.router is not None:
             self.router.interrupt()
             return
@@ -134,10 +130,7 @@ _GARBAGE: Mapping[FaultKind, Callable[[Sample], Sample]] = {
 
 
 class FaultPlan:
-    """Makes faults on purpose (``serving.faults``) at drawn requests of some phases.
-
-    Without faults in the configuration no request passes through it.
-    """
+    """Makes faults on purpose (``serving.faults``) at drawn requests of some phases."""
 
     def __init__(self, faults: Mapping[str, FaultConfig], *, seed: int) -> None:
         self._faults = faults

@@ -35,13 +35,8 @@ from hybridrl.sampler import RequestParams, Sample, T
 from hybridrl.serving.engine_handle import AskGroup, EngineHandle
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.router_process import RouterProcess
-from hybridrl.workers.rollout.request_gate import ProgramCall
-from hybridrl.workers.rollout.sglang.client import (
-    Body,
-    ConnectionLostError,
-    Endpoint,
-    RefusedError,
-)
+from hybridrl.workers.rollout.event_loop import ProgramCall
+from hybridrl.workers.rollout.sglang.client import Body, ConnectionLostError, Endpoint, RefusedError
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 
 log = logging.getLogger(__name__)
@@ -54,10 +49,9 @@ _POLL_S = 0.05
 
 
 class PolicyRouter(Endpoint):
-    """The router of the policy's servers, and these as one that answers a program.
+    """The router and its servers, as one server that answers a program.
 
-    Servers come and go, and the router itself may die: it is started again, gets its servers back,
-    and the open requests are repeated.
+    The router may die: it is started again, gets its servers back, and open requests are repeated.
     """
 
     most_restarts = 3
@@ -111,10 +105,7 @@ class PolicyRouter(Endpoint):
     async def open(
         self, engines: Collection[EngineHandle], *, version: int
     ) -> AsyncIterator[AskGroup]:
-        """Open the way to engines that admit requests; those that the program asks later are added.
-
-        A RouterError if the router ends again and again.
-        """
+        """Open the way to engines; a RouterError if the router ends again and again."""
         self._servers = {}
         self._lost = asyncio.get_running_loop().create_future()
         await asyncio.gather(*map(self._know, engines), return_exceptions=True)  # or it is gone
@@ -136,10 +127,7 @@ class PolicyRouter(Endpoint):
         keys: Sequence[int],
         _: Images,
     ) -> list[Sample]:
-        """Send a request to the router, which is counted on ``engine``.
-
-        Its failure is no reason to lose that engine: another one may have had the request.
-        """
+        """Send a request; if it fails, that is no reason to lose the engine that it counts on."""
         if engine not in self._servers:
             await self._know(engine)
             await asyncio.to_thread(self._show)
@@ -168,10 +156,7 @@ class PolicyRouter(Endpoint):
         return [endpoint for engine, endpoint in self._servers.items() if engine.is_alive()]
 
     def leave_out(self, engine: EngineHandle) -> None:
-        """Send no more requests to the server of an engine that is lost. In the program's loop.
-
-        Nobody knows which requests it has, and it may never answer: all are sent again.
-        """
+        """Send a lost engine nothing more; it may have any open request, so all are sent again."""
         if self._servers.pop(engine, None) is not None:
             lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
             lost.set_result(None)

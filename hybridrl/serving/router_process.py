@@ -38,12 +38,7 @@ class RouterProcess:
     def __init__(
         self, *, key: str, timeout_s: float, arguments: Mapping[str, object] | None = None
     ) -> None:
-        """Start it, with ``arguments`` that differ, and wait until it answers.
-
-        Raises:
-            EngineError: sglang-router is not installed, or it ended; with the end of its log.
-            DeadlineError: it did not answer in time.
-        """
+        """Start it, and wait until it answers; an error has the end of its log."""
         if find_spec(_PACKAGE) is None:
             raise EngineError("sglang-router is not installed; pip install 'hybridrl[sglang]'")
         self._key = key
@@ -63,11 +58,7 @@ class RouterProcess:
             raise
 
     def show(self, urls: Collection[str]) -> None:
-        """Send requests to exactly these servers, which answer, and wait until it does so.
-
-        Idempotent; running requests are not cut off. A DeadlineError if it does not take a server,
-        or does not let it go.
-        """
+        """Give it exactly these servers, and wait; a DeadlineError if it does not take them."""
         known = {worker["url"]: worker["id"] for worker in self._list()}
         gone = [f"/workers/{known[url]}" for url in known.keys() - set(urls)]
         new = [{"url": url, "api_key": self._key} for url in urls if url not in known]

@@ -21,9 +21,8 @@ from hybridrl.serving.health import Losses
 from hybridrl.serving.plan import ModelPlan
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.sharding.control import Failures, StageError
-from hybridrl.workers.sharding.lifecycle import Action, LifeCycle, SleepLevel
+from hybridrl.workers.sharding.lifecycle import RESTART, SYNC, Action, LifeCycle, SleepLevel, State
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.states import RESTART, SYNC, State
 from hybridrl.workers.sharding.weight_files import Sent, WeightSource, load_weights
 from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 
@@ -96,24 +95,13 @@ class RolloutServer:
                 raise StageError(_START, failures, of="engine")
             self._life.start()
 
-    def needs_update(self, version: int) -> bool:
-        """Return whether the engines have other weights; lost ones get those of the others."""
-        return self.version != version
-
     def update(self, source: WeightSource | Transfer, *, version: int) -> None:
         """Bring every engine to READY with these weights; dead ones are replaced. Idempotent.
 
         Engines that serve pause and drain first, all before any loads; none continues before all
-        have loaded. Lost servers that others run are not waited for while an engine is left: the
-        recovery brings them back.
-
-        Args:
-            source: safetensors of a full model on a disk that all nodes share, which stay until the
-                next update, for engines that replace others; or the broadcast of a rank.
-
-        Raises:
-            PhaseError: a stage is open.
-            StageError: a stage failed; names the engine. The next update begins with the recovery.
+        have loaded. Lost servers that others run are waited for only if no engine is left. Files of
+        weights stay until the next update, for engines that replace others. A StageError names the
+        engines that failed; the next update begins with their recovery.
         """
         with self._lock:
             self._note_dead()
@@ -155,10 +143,7 @@ class RolloutServer:
     # -- engines that are lost -------------------------------------------------------------------
 
     def lose(self, index: int, handle: EngineHandle, reason: str) -> bool:
-        """Note an engine that failed by its own fault. If True, the caller is to ``replace`` it.
-
-        False: it is noted or replaced already.
-        """
+        """Note an engine that failed. True: nobody knew, and the caller is to ``replace`` it."""
         with self._lock:
             if self.states[index] is not State.READY or self._handles[index] is not handle:
                 return False
@@ -170,10 +155,7 @@ class RolloutServer:
             return True
 
     def claim_lost(self) -> list[int]:
-        """Return the lost engines that nobody replaces: the caller is to ``replace`` them.
-
-        None before the first update: no engine has weights that a new one could get.
-        """
+        """Return lost engines for the caller to ``replace``; none before the first update."""
         with self._lock:
             self._note_dead()
             if self.version < 0:

@@ -77,10 +77,8 @@ class ActorRolloutWorker(CheckpointedWorker):
     ) -> None:
         """Start both engines, the rollout engine first, on an empty device; a collective call.
 
-        Args:
-            model_folder: Hugging Face folder to start from, absolute.
-            servers: the rollout manager, which then has all requests; None: there is none.
-            base_plan: what ``lora.base=auto`` depends on; None: weights may stay resident.
+        ``servers`` have all requests, if there are any. ``lora.base=auto`` depends on
+        ``base_plan``; None: weights may stay resident.
         """
         device = self.join_group(config)
         control = ControlGroup(timeout_s=config.rollout.stage_timeout_s)
@@ -153,7 +151,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._reward_models = build_reward_engines(config, device)
         others = {"reference": self._reference, "teacher": self._teacher}
         for name, model in others.items():
-            if model is not None:
+            if isinstance(model, PolicyEngine):  # the policy without its adapter has no memory
                 self.sharding.register(name, model)
         for name, reward_model in self._reward_models.items():
             self.sharding.register(f"reward model {name}", reward_model)
@@ -163,12 +161,10 @@ class ActorRolloutWorker(CheckpointedWorker):
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch | None:
         """Sample G responses to each of n prompts with the newest weights.
 
-        Ranks that share an engine get the same prompts.
-
-        Returns:
-            n * G rows in prompt order, responses to the same prompt adjacent, with the version of
-            the policy that sampled them. None on a rank that has no engine. With
-            ``sampling.num_complete`` rows of so many prompts; the others continue in a later call.
+        Ranks that share an engine get the same prompts. Returns n * G rows in prompt order,
+        responses to the same prompt adjacent, with the version of the policy that sampled them;
+        None on a rank that has no engine. With ``sampling.num_complete`` these are rows of so many
+        prompts, and the others continue in a later call.
         """
         with self.sharding.rollout_phase():
             answered = self._sampling.sample(prompts, sampling, version=self._policy_version)
@@ -180,11 +176,7 @@ class ActorRolloutWorker(CheckpointedWorker):
     ) -> RolloutBatch | None:
         """Send the newest weights, admit prompts, and wait for a batch of those admitted so far.
 
-        Engines sample the others while the trainer learns.
-
-        Returns:
-            P * G rows, responses to the same prompt adjacent, with the versions that sampled their
-            tokens. None on ranks other than the first.
+        Returns P * G rows with versions, those to one prompt adjacent; None but on the first rank.
         """
         with self.sharding.rollout_phase():
             answered = self._sampling.exchange(prompts, sampling, version=self._policy_version)
@@ -217,20 +209,14 @@ class ActorRolloutWorker(CheckpointedWorker):
 
     @register(TRAIN_METRICS)
     def take_agent_metrics(self) -> Metrics:
-        """Return the metrics of conversations since the last update or call, and forget them.
-
-        So those of an evaluation do not count among the conversations of the next step.
-        """
+        """Return and forget the metrics of conversations: an evaluation's count in no step."""
         taken = {name: m for name, m in self._carried.items() if name.startswith("agent/")}
         self._carried = {name: m for name, m in self._carried.items() if name not in taken}
         return taken
 
     @register(TRAIN)
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
-        """Score the rollouts with the weights before the update, the reference and the teacher.
-
-        What the algorithm does not need is None.
-        """
+        """Score the rollouts before the update; what the algorithm does not need is None."""
         self.sharding.require_training()
         temperature = self._config.rollout.temperature
         logprobs = LogprobBatch(batch_size=[len(rollouts)])
@@ -260,18 +246,11 @@ class ActorRolloutWorker(CheckpointedWorker):
 
     @register(TRAIN_METRICS)
     def update(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
-        """Take ``num_epochs * num_minibatches`` optimizer steps.
+        """Take ``num_epochs * num_minibatches`` optimizer steps; a ``kl_coefficient`` of 0 is none.
 
-        Args:
-            batch: this rank's rows, those of each mini-batch adjacent (see balance_over_ranks).
-            kl_coefficient: weight of the KL penalty in the loss; 0 is none.
-
-        Returns:
-            Metrics of the update, and of the rollout phases since the last one.
-
-        Raises:
-            DriftError: the rollouts came from another policy, and this step checks it
-                (``rollout.canary_max_drift_nats``). No optimizer step learned from them.
+        This rank's rows of each mini-batch are adjacent (see balance_over_ranks). Returns metrics
+        of the update, and of the rollout phases since the last one. A DriftError if another policy
+        sampled the rollouts, and this step checks it; nothing was learned from them then.
         """
         self.sharding.require_training()
         algorithm = self._config.algorithm

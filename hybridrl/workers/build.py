@@ -1,7 +1,4 @@
-"""The choice of concrete engines: the only module that names them, and it imports them on request.
-
-Every function takes the run's configuration and the Hugging Face folder of the initial model.
-"""
+"""The choice of concrete engines: the only module that names them. It imports them on request."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from hybridrl.workers.rollout.sglang.arguments import (
     show_devices,
 )
 from hybridrl.workers.rollout.sglang.process import free_port
-from hybridrl.workers.sampling import LentSampling, ManagerSampling, RankSampling, Sampling
+from hybridrl.workers.sampling import ManagerSampling, RankSampling, Sampling
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines, start_engine
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
@@ -61,10 +58,7 @@ _SGLANG_WEIGHTS = "hybridrl.workers.rollout.sglang.weights"
 def build_train_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> PolicyEngine:
-    """Start the policy's training engine; without an optimizer if ``mode=eval``.
-
-    This and the functions below are collective calls.
-    """
+    """Start the policy's training engine, without an optimizer if ``mode=eval``; collective."""
     num_steps = None if config.mode == "eval" else config.num_policy_updates
     return PolicyEngine(
         _build_backend(config, model_folder, device, num_total_steps=num_steps, lora=config.lora)
@@ -74,10 +68,7 @@ def build_train_engine(
 def build_reference_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device, *, actor: PolicyEngine
 ) -> PolicyEngine | BaseModelReference | None:
-    """Start the frozen reference, if a KL penalty or ``dpo.loss`` needs one.
-
-    With LoRA it is the actor without its adapter: no second copy.
-    """
+    """Start the frozen reference, if there is one; with LoRA it is the actor without adapter."""
     if not config.needs_reference:
         return None
     if config.lora.enabled:
@@ -146,11 +137,7 @@ def build_rollout_engine(
     *,
     place: LaunchPlace | None = None,
 ) -> RolloutEngine:
-    """Start the rollout engine that this rank owns, without weights.
-
-    Args:
-        place: of a server; None if it has the device of this rank alone.
-    """
+    """Start the rollout engine that this rank owns, without weights; a server at ``place``."""
     if config.rollout.engine == "hf":
         return HFRolloutEngine(
             model_folder,
@@ -270,28 +257,24 @@ def build_sampling(
     control: ControlGroup,
 ) -> Sampling:
     """Choose who samples for the ranks; ``engine`` is that of this rank."""
-    meter = sharding.meter
     if servers is None:
         if engine is None:
             return Sampling()
         agent = build_agent_rollout(config, model_folder)
-        return RankSampling(engine, agent=agent, meter=meter)
+        return RankSampling(engine, agent=agent, meter=sharding.meter)
     engines = led_engines(config)
-    if not engines:
-        return ManagerSampling(servers, control=control, meter=meter)
     own = next((each for each in engines if each.leader == control.rank), None)
-    door = Door(host=servers.host, key=servers.key)
-    lent = LentSampling(
+    listener = None
+    if engine is not None and own is not None and own.answers:
+        listener = RequestListener(engine, door=Door(host=servers.host, key=servers.key))
+    return ManagerSampling(
         servers,
         engines=engines,
-        listener=RequestListener(engine, door=door) if engine and own and own.answers else None,
+        listener=listener,
         engine=engine,
         control=control,
-        meter=meter,
-        mark_lost=sharding.mark_lost,
+        sharding=sharding,
     )
-    sharding.end_requests = lent.end_phase
-    return lent
 
 
 def _build_publisher(
@@ -348,10 +331,7 @@ def _build_backend(
     lora: LoraConfig | None = None,
     is_reward_model: bool = False,
 ) -> Backend:
-    """Choose the back end by ``engine`` of the section (``actor``, unless another is given).
-
-    Without steps it does not learn.
-    """
+    """Choose the back end by ``engine`` of the section; without steps it does not learn."""
     chosen: ActorConfig | CriticTrainingConfig = section or config.actor
     adapter = None
     if lora is not None and lora.enabled:

@@ -26,12 +26,8 @@ _STORE_OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
 def start_process_group(*, device: str, local_rank: int, timeout_s: float) -> torch.device:
     """Join the group that RANK, WORLD_SIZE and MASTER_ADDR describe, and take this rank's device.
 
-    A group that exists already, of a program that embeds a worker, is used unchanged.
-
-    Args:
-        device: ``cpu`` (gloo) or ``cuda`` (nccl, with gloo for CPU tensors).
-        local_rank: index of the device on its node.
-        timeout_s: seconds one collective may take (``cluster.collective_timeout_s``).
+    A group that exists already, of a program that embeds a worker, is used unchanged. ``device`` is
+    ``cpu`` (gloo) or ``cuda`` (nccl, with gloo for CPU tensors).
     """
     timeout = timedelta(seconds=timeout_s)
     if device == "cpu":

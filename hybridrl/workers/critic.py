@@ -48,10 +48,7 @@ class CriticWorker(CheckpointedWorker):
 
     @register(TRAIN_METRICS, blocking=False)
     def update(self, batch: CriticBatch) -> Metrics:
-        """Take ``critic.num_epochs * critic.num_minibatches`` optimizer steps.
-
-        This rank's rows of each mini-batch are adjacent (see balance_over_ranks).
-        """
+        """Take all optimizer steps; this rank's rows of each mini-batch are adjacent."""
         with self._working("update", memory="critic_update"):
             steps = [
                 self._engine.update(

@@ -31,12 +31,10 @@ def engine_config(
     number: int = 0,
     sleeps: bool = False,
 ) -> ExperimentConfig:
-    """Return the configuration of an engine of a group.
+    """Return the configuration of an engine of a group; ``engine_args`` replace the run's.
 
-    Args:
-        engine_args: of its group and place; they replace those of the run.
-        number: of the engine. Engines of one seed would draw the same random numbers.
-        sleeps: whether a rank owns it, on devices of the trainer; others never sleep.
+    Engines of one seed would draw the same random numbers: ``number`` is added to it. One that
+    ``sleeps`` has devices of the trainer.
     """
     defaults: dict[str, ArgumentValue] = {}
     if "disaggregation_mode" in engine_args and config.cluster.device == "cpu":
@@ -92,10 +90,7 @@ def group_arguments(
 
 
 def attached_config(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the configuration of an engine of the policy whose server others run.
-
-    Its process has no device, and no memory in common with the server.
-    """
+    """Return the configuration of an engine whose server others run: it has no device."""
     rollout = replace(config.rollout, engine_args={}, tensor_parallel_size=1, sleep=False)
     return replace(config, cluster=replace(config.cluster, device="cpu"), rollout=rollout)
 
@@ -110,10 +105,7 @@ def frozen_config(config: ExperimentConfig, model: str) -> ExperimentConfig:
 
 
 def driver_variables(config: ExperimentConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the driver that engines get, in the place of those of their nodes.
-
-    On the driver's machine alone they inherit all of its environment.
-    """
+    """Return the driver's variables for engines of a cluster; on one machine they inherit all."""
     if config.cluster.address is None:
         return {}
     return {name: text for name, text in environment.items() if name.startswith(_READ_BY_ENGINES)}

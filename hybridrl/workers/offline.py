@@ -17,13 +17,9 @@ from hybridrl.single_controller import Dispatch, register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS
 from hybridrl.workers.build import build_reference_engine, build_reward_trainer, build_train_engine
 from hybridrl.workers.checkpointed import CheckpointedWorker, end_process_group
+from hybridrl.workers.train.losses import PreferenceObjective, mean_over_pairs, of_held_out
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
-from hybridrl.workers.train.preference_objective import (
-    PreferenceObjective,
-    mean_over_pairs,
-    of_held_out,
-)
 from hybridrl.workers.train.value_engines import RewardEngine
 
 
@@ -111,10 +107,7 @@ class PreferenceWorker(_PolicyWorker):
 
     @register(TRAIN_METRICS)
     def evaluate(self, batch: PreferenceBatch) -> Metrics:
-        """Score held-out pairs: the same loss and metrics, no step.
-
-        Pairs without a response mask are not counted.
-        """
+        """Score held-out pairs that have a response mask: the same loss and metrics, no step."""
         policy_P2 = _answer_logprobs(self._engine, batch).view(-1, 2)
         reference_B = None if self._reference is None else self.compute_reference(batch)
         lengths_P2 = response_lengths(batch.response_mask_BL).view(-1, 2)

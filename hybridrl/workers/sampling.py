@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from hybridrl.agents.rollout import AgentRollout
@@ -17,7 +17,8 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.rollout.single_turn import OpenResponses, single_turn
-from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError, attempt
+from hybridrl.workers.sharding.control import ControlGroup, Limit, attempt
+from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
 
@@ -45,15 +46,8 @@ class Sampling:
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
     ) -> Answered | None:
-        """Admit prompts, and wait for a batch of those admitted so far.
-
-        Raises:
-            PhaseError: nothing is sampled ahead.
-        """
+        """Admit prompts, and wait for a batch; a PhaseError if nothing is sampled ahead."""
         raise PhaseError("the ranks have the rollout engines: nothing can be sampled ahead")
-
-    def end_phase(self) -> None:
-        """No more requests come until the next phase: engines may sleep. Idempotent."""
 
     def take_metrics(self) -> Metrics:
         """Return the metrics since the last call, and reset them."""
@@ -99,19 +93,56 @@ class RankSampling(Sampling):
 
 
 class ManagerSampling(Sampling):
-    """Rank 0 asks the rollout manager, which has all engines."""
+    """Rank 0 asks the rollout manager, to which ranks lend their engines, if any, for the phase."""
 
-    def __init__(self, servers: ManagerClient, *, control: ControlGroup, meter: PeakMeter) -> None:
+    def __init__(
+        self,
+        servers: ManagerClient,
+        *,
+        engines: tuple[LedDevices, ...] = (),
+        listener: RequestListener | None = None,
+        engine: RolloutEngine | None = None,
+        control: ControlGroup,
+        sharding: ShardingManager,
+    ) -> None:
+        """Lend nothing yet; ``engines`` are those of all ranks.
+
+        ``listener`` takes requests to the engine of this rank; None if it has none that answers.
+        """
         super().__init__()
         self._servers = servers
+        self._engines = engines
+        self._listener = listener
+        self._engine = engine
         self._control = control
-        self._meter = meter
+        self._meter = sharding.meter
+        self._mark_lost = sharding.mark_lost
+        self._is_lent = False
+        self._answering: dict[str, list[int]] = {}
+        """Engines that answer requests, by model."""
+        for index, each in enumerate(engines):
+            if each.answers:
+                self._answering.setdefault(each.model, []).append(index)
+        sharding.end_requests = self.end_phase
 
     def sample(
         self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
     ) -> Answered | None:
-        """See ``Sampling``."""
-        return self._ask(prompts, sampling, version=version, lent=NOBODY)
+        """See ``Sampling``. StageError if an engine cannot be asked."""
+        if not self._engines:
+            return self._ask(prompts, sampling, version=version, lent=NOBODY)
+        self._is_lent = True
+        admit = (lambda: None) if self._listener is None else self._listener.open
+        urls = self._control.gather(_OPEN, self._control.everywhere(_OPEN, admit))
+        lent = {
+            model: [str(urls[self._engines[index].leader]) for index in indexes]
+            for model, indexes in self._answering.items()
+        }
+        try:
+            return self._ask(prompts, sampling, version=version, lent=lent)
+        finally:
+            limit = Limit(self._servers.timeout_s, "cluster.call_timeout_s")
+            self._control.meet("generate", limit)
 
     def _ask(
         self, prompts: PromptBatch, sampling: SamplingParams, *, version: int, lent: Lent
@@ -134,62 +165,11 @@ class ManagerSampling(Sampling):
         self._metrics = merge([self._metrics, metrics])
         return answered
 
-
-class LentSampling(ManagerSampling):
-    """Rank 0 asks the manager, to which all ranks lend their engines for the phase."""
-
-    def __init__(
-        self,
-        servers: ManagerClient,
-        *,
-        engines: tuple[LedDevices, ...],
-        listener: RequestListener | None,
-        engine: RolloutEngine | None,
-        control: ControlGroup,
-        meter: PeakMeter,
-        mark_lost: Callable[[Collection[int]], None],
-    ) -> None:
-        """Lend nothing yet.
-
-        Args:
-            engines: of all ranks.
-            listener: for requests to the engine of this rank; None if it has none that answers.
-            mark_lost: takes engines of the group for lost, by index; called on all ranks alike.
-        """
-        super().__init__(servers, control=control, meter=meter)
-        self._engines = engines
-        self._listener = listener
-        self._engine = engine
-        self._mark_lost = mark_lost
-        self._is_lent = False
-        self._answering: dict[str, list[int]] = {}
-        """Engines that answer requests, by model."""
-        for index, each in enumerate(engines):
-            if each.answers:
-                self._answering.setdefault(each.model, []).append(index)
-
-    def sample(
-        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
-    ) -> Answered | None:
-        """See ``Sampling``. StageError if an engine cannot be asked."""
-        self._is_lent = True
-        url, error = (None, None) if self._listener is None else attempt(self._listener.open)
-        failures = self._control.exchange(_OPEN, error)
-        if failures:
-            raise StageError(_OPEN, failures)
-        urls = self._control.gather(_OPEN, url)
-        lent = {
-            model: [str(urls[self._engines[index].leader]) for index in indexes]
-            for model, indexes in self._answering.items()
-        }
-        try:
-            return self._ask(prompts, sampling, version=version, lent=lent)
-        finally:
-            limit = Limit(self._servers.timeout_s, "cluster.call_timeout_s")
-            self._control.meet("generate", limit)
-
     def end_phase(self) -> None:
-        """Close all engines, and let all ranks know which are lost: the manager's word, or gone."""
+        """Close all lent engines, and let all ranks know which are lost. Idempotent.
+
+        The manager says so, or they are gone. No more requests come until the next phase.
+        """
         if not self._is_lent:
             return
         self._is_lent = False

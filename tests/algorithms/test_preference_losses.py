@@ -13,7 +13,7 @@ from hybridrl.algorithms.preference_losses import PreferenceLoss
 from hybridrl.config.algorithm import DpoConfig
 from hybridrl.config.functions.parts import PREFERENCE_LOSS
 from hybridrl.errors import TrainingError
-from hybridrl.workers.train.preference_objective import PreferenceObjective
+from hybridrl.workers.train.losses import PreferenceObjective
 
 # Sums over 2 and 4 tokens, of the policy and of the reference: log-ratios 1 and -2.
 PAIR = (

@@ -63,7 +63,6 @@ def _train(
     take_step(engine, with_nan_advantage(make_rows(5), row=4))
     assert_same_weights(adapter_of(engine), before)
     reference = rank.reference(folder, policy=engine, lora=lora)
-    assert all(reference.resident_bytes(part) == 0 for part in TrainState)
     frozen = reference.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
     logprobs = frozen.logprobs_BL.values() if engine.is_output_rank else None
     return weights_of(engine), adapter_of(engine), steps, logprobs

@@ -13,8 +13,8 @@ from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.preference_losses import sigmoid
 from hybridrl.batch import PreferenceBatch
 from hybridrl.metrics import Metrics
+from hybridrl.workers.train.losses import PreferenceObjective
 from hybridrl.workers.train.model_engine import ModelEngine
-from hybridrl.workers.train.preference_objective import PreferenceObjective
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainPolicy
 from tests.contract.ranks_under_test import (

@@ -16,6 +16,7 @@ from hybridrl.batch import jagged_from, row_lengths
 from hybridrl.errors import DataError
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainPolicy
@@ -192,6 +193,7 @@ def test_batches_are_only_read(ranks: RanksUnderTest, folder: Path) -> None:
 def _hold_still(rank: Rank, folder: Path) -> None:
     policy = rank.policy(folder)
     reference = rank.reference(folder, policy=policy)
+    assert isinstance(reference, PolicyEngine)
     rollouts = to_rollouts(make_rows(4 + 2 * policy.dp_rank))
     start = reference.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
     for cycle in range(3):

@@ -104,12 +104,8 @@ def encode(path: Path, encoder: RowEncoder = ENCODER) -> RowTable:
 
 def colours(row: TokenizedRow) -> list[str]:
     """What each image of a row shows."""
-    names: dict[object, str] = {
-        (254, 0, 0): "red",
-        (255, 0, 0): "red",
-        (0, 0, 254): "blue",
-        (0, 0, 255): "blue",
-    }
+    names: dict[object, str] = dict.fromkeys([(254, 0, 0), (255, 0, 0)], "red")
+    names |= dict.fromkeys([(0, 0, 254), (0, 0, 255)], "blue")
     return [names[read_image(i.source).getpixel((0, 0))] for i in row.images or ()]
 
 
@@ -516,8 +512,8 @@ def test_processes_encode_images_as_one_does(
 ) -> None:
     caplog.set_level("INFO")
     pillow: dict[str, object] = {"prompt": "<image>", "answer": "a", "images": [drawn(50, 50)]}
-    bad = {"prompt": "p", "answer": "a", "images": ["none.png"]}
-    good = {"prompt": "p", "answer": "a", "images": TWO}
+    bad: dict[str, object] = {"prompt": "p", "answer": "a", "images": ["none.png"]}
+    good: dict[str, object] = {"prompt": "p", "answer": "a", "images": TWO}
     chunk = [RawRow(record, "s", f"{folder}/f:{n}") for n, record in enumerate([pillow, bad, good])]
 
     def chunks() -> object:

@@ -128,4 +128,4 @@ def test_no_optimizer_is_built_for_an_evaluation(tmp_path: Path) -> None:
     write_random_model(config.model.starter, tmp_path / "model", seed=0)
     engine = build_train_engine(config, tmp_path / "model", torch.device("cpu"))
     with pytest.raises(ModelError, match="built without an optimizer"):
-        _ = engine.backend.num_updates
+        _ = engine.num_updates

@@ -26,8 +26,8 @@ from benchmarks.gpu_parts.rank import (
 from hybridrl.errors import PhaseError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import StageError
+from hybridrl.workers.sharding.lifecycle import State
 from hybridrl.workers.sharding.memory import DeviceMemory
-from hybridrl.workers.sharding.states import State
 
 pytestmark = [
     pytest.mark.gpu,

@@ -53,10 +53,10 @@ def lose_and_restore(engine: Any) -> None:
         for _, parameter in engine.backend.stages.named_tensors():
             if parameter.requires_grad:
                 parameter.zero_()
-        engine.begin_restore(num_updates=engine.num_updates)
+        engine.backend.optimizer.begin_restore(num_steps=engine.num_updates)
         for key, values in live_values().items():
             values.copy_(saved[key])
-    engine.end_restore()
+    engine.backend.end_restore()
 
 
 def two_steps(engine: Any, *, num_siblings: int, restores: bool = False) -> dict[str, Any]:

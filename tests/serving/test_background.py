@@ -19,7 +19,7 @@ from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import HybridRLError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams, response_keys
-from hybridrl.serving.background import BackgroundSampling, OpenGroups, SampleBuffer
+from hybridrl.serving.background import BackgroundSampling, SampleBuffer
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
 from hybridrl.workers.rollout.assemble import Answered
@@ -75,7 +75,8 @@ class Rig(ServerRig[DecodingHandle]):
         self.ahead = BackgroundSampling(
             self.server,
             pool,
-            OpenGroups(pool, single_turn, self.buffer),
+            single_turn,
+            self.buffer,
             requests=PolicyRequests(config_of("serving=own"), vocab_size=100, images=None, key=""),
             recovery=Recovery(self.server, health_timeout_s=60.0),
             on_update=on_update,

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hybridrl.config.load import load_config
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig
 from hybridrl.config.topology import Attached, Colocated, Own
-from hybridrl.errors import ResourceError
 from hybridrl.main import compose
 from hybridrl.network import host_and_port
 from hybridrl.serving.launching import Device, find_places, place_engines
@@ -92,26 +91,7 @@ def test_an_engine_answers_on_its_first_node(serving: ServingConfig) -> None:
             for engine in group.engines:
                 assert engine.first_device == engine.nodes[0].start
                 assert engine.num_devices == sum(len(part) for part in engine.nodes)
-                assert group.num_nodes_per_engine == len(engine.nodes)
-
-
-@pytest.mark.shows("4.5")
-def test_unequal_groups_have_no_number_of_nodes() -> None:
-    def group(size: int, worker_type: str = "regular") -> ServerGroupConfig:
-        return ServerGroupConfig(
-            num_devices=8,
-            devices_per_engine=size,
-            worker_type=worker_type,  # type: ignore[arg-type]
-        )
-
-    def plan_of(**groups: ServerGroupConfig) -> ModelPlan:
-        model = ServedModelConfig(groups=groups)
-        serving = ServingConfig(num_devices_per_node=4, colocated=False, models={"m": model})
-        return plans_of(serving)[0]
-
-    assert plan_of(a=group(8), b=group(8), c=group(1, "placeholder")).num_nodes_per_engine == 2
-    with pytest.raises(ResourceError, match=r"server m .* \(a: 2, b: 1\)"):
-        _ = plan_of(a=group(8), b=group(4)).num_nodes_per_engine
+                assert len(engine.nodes) == len(group.engines[0].nodes)
 
 
 @pytest.mark.shows("4.3")

@@ -20,7 +20,7 @@ from hybridrl.metrics import Sum
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.recovery import Recovery
-from hybridrl.workers.sharding.states import State
+from hybridrl.workers.sharding.lifecycle import State
 from tests.serving.recording_handle import RecordingHandle
 from tests.serving.server_rig import ServerRig, plan_of
 from tests.waiting import wait_until

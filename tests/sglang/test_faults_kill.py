@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.states import State
+from hybridrl.workers.sharding.lifecycle import State
 from tests.sglang.engines import MortalEngine, sglang_config
 from tests.sglang.strangers import kill_scheduler, kill_server
 from tests.workers.device import Device

@@ -14,7 +14,7 @@ from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.states import State
+from hybridrl.workers.sharding.lifecycle import State
 from hybridrl.workers.train.protocol import WeightSet
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice
 from tests.workers.device import WAYS, check_passes

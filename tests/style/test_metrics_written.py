@@ -10,7 +10,7 @@ from pathlib import Path
 import hybridrl
 from benchmarks.source_tree import Module, read_modules
 from hybridrl.metrics import DECLARATIONS
-from hybridrl.workers.sharding.states import EDGES
+from hybridrl.workers.sharding.lifecycle import EDGES
 
 ROOT = Path(hybridrl.__file__).parents[1]
 READERS = ("hybridrl.metrics", "hybridrl.report")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -18,10 +18,10 @@ from hybridrl.errors import EngineError, ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.request_listener import RequestListener
-from hybridrl.workers.sampling import LentSampling
+from hybridrl.workers.sampling import ManagerSampling
 from hybridrl.workers.sharding.control import StageError
+from hybridrl.workers.sharding.lifecycle import State
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent
-from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.sharding.recording import (
@@ -59,19 +59,22 @@ class RecordingListener:
         self.close()
 
 
-@dataclass
 class Manager(RecordingServers):
     """Notes who is lent to it; loses the engines that a test names."""
 
-    journal: Journal = field(default_factory=Journal)
-    lost: tuple[int, ...] = ()
-    failure: Exception | None = None
-    dies: int | None = None
-    """Engine that dies while the manager samples, which nobody reports."""
-    calls: list[tuple[int, list[str]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        RecordingServers.__init__(self)
+    def __init__(
+        self,
+        *,
+        journal: Journal | None = None,
+        lost: tuple[int, ...] = (),
+        failure: Exception | None = None,
+        dies: int | None = None,
+    ) -> None:
+        """``dies`` is an engine that does so while the manager samples, which nobody reports."""
+        super().__init__()
+        self.journal = journal or Journal()
+        self.lost, self.failure, self.dies = lost, failure, dies
+        self.calls: list[tuple[int, list[str]]] = []
 
     def sample(
         self, prompts: PromptBatch, sampling: SamplingParams, *, version: int, lent: Lent = NOBODY
@@ -88,21 +91,18 @@ class Manager(RecordingServers):
         return {"": self.lost}
 
 
-def lend(device: RecordingDevice, manager: Manager, *, rank: int) -> LentSampling:
-    lent = LentSampling(
+def lend(device: RecordingDevice, manager: Manager, *, rank: int) -> ManagerSampling:
+    return ManagerSampling(
         manager,
         engines=Fused(2, 1).engines,
         listener=cast(RequestListener, RecordingListener(rank, device.journal)),
         engine=device.engine,
         control=device.manager._control,
-        meter=device.manager.meter,
-        mark_lost=device.manager.mark_lost,
+        sharding=device.manager,
     )
-    device.manager.end_requests = lent.end_phase
-    return lent
 
 
-def phase(device: RecordingDevice, lent: LentSampling) -> None:
+def phase(device: RecordingDevice, lent: ManagerSampling) -> None:
     with device.manager.rollout_phase() as engine:
         assert engine is device.engine
         lent.sample(PROMPTS, SAMPLING, version=device.version)

@@ -147,7 +147,7 @@ def rehearsed_configs(
             yield placed, led_config(config, first_of[placed.key], bootstrap_port=port)
             continue
         args = group_arguments(placed.config, bootstrap_port=port)
-        num_nodes = plans[placed.model, placed.name].num_nodes_per_engine
+        num_nodes = len(plans[placed.model, placed.name].engines[0].nodes)
         if num_nodes > 1:
             args |= {
                 "nnodes": num_nodes,

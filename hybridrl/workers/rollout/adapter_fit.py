@@ -12,30 +12,19 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 from hybridrl.errors import EngineError, first_of
-from hybridrl.models.adapter_names import is_adapter_name
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
-    """Refuse (EngineError) an adapter that differs from the tensors of the adapted layers.
-
-    Args:
-        tensors: the adapter, by the names in its file.
-        shapes: of A and B of every adapted layer of the engine.
-    """
-    if not tensors:
-        raise EngineError(
-            "the adapter has no tensors: the policy would be sampled without it; see that "
-            "lora.target_modules match layers of the model"
-        )
-    foreign = [name for name in tensors if not is_adapter_name(name)]
-    if foreign:
-        raise EngineError(
-            f"{first_of(foreign)} came with an adapter and has no lora_A or lora_B in its name; "
-            "base weights come in a pass of their own"
-        )
-    _require_names(tensors.keys(), shapes.keys())
+    """Refuse (EngineError) an adapter without exactly the names and shapes of adapted layers."""
+    came, taken = tensors.keys(), shapes.keys()
+    for problem, names in (("lacks", taken - came), ("has too much:", came - taken)):
+        if names:
+            raise EngineError(
+                f"the adapter {problem} {first_of(sorted(names))}, of {len(taken) // 2} adapted "
+                "layers; trainer and engine must have the same lora.target_modules and model.path"
+            )
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != tuple(shapes[name]):
             raise EngineError(
@@ -58,21 +47,3 @@ def no_adapter_loaded() -> EngineError:
         "generate was refused: no adapter is loaded, and the frozen model alone is not the "
         "policy; sync weights first, or set lora.sync=merged"
     )
-
-
-def _require_names(came: Collection[str], taken: Collection[str]) -> None:
-    if set(came).isdisjoint(taken):
-        raise EngineError(
-            f"the adapter matches none of the {len(taken) // 2} adapted layers: it has "
-            f"{first_of(list(came))}, the engine has {first_of(list(taken))}; trainer and "
-            "engine must have the same lora.target_modules and model.path"
-        )
-    for problem, names in (
-        ("lacks", set(taken) - set(came)),
-        ("has too much:", set(came) - set(taken)),
-    ):
-        if names:
-            raise EngineError(
-                f"the adapter {problem} {first_of(sorted(names))}; trainer and engine must have "
-                "the same lora.target_modules and model.path"
-            )

@@ -35,16 +35,10 @@ def assemble_rollouts(
     policy_version: int,
     has_versions: bool = False,
 ) -> RolloutBatch:
-    """Put P prompts and P * G responses together, row by row.
+    """Put P prompts and P * G responses together, row by row, those to one prompt adjacent.
 
-    Args:
-        responses: in prompt order, the G responses to the same prompt adjacent.
-        policy_version: optimizer steps taken by the weights that sampled them.
-        has_versions: whether tokens may be of earlier weights: each gets its version.
-
-    Raises:
-        EngineError: some responses list the experts of their tokens and others do not,
-            or list them for another number of tokens.
+    With ``has_versions`` tokens may be of earlier weights: each gets its version. An EngineError if
+    responses do not list the experts of all their tokens alike.
     """
     num_responses = len(responses) // len(prompts)
     prompt_rows = prompts.token_ids_PL.unbind()
@@ -60,6 +54,8 @@ def assemble_rollouts(
         masks += [all_sampled if response.is_sampled is None else response.is_sampled]
         logprobs += [torch.zeros(len(prompt)), response.logprobs]
     lengths_B = torch.tensor(lengths)
+    turns = [response.turns for response in responses if response.turns is not None]
+    is_of_agents = len(turns) == len(responses)
     return RolloutBatch(
         token_ids_BL=jagged_from(torch.cat(tokens), lengths_B),
         response_mask_BL=jagged_from(torch.cat(masks), lengths_B),
@@ -69,11 +65,11 @@ def assemble_rollouts(
             [each.weight_version if has_versions else policy_version for each in responses]
         ),
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
-        is_failed_B=_failed(responses),
+        is_failed_B=torch.tensor([each.is_failed for each in responses]) if is_of_agents else None,
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
         images_B=images_of_rows(prompts, num_responses),
         sequence_lengths_BQ=_sequence_lengths(responses),
-        turns_BN=_turns(responses),
+        turns_BN=jagged(turns) if is_of_agents else None,
         agent_rewards_BL=_agent_rewards(responses, lengths_B),
         weight_versions_BL=_weight_versions(responses, lengths_B) if has_versions else None,
         batch_size=[len(responses)],
@@ -93,14 +89,7 @@ def require_known_tokens(rollouts: RolloutBatch, *, vocab_size: int) -> None:
 
 
 def describe_staleness(steps_T: Tensor) -> Metrics:
-    """Describe the ages of T >= 1 tokens: mean, maximum, and a histogram.
-
-    The shares of the histogram are means over tokens, so those of several ranks can be merged,
-    which percentiles could not.
-
-    Args:
-        steps_T: >= 0, between the weights that sampled a token and its update.
-    """
+    """Describe ages of tokens in steps: mean, maximum, and a histogram that ranks can merge."""
     num_tokens = len(steps_T)
     return {
         "rollout/staleness_steps/mean": Mean(float(steps_T.sum()), num_tokens),
@@ -124,17 +113,6 @@ def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
         end = len(response.context) + len(response.token_ids)
         lengths.append(torch.tensor([*begins, end]).diff())
     return jagged(lengths)
-
-
-def _failed(responses: Sequence[Sample]) -> Tensor | None:
-    if any(response.turns is None for response in responses):
-        return None
-    return torch.tensor([response.is_failed for response in responses])
-
-
-def _turns(responses: Sequence[Sample]) -> Tensor | None:
-    turns = [response.turns for response in responses if response.turns is not None]
-    return jagged(turns) if len(turns) == len(responses) else None
 
 
 def _agent_rewards(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:

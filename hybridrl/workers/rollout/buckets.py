@@ -67,14 +67,7 @@ def stage_by_reference(bucket: Bucket) -> StagedBucket:
 
 
 def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[TensorSpan, ...]:
-    """Lay tensors end to end, those with the widest numbers first.
-
-    Then no padding is needed: every tensor begins at a multiple of its item size. At other offsets
-    its bytes could not be viewed as numbers.
-
-    Args:
-        dtype: of floating-point tensors in the buffer; None leaves each its own.
-    """
+    """Lay tensors end to end, widest numbers first: so each begins at a multiple of its item."""
 
     def type_of(tensor: Tensor) -> torch.dtype:
         return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -99,21 +92,16 @@ class FlatBuffers:
     """A ring of byte buffers, each allocated when first used and again when it is too small."""
 
     def __init__(self, *, count: int, allocate: Allocate, dtype: torch.dtype | None = None) -> None:
-        """Allocate nothing yet: ``count`` buckets will stay readable at the same time.
-
-        Floating-point tensors are cast to ``dtype`` on their way in; None leaves them.
-        """
+        """Keep ``count`` buckets readable at a time; floats become ``dtype``, if given."""
         self._dtype = dtype
         self._allocate = allocate
         self._ring: list[Tensor | None] = [None] * count
         self._next = 0
 
     def pack(self, bucket: Bucket) -> tuple[Tensor, tuple[TensorSpan, ...]]:
-        """Copy a bucket into the next buffer; the copies are finished on return, on a GPU too.
+        """Copy a bucket into the next buffer; return its bytes, and the position of each tensor.
 
-        Returns:
-            uint8 [n], the buffer's first n bytes, readable until ``count`` - 1 further buckets are
-            staged; and the position of each tensor.
+        The copies are done, on a GPU too, and readable until ``count`` - 1 further ones are staged.
         """
         spans = lay_out(bucket, dtype=self._dtype)
         num_bytes = spans[-1].end if spans else 0

@@ -209,10 +209,7 @@ class RequestProgram:
         keys: Sequence[int],
         images: Images = (),
     ) -> Future[list[Sample]]:
-        """Begin to sample; see ``Sampler``. PhaseError if no request is admitted now.
-
-        The future ends with the request, or with the program.
-        """
+        """Begin to sample; PhaseError if none is admitted. The future ends with the program."""
         answer: Future[list[Sample]] = Future()
         answer.set_running_or_notify_cancel()  # a caller that goes away does not cancel it
         with self._lock:

@@ -77,18 +77,11 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, sampling: DrawParams) -> tuple[
     """Draw one token per row by inverting the cumulative distribution at ``uniform_N``.
 
     The order is that of Hugging Face and vLLM: temperature, then top-k, then top-p over the result
-    of top-k.
+    of top-k. ``uniform_N`` is float64 in [0, 1), and not read if greedy.
 
-    Args:
-        logits_NV: [N, V], any float type.
-        uniform_N: float64 [N] in [0, 1); not read if greedy.
-        sampling: the same for all rows.
-
-    Returns:
-        Tokens, int64 [N]; and their log-probs, float32 [N] nats, at the sampling temperature (1
-        if greedy), *before* top-k and top-p remove tokens: as the trainer computes them, and
-        SGLang returns them. Logits with NaN give some token of the vocabulary and a log-prob that
-        is not finite.
+    Returns tokens, int64 [N]; and their log-probs, float32 [N] nats, at the sampling temperature (1
+    if greedy), *before* top-k and top-p remove tokens: as the trainer computes them, and SGLang
+    returns them. NaN logits give some token and a log-prob that is not finite.
     """
     logits_NV = logits_NV.float()
     if sampling.temperature == 0.0:

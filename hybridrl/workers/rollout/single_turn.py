@@ -38,10 +38,7 @@ Ask = Callable[[Tensor, RequestParams, Sequence[int]], Awaitable[list[Sample]]]
 
 
 def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:
-    """Return the program that samples G responses to each of P prompts.
-
-    It returns P * G samples in prompt order, those to the same prompt adjacent.
-    """
+    """Return the program that samples P * G responses, those to the same prompt adjacent."""
     params = sampling.request_params()
     index_P = prompts.prompt_index_P.tolist()
     keys_PG = _keys(prompts, sampling)
@@ -161,10 +158,8 @@ class OpenResponses:
         """Return the program that samples responses to all prompts until enough are complete.
 
         It answers the first ``num_complete`` of the complete prompts, in the order of ``prompts``.
-        Then it calls ``interrupt``, of the engine that runs it.
-
-        Args:
-            prompts: the open ones and new ones, oldest first. Responses to others are forgotten.
+        Then it calls ``interrupt``, of the engine that runs it. Prompts are the open ones and new
+        ones, oldest first; responses to others are forgotten.
         """
         index_P: list[int] = prompts.prompt_index_P.tolist()
         keys_PG = _keys(prompts, sampling)

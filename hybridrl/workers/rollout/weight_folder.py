@@ -25,13 +25,7 @@ class WeightFolder:
     def __init__(
         self, folder: Path, *, dtype: torch.dtype | None = None, if_full: str = _IF_FULL
     ) -> None:
-        """Write nothing yet.
-
-        Args:
-            folder: that exists.
-            dtype: of floating-point tensors in the files: the engine's. None: as they come.
-            if_full: what else helps if the disk has no room.
-        """
+        """Write floats in ``dtype``, if given; ``if_full`` says what else helps a full disk."""
         self.folder = folder
         self._dtype = dtype
         self._if_full = if_full

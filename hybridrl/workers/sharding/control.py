@@ -71,13 +71,8 @@ class ControlGroup:
     ) -> Failures:
         """Return failed ranks with their reasons, the same on every rank; empty if all is well.
 
-        Args:
-            error: the failure of this rank, or None.
-            limit: how long to wait for ranks whose work takes longer than a stage.
-
-        Raises:
-            DeadlineError: a rank did not answer in time.
-            PhaseError: another rank is at another stage.
+        ``error`` is the failure of this rank; ``limit`` is for work that takes longer than a stage.
+        A DeadlineError if a rank is late, a PhaseError if one is at another stage.
         """
         reason = None if error is None else f"{type(error).__name__}: {error}"
         if error is not None:
@@ -140,10 +135,7 @@ class ControlGroup:
         return values
 
     def gather_on_first(self, ranks: range, item: T) -> list[T]:
-        """Return, on the first of ``ranks``, the items of all of them in order; elsewhere nothing.
-
-        A collective call of these ranks. Fails as ``largest`` does.
-        """
+        """Return, on the first of ``ranks``, the items of all in order; elsewhere nothing."""
         if len(ranks) == 1:
             return [item]
         items: list[T] | None = [item] * len(ranks) if self.rank == ranks.start else None

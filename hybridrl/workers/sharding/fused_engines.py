@@ -18,17 +18,11 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.load import DTYPES
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender, stage_time
-from hybridrl.workers.sharding.control import (
-    ControlGroup,
-    Failures,
-    Limit,
-    StageError,
-    attempt,
-)
+from hybridrl.workers.sharding.control import ControlGroup, Failures, Limit, StageError, attempt
+from hybridrl.workers.sharding.lifecycle import RESTART, SYNC
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.publishing import Publisher
-from hybridrl.workers.sharding.states import RESTART, SYNC
-from hybridrl.workers.sharding.weight_files import folder_on_each_node, load_weights
+from hybridrl.workers.sharding.weight_files import FROZEN_VERSION, folder_on_each_node, load_weights
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,
@@ -43,17 +37,12 @@ log = logging.getLogger(__name__)
 
 _START = "start of the rollout engines"
 
-FROZEN_VERSION = 0
-"""Of weights that never change."""
-
 
 class FusedEngines:
     """``LifeCycleMembers`` that live in the ranks of one worker group.
 
-    Adjacent ranks share an engine, and the first of them owns it. The others, and ranks without
-    an engine, still take part in every status exchange and every gather. Engines of the policy get
-    the weights of each sync; frozen ones have those of their folder, and a host copy while they
-    sleep. Then engines get the weights that no rank owns.
+    Adjacent ranks share an engine, which the first one owns; all take part in every exchange and
+    gather. Frozen engines have the weights of their folder, and a host copy while they sleep.
     """
 
     def __init__(
@@ -67,13 +56,10 @@ class FusedEngines:
         others: Publisher | None = None,
         follower: WeightSender | None = None,
     ) -> None:
-        """Assemble the set.
+        """Assemble the set of all ranks' ``engines``; this rank owns ``managed``, or none.
 
-        Args:
-            managed: the engine that this rank owns; None on a rank that has none.
-            engines: of all ranks.
-            others: brings the weights to engines that no rank owns.
-            follower: stages the bytes of a rank that shares an engine and owns none, if needed.
+        ``others`` brings the weights to engines that no rank owns. ``follower`` stages the bytes of
+        a rank that shares an engine and owns none, if needed.
         """
         self.managed = managed
         self.num_engines = len(engines)
@@ -142,12 +128,7 @@ class FusedEngines:
         return self._source
 
     def sync(self) -> Failures:
-        """Bring the weights to all engines that lack them. A collective call.
-
-        Raises:
-            StageError: on all ranks, if a rank without an engine failed, or engines that no rank
-                owns.
-        """
+        """Bring the weights to all engines that lack them; a StageError if other ranks failed."""
         source = self.require_source()
         failures = self._load_frozen() or self._sync_policy(source)
         if not failures and self._others is not None:
@@ -307,11 +288,7 @@ class FusedEngines:
 
 
 def start_limit(config: RolloutConfig) -> Limit:
-    """Return how long ranks wait for an engine that starts, or loads all weights from files.
-
-    That has ended, with or without success, within ``start_timeout_s``. Before and after it are
-    control calls of one stage.
-    """
+    """Return how long ranks wait for an engine that starts or loads files, and control calls."""
     return Limit(config.start_timeout_s + config.stage_timeout_s, "rollout.start_timeout_s")
 
 
@@ -324,12 +301,9 @@ def start_engine(
 ) -> RolloutEngine | None:
     """Start the engine of this rank by ``build``, and wait until all have started.
 
-    A collective call. ``ranks`` are those that share an engine with this one.
-
-    Raises:
-        Exception: on all ranks, the error of ``build`` from the first rank that failed; the caller
-            decides whether to try again. Engines that did start are ended.
-        DeadlineError: a rank did not arrive within ``rollout.start_timeout_s`` after the first.
+    A collective call. ``ranks`` are those that share an engine with this one. All raise the error
+    of the first rank that failed, and engines that did start are ended; a DeadlineError if a rank
+    is later than ``rollout.start_timeout_s`` after the first.
     """
     if ranks is not None and len(ranks) > 1:
         # Now, while all ranks are here: to make a group, ranks wait for each other no longer than

@@ -1,7 +1,8 @@
-"""The life cycle of rollout engines: the only order in which the edges of ``states.py`` are taken.
+"""The life cycle of rollout engines: its states, the legal edges, and the order of taking them.
 
-All engines of a set complete an edge before any of them starts the next. In a fused worker group
-each rank runs this same code and the set exchanges statuses, so all ranks see the same states.
+A test compares the drawing in docs/rollout-engines.md with this file. All engines of a set complete
+an edge before any of them starts the next. In a fused worker group each rank runs this same code
+and the set exchanges statuses, so all ranks see the same states.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -16,26 +18,65 @@ from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import Failures, StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.offloadable_models import OffloadableModels
-from hybridrl.workers.sharding.states import (
-    CONTINUE,
-    DRAIN,
-    EDGES,
-    PAUSE,
-    RELEASE,
-    RELEASE_CACHE,
-    RESTART,
-    RESTING,
-    RESUME_CACHE,
-    RESUME_WEIGHTS,
-    ROLL_BACK,
-    START,
-    SYNC,
-    UNWIND,
-    Edge,
-    State,
-)
 
 log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """State of an engine in its life cycle."""
+
+    BOOT = "boot"
+    READY = "ready"
+    PAUSED = "paused"
+    DRAINED = "drained"
+    ASLEEP = "asleep"
+    KV_ASLEEP = "kv_asleep"
+    WEIGHTS_UP = "weights_up"
+    SYNCED = "synced"
+    CACHE_UP = "cache_up"
+    BROKEN = "broken"
+
+
+RESTING = frozenset({State.ASLEEP, State.KV_ASLEEP, State.DRAINED, State.BROKEN})
+"""States of an engine that neither serves nor is about to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One legal move."""
+
+    name: str
+    sources: tuple[State, ...]
+    target: State
+
+    if_failed: State = State.BROKEN
+    """State of an engine whose move failed: only as much as can be trusted."""
+
+
+START = Edge("start", (State.BOOT,), State.ASLEEP)
+PAUSE = Edge("pause", (State.READY,), State.PAUSED, if_failed=State.PAUSED)
+DRAIN = Edge("drain", (State.PAUSED,), State.DRAINED, if_failed=State.PAUSED)
+ROLL_BACK = Edge("roll_back", (State.PAUSED, State.DRAINED), State.READY)
+RELEASE = Edge("release", (State.DRAINED,), State.ASLEEP)
+RELEASE_CACHE = Edge(
+    "release_cache",
+    (State.DRAINED, State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP),
+    State.KV_ASLEEP,
+)
+RESUME_WEIGHTS = Edge("resume_weights", (State.ASLEEP,), State.WEIGHTS_UP)
+SYNC = Edge("sync", (State.WEIGHTS_UP, State.DRAINED, State.KV_ASLEEP), State.SYNCED)
+RESUME_CACHE = Edge("resume_cache", (State.SYNCED,), State.CACHE_UP)
+CONTINUE = Edge("continue", (State.CACHE_UP,), State.READY)
+UNWIND = Edge("unwind", (State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP), State.ASLEEP)
+BREAK = Edge("break", tuple(State), State.BROKEN)
+RESTART = Edge("restart", (State.BROKEN,), State.BOOT)
+
+EDGES = (
+    *(START, PAUSE, DRAIN, ROLL_BACK, RELEASE, RELEASE_CACHE),
+    *(RESUME_WEIGHTS, SYNC, RESUME_CACHE, CONTINUE),
+    *(UNWIND, BREAK, RESTART),
+)
+"""Every edge there is; all others raise PhaseError."""
 
 
 Action = Callable[[ManagedEngine], object]

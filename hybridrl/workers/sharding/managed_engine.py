@@ -116,10 +116,7 @@ class ManagedEngine:
     def __init__(
         self, engine: RolloutEngine, *, config: RolloutConfig, device: torch.device
     ) -> None:
-        """Take over an engine that has just started.
-
-        Without ``rollout.sleep`` release and resume are no-ops; weights are synced all the same.
-        """
+        """Take over an engine that has just started; without ``rollout.sleep`` it frees none."""
         self.engine = engine
         self.ledger = WeightLedger(engine.weight_memory())
         self.sent_names: frozenset[str] = frozenset()
@@ -313,7 +310,8 @@ class ManagedEngine:
         if part in self._released:
             self.memory.empty_cache()
             try:
-                require_room(part, self._released[part], memory=self.memory, config=self._config)
+                engine = self._config.engine
+                require_room(part, self._released[part], memory=self.memory, engine=engine)
                 self.engine.resume(part)
             except EngineError as error:
                 holders = memory_table(

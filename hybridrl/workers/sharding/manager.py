@@ -48,11 +48,7 @@ class ShardingManager:
         """Take over rollout engines that have just started, and let them sleep. A collective call.
 
         Call it before the training engine is built: the rollout engine sizes itself on an empty
-        device.
-
-        Args:
-            meter: of the device that all share; one made before the engine includes its memory.
-            lora: given if the engine applies an adapter: how its frozen weights sleep.
+        device. ``lora`` is given if the engine applies an adapter.
         """
         self.meter = meter
         self._control = control
@@ -97,11 +93,8 @@ class ShardingManager:
         """Lend the device to the rollout engine, loaded with the newest weights. A collective call.
 
         ``LifeCycle.wake`` and ``LifeCycle.sleep`` list the order of the stages. Yields this rank's
-        engine, or None on a rank without one.
-
-        Raises:
-            StageError: a stage failed on some rank; the same on all. ``wake`` and ``sleep``
-                describe the state after it. The next rollout phase begins with the recovery.
+        engine, or None on a rank without one. A StageError is the same on all ranks, and the next
+        phase begins with the recovery.
         """
         if self._is_rollout_open:
             raise PhaseError("a rollout phase is already open; generate and evaluate take turns")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ Answer = Sample | str
 """An answer of a frozen model, or why there is none."""
 
 
+@dataclass(eq=False)
 class ManagerClient:
     """The rollout manager, as the ranks and the driver call it.
 
@@ -43,6 +45,10 @@ class ManagerClient:
     answer comes in time.
     """
 
+    manager: Any
+    """Ray's handle of the actor."""
+
+    _: KW_ONLY
     timeout_s: float
     """Seconds that one call may take (``cluster.call_timeout_s``)."""
 
@@ -52,26 +58,14 @@ class ManagerClient:
     folder: Path | None = None
     """For files of weights; it is removed at the end of the run. None: ``$TMPDIR``."""
 
-    key: str = ""
+    stage_timeout_s: float = 0.0
+    """Of each bucket of a broadcast."""
+
+    key: str = field(default="", repr=False)
     """That engines of the ranks require of the manager; empty if ranks lend none."""
 
-    def __init__(
-        self,
-        manager: Any,  # noqa: ANN401 - Ray's
-        *,
-        timeout_s: float,
-        weights: WeightRoute = "files",
-        folder: Path | None = None,
-        stage_timeout_s: float = 0.0,
-        key: str = "",
-    ) -> None:
-        """Call a manager; ``stage_timeout_s`` is for each bucket of a broadcast."""
-        self._manager = manager
-        self.timeout_s = timeout_s
-        self.weights = weights
-        self.folder = folder
-        self.key = key
-        self._group = WeightGroup(timeout_s=stage_timeout_s)
+    def __post_init__(self) -> None:
+        self._group = WeightGroup(timeout_s=self.stage_timeout_s)
         self._names: list[str] = []
         self._copies: list[Callable[[], Bucket]] = []
 
@@ -91,7 +85,7 @@ class ManagerClient:
             self._call("shutdown", timeout_s=timeout_s)
         except (ServerDiedError, DeadlineError) as error:
             log.warning("rollout servers did not end by themselves: %s", error)
-        ray.kill(self._manager)
+        ray.kill(self.manager)
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -100,10 +94,7 @@ class ManagerClient:
         return bool(self._call("need_weights", version))
 
     def update(self, source: Path, *, version: int) -> None:
-        """Bring all engines of the policy to these weights; StageError names those that could not.
-
-        See ``RolloutServer.update``.
-        """
+        """Bring all engines of the policy to these weights; see ``RolloutServer.update``."""
         self._call("update", source, version)
 
     def begin_update(self, *, version: int, device: torch.device) -> None:
@@ -153,12 +144,9 @@ class ManagerClient:
     ) -> tuple[list[Sample], Metrics]:
         """Sample G responses to each of P prompts.
 
-        Args:
-            lent: engines that ranks lend: of the policy for this call, and they serve this version;
-                of others until the next call, or as long as their rank lets them answer.
-
-        Returns:
-            P * G samples in prompt order, those to the same prompt adjacent; and metrics.
+        Engines are ``lent`` by ranks: those of the policy for this call, and they serve this
+        version; others until the next call, or as long as their rank lets them answer. Returns
+        P * G samples in prompt order, those to the same prompt adjacent; and metrics.
         """
         answer: tuple[list[Sample], Metrics] = self._call(
             "sample", prompts, sampling, version, lent
@@ -173,14 +161,7 @@ class ManagerClient:
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int
     ) -> tuple[Answered, Metrics]:
-        """Admit prompts, which are sampled while the trainer learns, and wait for a batch.
-
-        Args:
-            prompts: to admit; None: no more.
-
-        Returns:
-            P prompts that were admitted now or before, with P * G samples; and metrics.
-        """
+        """Admit prompts, and wait for P of all that were, with P * G samples; and metrics."""
         answer: tuple[Answered, Metrics] = self._call("exchange", prompts, sampling, version)
         return answer
 
@@ -194,7 +175,7 @@ class ManagerClient:
     def _call(self, name: str, *args: object, timeout_s: float | None = None) -> Any:  # noqa: ANN401 - each call's own
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            return ray.get(getattr(self._manager, name).remote(*args), timeout=limit_s)
+            return ray.get(getattr(self.manager, name).remote(*args), timeout=limit_s)
         except GetTimeoutError as error:
             key = "cluster.call_timeout_s=" if timeout_s is None else ""
             raise DeadlineError(

@@ -8,7 +8,6 @@ its buffer of logits, page tables and workspaces stay.
 from __future__ import annotations
 
 import logging
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import MemoryTag
 
@@ -41,6 +39,14 @@ _KERNELS_BYTES = 256 * _MIB
 """SGLang's figure for weights is the fall of free memory while it loads: kernels that CUDA loads
 then are in it, and stay. So nothing is demanded of a small model."""
 
+_REMEDIES = {
+    ("hf", True): "train on more ranks, or set rollout.dtype=bfloat16",
+    ("hf", False): "lower rollout.num_slots",
+    ("sglang", True): "raise rollout.tensor_parallel_size, or train on more ranks",
+    ("sglang", False): "lower rollout.memory_fraction",
+}
+"""By engine, and whether the memory is that of weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -61,20 +67,12 @@ class DeviceMemory:
         """Return the free bytes of the device; None on a CPU, where storage is counted instead."""
         return torch.cuda.mem_get_info(self.device)[0] if self._is_cuda else None
 
-    def total_bytes(self) -> int | None:
-        """Return the bytes of the device; None on a CPU."""
-        return torch.cuda.mem_get_info(self.device)[1] if self._is_cuda else None
-
     def allocated_bytes(self) -> int | None:
         """Return the bytes of this process's tensors, of any owner; None on a CPU."""
         return torch.cuda.memory_allocated(self.device) if self._is_cuda else None
 
     def residue_bytes(self) -> int | None:
-        """Return the device memory that is neither free nor torch's here; None on a CPU.
-
-        It cannot be freed while engines sleep: contexts and NCCL's buffers of all processes on the
-        device, and an engine's memory besides weights and cache.
-        """
+        """Return the bytes that nobody frees: contexts, NCCL's, an engine's rest; None on a CPU."""
         if not self._is_cuda:
             return None
         free, total = torch.cuda.mem_get_info(self.device)
@@ -157,12 +155,9 @@ def await_release(
     free_before: int | None,
     timeout_s: float,
 ) -> int:
-    """Return the measured rise of free memory, once it is sufficient.
+    """Return the measured rise of free memory, once it is sufficient and ``resident_bytes`` are 0.
 
-    Args:
-        said_bytes: the engine's figure before the release.
-        resident_bytes: what the engine itself still counts; must reach 0.
-        free_before: free bytes before the release; None where only storage can be counted.
+    ``said_bytes`` is the engine's figure; ``free_before`` is None where only storage is counted.
     """
     demanded = demanded_bytes(part, said_bytes)
     begin = enough_at = time.monotonic()
@@ -191,28 +186,13 @@ def await_release(
     return seen
 
 
-def require_room(
-    part: MemoryTag, needed_bytes: int, *, memory: DeviceMemory, config: RolloutConfig
-) -> None:
+def require_room(part: MemoryTag, needed_bytes: int, *, memory: DeviceMemory, engine: str) -> None:
     """Refuse a resume with less free memory than the tag gave back: the server would die."""
     free = memory.free_bytes()
     if free is None or free >= needed_bytes:
         return
-    lacking = needed_bytes - free
     raise EngineError(
         f"the rollout engine's {part.value} needs {needed_bytes / _MIB:,.1f} MiB and "
-        f"{free / _MIB:,.1f} MiB of {memory.device} are free: {lacking / _MIB:,.1f} MiB too few; "
-        + _remedy(part, lacking, total=memory.total_bytes() or 0, config=config)
+        f"{free / _MIB:,.1f} MiB of {memory.device} are free; "
+        + _REMEDIES[engine, part is MemoryTag.WEIGHTS]
     )
-
-
-def _remedy(part: MemoryTag, lacking: int, *, total: int, config: RolloutConfig) -> str:
-    if config.engine == "hf" and part is MemoryTag.KV_CACHE and config.num_slots > 1:
-        return f"set rollout.num_slots={config.num_slots // 2} (it is {config.num_slots})"
-    if config.engine == "hf":
-        return "train on more ranks, or set rollout.dtype=bfloat16"
-    if part is MemoryTag.WEIGHTS:
-        ranks = 2 * config.tensor_parallel_size
-        return f"set rollout.tensor_parallel_size={ranks}, or train on more ranks"
-    fraction = math.floor(100 * (config.memory_fraction - lacking / max(1, total))) / 100
-    return f"set rollout.memory_fraction={max(0.01, fraction):g} (it is {config.memory_fraction:g})"

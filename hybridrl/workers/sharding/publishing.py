@@ -15,13 +15,9 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.models.load import DTYPES
 from hybridrl.workers.rollout.weight_folder import WeightFolder
-from hybridrl.workers.sharding.control import (
-    ControlGroup,
-    Limit,
-    StageError,
-)
+from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError
+from hybridrl.workers.sharding.lifecycle import SYNC
 from hybridrl.workers.sharding.manager_client import ManagerClient
-from hybridrl.workers.sharding.states import SYNC
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,
@@ -51,10 +47,7 @@ def update_with_tries(update: Callable[[], None]) -> None:
 
 
 class Publisher:
-    """Brings weights to the rollout manager's engines, which stop only to take them.
-
-    Rank 0 writes or sends the weights of all ranks.
-    """
+    """Brings weights from rank 0 to the manager's engines, which stop only to take them."""
 
     def __init__(
         self,

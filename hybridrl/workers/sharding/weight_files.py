@@ -53,6 +53,9 @@ class Sent:
     """Engines by whose fault; empty: none's."""
 
 
+FROZEN_VERSION = 0
+"""Of weights that never change."""
+
 WeightSource = Path | WeightCopy
 """Where engines get weights: a folder of safetensors, or a copy."""
 
@@ -67,17 +70,9 @@ def load_weights(
 ) -> None:
     """Load all tensors of ``source`` and close the update, with a comparison if one is due.
 
-    For an engine of one process.
-
-    Args:
-        bucket_bytes: host memory for tensors from files, unless one tensor is larger.
-        has_joined: whether the engine has got the weights in a group already.
-
-    Raises:
-        ModelError: the files are incomplete, or hold a value that is not finite.
-        EngineError: a tensor does not fit the engine.
-        LedgerError: the engine lacks a tensor after all were loaded, or has another one than the
-            files.
+    For an engine of one process; one that ``has_joined`` has got the weights in a group already. A
+    ModelError if files are incomplete or not finite, an EngineError if a tensor does not fit, a
+    LedgerError if one is missing, or not that of the files.
     """
     is_proof_due = managed.is_proof_due
     if has_joined and isinstance(source, WeightCopy):

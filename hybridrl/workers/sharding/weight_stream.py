@@ -153,10 +153,7 @@ def _loading(
     *,
     timeout_s: float,
 ) -> Future[Exception | None]:
-    """Load a bucket: one that was staged by reference at once, others in a thread.
-
-    The future has the error, or None.
-    """
+    """Load a bucket, in a thread unless it is staged by reference; the future has the error."""
 
     def run() -> Exception | None:
         with stage_time(timeout_s):

@@ -86,11 +86,6 @@ class Backend(Protocol):
         """Gradients, moments, and the number of steps taken."""
         ...
 
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted: the state of the schedule."""
-        return self.optimizer.num_steps
-
     def checkpoint_tensors(self) -> Mapping[str, RankShards]:
         """List this rank's shards of the live tensors that a resumed run needs, views of them.
 
@@ -100,20 +95,14 @@ class Backend(Protocol):
         """
         ...
 
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``; the caller then fills ``checkpoint_tensors``."""
-        self.optimizer.begin_restore(num_steps=num_updates)
-
     def end_restore(self) -> None:
-        """Use the filled values."""
+        """Use the values with which the caller has filled ``checkpoint_tensors``."""
         ...
 
     def microbatches(self, rows: Rows) -> MicroBatches:
         """Divide this rank's rows; all data-parallel ranks get equally many micro-batches.
 
-        Raises:
-            DataError: a sequence begins with a response token, which no token predicts; or rows
-                lack the experts that a replay needs.
+        A DataError if a sequence begins with a response, or rows lack the experts of a replay.
         """
         experts = None if self.routed is None else routes_of(rows, self.routed)
         return self.batcher.divide(rows, experts)
@@ -178,11 +167,7 @@ def replays_routes(
 
 
 def routes_of(rows: Rows, architecture: Architecture) -> Tensor:
-    """Return the experts of all tokens but the last of each row, int16, jagged.
-
-    Raises:
-        DataError: rows without experts, or with those of another model.
-    """
+    """Return the experts of all tokens but the last of each row, int16; DataError without them."""
     experts_BLJK = routed_experts_of(rows) if isinstance(rows, RolloutBatch | TrainBatch) else None
     remedy = "set rollout.routed_experts=true, or actor.replay_routing=false"
     if experts_BLJK is None:

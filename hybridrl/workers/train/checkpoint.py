@@ -74,10 +74,7 @@ def shards_of(name: str, tensor: RankShards) -> Iterator[tuple[str, TensorShard]
 
 
 def header_of(shards: Mapping[str, TensorShard], notes: Mapping[str, object]) -> bytes:
-    """Return the start of a safetensors file: length and JSON, padded to 8 bytes.
-
-    Only ranges, types and shapes of the shards are read.
-    """
+    """Return the start of a safetensors file, padded to 8 bytes; no value is read."""
     places = {name: (shard.spec.full_shape, shard.spec.offset) for name, shard in shards.items()}
     entries: dict[str, object] = {
         "__metadata__": {"places": to_json_text(places), "notes": to_json_text(notes)}
@@ -96,11 +93,7 @@ def header_of(shards: Mapping[str, TensorShard], notes: Mapping[str, object]) ->
 
 
 def write_file(path: Path, header: bytes, values: Iterable[Tensor]) -> FileEntry:
-    """Write a safetensors file, whose folder exists, and flush it to the disk.
-
-    Args:
-        values: uint8 host tensors: the values of all shards, end to end.
-    """
+    """Write the values of all shards, uint8 and end to end, and flush the file to the disk."""
     checksum = num_bytes = 0
     with path.open("wb", buffering=0) as file:
         for chunk in _chunks(header, values):
@@ -160,10 +153,8 @@ class ShardReader:
     def fill(self, tensors: Mapping[str, RankShards], *, allows_more: bool = False) -> None:
         """Fill this rank's shards of each tensor, however the writers had sharded it.
 
-        The files may hold further tensors if ``allows_more``; they are not read.
-
-        Raises:
-            CheckpointError: names or shapes differ, or no file has some of the values.
+        The files may hold further tensors if ``allows_more``; they are not read. A CheckpointError
+        if names or shapes differ, or no file has some of the values.
         """
         wanted = {name: tensor.full_shape for name, tensor in tensors.items()}
         saved = {n: s for n, s in self.shapes.items() if n in wanted or not allows_more}
@@ -256,10 +247,7 @@ class CheckpointWriter:
         self._writing: Future[FileEntry] | None = None
 
     def begin(self, engine: ModelEngine, path: Path, *, notes: Notes) -> None:
-        """Copy the engine's checkpoint tensors to the host, and begin to write them.
-
-        Waits for the end of the previous write. The engine must not be offloaded.
-        """
+        """Copy checkpoint tensors to the host, and begin to write them, one write at a time."""
         if self._writing is not None:
             wait([self._writing])
         tensors = engine.checkpoint_tensors().items()
@@ -272,11 +260,7 @@ class CheckpointWriter:
         self._writing = self._thread.submit(_write, path, header, copied)
 
     def collect(self, *, waits: bool) -> FileEntry | None:
-        """Return the written file; None during the write, unless ``waits``.
-
-        Raises:
-            CheckpointError: the write failed, or none was begun.
-        """
+        """Return the written file, None during the write; a CheckpointError if it failed."""
         if self._writing is None:
             raise CheckpointError("no checkpoint was begun; call save() first")
         return self._writing.result() if waits or self._writing.done() else None
@@ -289,16 +273,14 @@ class CheckpointWriter:
 def load(engine: ModelEngine, folder: Path, *, rank: int, world_size: int) -> Notes:
     """Restore an engine from the files of all ranks; returns the notes of a worker.
 
-    The states of random number generators return only with the same number of ranks.
-
-    Raises:
-        CheckpointError: the files belong to another model, or are incomplete.
+    The states of random number generators return only with the same number of ranks. A
+    CheckpointError if the files belong to another model, or are incomplete.
     """
     with ShardReader(folder) as reader:
         notes = reader.notes[0]
-        engine.begin_restore(num_updates=notes["num_updates"])
+        engine.backend.optimizer.begin_restore(num_steps=notes["num_updates"])
         reader.fill(engine.checkpoint_tensors())
-        engine.end_restore()
+        engine.backend.end_restore()
         if len(reader.notes) == world_size:
             notes = reader.notes[rank]
             _restore_random_state(notes["random"])
@@ -308,9 +290,9 @@ def load(engine: ModelEngine, folder: Path, *, rank: int, world_size: int) -> No
 def load_weights(engine: ModelEngine, folder: Path) -> None:
     """Fill the parameters that learn, no moments, from the files of all ranks; see ``load``."""
     with ShardReader(folder) as reader:
-        engine.begin_restore(num_updates=0)
+        engine.backend.optimizer.begin_restore(num_steps=0)
         reader.fill(engine.checkpoint_tensors(), allows_more=True)
-        engine.end_restore()
+        engine.backend.end_restore()
 
 
 def file_name(*, rank: int, world_size: int) -> str:

@@ -53,11 +53,7 @@ def configs_of(model: PreTrainedModel) -> list[Configuration]:
 def write_on_first(
     ranks: Ranks, weights: NamedTensors, write: Callable[[NamedTensors], None]
 ) -> None:
-    """Let the first rank write weights that all ranks gather; all return, or raise, together.
-
-    Raises:
-        RunFolderError: the write failed. The first rank raises the error of ``write``.
-    """
+    """Let the first rank write weights that all gather; if it fails, all raise."""
     failure: Exception | None = None
     if ranks.rank == 0:
         try:
@@ -84,15 +80,10 @@ def write_hf_folder(
 ) -> None:
     """Write weights, configuration and tokenizer; see ``atomic_folder``.
 
-    No more than one safetensors file of weights is held at a time.
-
-    Args:
-        weights: names and full tensors, in the order of ``specs``, which lists all of them.
-        configs: of the model, and of generation if it has one.
-        source: the folder whose tokenizer files, if any, are copied. If its language model is part
-            of a model that also sees, the written one is, too, with all other weights unchanged;
-            a model with a score in place of words is written alone.
-        max_file_bytes: weights per file; a single larger tensor has a file of its own.
+    ``specs`` lists all weights in their order; one file of at most ``max_file_bytes``, or of one
+    tensor, is held at a time. Tokenizer files come from ``source``. If its language model is part
+    of a model that also sees, the written one is, too, with all other weights unchanged; a model
+    with a score in place of words is written alone.
     """
     is_critic = any(spec.name == _HEAD for spec in specs)
     is_part = has_other_parts(source) and not is_critic
@@ -138,10 +129,7 @@ def _keep_settings(source: Path, target: Path) -> None:
 def write_adapter_folder(
     folder: Path, weights: NamedTensors, *, adapter: Adapter, base_model: Path, ranks: Ranks
 ) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``; see ``atomic_folder``.
-
-    Weights are full A and B by their names in the file, gathered by all ranks.
-    """
+    """Write full A and B by their names in the file, with settings; see ``atomic_folder``."""
 
     def write(weights: NamedTensors) -> None:
         with atomic_folder(folder) as unfinished:
@@ -154,11 +142,7 @@ def write_adapter_folder(
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Lend a folder to write in; it gets its name when all files are on disk.
-
-    Raises:
-        RunFolderError: the folder exists, or cannot be written.
-    """
+    """Lend a folder that gets its name when it is complete; RunFolderError if it exists."""
     if folder.exists():
         raise RunFolderError(f"{folder} exists; export to a new folder, or remove this one")
     unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")

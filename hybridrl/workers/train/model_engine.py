@@ -36,11 +36,7 @@ TOKEN_MEAN = Part.of(token_mean)  # each token of a step weighs the same
 
 
 class ModelEngine:
-    """A model on a training back end; subclasses define its outputs and its loss.
-
-    Args:
-        area: prefix of the metrics of its steps, ``policy`` or ``critic``.
-    """
+    """A model on a training back end; ``area`` begins its metrics, ``policy`` or ``critic``."""
 
     dp_rank: int  # among the data-parallel ranks, which have different rows
     dp_size: int
@@ -88,11 +84,8 @@ class ModelEngine:
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.
 
-        An adapter is merged into the written weights, not into the training weights. Rank 0 writes;
-        all ranks return, or raise, together.
-
-        Raises:
-            RunFolderError: the folder exists already, or cannot be written.
+        An adapter is merged into the written weights alone. Rank 0 writes; all ranks return, or
+        raise a RunFolderError, together.
         """
         self._require("export_hf()", TrainState.PARAMETERS)
 
@@ -113,21 +106,13 @@ class ModelEngine:
 
     @property
     def num_updates(self) -> int:
-        """See ``Backend``."""
-        return self.backend.num_updates
+        """Optimizer steps taken, skipped ones not counted."""
+        return self.backend.optimizer.num_steps
 
     def checkpoint_tensors(self) -> Mapping[str, RankShards]:
         """See ``Backend``."""
         self._require("checkpoint_tensors()", *TrainState)
         return self.backend.checkpoint_tensors()
-
-    def begin_restore(self, *, num_updates: int) -> None:
-        """See ``Backend``."""
-        self.backend.begin_restore(num_updates=num_updates)
-
-    def end_restore(self) -> None:
-        """See ``Backend``."""
-        self.backend.end_restore()
 
     def _require(self, action: str, *states: TrainState) -> None:
         offloaded = [state.value for state in states if state in self._offloaded]

@@ -29,10 +29,8 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -
 
     It rises linearly over the warm-up to the peak at ``step == num_warmup_steps``, then falls as
     the schedule says. It reaches the last ratio one step after the run's last step. So neither the
-    first nor the last step has a rate of 0.
-
-    Args:
-        step: optimizer steps taken before this one; after the last the rate stays.
+    first nor the last step has a rate of 0. ``step`` is the number of steps before this one; after
+    the last the rate stays.
     """
     if step < config.num_warmup_steps:
         return config.lr * (step + 1) / (config.num_warmup_steps + 1)
@@ -85,10 +83,7 @@ class GuardedOptimizer(ABC):
 
     @abstractmethod
     def _sum_over_ranks(self, loss: Tensor) -> tuple[float, float]:
-        """Return the global loss and gradient norm, the same bits on every rank.
-
-        Every rank decides by these two numbers, so all ranks step or skip together.
-        """
+        """Return global loss and gradient norm, the same bits on all: so all step or skip."""
 
     @abstractmethod
     def _apply(self, lr: float) -> None:
@@ -96,10 +91,7 @@ class GuardedOptimizer(ABC):
 
 
 class GuardedAdamW(GuardedOptimizer):
-    """The optimizer of PyTorch, on parameters that are plain or sharded over ``ranks``.
-
-    Matrices decay, vectors do not.
-    """
+    """PyTorch's AdamW on plain or sharded parameters; matrices decay, vectors do not."""
 
     adamw: torch.optim.AdamW  # has the moments by parameter
 

@@ -20,14 +20,14 @@ from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.backend import Backend, Compute, Output
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_adapter_folder
-from hybridrl.workers.train.losses import supervised_loss
-from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.model_engine import ModelEngine
-from hybridrl.workers.train.preference_objective import (
+from hybridrl.workers.train.losses import (
     PairValues,
     PreferenceObjective,
     loss_of_microbatch,
+    supervised_loss,
 )
+from hybridrl.workers.train.microbatcher import MicroBatch
+from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.protocol import TokenLoss, TokenLossInputs, TrainState, WeightSet
 
 _ROW_MEAN = Part.of(sequence_mean_token_sum)  # rows weigh the same, however long they are
@@ -74,11 +74,7 @@ class PolicyEngine(ModelEngine):
         temperature: float,
         max_response_tokens: int,
     ) -> Metrics:
-        """Take one optimizer step on the union of all ranks' rows.
-
-        A step whose loss or gradient norm is not finite is skipped and counted. For ``aggregation``
-        and its ``max_response_tokens`` see ``algorithms/aggregate.py``.
-        """
+        """Take one optimizer step on the union of all ranks' rows, or skip it."""
         needs_gradient = loss.needs_entropy_gradient
 
         def weighted_loss(
@@ -109,10 +105,7 @@ class PolicyEngine(ModelEngine):
         return self._take_step(batch, scores_at(1.0), weighted_loss)
 
     def fit_pairs(self, batch: PreferenceBatch, objective: PreferenceObjective) -> Metrics:
-        """Take one optimizer step on the mean loss of all ranks' pairs, or skip it.
-
-        The batch has log-probs of the reference if the loss reads them.
-        """
+        """Take one optimizer step on the mean loss of all ranks' pairs, or skip it."""
         reference_B = batch.reference_logprobs_B
 
         def loss_of(sums_P2: Tensor, lengths_P2: Tensor, index_P: Tensor) -> PairValues:
@@ -159,16 +152,6 @@ class BaseModelReference:
     ) -> ScoreBatch:
         """See ``PolicyEngine``."""
         return self._policy.compute_logprobs(rows, temperature=temperature, use_adapter=False)
-
-    def offload(self, state: TrainState) -> None:
-        """Do nothing: the policy owns the memory."""
-
-    def restore(self, state: TrainState) -> None:
-        """Do nothing: the policy owns the memory."""
-
-    def resident_bytes(self, state: TrainState) -> int:
-        """Return 0: it has no memory of its own."""
-        return 0
 
 
 def scores_at(temperature: float, *, needs_entropy_gradient: bool = False) -> Compute:

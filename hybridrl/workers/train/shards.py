@@ -66,12 +66,7 @@ def build_model(
     adapt: Adapt | None = None,
     is_reward_model: bool = False,
 ) -> PackedModel:
-    """Load a Hugging Face folder, block by block, sharded over the ranks with FSDP2.
-
-    Args:
-        adapt: changes a policy before it has memory; its frozen and its new weights are sharded
-            together.
-    """
+    """Load a folder, block by block, sharded with FSDP2; ``adapt`` changes it before that."""
     device, files, dtype = ranks.device, WeightFiles(folder), DTYPES[model_config.dtype]
     if is_reward_model:
         hf = build_empty_reward_model(folder, files=files, dtype=dtype, device=device)
@@ -176,10 +171,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Gather the full tensor on every rank (a collective if it is sharded).
-
-    A shard is cast to a narrower ``dtype`` first: the same numbers in fewer bytes.
-    """
+    """Gather the full tensor on every rank; shards are cast to a narrower ``dtype`` first."""
     tensor = tensor.detach()
     return _as_gathered(tensor, dtype).full_tensor() if isinstance(tensor, DTensor) else tensor
 

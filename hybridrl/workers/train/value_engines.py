@@ -27,23 +27,20 @@ from hybridrl.batch import (
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.workers.train.backend import Backend, Output
 from hybridrl.workers.train.export import Configuration
-from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine, values_of
-from hybridrl.workers.train.preference_objective import (
+from hybridrl.workers.train.losses import (
     PairValues,
     describe_rewards,
     loss_of_microbatch,
     mean_over_pairs,
     of_held_out,
 )
+from hybridrl.workers.train.microbatcher import MicroBatch
+from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine, values_of
 from hybridrl.workers.train.protocol import TrainState
 
 
 class CriticEngine(ModelEngine):
-    """A value model with its optimizer.
-
-    ``value_clip``: reward units that a value may move before its loss is clipped; 0 is off.
-    """
+    """A critic, whose values move by ``value_clip`` before the loss is clipped; 0 is off."""
 
     def __init__(self, backend: Backend, *, value_clip: float) -> None:
         super().__init__(backend, area="critic")
@@ -58,10 +55,7 @@ class CriticEngine(ModelEngine):
     def update(
         self, batch: CriticBatch, *, aggregation: Part = TOKEN_MEAN, max_response_tokens: int = 1
     ) -> Metrics:
-        """Take one optimizer step on the loss of all ranks' response tokens, or skip it.
-
-        For ``aggregation`` and its ``max_response_tokens`` see ``algorithms/aggregate.py``.
-        """
+        """Take one optimizer step on the loss of all ranks' response tokens, or skip it."""
 
         def weighted_loss(
             microbatch: MicroBatch, output: Output, weights_S: Tensor
@@ -94,10 +88,7 @@ class CriticEngine(ModelEngine):
 class RewardEngine(ModelEngine):
     """A value model that is read at the last token of a conversation (``data/conversations.py``).
 
-    Args:
-        center_coefficient: of the loss; see ``algorithms/value_loss.py``.
-        pad_token_id: goes into the configuration of an export, by which other programs find the
-            last token of a padded row. None leaves it as it is.
+    ``pad_token_id`` is for exports: by it other programs find the last token of a padded row.
     """
 
     def __init__(

@@ -11,8 +11,7 @@ from torch import Tensor
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.images import Images
 from hybridrl.sampler import RequestParams, Sample, Sampler
-from hybridrl.workers.rollout.event_loop import run_program
-from hybridrl.workers.rollout.request_gate import RequestGate
+from hybridrl.workers.rollout.event_loop import RequestGate, run_program
 
 
 class NoSampler(Sampler):

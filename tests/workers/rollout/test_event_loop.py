@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.sampler import Sampler
-from hybridrl.workers.rollout.event_loop import Progress, run_program
-from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.event_loop import ProgramCall, Progress, run_program
 
 NO_SAMPLER = cast(Sampler, None)
 

@@ -11,8 +11,7 @@ from aiohttp import web
 
 from hybridrl.errors import EngineError
 from hybridrl.sampler import Sample, Sampler
-from hybridrl.workers.rollout.event_loop import run_program
-from hybridrl.workers.rollout.request_gate import RequestGate
+from hybridrl.workers.rollout.event_loop import RequestGate, run_program
 from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
 from hybridrl.workers.rollout.sglang.client import ControlClient
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint

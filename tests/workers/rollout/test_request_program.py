@@ -16,9 +16,8 @@ from hybridrl.errors import EngineError, PhaseError, RequestError
 from hybridrl.images import Images
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, T, request_key
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.event_loop import run_program
+from hybridrl.workers.rollout.event_loop import ProgramCall, RequestGate, run_program
 from hybridrl.workers.rollout.protocol import RolloutEngine
-from hybridrl.workers.rollout.request_gate import ProgramCall, RequestGate
 from hybridrl.workers.rollout.request_listener import RequestProgram
 from tests.workers.rollout.engines import ready_engine
 from tests.workers.rollout.test_programs import context, require_equal, sample_alone

@@ -20,8 +20,7 @@ from hybridrl.batch import PromptBatch, jagged
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import Program, Sample, Sampler, SamplingParams, response_keys
-from hybridrl.workers.rollout.event_loop import run_program
-from hybridrl.workers.rollout.request_gate import RequestGate
+from hybridrl.workers.rollout.event_loop import RequestGate, run_program
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel, read_sample
 from hybridrl.workers.rollout.single_turn import single_turn

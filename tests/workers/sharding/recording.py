@@ -26,13 +26,12 @@ from hybridrl.sampler import Program, T
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
+from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel, State
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.offloadable_models import OffloadableModels
-from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
 from tests.workers.rollout import engines

@@ -12,7 +12,7 @@ from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineErro
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.fused_engines import start_engine
-from hybridrl.workers.sharding.states import State
+from hybridrl.workers.sharding.lifecycle import State
 from tests.ranks import run_ranks
 from tests.workers.sharding.managers import sharding_manager
 from tests.workers.sharding.recording import (

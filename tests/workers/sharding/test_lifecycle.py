@@ -13,9 +13,8 @@ import hybridrl
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Sum
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.sharding.lifecycle import SleepLevel
+from hybridrl.workers.sharding.lifecycle import EDGES, Edge, SleepLevel, State
 from hybridrl.workers.sharding.memory import DeviceMemory
-from hybridrl.workers.sharding.states import EDGES, Edge, State
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import (
     CPU,

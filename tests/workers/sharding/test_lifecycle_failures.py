@@ -12,9 +12,8 @@ from hybridrl.errors import DeadlineError, PhaseError
 from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import Failures, StageError
-from hybridrl.workers.sharding.lifecycle import SleepLevel
+from hybridrl.workers.sharding.lifecycle import SleepLevel, State
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
 from tests.workers.sharding.engine_set import LocalSet
 from tests.workers.sharding.recording import TENANT, Policy, RecordingEngine, Rig, recording_device

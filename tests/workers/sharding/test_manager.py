@@ -7,7 +7,7 @@ import pytest
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Sum, check_declared
 from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.states import State
+from hybridrl.workers.sharding.lifecycle import State
 from hybridrl.workers.sharding.weight_stream import common_bucket_bytes
 from tests.ranks import run_ranks
 from tests.workers.sharding.managers import sharding_manager

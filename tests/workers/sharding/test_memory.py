@@ -306,9 +306,9 @@ def test_memory_that_is_free_a_while_after_the_answer_counts() -> None:
 @pytest.mark.parametrize(
     ("engine", "part", "remedy"),
     [
-        ("sglang", MemoryTag.KV_CACHE, "set rollout.memory_fraction=0.71 (it is 0.85)"),
-        ("sglang", MemoryTag.WEIGHTS, "set rollout.tensor_parallel_size=2, or train on more rank"),
-        ("hf", MemoryTag.KV_CACHE, "set rollout.num_slots=1 (it is 2)"),
+        ("sglang", MemoryTag.KV_CACHE, "lower rollout.memory_fraction"),
+        ("sglang", MemoryTag.WEIGHTS, "raise rollout.tensor_parallel_size, or train on more ranks"),
+        ("hf", MemoryTag.KV_CACHE, "lower rollout.num_slots"),
         ("hf", MemoryTag.WEIGHTS, "train on more ranks, or set rollout.dtype=bfloat16"),
     ],
 )

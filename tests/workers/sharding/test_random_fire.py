@@ -18,8 +18,7 @@ from hypothesis.stateful import (
 
 from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.lifecycle import SleepLevel
-from hybridrl.workers.sharding.states import RESTING, State
+from hybridrl.workers.sharding.lifecycle import RESTING, SleepLevel, State
 from tests.ranks import run_ranks
 from tests.workers.sharding.recording import (
     ADAPTER,

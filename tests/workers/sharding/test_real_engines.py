@@ -212,17 +212,15 @@ def _without(trainer: object, keep: tuple[str, ...]) -> None:
 
 
 @pytest.mark.shows("1.9")
-@pytest.mark.parametrize(
-    ("keep", "words"), [((), "has no tensors"), (("layers.0.",), "the adapter lacks")]
-)
+@pytest.mark.parametrize("keep", [(), ("layers.0.",)])
 def test_an_adapter_sync_with_too_few_tensors_is_refused(
-    tiny_model: Path, keep: tuple[str, ...], words: str
+    tiny_model: Path, keep: tuple[str, ...]
 ) -> None:
     device = on_device(tiny_model, "backup")
     whole = device.trainer.full_weights
     _without(device.trainer, keep)
     for _ in range(2):
-        with pytest.raises(StageError, match=words):
+        with pytest.raises(StageError, match="the adapter lacks"):
             device.sample()
         device.trainer.resident_bytes(TrainState.PARAMETERS)
     device.trainer.full_weights = whole
@@ -251,5 +249,5 @@ def test_a_torn_adapter_sync_leaves_nothing_for_the_next(tiny_model: Path) -> No
     managed = ManagedEngine(device.engine, config=rollout_config(), device=CPU)
     managed.keep_adapter(stage_by_reference([("x.lora_A.weight", torch.ones(2))]), [])
     managed.begin_part(["y.lora_A.weight"])
-    with pytest.raises(EngineError, match="has no tensors"):
+    with pytest.raises(EngineError, match="the adapter lacks"):
         managed.load_adapter()

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.sharding.lifecycle import SleepLevel
+from hybridrl.workers.sharding.lifecycle import EDGES, SleepLevel, State
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.states import EDGES, State
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import (
     BUFFER,

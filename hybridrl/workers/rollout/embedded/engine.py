@@ -43,9 +43,8 @@ from hybridrl.workers.rollout.embedded.model import (
 )
 from hybridrl.workers.rollout.embedded.requests import Request, RolloutStats
 from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checksum
-from hybridrl.workers.rollout.event_loop import run_program
+from hybridrl.workers.rollout.event_loop import ProgramCall, RequestGate, run_program
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory, mismatch
-from hybridrl.workers.rollout.request_gate import ProgramCall, RequestGate
 from hybridrl.workers.rollout.sampling import check_request
 
 
@@ -120,10 +119,8 @@ class HFRolloutEngine:
         """Run a program over this engine's sampler, in an event loop of this thread.
 
         The engine decodes while all tasks of the program wait. A response is also cut (and
-        truncated) where it and its context fill ``max_context_tokens``.
-
-        Raises:
-            EngineError: logits are not finite; or the program was aborted by ``drain``.
+        truncated) where it and its context fill ``max_context_tokens``. An EngineError if logits
+        are not finite, or ``drain`` aborted the program.
         """
         with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)

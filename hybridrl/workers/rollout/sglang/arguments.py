@@ -1,7 +1,4 @@
-"""From the rollout section to the arguments of SGLang: typed keys first, then others unchanged.
-
-Only names and values; nothing here imports SGLang.
-"""
+"""From the rollout section to the arguments of SGLang, which this file does not import."""
 
 from __future__ import annotations
 
@@ -143,10 +140,7 @@ class ServingSpec:
 
     @property
     def keeps_backup(self) -> bool:
-        """Whether a host copy of the weights survives their release.
-
-        Only if the ledger needs one: frozen weights that no sync sends again, or on demand.
-        """
+        """Whether a host copy of the weights survives a release: of frozen ones, or on demand."""
         adapter_sleeps = self.lora is not None and self.lora.base == "backup"
         return self.rollout.sleep and (adapter_sleeps or self.rollout.backup_weights == "always")
 
@@ -167,11 +161,7 @@ def server_spec(
 
 
 def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arguments:
-    """Return the arguments of one server by their Python names.
-
-    By ``name`` the server is recognised on its port; ``key`` is a secret of the callers, because
-    other users of this machine can reach the port.
-    """
+    """Return the arguments of a server, which is recognised by ``name`` and opened by ``key``."""
     rollout = spec.rollout
     arguments: Arguments = {
         "model_path": str(text_folder(spec.model_folder)),
@@ -254,10 +244,7 @@ def environment(spec: ServingSpec) -> Mapping[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return this process's GPU by the name that other processes of the node use; empty on a CPU.
-
-    Ray shows each rank its own GPU alone, under the number 0.
-    """
+    """Return the node's name of this process's GPU, which Ray shows alone; empty on a CPU."""
     if device.type != "cuda":
         return ""
     listed = [name for name in env.get("CUDA_VISIBLE_DEVICES").split(",") if name]

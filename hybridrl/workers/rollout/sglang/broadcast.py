@@ -56,11 +56,7 @@ class WeightGroup:
         self._answers: dict[int, Future[Any]] = {}
 
     def join(self, receivers: Mapping[int, Receiver], *, device: torch.device) -> None:
-        """Form a group with these servers, to send from ``device``; one with the same is kept.
-
-        Raises:
-            EngineError: not all came; ``failures`` has those at fault.
-        """
+        """Form a group with these servers, or keep it; after an EngineError see ``failures``."""
         self.failures = {}
         if self._receivers == receivers:
             return
@@ -121,11 +117,7 @@ class WeightGroup:
             self._works = [self._group.broadcast([t], dist.BroadcastOptions()) for _, t in tensors]
 
     def wait_until_sent(self) -> None:
-        """Wait until the bucket has left its memory; servers may still load it.
-
-        Raises:
-            EngineError: the transfer broke off; ``failures`` has the servers at fault.
-        """
+        """Wait until the bucket has left its memory; after an EngineError see ``failures``."""
         self._await(lambda: all(work.is_completed() for work in self._works))
         reasons = {_error_of(work) for work in self._works} - {None}
         self._works = []
@@ -176,10 +168,7 @@ class WeightGroup:
             time.sleep(_POLL_S)
 
     def _break_off(self, reason: str) -> None:
-        """Free all servers, note who is at fault (those that are silent even then), and raise.
-
-        If all answer, it is those that refused before they were freed.
-        """
+        """Free all servers, and raise; at fault are those still silent, else those that refused."""
         refused = {i: e for i, e in _errors_of(self._answers).items() if e is not None}
         self._wait_for_arrivals()
         self._destroy_at(refused)  # who refused takes no part, so nothing else ends the sending
@@ -199,10 +188,7 @@ class WeightGroup:
         raise EngineError(f"weights did not reach all servers: {reason}")
 
     def _wait_for_arrivals(self) -> None:
-        """Let servers that form the group reach its store: its end frees those that wait in it.
-
-        One that comes later would look for it for minutes.
-        """
+        """Let servers reach the store, whose end frees them: later ones would wait for minutes."""
         deadline_s = self._began_s + self._timeout_s + self._freed_s
         while self._group is None and time.monotonic() < deadline_s:
             ranks = [

@@ -68,11 +68,7 @@ def unknown_names(server_args: Any, arguments: Mapping[str, object]) -> list[Ref
 
 
 def foreign_values(server_args: Any, arguments: Mapping[str, object]) -> list[Refusal]:  # noqa: ANN401
-    """Return the arguments with values outside the choices of SGLang's command line.
-
-    SGLang does not check this for arguments built in Python, as hybridrl's are. A server then ends
-    in the middle of its start, or behaves differently.
-    """
+    """Return arguments outside the choices of SGLang's command line, which it does not check."""
     parser = argparse.ArgumentParser()
     server_args.add_cli_args(parser)
     choices = {action.dest: list(action.choices) for action in parser._actions if action.choices}
@@ -84,10 +80,7 @@ def foreign_values(server_args: Any, arguments: Mapping[str, object]) -> list[Re
 
 
 def resolve(server_args: Any, arguments: Mapping[str, object]) -> None:  # noqa: ANN401
-    """Build the arguments and let SGLang complete and check them, as `_launch_subprocesses` does.
-
-    A refusal is an exception of SGLang, of any type.
-    """
+    """Let SGLang complete and check the arguments; a refusal is an exception of any type."""
     record = server_args(**arguments)
     record.resolve_once()
     import_module("sglang.srt.entrypoints.engine")._set_envs_and_config(record)  # SGLang's kernels
@@ -126,10 +119,7 @@ def rehearse(case: Mapping[str, Any]) -> Mapping[str, object]:
 def _refusal_of(
     error: BaseException, arguments: Mapping[str, object], *, own: list[str]
 ) -> Refusal:
-    """Blame the arguments in SGLang's message, the user's first; if it names none, all the user's.
-
-    They are there in Python's or the command line's spelling.
-    """
+    """Blame the arguments that SGLang's message names, the user's first; or else all of these."""
     reason = f"{type(error).__name__}: {error}"
     words = reason.replace("-", "_")
     named = [name for name in arguments if "_" in name and name in words]

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
 from hybridrl.loop_thread import LoopThread
+from hybridrl.sampler import T
 
-T = TypeVar("T")
 Body = dict[str, Any]
 
 _KEEP_ALIVE_S = 2.0
@@ -153,10 +153,7 @@ class Endpoint:
 
 @dataclass(eq=False)
 class ControlClient(Endpoint):
-    """Talks to one server, by an event loop in a thread of its own. Thread-safe.
-
-    So callers stay synchronous, and a program that blocks its own loop does not hold them up.
-    """
+    """Talks to one server by an event loop in a thread of its own. Thread-safe."""
 
     def __post_init__(self) -> None:
         self._loop = LoopThread(self.name)
@@ -166,11 +163,8 @@ class ControlClient(Endpoint):
     ) -> Any:  # noqa: ANN401 - what a server answers is known to the caller alone
         """Do one control call and return the answer: JSON if it is JSON, else text.
 
-        Raises:
-            RefusedError: the status is not 2xx.
-            ConnectionLostError: no answer came, and the server's process lives.
-            EngineError: the server is gone.
-            DeadlineError: no answer within ``timeout_s``.
+        RefusedError: the status is not 2xx. ConnectionLostError: no answer came, and the process
+        lives. EngineError: the server is gone. DeadlineError: no answer within ``timeout_s``.
         """
         return self.run(self.request(path, body, timeout_s=timeout_s, method=method))
 

@@ -29,13 +29,9 @@ from hybridrl.errors import (
 from hybridrl.models.model_folder import read_settings, vision_settings
 from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams
-from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, Elsewhere, ServingSpec
-from hybridrl.workers.rollout.sglang.client import (
-    ConnectionLostError,
-    ControlClient,
-    RefusedError,
-)
+from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 from hybridrl.workers.rollout.sglang.server import ControlCalls, Json, require_known_version
 
@@ -277,15 +273,19 @@ class Questions:
             return [self.advice(error)]
         return []
 
-    async def _unlike_an_answer(self, weight_version: str) -> list[str]:
-        """Ask for a token with its log-prob, in the form of all later requests."""
+    def sampler(self, weight_version: str, *, timeout_s: float) -> HttpSampler:
+        """Return a sampler of the server's model, whose weights have this name."""
         model = ServedModel(
             max_context_tokens=self.expected.max_context_tokens,
             vocab_size=self.expected.vocab_size,
             version=0,
             weight_version=weight_version,
         )
-        sampler = HttpSampler(self.client, model, ProgramCall(), timeout_s=self.timeout_s)
+        return HttpSampler(self.client, model, ProgramCall(), timeout_s=timeout_s)
+
+    async def _unlike_an_answer(self, weight_version: str) -> list[str]:
+        """Ask for a token with its log-prob, in the form of all later requests."""
+        sampler = self.sampler(weight_version, timeout_s=self.timeout_s)
         try:
             async with asyncio.timeout(self.timeout_s), sampler:  # others may keep it busy
                 await sampler.sample_group([0], _PROBE, keys=[0])
@@ -306,18 +306,13 @@ def other_form(url: str, error: Exception) -> str:
 
 
 class AttachedServer(ControlCalls):
-    """A server that gets the policy's weights, while this process uses it.
-
-    Names of its weights contain a name of this attachment: versions of two runs are never taken for
-    equal.
-    """
+    """A server that gets the policy's weights, under names that no other attachment has."""
 
     def __init__(self, spec: ServingSpec, elsewhere: Elsewhere) -> None:
-        """Compare it with what is needed, and stop it until it gets weights.
+        """Compare it, and stop it until it gets weights.
 
-        Raises:
-            ExternalServersError: all differences, a line each; the server is as it was.
-            DeadlineError: requests of others do not end.
+        An ExternalServersError has a line for each difference, and leaves the server as it was; a
+        DeadlineError: requests of others do not end.
         """
         super().__init__(spec)
         self._may_be_paused = False

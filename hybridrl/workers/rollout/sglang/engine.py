@@ -34,9 +34,8 @@ from hybridrl.workers.rollout.adapter_fit import (
     require_fit,
 )
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
-from hybridrl.workers.rollout.event_loop import run_program
+from hybridrl.workers.rollout.event_loop import RequestGate, run_program
 from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory, mismatch
-from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.client import RefusedError
 from hybridrl.workers.rollout.sglang.elsewhere import AttachedServer
@@ -76,11 +75,8 @@ class SGLangEngine:
     ) -> None:
         """Start the server, with ``variables`` as its visible devices, or attach to it.
 
-        ``device`` is that of this process; None is the first of its kind.
-
-        Raises:
-            EngineError: it did not start, or this process cannot share memory with it.
-            ModelError: the folder lacks weights, or has another vocabulary than its config.json.
+        An EngineError if it did not start, or cannot share memory with this process; a ModelError
+        if the folder lacks weights, or has another vocabulary than its config.json.
         """
         self._spec = spec
         require_whole_vocabulary(spec.model_folder)
@@ -123,18 +119,15 @@ class SGLangEngine:
     # -- sampling --------------------------------------------------------------------------------
 
     def run(self, program: Program[T]) -> T:
-        """Run a program over this engine's sampler, in an event loop of this thread.
+        """See ``RolloutEngine``. A response that fills the context is cut, and truncated.
 
-        A response is also cut (and truncated) where it and its context fill the context.
-
-        Raises:
-            EngineError: the server is gone, the program was aborted by ``drain``, or responses were
-                cut off again and again.
-            DeadlineError: no progress within ``rollout.request_timeout_s``.
+        An EngineError, too, if responses were cut off again and again; a DeadlineError without
+        progress within ``rollout.request_timeout_s``.
         """
         with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)
-            self._require_adapter()
+            if self._spec.lora is not None and not self._has_adapter:
+                raise no_adapter_loaded()
             model = ServedModel(
                 max_context_tokens=self._spec.max_context_tokens,
                 vocab_size=self._model.vocab_size,
@@ -184,10 +177,7 @@ class SGLangEngine:
         self._gate.interrupt()
 
     def drain(self, *, timeout_s: float) -> int:
-        """Wait until no request runs, abort the others at the deadline, and empty the server.
-
-        Fails as ``ControlCalls.hold``.
-        """
+        """Let requests end, or abort them, and empty the server; see ``ControlCalls.hold``."""
         self._server.require_alive("drain")
         aborted = self._gate.drain(timeout_s, grace_s=ABORT_GRACE_S)
         self._server.hold(timeout_s=FLUSH_TIMEOUT_S)
@@ -242,11 +232,7 @@ class SGLangEngine:
     # -- weights ---------------------------------------------------------------------------------
 
     def weight_memory(self) -> tuple[WeightMemory, ...]:
-        """List weights by the names in the model's files, tied ones once, then the adapter's.
-
-        Buffers (rotary tables, scales) are not listed: SGLang itself copies them before its weights
-        are released and restores them afterwards.
-        """
+        """List weights by their names in files, then the adapter's; not SGLang's own buffers."""
         itemsize = DTYPES[self._spec.rollout.dtype].itemsize
         return tuple(
             WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)
@@ -297,10 +283,7 @@ class SGLangEngine:
         self.version = version
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a complete adapter; every request names it from here on.
-
-        An EngineError if the engine was built without adapters, or it does not fit its layers.
-        """
+        """See ``RolloutEngine``. EngineError, too, if the engine was built without adapters."""
         self._require_loadable("load_adapter")
         lora = self._spec.lora
         if lora is None:
@@ -378,10 +361,6 @@ class SGLangEngine:
         for part in parts:
             if part in self._released:
                 raise PhaseError(f"{what} was refused: {part.name} is released; resume it first")
-
-    def _require_adapter(self) -> None:
-        if self._spec.lora is not None and not self._has_adapter:
-            raise no_adapter_loaded()
 
 
 def _expert_shape(model: Architecture) -> tuple[int, int]:

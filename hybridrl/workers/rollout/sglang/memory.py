@@ -43,10 +43,7 @@ def adapter_shapes(base: Shapes, lora: LoraConfig | None) -> Shapes:
 
 
 def require_whole_vocabulary(folder: Path) -> None:
-    """Raise a ModelError if the embedding has another number of rows than config.json says.
-
-    The server takes its size from config.json, the trainer from the tensor.
-    """
+    """Raise a ModelError if the embedding has other rows than config.json, which SGLang reads."""
     files = WeightFiles(folder)
     expected = read_architecture(folder).vocab_size
     for name in (_EMBEDDING, _TIED_AWAY):

@@ -42,10 +42,7 @@ class PairedEndpoint(Endpoint):
         ]
 
     async def request(self, path: str, body: Body | None = None, **given: Any) -> Any:  # noqa: ANN401
-        """Send requests for tokens, and their aborts, to both halves, others to the decode server.
-
-        If a half is gone or refuses, the other one forgets the request.
-        """
+        """Send requests for tokens to both halves; if one fails, the other forgets its own."""
         if path == _ABORTS:  # whichever half has it now
             aborts = [prefill.request(path, body, **given) for _, prefill in self._prefills]
             await asyncio.gather(*aborts, return_exceptions=True)

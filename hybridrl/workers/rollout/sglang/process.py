@@ -25,6 +25,7 @@ from pathlib import Path
 from hybridrl import env
 from hybridrl.diagnostics import activity
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
+from hybridrl.network import LOOPBACK
 from hybridrl.processes.guard import end_guarded, guarded
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _TELL_EVERY_S = 5.0
 _NUM_LINES = 25
-_LOCAL_HOST = "127.0.0.1"
 _STDIN = 0
 _NOISE = re.compile(r"Ignore import error|DeprecationWarning|FutureWarning|UserWarning|^\s*warn")
 """Messages of every server start about optional packages."""
@@ -100,9 +100,7 @@ class ChildProcess:
     def wait_until_ready(self, is_ready: Callable[[], bool], *, timeout_s: float) -> float:
         """Poll ``is_ready`` until it is true, and return the seconds since the start.
 
-        Raises:
-            EngineError: the server ended before; with the last lines of its log.
-            DeadlineError: it was not ready in time; with these, too.
+        An EngineError if it ended before, a DeadlineError if it is late; both with its last lines.
         """
         try:
             took_s = self._wait(is_ready, timeout_s)
@@ -152,11 +150,7 @@ class ChildProcess:
 
 
 def free_port() -> int:
-    """Return a port without a listener; another process may still take it first.
-
-    It lies below the range of ports that systems assign themselves: a server binds its own port
-    many seconds after the choice.
-    """
+    """Return a port without a listener, below those that systems assign until it is bound."""
     while not is_port_free(port := random.randrange(*_PORTS)):
         pass
     return port
@@ -167,7 +161,7 @@ def is_port_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):
-            probe.bind((_LOCAL_HOST, port))
+            probe.bind((LOOPBACK, port))
             return True
     return False
 

@@ -1,8 +1,4 @@
-"""Checks the arguments of SGLang servers before a run starts, so that refusals are early.
-
-The arguments are those of a start (``arguments.py``). SGLang's own code processes them in a child
-process (``child.py``), because its import takes seconds.
-"""
+"""Checks the arguments of SGLang servers before a run starts, by SGLang's own code in a child."""
 
 from __future__ import annotations
 
@@ -17,9 +13,9 @@ from typing import Any
 
 from hybridrl.config.checks.messages import own_arguments
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.model import StarterConfig
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.json_text import to_json_text
+from hybridrl.models.architecture import starter_settings
 from hybridrl.workers.rollout.sglang.arguments import (
     Arguments,
     ServingSpec,
@@ -38,16 +34,9 @@ _NAME = "rehearsal"
 def rehearse_server(config: ExperimentConfig, *, keys: Mapping[str, str] | None = None) -> str:
     """Have SGLang complete and check the arguments of the servers of a run, or of one engine.
 
-    Args:
-        keys: of arguments that were given elsewhere than in ``rollout.engine_args``, by name.
-
-    Returns:
-        One line that says what was checked.
-
-    Raises:
-        ConfigErrors: SGLang refuses them; under hybridrl's keys.
-        EngineError: SGLang ended the rehearsal; with the end of its log.
-        DeadlineError: it took longer than ``rollout.start_timeout_s``.
+    ``keys`` are those of arguments that were given elsewhere than in ``rollout.engine_args``, by
+    name. Returns one line that says what was checked. ConfigErrors name hybridrl's keys; an
+    EngineError or DeadlineError if SGLang ended, or took over ``rollout.start_timeout_s``.
     """
     with tempfile.TemporaryDirectory(prefix="hybridrl-rehearsal-") as name:
         folder = Path(name)
@@ -118,24 +107,6 @@ def _model_folder(config: ExperimentConfig, scratch: Path) -> Path:
     if config.model.path is not None:
         return Path(config.model.path).absolute()
     if config.model.starter is not None:
-        values = starter_settings(config.model.starter, dtype=config.rollout.dtype)
+        values = starter_settings(config.model.starter) | {"dtype": config.rollout.dtype}
         (scratch / "config.json").write_text(to_json_text(values), encoding="utf-8")
     return scratch
-
-
-def starter_settings(starter: StarterConfig, *, dtype: str) -> dict[str, object]:
-    """Write config.json as far as SGLang reads it; run/starter.py makes the real model."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": starter.hidden_size,
-        "num_hidden_layers": starter.num_layers,
-        "num_attention_heads": starter.num_attention_heads,
-        "num_key_value_heads": starter.num_key_value_heads,
-        "head_dim": starter.hidden_size // starter.num_attention_heads,
-        "intermediate_size": starter.intermediate_size,
-        "vocab_size": starter.vocab_size,
-        "max_position_embeddings": starter.max_position_embeddings,
-        "tie_word_embeddings": True,
-        "dtype": dtype,
-    }

@@ -22,9 +22,10 @@ from hybridrl.errors import DriftError, EngineError
 from hybridrl.images import Images, ImageSettings, require_images_fit, with_identities
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample, Sampler, interrupted_sample
-from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.sampling import check_request
 from hybridrl.workers.rollout.sglang.client import (
+    Body,
     ConnectionLostError,
     Endpoint,
     RefusedError,
@@ -34,8 +35,6 @@ from hybridrl.workers.rollout.sglang.client import (
 from hybridrl.workers.rollout.sglang.pictures import collapsed, data_url
 
 log = logging.getLogger(__name__)
-
-Body = dict[str, Any]
 
 _NUM_ATTEMPTS = 3
 _ABORT_TIMEOUT_S = 5.0

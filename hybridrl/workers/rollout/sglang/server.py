@@ -1,8 +1,6 @@
 """One SGLang server: its release, its control calls, and one that is a child of this process.
 
-The life cycle decides when a call is legal. This file has the form of each call, its time limit,
-and the text of a refusal. The tested releases answer alike in all that hybridrl asks
-(docs/versions.md).
+The life cycle decides when a call is legal. Tested releases answer alike (docs/versions.md).
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from hybridrl.workers.rollout.sglang.arguments import (
 )
 from hybridrl.workers.rollout.sglang.client import (
     PROBE_TIMEOUT_S,
+    Body,
     ControlClient,
     RefusedError,
 )
@@ -36,7 +35,6 @@ from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 
 log = logging.getLogger(__name__)
 
-Body = dict[str, Any]
 Json = Mapping[str, object]
 
 TESTED_VERSIONS = ("0.5.21", "0.5.23")
@@ -61,10 +59,7 @@ _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
 def require_known_version(server_info: Json) -> str:
-    """Return the version in an answer of ``/server_info``; warn, once a process, if untested.
-
-    An EngineError if it has none, or one older than the oldest tested.
-    """
+    """Return the version in ``/server_info``, warn if untested; an EngineError if it is too old."""
     version = server_info.get("version")
     if not isinstance(version, str) or not re.match(r"\d+\.\d+\.\d+", version):
         raise EngineError(
@@ -177,10 +172,7 @@ class ControlCalls:
         """Admit no request, and verify that none runs and no cache of old weights is left.
 
         Requests that still run are cut off, whatever their sender, also those kept by the pause of
-        another client.
-
-        Raises:
-            DeadlineError: it is still busy at the deadline; how many run and wait.
+        another client. A DeadlineError says how many run and wait if it is busy at the deadline.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -238,10 +230,8 @@ class StartedServer(ControlCalls):
     def __init__(self, spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
         """Start it with these variables besides those of every server, and wait for its answer.
 
-        Raises:
-            EngineError: it did not start, with the last lines of its log; or it is too old, or runs
-                with other arguments.
-            DeadlineError: it did not answer within ``rollout.start_timeout_s``.
+        An EngineError, with its last lines, if it did not start, is too old, or has other
+        arguments; a DeadlineError after ``rollout.start_timeout_s``.
         """
         super().__init__(spec)
         self.num_ranks = spec.rollout.tensor_parallel_size

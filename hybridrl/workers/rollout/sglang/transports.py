@@ -1,7 +1,4 @@
-"""How buckets of weights reach a server: one class per value of ``rollout.transport``.
-
-Every rank of an engine has one; only the engine's own rank calls ``load`` and ``finish``.
-"""
+"""How buckets of weights reach a server: one class per value of ``rollout.transport``."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ Encode = Callable[[Tensor, Sequence[TensorSpan]], str]
 
 
 class Transport:
-    """One rank's end of the stream to one server."""
+    """One rank's end of the stream to one server; only the engine's own rank loads."""
 
     in_session = True
     """Whether the server needs its update opened before the first bucket and closed at the end."""
@@ -62,11 +59,7 @@ class SharedTransport(Transport):
     def __init__(
         self, *, device: torch.device, num_ranks: int, encode: Encode, dtype: torch.dtype
     ) -> None:
-        """Allocate nothing yet, on the device that this rank shares with the server's.
-
-        Weights travel in ``dtype``, that of the server. An EngineError if this process allocates
-        memory that cannot be shared.
-        """
+        """Send weights in ``dtype``, the server's; an EngineError if no memory can be shared."""
         # A server answers from its first rank, whose copies are done: torch waits for them before
         # it closes the opened memory (torch/csrc/StorageSharing.cpp). Other ranks may still copy,
         # but have finished when the server answers the next bucket.

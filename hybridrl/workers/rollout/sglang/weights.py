@@ -29,11 +29,7 @@ except ImportError as err:
 def build_transport(
     rollout: RolloutConfig, *, device: torch.device, is_sender: bool, from_disk: bool
 ) -> Transport:
-    """Make the transport of one rank of an engine; those that do not own it (send) only stage.
-
-    Raises:
-        EngineError: this process cannot share its memory.
-    """
+    """Make the transport of one rank of an engine; others than the sender only stage."""
     # Handles of host memory are names then, which a server's ranks can open although they are not
     # children of this process: buckets on a CPU, adapters everywhere.
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]

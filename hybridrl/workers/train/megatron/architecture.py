@@ -20,12 +20,7 @@ from hybridrl.models.model_folder import read_settings
 
 
 def megatron_architecture(folder: Path) -> Architecture:
-    """Read the architecture of a Hugging Face folder that megatron-core is to compute.
-
-    Raises:
-        ModelError: config.json is not usable, its architecture has no converter, or it sets an
-            option that megatron-core would ignore.
-    """
+    """Read the architecture of a folder; a ModelError if megatron-core cannot compute all of it."""
     model_type = read_model_type(folder)
     if model_type not in MEGATRON_MODEL_TYPES:
         raise ModelError(
@@ -142,10 +137,7 @@ def hf_tensors(architecture: Architecture) -> Shapes:
 
 
 def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: int) -> Shapes:
-    """Return the full shapes of the matrices A and B of an adapter, in order.
-
-    ``leaves`` are last components of the names of the adapted layers, such as ``q_proj``.
-    """
+    """Return full shapes of A and B beside layers whose names end with ``leaves``, in order."""
     shapes: Shapes = {}
     for name, shape in hf_tensors(architecture).items():
         module = name.removesuffix(".weight")

@@ -46,12 +46,7 @@ def checkpoint_tensors(
     shard_map: ShardMap,
     num_steps: int,
 ) -> dict[str, RankShards]:
-    """List the tensors that a resumed run needs, as views of the live memory.
-
-    Args:
-        full_shapes: of all tensors that learn, on other ranks as well.
-        num_steps: optimizer steps taken; moments exist after the first.
-    """
+    """List the tensors that a resumed run needs, as views; moments exist after the first step."""
     all_shards = [(span, span.shards(shard_map)) for span in spans]
 
     def named(prefix: str, moment: str | None = None) -> dict[str, RankShards]:

@@ -46,15 +46,7 @@ def build_configuration(
     *,
     key: str,
 ) -> Configuration:
-    """Build one of megatron-core's configuration classes.
-
-    Args:
-        own_values: those that follow from our own keys.
-        user_values: those that the user adds, by field name; ``bfloat16`` names a type of numbers.
-
-    Raises:
-        ConfigError: a field does not exist, or megatron-core rejects the configuration.
-    """
+    """Build a configuration from our keys and the user's fields; a ConfigError if it is refused."""
     types = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name, value in user_values.items():
         if name not in types:

@@ -183,11 +183,7 @@ class RMSNorm(nn.Module):
 def decoder_layers(
     config: TransformerConfig, architecture: Architecture, *, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the layers of one stage.
-
-    TransformerEngine's have norms within linear layers, and experts grouped; megatron-core's own
-    get our norms.
-    """
+    """Return the layers of one stage; megatron-core's own get our norms."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     is_fused = config.transformer_impl == "transformer_engine"

@@ -62,11 +62,9 @@ class Matrices(nn.Module):
 
 
 class LayerAdapter(nn.ModuleDict):
-    """The adapters beside one layer of megatron-core, by the last component of Hugging Face names.
+    """The adapters beside a frozen layer, by the last component of Hugging Face names.
 
-    Args:
-        layer: frozen; the adapter becomes its ``lora`` and adds to its outputs from now on.
-        rows: the layer's outputs on this rank.
+    It becomes the layer's ``lora``; ``rows`` are the layer's outputs on this rank.
     """
 
     is_active: bool = True  # adds to the outputs
@@ -125,10 +123,7 @@ class LayerAdapter(nn.ModuleDict):
     def merged(
         self, weight_OI: Tensor, merge: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return this rank's shard of the weight with its adapters merged.
-
-        ``merge`` goes from W, A and B of a Hugging Face layer to W + scaling B A.
-        """
+        """Return this rank's shard of the weight with its adapters merged, by ``merge``."""
         adapters = self._matrices()
         b_slices = self._by_row({leaf: adapters[leaf].B for leaf in adapters}, dim=0)
         weights = torch.split(weight_OI, [num_rows for _, num_rows in self._rows])

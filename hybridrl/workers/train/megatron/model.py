@@ -20,6 +20,7 @@ from hybridrl.models.architecture import Architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.models.logprobs import VocabShard, token_logprobs
 from hybridrl.models.packed_model import PackedTokens
+from hybridrl.planning.split import padded_vocabulary
 from hybridrl.workers.train.backend import choose_kernel
 from hybridrl.workers.train.megatron.architecture import inverse_frequencies
 from hybridrl.workers.train.megatron.checkpoint import load_weights
@@ -46,12 +47,7 @@ from hybridrl.workers.train.megatron.megatron_core import (
 )
 from hybridrl.workers.train.megatron.parallel import Parallel, start_parallel
 from hybridrl.workers.train.megatron.routing import LoadBalance, PackedRows, Routing
-from hybridrl.workers.train.megatron.shard_map import (
-    ShardMap,
-    global_name,
-    is_of_adapter,
-    padded_vocab_size,
-)
+from hybridrl.workers.train.megatron.shard_map import ShardMap, global_name, is_of_adapter
 from hybridrl.workers.train.microbatcher import MicroBatcher
 
 
@@ -177,7 +173,7 @@ class PackedStage(LanguageModule):
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(
                 config=config,
-                vocab_size=padded_vocab_size(architecture, tp_size=parallel.tensor.size),
+                vocab_size=padded_vocabulary(architecture.vocab_size, tp_size=parallel.tensor.size),
                 max_sequence_length=architecture.max_positions,
                 position_embedding_type="rope",
             )
@@ -310,7 +306,7 @@ class PolicyHead(ColumnParallelLinear):
         chunk_tokens: int,
         has_weight: bool,
     ) -> None:
-        num_rows = padded_vocab_size(architecture, tp_size=parallel.tensor.size)
+        num_rows = padded_vocabulary(architecture.vocab_size, tp_size=parallel.tensor.size)
         config = copy(config)
         # Autograd gives this weight its gradient; megatron-core's own kernel for it is Apex's.
         config.gradient_accumulation_fusion = False

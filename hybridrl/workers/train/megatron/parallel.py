@@ -62,10 +62,7 @@ class Parallel:
 
 
 def start_parallel(context: MegatronContext) -> Parallel:
-    """Make the process groups, once in a process; a collective call.
-
-    Engines of one process (policy, reference, critic) share them.
-    """
+    """Make the process groups, once for all engines of a process; a collective call."""
     config, device, timeout_s = context.megatron, context.device, context.timeout_s
     if not parallel_state.model_parallel_is_initialized():
         num_virtual_stages = config.num_virtual_stages

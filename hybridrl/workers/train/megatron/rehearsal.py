@@ -41,11 +41,8 @@ class _Role:
 def rehearse(config: ExperimentConfig) -> list[str]:
     """Build megatron-core's configuration objects as the run's engines would.
 
-    Only the config.json of a model is read. Returns lines for the user, with its warnings.
-
-    Raises:
-        ConfigErrors: it rejects the configuration of a model; all of them at once.
-        ModelError: it cannot compute the model.
+    Of a model config.json alone is read. Returns lines for the user, with warnings; ConfigErrors
+    has all that is rejected, a ModelError is of a model that it cannot compute.
     """
     device = torch.device(config.cluster.device)
     is_complete = HAVE_TE or torch.cuda.is_available()  # without a GPU it runs on another machine

@@ -68,12 +68,8 @@ class LoadBalance:
     ) -> Tensor:
         """Count a micro-batch's routes in a layer; return the weights, with the loss's gradient.
 
-        Args:
-            scores_TE: float32, probabilities of all experts, 0 for padding.
-            is_used_TE: bool, False for padding.
-            layer: its number, from 0, in the full model.
-            num_tokens: tokens of the micro-batch without padding, on all ranks of ``group``.
-            group: the ranks that share the micro-batch's tokens.
+        Scores and uses of padding are 0. ``num_tokens`` are those of the micro-batch without
+        padding, on all ranks of ``group``, which share them.
         """
         if not num_tokens:  # a dummy micro-batch
             return weights_TE
@@ -131,10 +127,7 @@ class PackedRows(PackedSeqParams):
 
 
 class Router(TopKRouter):
-    """A router that chooses the experts of tokens, or replays given ones.
-
-    In either case their weights come from its own logits, and carry a gradient.
-    """
+    """A router that chooses or replays experts; their weights are of its own logits."""
 
     def __init__(
         self,

@@ -71,11 +71,6 @@ def is_of_adapter(name: str) -> bool:
     return ".lora." in name
 
 
-def padded_vocab_size(architecture: Architecture, *, tp_size: int) -> int:
-    """Return the rows of the padded embedding: a multiple of 8 on every tensor-parallel rank."""
-    return padded_vocabulary(architecture.vocab_size, tp_size=tp_size)
-
-
 @dataclass(frozen=True, slots=True)
 class LocalShard:
     """Consecutive elements of a flattened local tensor that are one shard of a Hugging Face tensor.
@@ -158,7 +153,7 @@ class ShardMap:
     def _vocabulary(self) -> ShardSpec:
         vocab_size, hidden = self.architecture.vocab_size, self.architecture.hidden_size
         tp_size = self.rank.tp_size
-        num_rows = padded_vocab_size(self.architecture, tp_size=tp_size) // tp_size
+        num_rows = padded_vocabulary(vocab_size, tp_size=tp_size) // tp_size
         begin = min(self.rank.tp_rank * num_rows, vocab_size)
         end = min(begin + num_rows, vocab_size)
         return ShardSpec((vocab_size, hidden), ((begin, end), (0, hidden)))

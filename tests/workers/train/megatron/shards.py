@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hybridrl.models.architecture import Architecture, MoEConfig
 from hybridrl.models.families import FAMILIES
+from hybridrl.planning.split import padded_vocabulary
 from hybridrl.workers.train.megatron.context import ParallelRank
-from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -70,7 +70,7 @@ def local_shapes(
             grouped.
         lora_rank: of adapters beside all linear layers; 0 for none.
     """
-    rows = padded_vocab_size(architecture, tp_size=rank.tp_size) // rank.tp_size
+    rows = padded_vocabulary(architecture.vocab_size, tp_size=rank.tp_size) // rank.tp_size
     hidden = architecture.hidden_size
     shapes: Shapes = {"embedding.word_embeddings.weight": (rows, hidden)}
     if not architecture.is_tied:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import Architecture
+from hybridrl.planning.split import padded_vocabulary
 from hybridrl.workers.train.megatron.architecture import hf_tensors
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.shard_map import (
     LocalShard,
     ShardMap,
     cut_flat,
-    padded_vocab_size,
 )
 from hybridrl.workers.train.shard_spec import full_range, relative_slices
 from tests.drawn import cases
@@ -116,7 +116,7 @@ MODEL = Architecture(
 
 
 def test_vocabulary_padding_belongs_to_no_shard() -> None:
-    assert padded_vocab_size(MODEL, tp_size=2) == 16
+    assert padded_vocabulary(MODEL.vocab_size, tp_size=2) == 16
     name = "embedding.word_embeddings.weight"
     second = ParallelRank(tp_rank=1, tp_size=2)
     (shard,) = ShardMap(MODEL, second).shards_of(name, (8, 8))
