@@ -22,7 +22,7 @@ from hybridrl.config.cluster import ClusterConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import ResourceError, shorten
 from hybridrl.run.supervise import ended_with_ray
-from hybridrl.single_controller.head import require_head
+from hybridrl.single_controller.actors import require_head
 from hybridrl.trainer.interrupt import hangups_ignored
 
 log = logging.getLogger(__name__)

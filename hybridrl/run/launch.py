@@ -17,9 +17,9 @@ from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.summary import sentence
 from hybridrl.diagnostics import trace
+from hybridrl.run.checkpoints import finished_message, should_resume
 from hybridrl.run.cluster import ray_cluster, show_workers_no_more
 from hybridrl.run.record import open_record
-from hybridrl.run.resume import finished_message, should_resume
 from hybridrl.run.run_folder import LOG
 from hybridrl.run.supervise import driver_watchdog, supervise
 from hybridrl.trainer.interrupt import ended_by_signals

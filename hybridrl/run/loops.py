@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -133,7 +133,8 @@ class _ReinforcementLearning:
         rollouts = self._rollouts_of(workers)
         batches = self._batches_of(workers, rollouts)
         algorithm_of = self._algorithm_of(workers, rollouts, batches)
-        samples = self._sample_taker("train")
+        num_samples = config.tracking.num_samples_per_step
+        samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="train")
 
         def take_step(step: int) -> Metrics:
             rollouts.begin(step, "train")
@@ -175,7 +176,7 @@ class _ReinforcementLearning:
         if config.oversamples:
             return OversampledBatches(
                 source=self.source,
-                engines=rollouts,
+                engines=rollouts.engines,
                 num_prompts=trainer.num_prompts_per_step,
                 num_open=config.num_open_prompts,
                 num_engines=num_rollout_engines(config),
@@ -183,17 +184,13 @@ class _ReinforcementLearning:
             )
         return DrawnBatches(
             draw=lambda: self.recording.draw(self.source),
-            engines=rollouts,
-            while_sampling=rollouts.while_sampling,
+            engines=rollouts.engines,
+            while_sampling=rollouts.reward.while_sampling,
         )
 
     def _rollouts_of(self, workers: Workers) -> Rollouts:
         reward = self.reward_of(workers)
         return self.recording.rollouts_of(cast(Policy, workers["actor"]), reward)
-
-    def _sample_taker(self, split: Literal["train", "eval"]) -> SampleTaker:
-        num_samples = self.config.tracking.num_samples_per_step
-        return SampleTaker(self.tokenizer, num_samples=num_samples, split=split)
 
     def _algorithm_of(
         self, workers: Workers, rollouts: Rollouts, batches: Batches
@@ -204,7 +201,7 @@ class _ReinforcementLearning:
             log.warning(note)
         given = Ingredients(
             policy=cast(Policy, workers["actor"]),
-            engines=rollouts,
+            engines=rollouts.engines,
             batches=batches,
             sampling=SamplingParams(
                 num_responses_per_prompt=rollout.num_responses_per_prompt,
@@ -214,7 +211,7 @@ class _ReinforcementLearning:
                 top_k=rollout.top_k,
                 stop_token_ids=self.stop_token_ids,
             ),
-            reward=rollouts,
+            reward=rollouts.reward,
             kl=self.kl,
             on_phase=self.record.phase,
         )
@@ -228,8 +225,11 @@ class _ReinforcementLearning:
             return lambda step: {}
         rollouts = self._rollouts_of(workers)
         policy = cast(Policy, workers["actor"])
-        evaluator = build_evaluator(self.config, rollouts, rollouts, self.tokenizer, policy)
-        samples = self._sample_taker("eval")
+        evaluator = build_evaluator(
+            self.config, rollouts.engines, rollouts.reward, self.tokenizer, policy
+        )
+        num_samples = self.config.tracking.num_samples_per_step
+        samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="eval")
 
         def evaluate(step: int) -> Metrics:
             self.record.phase("evaluate")

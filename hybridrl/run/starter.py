@@ -45,25 +45,20 @@ _CONVERSATION_TOKENS = 96
 _PACKAGE = Path(hybridrl.__file__).parent
 _CODE = (
     *("data/sampler.py", "data/starter_tokenizer.py", "data/examples.py", "data/tasks.py"),
-    *("run/modes/offline.py", "run/rows.py", "run/starter.py", "trainer/offline.py"),
+    *("run/modes/offline.py", "run/rows.py", "run/starter.py"),
     *("workers/train/optimizer.py",),
 )
 """Versions that decide a starter's weights: another version makes another starter."""
 
 
 def find_model(config: ExperimentConfig, record: RunFolder) -> Path:
-    """Return the folder of the initial model; make the starter if ``model.path`` is null."""
+    """Return the folder of the initial model; make the starter if ``model.path`` is null.
+
+    Made models are in the cache. A signal during the warm-up ends the run, and it is not there.
+    """
+    starter, cache = config.model.starter, env.cache_dir()
     if config.model.path is not None:
         return Path(config.model.path)
-    return ensure_starter(config, cache=env.cache_dir(), record=record)
-
-
-def ensure_starter(config: ExperimentConfig, *, cache: Path, record: RunFolder) -> Path:
-    """Return the folder of the made model; make it if the cache does not hold it.
-
-    A signal during the warm-up ends the run, and the cache does not hold the model.
-    """
-    starter = config.model.starter
     if starter is None:
         raise ConfigError(
             "model.path",

@@ -27,8 +27,8 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriverDiedError, HybridRLError, error_notes, is_restartable
 from hybridrl.log import configure
 from hybridrl.processes import guard
-from hybridrl.run.postmortem import write_postmortem
-from hybridrl.run.resume import newest_step
+from hybridrl.run.checkpoints import newest_step
+from hybridrl.run.record import write_postmortem
 from hybridrl.run.run_folder import LOG, last_step
 from hybridrl.trainer.interrupt import ECHO_S, SIGNALS, exit_status
 

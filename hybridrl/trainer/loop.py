@@ -37,11 +37,6 @@ class Save(Protocol):
         """Save if it is due; return the metrics of the save."""
 
 
-def no_save(step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
-    """Keep nothing: for work that is repeated rather than resumed."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
     """Steps, with evaluation before the first, after every ``eval_every`` and after the last."""
@@ -58,7 +53,9 @@ class Loop:
     """Steps between evaluations; 0 is never."""
 
     guard: UpdateGuard
-    save: Save = no_save
+    save: Save | None = None
+    """None where work is repeated, not resumed."""
+
     first_step: int = 1
     """Above 1 where a run resumes from a checkpoint."""
 
@@ -85,7 +82,8 @@ class Loop:
                 # Asked once: a signal during the save ends the run after the next step, saved.
                 is_stopping = self.interrupt.is_set
                 is_last = is_stopping or step == self.num_steps
-                cost_of_saving = self.save(step, metrics, is_last=is_last)
+                if self.save is not None:
+                    cost_of_saving = self.save(step, metrics, is_last=is_last)
                 if is_stopping:
                     log.warning("stopped on request: step=%d of=%d", step, self.num_steps)
                     if step < self.num_steps:

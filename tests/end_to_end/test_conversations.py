@@ -13,12 +13,12 @@ import pytest
 from benchmarks.child import to_yaml
 from hybridrl.config.load import load_config
 from hybridrl.data.tokenizer import load_tokenizer
-from hybridrl.env import ROOT, cache_dir
+from hybridrl.env import ROOT
 from hybridrl.errors import AgentError
 from hybridrl.main import compose
 from hybridrl.run.launch import run
 from hybridrl.run.record import RunFolder
-from hybridrl.run.starter import ensure_starter
+from hybridrl.run.starter import find_model
 from tests.end_to_end.runs import STAND_INS, train, turns_of
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 
@@ -119,9 +119,7 @@ REWRITING = (
 
 
 def _make_rewriting(folder: Path) -> Path:
-    starter = ensure_starter(
-        small_config(folder, *SMALL), cache=cache_dir(), record=cast(RunFolder, Silent())
-    )
+    starter = find_model(small_config(folder, *SMALL), cast(RunFolder, Silent()))
     shutil.copytree(starter, folder / "model")
     tokenizer = load_tokenizer(folder / "model", needs_chat_template=True)
     tokenizer.chat_template = REWRITING

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.run.starter import ensure_starter
+from hybridrl.run.starter import find_model
 from hybridrl.trainer.interrupt import RunStopped
 from tests.end_to_end.small import small_config
 
@@ -59,7 +59,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def make(config: ExperimentConfig, cache: Path, record: Record | None = None) -> Path:
     """Make the starter of a run in ``cache`` and return its folder."""
-    return ensure_starter(config, cache=cache, record=cast(Any, record or Record()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYBRIDRL_CACHE", str(cache))
+        return find_model(config, cast(Any, record or Record()))
 
 
 def test_a_run_on_own_files_makes_the_very_model_of_the_default_run(here: Path) -> None:

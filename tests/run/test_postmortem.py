@@ -13,8 +13,7 @@ import pytest
 import hybridrl
 from hybridrl.diagnostics.process_report import RankReport, attach_reports, reports_on
 from hybridrl.errors import ConfigError, WorkerDiedError
-from hybridrl.run.postmortem import is_crash, write_postmortem
-from hybridrl.run.record import open_record
+from hybridrl.run.record import is_crash, open_record, write_postmortem
 from hybridrl.trainer.interrupt import RunInterrupted
 from tests.end_to_end.small import small_config
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import PreferenceBatch, SupervisedBatch
+from hybridrl.batch import PreferenceBatch, SupervisedBatch, row_lengths
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.conversations import (
     ConversationPair,
@@ -27,7 +28,7 @@ from hybridrl.data.examples import (
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.sampler import RowOrder
 from hybridrl.data.tokenizer import load_tokenizer
-from hybridrl.metrics import Metrics
+from hybridrl.metrics import Mean, Metrics
 from hybridrl.models.architecture import read_architecture
 from hybridrl.run.loops import ProgressRecorder, Training
 from hybridrl.run.rows import (
@@ -40,10 +41,13 @@ from hybridrl.run.rows import (
 )
 from hybridrl.run.workers import Workers
 from hybridrl.trainer.loop import Loop, UpdateGuard
-from hybridrl.trainer.offline import OfflineTraining
 from hybridrl.trainer.policy import Learner
+from hybridrl.trainer.step_metrics import Clock
+from hybridrl.trainer.train_batch import balance_over_ranks
 
 Example = TypeVar("Example", TokenizedRow, PreferencePair, ConversationPair)
+Item = TypeVar("Item")
+"""A row of the data set: one with an answer, or a pair of answers."""
 
 
 def open_sft(config: ExperimentConfig, folder: Path, record: ProgressRecorder) -> Training:
@@ -141,3 +145,62 @@ def _training(
         )
 
     return Training(config=config, stream=sampler, loop_of=loop_of)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfflineTraining(Generic[Item]):
+    """Draws examples, and has the learner learn from them."""
+
+    learner: Learner
+    examples: Sequence[Item]
+    lay_out: Callable[[Sequence[Item]], SupervisedBatch | PreferenceBatch]
+    """Makes a batch with equally many rows for each example, in their order."""
+
+    sampler: RowOrder
+    batch_size: int
+    """Items of a step."""
+
+    dp_size: int
+    needs_reference: bool = False
+    """Whether the loss of pairs reads log-probs of the reference."""
+
+    on_phase: Callable[[str], None] | None = None
+
+    def step(self) -> Metrics:
+        """Learn from the next ``batch_size`` examples."""
+        clock = Clock(self.on_phase)
+        drawn = self.sampler.draw(self.batch_size)
+        batch = self._arrange([self.examples[index] for index in drawn])
+        if self.needs_reference and isinstance(batch, PreferenceBatch):
+            with clock("logprobs"):
+                batch.reference_logprobs_B = self.learner.compute_reference(batch)
+        with clock("update"):
+            update = self.learner.update(batch)
+        timings = clock.metrics()
+        rate = update["data/train_tokens"].value / timings["time/update_s"].value
+        return {
+            **update,
+            **timings,
+            "throughput/train_tokens_per_s": Mean(rate),
+            "data/epoch": Mean(self.sampler.epoch),
+        }
+
+    def evaluate(self, examples: Sequence[Item]) -> Metrics:
+        """Measure the loss, and for pairs accuracy and rewards, on held-out examples."""
+        clock = Clock()
+        with clock("eval"):
+            metrics = self.learner.evaluate(self._arrange(examples))
+        return {**metrics, "time/eval_s": clock.metrics()["time/eval_s"]}
+
+    def _arrange(self, examples: Sequence[Item]) -> SupervisedBatch | PreferenceBatch:
+        """Balance examples over ranks; masked-out copies fill them up to a multiple."""
+        filled = [*examples, *[examples[0]] * (-len(examples) % self.dp_size)]
+        batch = self.lay_out(filled)
+        lengths_EN = row_lengths(batch.token_ids_BL).view(len(filled), -1)
+        num_tokens = int(lengths_EN[: len(examples)].sum())
+        batch.response_mask_BL.values()[num_tokens:] = False
+        order = balance_over_ranks(
+            lengths_EN.sum(dim=1).tolist(), dp_size=self.dp_size, num_minibatches=1
+        )
+        num_rows = lengths_EN.shape[1]
+        return batch[[num_rows * index + row for index in order for row in range(num_rows)]]
