@@ -21,6 +21,7 @@ from hybridrl.batch import PromptBatch, RolloutBatch
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
+from hybridrl.run.display import LiveView
 from hybridrl.run.loops import open_rl
 from hybridrl.run.record import RunFolder
 from hybridrl.run.workers import Workers
@@ -66,14 +67,13 @@ class Recorded:
     """Keeps the metrics of all steps in memory."""
 
     rows: list[dict[str, float]] = field(default_factory=list)
+    live: LiveView = field(default_factory=lambda: LiveView(0))
 
     def record(self, step: int, metrics: Metrics) -> None:
         self.rows.append({"step": step, **{name: one.value for name, one in metrics.items()}})
 
-    def nothing(self, *_: object) -> None:
-        """Do nothing."""
-
-    begin_step = phase = progress = samples = nothing
+    def samples(self, *_: object) -> None:
+        """Keep none."""
 
 
 def train_in_turns(words: Sequence[str]) -> Recorded:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,7 +38,7 @@ from hybridrl.trainer.build_algorithm import (
 )
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
-from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
+from hybridrl.trainer.loop import Loop, UpdateGuard
 from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.reward import EarlyRewards, TextReward
 from hybridrl.trainer.reward_models import (
@@ -70,14 +70,6 @@ class Training:
     """The coefficient of the KL penalty, which may change from step to step."""
 
 
-class ProgressRecorder(StepRecorder, Protocol):
-    """Receives the numbers of a run, and how far a phase is."""
-
-    def progress(self, text: str) -> None:
-        """Show how far the phase is."""
-        ...
-
-
 @contextmanager
 def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterator[Training]:
     """Load rows, tokenizer and reward function of a reinforcement-learning run.
@@ -87,7 +79,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
     require_usable_agent(config.agent, tokenizer, stop_token_ids=stop_token_ids)
-    train_rows = load_train_rows(config, tokenizer, on_progress=record.progress)
+    train_rows = load_train_rows(config, tokenizer, on_progress=record.live.progress)
     config = within_epochs(config, len(train_rows.rows))
     recording = open_recording(config, folder)
     source = PromptSource(
@@ -157,7 +149,8 @@ class _ReinforcementLearning:
         return Loop(
             take_step=take_step,
             evaluate=self._evaluation_with(workers),
-            recorder=self.record,
+            begin_step=self.record.live.begin_step,
+            record=self.record.record,
             num_steps=config.trainer.num_steps,
             eval_every=config.eval.every_num_steps,
             guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
@@ -213,7 +206,7 @@ class _ReinforcementLearning:
             ),
             reward=rollouts.reward,
             kl=self.kl,
-            on_phase=self.record.phase,
+            on_phase=self.record.live.phase,
         )
         if "critic" in workers:
             return build_actor_critic(self.config, given, cast(Critic, workers["critic"]))
@@ -232,7 +225,7 @@ class _ReinforcementLearning:
         samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="eval")
 
         def evaluate(step: int) -> Metrics:
-            self.record.phase("evaluate")
+            self.record.live.phase("evaluate")
             rollouts.begin(step, "eval")
             reports, metrics = evaluator.evaluate(self.held_out)
             for report in reports:

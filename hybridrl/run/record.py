@@ -83,18 +83,6 @@ class RunFolder:
         """The run folder."""
         return self.run_log.folder
 
-    def phase(self, name: str) -> None:
-        """Show the phase that begins."""
-        self.live.phase(name)
-
-    def progress(self, text: str) -> None:
-        """Show how far the phase is."""
-        self.live.progress(text)
-
-    def begin_step(self, step: int) -> None:
-        """Show the step that begins."""
-        self.live.begin_step(step)
-
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep and show the metrics of one step."""
         values = self.run_log.log_step(step, metrics)

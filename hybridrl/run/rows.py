@@ -34,7 +34,7 @@ from hybridrl.processes.guard import usual_num_processes
 log = logging.getLogger(__name__)
 
 
-_Tokenized = TypeVar("_Tokenized", bound=TokenizedRow)
+_Tokenized = TypeVar("_Tokenized")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from hybridrl.run.checkpoints import (
     newest_step,
     run_fingerprint,
 )
+from hybridrl.run.launch import with_restarts
 from hybridrl.run.loops import Training, open_rl
-from hybridrl.run.modes.offline import OPEN_OFFLINE
+from hybridrl.run.modes.offline import open_offline
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
-from hybridrl.run.supervise import with_restarts
 from hybridrl.run.workers import start_workers
 from hybridrl.trainer.loop import Loop
 from hybridrl.trainer.policy import Learner
@@ -41,13 +41,12 @@ def train(config: ExperimentConfig, *, record: RunFolder) -> None:
     appear before a worker starts. Lost workers are started again.
     """
     folder = find_model(config, record)
-    record.phase("load data")
+    record.live.phase("load data")
     require_usable_model(folder)
-    opens = OPEN_OFFLINE.get(config.mode)
     opened: AbstractContextManager[Training] = (
-        open_rl(config, folder, record)
-        if opens is None
-        else nullcontext(opens(config, folder, record))
+        nullcontext(open_offline(config, folder, record.live, record.record))
+        if config.offline
+        else open_rl(config, folder, record)
     )
     with opened as training:
         origin = run_fingerprint(config, folder)
@@ -71,14 +70,14 @@ class _Run:
     def attempt(self) -> None:
         """Start workers, resume from the newest checkpoint, run to the end, and export."""
         config, record = self.training.config, self.record
-        record.phase("start workers")
+        record.live.phase("start workers")
         with start_workers(config, self.model_folder) as workers:
             loop = self.training.loop_of(workers)
             with loop.interrupt.listening():  # until everything is written
                 savers = {role: cast(Saver, group) for role, group in workers.items()}
                 has_learnt = self._run_resumable(loop, savers)
                 if config.exports_model:
-                    record.phase("export")
+                    record.live.phase("export")
                     actor = cast(Learner, workers["actor"])
                     target = record.folder.absolute()  # ranks have a working folder of their own
                     _export(actor.export_hf, target / "hf", is_new=has_learnt)
@@ -108,7 +107,7 @@ class _Run:
         checkpointer = Checkpointer(
             store, savers, config=config.checkpoint, origin=self.origin, capture=capture
         )
-        record.phase("resume")
+        record.live.phase("resume")
         run = checkpointer.restore()
         fingerprint = stream.state().fingerprint
         sampler = SamplerState(0, fingerprint) if run is None else run.sampler

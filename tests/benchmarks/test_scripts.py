@@ -261,8 +261,8 @@ def test_the_curve_of_conversations_is_drawn_from_kept_runs(
     )
     monkeypatch.setitem(SETS, "calculator", measured)
     picture = tmp_path / "curve.svg"
-    words = ("--curves", "calculator", "--seeds", "0")
-    words += ("--cache", str(tmp_path), "--picture", str(picture))
+    words = ["--curves", "calculator", "--seeds", "0"]
+    words += ["--cache", str(tmp_path), "--picture", str(picture)]
     for _ in range(2):  # the second time nothing is measured
         call("algorithms", *words, patch=monkeypatch)
         assert "| with the tool | 10 | 0.250 | 0.750 | 0.750 |" in capsys.readouterr().out

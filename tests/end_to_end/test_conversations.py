@@ -16,6 +16,7 @@ from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.env import ROOT
 from hybridrl.errors import AgentError
 from hybridrl.main import compose
+from hybridrl.run.display import LiveView
 from hybridrl.run.launch import run
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
@@ -107,8 +108,7 @@ def test_conversations_train_with(overrides: tuple[str, ...], tmp_path: Path) ->
 class Silent:
     """Shows no progress."""
 
-    def phase(self, name: str) -> None:
-        pass
+    live = LiveView(0)
 
 
 REWRITING = (

@@ -39,10 +39,11 @@ _WEIGHTS = "model.safetensors"
 
 
 class Record:
-    """Keeps what a run would show; does ``on_step`` at the first step."""
+    """What a run would show; ``on_step`` is done at the first step."""
 
     def __init__(self, on_step: Any = None) -> None:
         self._on_step = on_step
+        self.live = self
 
     def phase(self, name: str) -> None:
         if self._on_step is not None and "step 1/" in name:
