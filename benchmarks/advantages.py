@@ -69,7 +69,6 @@ def main() -> None:
 
 
 def of_rows(x: Inputs) -> dict[str, Callable[[], object]]:
-    """Return estimators of one advantage per row."""
     rewards = (x.rewards_B, x.group_B)
     mask_BL, weights_K = x.response_mask_BL, torch.ones(NUM_REWARDS)
     return {
@@ -95,7 +94,6 @@ def of_rows(x: Inputs) -> dict[str, Callable[[], object]]:
 
 
 def of_tokens(x: Inputs) -> dict[str, Callable[[], object]]:
-    """Return estimators of one advantage per token."""
     rewards_BL, mask_BL, logprobs_BL = x.rewards_BL, x.response_mask_BL, x.logprobs_BL
     return {
         "gae": lambda: gae(rewards_BL, x.values_BL, mask_BL),

@@ -47,13 +47,7 @@ _STOP_TIMEOUT_S = 60.0
 _TAIL_LINES = 30
 # What hybridrl gives its own workers, for both: TRL's threads gain from it as well.
 _ENVIRONMENT = env.process_environment(num_threads=2) | {"HF_HUB_OFFLINE": "1"}
-_OPTIMIZER = {
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-}
+_OPTIMIZER = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
 
 _NEVER = "<|never|>"
 
@@ -103,7 +97,6 @@ class Side:
 
 
 def main() -> None:
-    """Race and print Markdown tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", choices=list(_CASES), default=list(_CASES))
     parser.add_argument("--rounds", type=int, default=12)
@@ -132,7 +125,6 @@ def main() -> None:
 
 
 def race_in(case: Case, model: Path, options: argparse.Namespace) -> list[Round]:
-    """Start both sides and let them take turns."""
     with tempfile.TemporaryDirectory(prefix="against-trl-") as folder:
         scratch = Path(folder)
         settings = {
@@ -206,7 +198,6 @@ def without_end(model: Path, scratch: Path) -> Path:
 
 
 def write_rows(path: Path) -> Path:
-    """Write the default task's training rows, which both sides take in this order."""
     rows = build_sort_digits_rows(10_000, split="train", seed=0, min_digits=2, max_digits=20)
     lines = [json.dumps({"prompt": row.prompt, "answer": row.answer}) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -251,7 +242,6 @@ def race(sides: Sequence[Side], *, num_rounds: int, num_steps: int) -> list[Roun
 
 
 def print_cases(rounds: Mapping[str, Sequence[Round]]) -> None:
-    """Print a row for each case."""
     print("Seconds are medians over steps; TRL / hybridrl is the median over rounds of the ratio")
     print("between turns that were neighbours, with quartiles.\n")
     print_head("case", "tokens a response", "TRL, s", "hybridrl, s", "step", "generate", "update")
@@ -293,12 +283,10 @@ def ratio_of(rounds: Sequence[Round], part: str) -> tuple[float, float, float]:
 
 
 def median_of(rounds: Sequence[Round], side: str, what: str) -> float:
-    """Return the median over all steps of one side."""
     return statistics.median(step[what] for one in rounds for step in one[side])
 
 
 def mean_of(rounds: Sequence[Round], side: str, what: str) -> float:
-    """Return the mean over all steps of one side."""
     return statistics.mean(step[what] for one in rounds for step in one[side])
 
 

@@ -80,7 +80,6 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of the conversation behind this turn."""
         return len(self.context) + len(self.sample.token_ids)
 
 
@@ -97,7 +96,6 @@ class Recorder:
     async def sample(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
     ) -> Sample:
-        """Pass the request on, and keep it."""
         sample = await self.sampler.sample(token_ids, params, key=key)
         self.turns.append(Turn(torch.as_tensor(token_ids), sample))
         return sample
@@ -196,7 +194,6 @@ def draw_waits(num_conversations: int, mean_s: float) -> list[list[float]]:
 
 
 def measure(bench: Bench, num_conversations: int, mean_s: float, rounds: int) -> None:
-    """Print a line of the table: medians over rounds of all three in turn."""
     waits = draw_waits(num_conversations, mean_s)
     longest = max(waits, key=sum)
     seconds: list[tuple[float, float, float]] = []

@@ -108,7 +108,6 @@ def main() -> None:
 
 
 def print_costs(costs: Costs, lengths: Lengths) -> None:
-    """Print what was fitted, and how long responses are."""
     tokens = sorted(chain.from_iterable(chain.from_iterable(lengths)))
     quantiles = {share: tokens[int(share * (len(tokens) - 1))] for share in (0.5, 0.9, 0.99, 1.0)}
     print(
@@ -128,7 +127,6 @@ def print_costs(costs: Costs, lengths: Lengths) -> None:
 
 
 def print_runs(runs: Mapping[int, MeasuredRun], costs: Costs, lengths: Lengths) -> None:
-    """Print the real runs beside the simulation of the same steps."""
     equal_s = min(run.accuracies[-1][0] for run in runs.values())
     print(f"\nReal runs of {len(lengths)} steps; accuracy after {equal_s:.0f} s of training:\n")
     print_head(
@@ -189,12 +187,10 @@ class MeasuredLengths:
     groups: Sequence[Sequence[int]]
 
     def __call__(self, source: random.Random) -> Sequence[int]:
-        """Draw the responses to one prompt."""
         return source.choice(self.groups)
 
 
 def topologies(num_devices: int, num_trainer_devices: int) -> Iterator[tuple[str, Topology]]:
-    """Yield the rows of a table, by name."""
     yield "both in turns", Topology(num_engines=num_devices, num_trainer_devices=num_devices)
     for max_staleness in (0, 1, 4):
         for on_update in ("finish", "interrupt") if max_staleness else ("finish",):
@@ -223,7 +219,6 @@ def split(costs: Costs, lengths: DrawLengths, *, num_devices: int, num_prompts: 
 def print_devices(
     costs: Costs, lengths: DrawLengths, *, sizes: Sequence[tuple[int, int]], num_steps: int
 ) -> None:
-    """Print a table of simulated runs, for pairs of devices and prompts of a step."""
     print("| devices | that train | prompts | topology | steps/h | gain | trainer idle", end="")
     print(" | engines idle | staleness, mean | max |")
     print("|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|")

@@ -21,7 +21,6 @@ _LIMIT = 0.10
 
 
 def main() -> None:
-    """Run, and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("overrides", nargs="*", help="of the configuration")

@@ -52,11 +52,9 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The driver, which is the leader of its process group."""
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit status; None while it runs."""
         return self._process.poll()
 
     def kill(self) -> None:
@@ -64,7 +62,6 @@ class Child:
         kill_session(self._process)
 
     def tail(self, num_lines: int = 12) -> str:
-        """Return the last lines of its output."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
@@ -77,7 +74,6 @@ def to_yaml(config: ExperimentConfig) -> str:
 
 
 def main(file: Path) -> int:
-    """Run the configuration in ``file``; returns the exit status."""
     text = file.read_text(encoding="utf-8")
     try:
         import_module(_LAUNCH).run(load_config(read_yaml(text)), resolved_yaml=text)

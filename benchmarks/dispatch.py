@@ -69,7 +69,6 @@ def medians_of(ways: Mapping[str, Callable[[], object]], num_rounds: int) -> dic
 
 @contextmanager
 def workers(size: int, num_cpus: float = 1.0) -> Iterator[tuple[list[Any], RayWorkerGroup]]:
-    """Start plain Ray actors, and as many workers of the controller."""
     actor_class = ray.remote(RawEcho)
     actors = [actor_class.options(num_cpus=0.01).remote() for _ in range(size)]
     pool = RayResourcePool([size], num_cpus_per_rank=num_cpus)
@@ -91,7 +90,6 @@ def raw_echo(actors: list[Any], array: Array) -> Array:
 
 
 def empty_calls(sizes: Sequence[int], num_rounds: int) -> None:
-    """Print the cost of a call without arguments, by number of workers."""
     print("The empty call:\n")
     print_head("workers", "raw Ray, us", "hybridrl, us", "ratio", "us per worker", num_texts=0)
     for size in sizes:
@@ -103,7 +101,6 @@ def empty_calls(sizes: Sequence[int], num_rounds: int) -> None:
 
 
 def batches(num_bytes: int, num_rounds: int) -> None:
-    """Print the cost of a batch there and back."""
     shape = (_ROWS, num_bytes // _ROWS // 4)
     array = np.random.default_rng(0).standard_normal(shape, np.float32)
     tensor = torch.from_numpy(array)
@@ -123,7 +120,6 @@ def batches(num_bytes: int, num_rounds: int) -> None:
 
 
 def main() -> None:
-    """Run both measurements on a Ray of their own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--empty-rounds", type=int, default=2000)
     parser.add_argument("--batch-rounds", type=int, default=15)

@@ -56,7 +56,6 @@ def measured(tests: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tests", nargs="*", default=TESTS, help="these alone")
     numbers = measured(parser.parse_args().tests)

@@ -31,7 +31,6 @@ Row = tuple[str, str, str]
 
 
 def main() -> None:
-    """Print the page."""
     sys.stdout.write(page())
 
 
@@ -53,7 +52,6 @@ def page() -> str:
 
 
 def budget() -> Iterator[str]:
-    """Yield the table of the folders' sizes."""
     yield from ("", "## Lines and files by folder", "")
     yield "A test holds them: a folder grows only if `benchmarks/budget.py` says so."
     yield from ("", "| folder of `hybridrl/` | lines | at most | files |", "|---|---|---|---|")
@@ -76,7 +74,6 @@ def durations() -> Iterator[str]:
 
 
 def measure() -> list[Row]:
-    """Return everything that can be counted."""
     source = tree.read_modules(ROOT / "hybridrl", root=ROOT)
     tests = tree.read_modules(ROOT / "tests", root=ROOT)
     areas: list[Callable[[list[Module]], Iterator[Row]]] = [sizes, words, structure, habits, raises]
@@ -85,7 +82,6 @@ def measure() -> list[Row]:
 
 
 def sizes(modules: list[Module]) -> Iterator[Row]:
-    """Yield lines, parameters and nesting."""
     functions = [function for module in modules for function in module.functions]
     classes = [cls for module in modules for cls in module.classes]
     yield "files, lines", f"{len(modules)}, {sum(m.num_lines for m in modules)}", ""
@@ -150,7 +146,6 @@ def states_shape(function: tree.Function) -> bool:
 
 
 def structure(modules: list[Module]) -> Iterator[Row]:
-    """Yield imports, cycles and duplicates."""
     cycles = tree.import_cycles(modules)
     inner = sum(
         name.startswith("hybridrl")
@@ -158,11 +153,7 @@ def structure(modules: list[Module]) -> Iterator[Row]:
         for function in module.functions
         for name in tree.imported_names(function)
     )
-    yield (
-        "import cycles; first-party imports in functions",
-        f"{len(cycles)}; {inner}",
-        "0; 0",
-    )
+    yield ("import cycles; first-party imports in functions", f"{len(cycles)}; {inner}", "0; 0")
     files = [
         sum(any(name.split(".")[0] == heavy for name in module.imports) for module in modules)
         for heavy in HEAVY
@@ -174,7 +165,6 @@ def structure(modules: list[Module]) -> Iterator[Row]:
 
 
 def habits(modules: list[Module]) -> Iterator[Row]:
-    """Yield what should not be there at all."""
     prints = sum(len(module.calls_of("print")) for module in modules)
     handlers = [
         node for module in modules for node in module.nodes if isinstance(node, ast.ExceptHandler)
@@ -192,7 +182,6 @@ def habits(modules: list[Module]) -> Iterator[Row]:
 
 
 def raises(modules: list[Module]) -> Iterator[Row]:
-    """Yield how errors are raised."""
     own = {name for name, value in vars(errors).items() if isinstance(value, type)}
     calls = [
         node.exc
@@ -220,7 +209,6 @@ def raises(modules: list[Module]) -> Iterator[Row]:
 
 
 def of_tests(source: list[Module], tests: list[Module]) -> Iterator[Row]:
-    """Yield how much is tested, and how."""
     lines = [sum(module.num_lines for module in modules) for modules in (tests, source)]
     yield "test lines per line of source", f"{lines[0] / max(1, lines[1]):.2f}", "0.8-1.0"
     functions = [f for m in tests for f in m.functions if f.name.startswith("test_")]
@@ -251,7 +239,6 @@ def step_figure(modules: list[Module]) -> Row:
 
 
 def spread(values: Sequence[int]) -> str:
-    """Format p50 / p90 / max."""
     return f"{percentile(values, 50)} / {percentile(values, 90)} / {max(values)}"
 
 
@@ -262,7 +249,6 @@ def percentile(values: Sequence[int], percent: int) -> int:
 
 
 def share(part: int, whole: int) -> str:
-    """Format a share in percent."""
     return f"{100 * part / whole:.0f}%" if whole else "-"
 
 

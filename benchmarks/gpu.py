@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -45,6 +46,7 @@ from benchmarks.gpu_parts.bench import (  # noqa: E402
 )
 from benchmarks.gpu_parts.page import summary, write_document  # noqa: E402
 from benchmarks.gpu_parts.registry import PARTS  # noqa: E402
+from hybridrl.processes.guard import kill_session  # noqa: E402
 
 _DOCS = _ROOT / "docs" / "gpu-results.md"
 _KEPT = _ROOT / "docs" / "gpu-results"
@@ -140,8 +142,15 @@ def _run(part: Part, options: argparse.Namespace, *, limit_s: float) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        ended = f"ended with exit code {_wait(process, limit_s)}"
-    _end(process)
+        try:
+            process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_GRACE_S)
+        kill_session(process)  # a server may not outlive its part on the device
+        process.wait()
+    ended = f"ended with exit code {process.returncode}"
     if process.returncode == -signal.SIGTERM or process.returncode == -signal.SIGKILL:
         ended = f"was ended at its limit of {limit_s:.0f} s"
     result = read_result(path) if path.is_file() else Result(part.name, is_dry=options.dry)
@@ -192,38 +201,11 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     """The sources need not be installed: every process below finds them where they lie."""
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     told = {} if options.host_gib is None else {HOST_GIB: str(options.host_gib)}
-    return {
-        **os.environ,
-        **told,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:
-    try:
-        return process.wait(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-    try:
-        return process.wait(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of the part's process group: a server may not outlive it on the device."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    time.sleep(2.0)
+    return {**os.environ, **told, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 def _tail(out: Path, part: Part) -> str:
-    text = (out / f"{part.name}.log").read_text(encoding="utf-8", errors="replace")
-    return text[-4000:]
+    return (out / f"{part.name}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
 
 
 def _keep(out: Path) -> None:

@@ -63,7 +63,6 @@ class Killer:
         return run_dir
 
     def start(self, run_dir: Path) -> Child:
-        """Give the command that a user would give again."""
         overrides = [*SMALL, *self.overrides, f"trainer.run_dir={run_dir}"]
         process = run_dir.with_suffix(".process")
         process.mkdir(parents=True, exist_ok=True)

@@ -26,15 +26,7 @@ from tests.config.values import config_of
 from tests.megatron.stand_ins import install
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
-from tests.workers.train.engines import (
-    ACTOR,
-    CPU,
-    MODEL,
-    make_rows,
-    rows_of,
-    to_rollouts,
-    update,
-)
+from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows, rows_of, to_rollouts, update
 
 _CASES: tuple[tuple[str, int, Mapping[str, int]], ...] = (
     ("1 rank", 1, {}),
@@ -56,7 +48,6 @@ Times = dict[str, list[float]]
 
 
 def main() -> None:
-    """Print one row for each way to cut the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", type=int, default=len(_CASES), help="run the first so many")

@@ -15,16 +15,33 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
 
 from benchmarks.sides.measure import print_row
-from benchmarks.sides.one_rank import free_port
+from benchmarks.sides.one_rank import (
+    build_worker,
+    draw_prompts,
+    free_port,
+    sampling_of,
+    train_batch,
+)
+from hybridrl.batch import CriticBatch, jagged_from, row_lengths
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.main import compose
+from hybridrl.metrics import Metrics
 from hybridrl.planning.plan import Phase
 from hybridrl.rehearsal.plan import plan_by_execution
+from hybridrl.run.starter import write_random_model
+from hybridrl.single_controller import Worker
+from hybridrl.workers.actor_rollout import ActorRolloutWorker
+from hybridrl.workers.critic import CriticWorker
 
 MIB = 2**20
+_RANK = "--rank"
 _UNMEASURED = ("Python, torch, Ray", "checkpoint")
 NO_HEAP = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 _SIZES = ("hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads")
@@ -58,10 +75,7 @@ CASES = {
         *_MIDDLE,
         *("cluster.num_ranks_per_node=2", "cluster.num_threads_per_rank=1"),
     ),
-    "middle, PPO": (
-        *("algorithm=ppo", *_MIDDLE),
-        "critic.num_minibatches=1",
-    ),
+    "middle, PPO": (*("algorithm=ppo", *_MIDDLE), "critic.num_minibatches=1"),
     "large": (*_LARGE, *_tokens(2048)),
     "large, checkpointing": (*_LARGE, *_tokens(8192), _CHECKPOINTING),
     "large, LoRA": ("lora=default", *_LARGE, *_tokens(2048)),
@@ -81,7 +95,9 @@ PUBLISHED = (
 
 
 def main() -> None:
-    """Run the cases named on the command line, or those of the table; print it."""
+    if sys.argv[1:2] == [_RANK]:
+        run_rank(Path(sys.argv[2]), sys.argv[3:])
+        return
     print("| case | phase | predicted MiB | without malloc's heap | with it |")
     print("|---|---|---:|---:|---:|", flush=True)
     for name in sys.argv[1:] or PUBLISHED:
@@ -115,7 +131,7 @@ def run_case(overrides: tuple[str, ...], variables: Mapping[str, str]) -> dict[s
     }
     shared = {**os.environ, **{name: str(value) for name, value in group.items()}, **variables}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.sides.memory_rank", folder, *overrides]
+        command = [sys.executable, "-m", "benchmarks.memory_plan", _RANK, folder, *overrides]
         ranks = [
             subprocess.Popen(
                 command,
@@ -128,6 +144,61 @@ def run_case(overrides: tuple[str, ...], variables: Mapping[str, str]) -> dict[s
         outputs = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
     names = dict.fromkeys(name for output in outputs for name in output)
     return {name: max(output.get(name, 0.0) for output in outputs) for name in names}
+
+
+def run_rank(folder: Path, overrides: Sequence[str]) -> None:
+    """Run the rank that the environment names, and print its metrics as JSON."""
+    config, _ = read_config(compose(overrides))
+    if config is None or config.model.starter is None:
+        raise ValueError(f"a case cannot be read: {overrides}")
+    model = folder / f"model{os.environ['RANK']}"
+    write_random_model(config.model.starter, model, seed=0)
+    fused: dict[str, Worker] = {}
+    worker = build_worker("actor", ActorRolloutWorker, config, model, fused=fused)
+    critic = None
+    if config.has_critic:
+        critic = build_worker("critic", CriticWorker, config, model, fused=fused)
+    first = step(worker, critic, config=config, number=0)
+    metrics = {
+        **{name: first[name] for name in first if "build" in name},
+        **step(worker, critic, config=config, number=1),
+    }
+    print(json.dumps({name: metric.value for name, metric in metrics.items()}), flush=True)
+    if critic is not None:
+        critic.close()
+    worker.close()
+
+
+def step(
+    worker: ActorRolloutWorker,
+    critic: CriticWorker | None,
+    *,
+    config: ExperimentConfig,
+    number: int,
+) -> Metrics:
+    """Sample, score if asked for, and update on made-up advantages."""
+    num_prompts = config.trainer.num_prompts_per_step // worker.world_size
+    seed = 100 * number + worker.rank
+    prompts = draw_prompts(num_prompts, config.data.max_prompt_tokens, seed=seed, first_index=seed)
+    rollouts = worker.generate(prompts, sampling_of(config))
+    assert rollouts is not None
+    lengths_B = row_lengths(rollouts.token_ids_BL)
+    advantages_BL = jagged_from(torch.randn(int(lengths_B.sum())), lengths_B)
+    learned: Metrics = {}
+    values = None if critic is None else critic.compute_values(rollouts)
+    logprobs = worker.compute_logprobs(rollouts) if config.algorithm.scores_rollouts else None
+    if critic is not None and values is not None:
+        learned = critic.update(
+            CriticBatch(
+                token_ids_BL=rollouts.token_ids_BL,
+                response_mask_BL=rollouts.response_mask_BL,
+                old_values_BL=values.values_BL,
+                returns_BL=advantages_BL,
+                batch_size=[len(rollouts)],
+            )
+        )
+    batch = train_batch(rollouts, advantages_BL, logprobs)
+    return learned | worker.update(batch, kl_coefficient=config.algorithm.kl.coefficient)
 
 
 if __name__ == "__main__":

@@ -14,17 +14,26 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
 
 from benchmarks.sides.measure import print_head, print_row, seconds_of
-from benchmarks.sides.records import train_with
+from hybridrl import env
+from hybridrl.config.load import load_config
 from hybridrl.diagnostics import trace
 from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.diagnostics.trace_file import FOLDER
+from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.run.record import RunFolder
+from hybridrl.run.cluster import ray_cluster
+from hybridrl.run.record import RunFolder, open_record
 from hybridrl.run.run_folder import SampleRow
+from hybridrl.run.train import train
+
+R = TypeVar("R", bound=RunFolder)
 
 _LIMIT = 0.01
 _WARM_UP = 5
@@ -50,12 +59,10 @@ class TimedRecord(RunFolder):
     times: Times = field(kw_only=True, default_factory=Times)
 
     def samples(self, step: int, samples: Sequence[SampleRow]) -> None:
-        """Keep samples, and time it."""
         keep = super().samples
         self.times.samples_s = seconds_of(lambda: keep(step, samples))
 
     def record(self, step: int, metrics: Metrics) -> None:
-        """Keep metrics and trace, and time each."""
         begin = time.perf_counter()
         values = self.run_log.log_step(step, metrics)
         logged = time.perf_counter()
@@ -85,6 +92,23 @@ def main() -> None:
     print_table(times, num_events=num_events, span_s=span_s, write_s=write_s)
 
 
+def train_with(record_class: type[R], words: Sequence[str], **more: object) -> R:
+    """Train as ``python -m hybridrl.main`` does, Ray and all; returns the record."""
+    composed = compose(list(words))
+    config = load_config(composed)
+    for name, value in env.process_environment(config.cluster.num_threads_per_rank).items():
+        env.set_default(name, value)
+    kept: dict[str, Any]
+    with (
+        open_record(config, resolved_yaml=yaml.safe_dump(composed)) as opened,
+        ray_cluster(config.cluster),
+    ):
+        kept = {one.name: getattr(opened, one.name) for one in fields(opened)} | more
+        record = record_class(**kept)
+        train(config, record=record)
+    return record
+
+
 def cost_per_span(folder: Path) -> tuple[float, float]:
     """Return the seconds that a span costs, and that writing it to the process's file costs."""
     recorder = SpanRecorder()
@@ -106,7 +130,6 @@ def cost_per_span(folder: Path) -> tuple[float, float]:
 
 
 def print_table(times: Times, *, num_events: float, span_s: float, write_s: float) -> None:
-    """Print the median step, and the mean cost of each part."""
     step_s = statistics.median(times.step_s)
     costs = {
         "metrics, TensorBoard and samples, on the driver": statistics.fmean(times.metrics_s),

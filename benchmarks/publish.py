@@ -58,7 +58,6 @@ MADE_BY = re.compile(
 
 
 def main() -> None:
-    """Measure, or say what is published."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*COMMANDS, []])
     names = parser.parse_args().names
@@ -71,12 +70,10 @@ def main() -> None:
 
 
 def page_of(name: str) -> Path:
-    """Return the page with the table."""
     return ROOT / PAGES.get(name, "docs/performance.md")
 
 
 def block_of(name: str) -> re.Pattern[str]:
-    """Match a table between its two comments."""
     begin, end = f"<!-- figures {name} -->\n", "<!-- end of figures -->\n"
     return re.compile(f"(?<={re.escape(begin)})(?P<text>.*?)(?={re.escape(end)})", re.DOTALL)
 
@@ -94,13 +91,11 @@ def table_of(name: str) -> str:
 
 
 def put(name: str, text: str) -> None:
-    """Publish a table in the place of its former one."""
     page = page_of(name).read_text(encoding="utf-8")
     page_of(name).write_text(block_of(name).sub(lambda _: text, page), encoding="utf-8")
 
 
 def made_by(name: str) -> str:
-    """Say where a table comes from."""
     git = ["git", "rev-parse", "--short=9", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     today = datetime.datetime.now(tz=datetime.UTC).date()
@@ -108,7 +103,6 @@ def made_by(name: str) -> str:
 
 
 def output_of(name: str) -> str:
-    """Run a benchmark; returns what it printed."""
     words = shlex.split(COMMANDS[name])
     begin = words.index("python")
     command = [sys.executable, *words[begin + 1 :]]

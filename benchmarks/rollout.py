@@ -65,7 +65,6 @@ def make_model(folder: Path) -> PreTrainedModel:
 def make_engine(
     folder: Path, model: PreTrainedModel, num_slots: int, *, max_context_tokens: int = 48
 ) -> HFRolloutEngine:
-    """Build an engine with the model's weights."""
     settings = yaml.safe_load((ROOT / "hydra_configs/rollout/hf.yaml").read_text())
     engine = HFRolloutEngine(
         folder,
@@ -87,10 +86,7 @@ def make_prompts() -> PromptBatch:
     ]
     indices = torch.arange(_NUM_PROMPTS)
     return PromptBatch(
-        token_ids_PL=jagged(rows),
-        prompt_index_P=indices,
-        seed_P=indices,
-        batch_size=[_NUM_PROMPTS],
+        token_ids_PL=jagged(rows), prompt_index_P=indices, seed_P=indices, batch_size=[_NUM_PROMPTS]
     )
 
 

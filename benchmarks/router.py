@@ -23,7 +23,6 @@ _METRICS = (
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8, help="of a run, after one to warm up")
     parser.add_argument("--rounds", type=int, default=2)
@@ -44,7 +43,6 @@ def main() -> None:
 
 
 def run(folder: Path, words: list[str], *, num_steps: int) -> list[dict[str, float]]:
-    """Train; return the metrics of each step."""
     command = [
         *("recipes=cpu/calculator", "rollout=sglang", "serving=own", "tracking.live=off"),
         *("eval.every_num_steps=0", "checkpoint.every_num_steps=0", "rollout.start_timeout_s=150"),

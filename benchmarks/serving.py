@@ -15,17 +15,20 @@ import gc
 import random
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.sides.drawing import BLUE, ORANGE, Frame, picture, words
-from benchmarks.sides.engines import AnsweringEngine, Answers, TimedEngine
 from benchmarks.sides.measure import in_turns, print_head, print_row, seconds_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
@@ -41,8 +44,10 @@ from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, lay_out,
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.single_controller import RayResourcePool
+from hybridrl.workers.sharding.lifecycle import Action
 
 _PROMPT = torch.arange(1, 9)
+_TOKENS, _LOGPROBS = torch.tensor([1]), torch.zeros(1)
 _GROUP_SIZE = 8
 _NUM_PROMPTS, _NUM_LONG = 16, 2
 _SHORT, _LONG = 12, 240
@@ -52,7 +57,6 @@ _LIMIT_S, _RATIO = 3.0, 1.3
 
 
 def main() -> None:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of each case of skewed lengths")
     parser.add_argument("--draws", type=int, default=4, help="random orders of skewed lengths")
@@ -127,14 +131,12 @@ def in_any(server: RolloutServer, config: ExperimentConfig, lengths: Sequence[in
 
 
 async def together(*work: Coroutine[Any, Any, object]) -> None:
-    """Run all of it."""
     await asyncio.gather(*work)
 
 
 async def ask(
     pool: EnginePool, lengths: Sequence[int], *, num_keys: int = _GROUP_SIZE
 ) -> list[list[Sample]]:
-    """Sample a group of responses of each length."""
     requests = [RequestParams(max_new_tokens=length, temperature=1.0) for length in lengths]
     keys = range(num_keys)
     return await asyncio.gather(*(pool.sample_group(_PROMPT, one, keys=keys) for one in requests))
@@ -254,12 +256,9 @@ def simulated(config: ExperimentConfig, sizes: Sequence[int], num_requests: int)
 
 
 def plan_of(num_engines: int) -> ModelPlan:
-    """Return a plan of equal engines."""
     groups = {"main": ServerGroupConfig(num_devices=num_engines)}
     serving = ServingConfig(
-        num_devices_per_node=8,
-        colocated=False,
-        models={"policy": ServedModelConfig(groups=groups)},
+        num_devices_per_node=8, colocated=False, models={"policy": ServedModelConfig(groups=groups)}
     )
     (plan,) = lay_out(serving.placed_groups, num_devices_per_node=8, num_shared_per_node=0)
     return plan
@@ -279,10 +278,7 @@ def served(
     )
     (plan,) = plan_servers(config)
     start = ActorLaunch(
-        config=config,
-        plan=plan,
-        policy_folder=model_folder,
-        placements=resources.lease(),
+        config=config, plan=plan, policy_folder=model_folder, placements=resources.lease()
     )
 
     def launch(group: GroupPlan, engine: PlannedDevices) -> EngineHandle:
@@ -302,7 +298,6 @@ def served(
 def pool_of(
     server: RolloutServer, config: ExperimentConfig, engines: Mapping[int, EngineHandle]
 ) -> EnginePool:
-    """Return a pool of these engines of the server."""
     starter = config.model.starter
     return EnginePool(
         engines,
@@ -311,6 +306,88 @@ def pool_of(
         vocab_size=starter.vocab_size if starter else 0,
         version=server.version,
     )
+
+
+class TimedEngine:
+    """What a handle did from here on. Times are of ``time.perf_counter``."""
+
+    def __init__(self, handle: EngineHandle) -> None:
+        self.handle = handle
+        self.launched_s = time.perf_counter()
+        self.built_s = 0.0
+        self.answers: list[tuple[float, int]] = []
+        """Time and tokens of each request that was answered."""
+        self._build, self._sample_group = handle.build, handle.sample_group
+        handle.build = self._build_timed  # type: ignore[method-assign]
+        handle.sample_group = self._sample_timed  # type: ignore[method-assign]
+
+    def _build_timed(self) -> Future[None]:
+        future = self._build()
+        future.add_done_callback(lambda _: setattr(self, "built_s", time.perf_counter()))
+        return future
+
+    def _sample_timed(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        future = self._sample_group(token_ids, params, keys=keys)
+        future.add_done_callback(self._note)
+        return future
+
+    def _note(self, future: Future[list[Sample]]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            num_tokens = sum(len(sample.token_ids) for sample in future.result())
+            self.answers.append((time.perf_counter(), num_tokens))
+
+
+class Answers:
+    """Gives answers in a thread of its own, as Ray does; within a ``with`` block."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Future[Any], object] | None] = SimpleQueue()
+
+    def give(self, answer: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        self._waiting.put((future, answer))
+        return future
+
+    def __enter__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="answers")
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            future, answer = waiting
+            future.set_result(answer)
+
+
+class AnsweringEngine(EngineHandle):
+    """Answers at once: what remains is the cost of who calls it."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._version = -1
+
+    def act(self, action: Action) -> Future[Any]:
+        if isinstance(action, partial):
+            self._version = action.keywords["version"]
+        return self._answers.give(None)
+
+    def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> Future[list[Sample]]:
+        one = Sample(_TOKENS, _LOGPROBS, "stop", self._version)
+        return self._answers.give([one] * len(keys))
+
+    def probe(self) -> Future[object]:
+        return self._answers.give(None)
+
+    def end(self) -> None:
+        """Do nothing."""
 
 
 if __name__ == "__main__":

@@ -26,22 +26,18 @@ class Module:
 
     @property
     def num_lines(self) -> int:
-        """Lines of the file, blank ones included."""
         return len(self.text.splitlines())
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Every node of the tree."""
         return walk(self.tree)
 
     @cached_property
     def functions(self) -> list[Function]:
-        """Functions and methods, nested ones too."""
         return [node for node in self.nodes if isinstance(node, Function)]
 
     @cached_property
     def classes(self) -> list[ast.ClassDef]:
-        """Classes, nested ones too."""
         return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
 
     @cached_property
@@ -51,7 +47,6 @@ class Module:
 
     @property
     def num_comment_lines(self) -> int:
-        """Lines that hold a comment."""
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
         return sum(token.type == tokenize.COMMENT for token in tokens)
 
@@ -120,7 +115,6 @@ def called(call: ast.Call) -> str:
 
 
 def num_lines(node: Function | ast.ClassDef) -> int:
-    """Return lines from the ``def`` or ``class`` line to the end."""
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 

@@ -41,7 +41,6 @@ Run = dict[str, float]
 
 
 def main() -> None:
-    """Run the command several times and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="of each kind")
     parser.add_argument("--kinds", nargs="+", choices=list(_KINDS), default=list(_KINDS))
@@ -101,7 +100,6 @@ def signs_of(process: subprocess.Popen[bytes], run_dir: Path) -> Iterator[Callab
 
 
 def descendants(pid: int) -> Iterator[str]:
-    """Yield the titles of the processes below a process."""
     try:
         for child in psutil.Process(pid).children(recursive=True):
             yield " ".join(child.cmdline()[:1])

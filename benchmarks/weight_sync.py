@@ -41,7 +41,6 @@ CPU = torch.device("cpu")
 
 
 def main() -> None:
-    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
@@ -57,7 +56,6 @@ def main() -> None:
 
 
 def make_model(root: Path) -> Path:
-    """Write a random Qwen3 of 96 M parameters."""
     shape = Qwen3Config(
         vocab_size=32_000,
         hidden_size=1024,
@@ -100,7 +98,6 @@ def start(folder: Path) -> SGLangEngine:
 def measure(
     engine: SGLangEngine, weights: dict[str, Tensor], arguments: argparse.Namespace
 ) -> None:
-    """Send the weights in rounds, the transports taking turns."""
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     bucket_mib, sent_s = arguments.bucket_mib, dict[str, list[float]]()
 
@@ -135,7 +132,6 @@ def use(engine: SGLangEngine, transport: Transport) -> None:
 
 
 def send(engine: SGLangEngine, weights: dict[str, Tensor], *, bucket_bytes: int) -> None:
-    """Stream all weights, as a sync does, and close the update."""
     control = ControlGroup(timeout_s=60.0)
     report = stream_weights(
         iter(weights.items()),

@@ -74,7 +74,6 @@ class Recorder:
         self.write()
 
     def figures(self, values: Mapping[str, float], unit: str) -> None:
-        """Keep several of one unit."""
         for name, value in values.items():
             self.figure(name, value, unit)
 
@@ -89,7 +88,6 @@ class Recorder:
         self.write()
 
     def write(self) -> None:
-        """Write the file anew, whole."""
         atomic_write_text(self.path, json.dumps(asdict(self.result), indent=1) + "\n")
 
     @contextmanager
@@ -133,7 +131,6 @@ class Needs:
     package: str | None = None
 
     def check(self, scratch: Path) -> None:
-        """Raise ``Skip`` where this machine has less."""
         has = {
             "device memory": (self.device, device_gib()),
             "host memory": (self.host, host_gib()),
@@ -166,7 +163,6 @@ class Bench:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether there is a device."""
         return self.device.type == "cuda"
 
     def model(self, shape: str) -> Path:
@@ -194,7 +190,6 @@ class Part:
 
 
 def device_gib() -> float:
-    """Return the memory of the first GPU; 0 without one."""
     if not torch.cuda.is_available():
         return 0.0
     return torch.cuda.get_device_properties(0).total_memory / GIB
@@ -215,7 +210,6 @@ def host_gib() -> float:
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -19,7 +19,6 @@ _DIED = (2, 3, 4)
 
 
 def run_checks(bench: Bench) -> None:
-    """Run them all, and keep how each went."""
     report = bench.record.path.with_name("checks.xml")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", "tests"]
     command += _FORGIVING

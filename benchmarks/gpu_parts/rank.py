@@ -143,7 +143,6 @@ class Cycle:
 
 
 def small(setup: Setup) -> Setup:
-    """Return the same in a size for a dry run."""
     return replace(
         setup,
         num_prompts=2,
@@ -156,7 +155,6 @@ def small(setup: Setup) -> Setup:
 
 
 def read_setup(bench: Bench, setup: Setup) -> ExperimentConfig:
-    """Compose the configuration of a setup."""
     on_cuda = bench.device.type == "cuda"
     words = [
         "model=hf_folder",
@@ -219,18 +217,15 @@ class Rank:
 
     @property
     def managed(self) -> ManagedEngine:
-        """The rollout engine with its ledger."""
         managed = self.worker.sharding._engines.managed
         assert managed is not None
         return managed
 
     @property
     def engine(self) -> RolloutEngine:
-        """The rollout engine."""
         return self.managed.engine
 
     def training_bytes(self) -> dict[str, int]:
-        """Return what each part of the training state holds on the device."""
         return {part.value: self.worker._actor.resident_bytes(part) for part in TrainState}
 
     def step(self) -> dict[str, float]:
@@ -277,12 +272,10 @@ class Rank:
         return [(r.token_ids.tolist(), r.logprobs.tolist()) for r in responses], seconds
 
     def prompts(self, number: int, *, seed: int) -> PromptBatch:
-        """Draw prompts of the setup's length."""
         return draw_prompts(number, self.setup.prompt_tokens, seed=seed, first_index=1000 * seed)
 
 
 def medians(cycles: Iterable[Cycle]) -> dict[str, float]:
-    """Return the median seconds of each stage."""
     values: dict[str, list[float]] = {}
     for cycle in cycles:
         for name, seconds in cycle.seconds.items():

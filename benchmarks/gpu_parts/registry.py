@@ -15,10 +15,7 @@ _SMALL, _LARGE = Needs(75, 40, 16, "sglang"), Needs(75, 60, 16, "sglang")
 
 PARTS = (
     Part(
-        "start_up",
-        "versions, memory, disk, rate of a matrix product",
-        transfers.run_start_up,
-        30,
+        "start_up", "versions, memory, disk, rate of a matrix product", transfers.run_start_up, 30
     ),
     Part(
         "transfers",
@@ -43,11 +40,7 @@ PARTS = (
         Needs(20, 24, 0, "sglang"),
     ),
     Part(
-        "sync_8b",
-        "full sync of 8B in bfloat16",
-        cycle.run_sync,
-        140,
-        Needs(75, 48, 17, "sglang"),
+        "sync_8b", "full sync of 8B in bfloat16", cycle.run_sync, 140, Needs(75, 48, 17, "sglang")
     ),
     Part(
         "cycle_7b",
@@ -64,11 +57,7 @@ PARTS = (
         _LARGE,
     ),
     Part(
-        "lora_resident",
-        f"{_LORA} resident",
-        partial(cycle.run_lora, base="resident"),
-        110,
-        _SMALL,
+        "lora_resident", f"{_LORA} resident", partial(cycle.run_lora, base="resident"), 110, _SMALL
     ),
     Part("lora_resend", f"{_LORA} sent again", partial(cycle.run_lora, base="resend"), 110, _SMALL),
     Part(
@@ -115,8 +104,7 @@ PARTS = (
         "megatron_mfu_8b_lora",
         f"megatron-core: training MFU, 8B shape, LoRA of rank 32, {_PACKS}",
         partial(
-            training.run,
-            variants=both("qwen3-8b", "bfloat16", engine="megatron", has_adapter=True),
+            training.run, variants=both("qwen3-8b", "bfloat16", engine="megatron", has_adapter=True)
         ),
         150,
         Needs(75, 40, 17, "megatron-core"),

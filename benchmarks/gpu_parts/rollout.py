@@ -77,7 +77,6 @@ def _alone(bench: Bench) -> float | None:
 
 
 def main() -> None:
-    """Measure two ways of asking for a group, and one without log-probs."""
     order = json.loads(sys.argv[1])
     engine = import_module("sglang").Engine(
         model_path=order["model_path"],

@@ -145,7 +145,6 @@ def num_product_parameters(model: Architecture) -> int:
 
 
 def _name_kernels(bench: Bench, update: Callable[[], object]) -> None:
-    """Name the attention kernels and the five kernels that take longest."""
     if not bench.on_cuda:
         bench.record.not_exercised("naming kernels: there are none on a CPU")
         return

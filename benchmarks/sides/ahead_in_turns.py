@@ -21,6 +21,7 @@ from hybridrl.batch import PromptBatch, RolloutBatch
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
+from hybridrl.run.display import LiveView
 from hybridrl.run.loops import open_rl
 from hybridrl.run.record import RunFolder
 from hybridrl.run.workers import Workers
@@ -44,7 +45,6 @@ class SamplingInTurns:
     _batches: deque[RolloutBatch] = field(default_factory=deque)
 
     def exchange(self, prompts: PromptBatch | None, sampling: SamplingParams) -> RolloutBatch:
-        """Sample with the newest weights, and return the oldest batch."""
         if prompts is not None:
             rollouts = self.generate(prompts, sampling)
             version = int(rollouts.policy_version_B[0])
@@ -53,14 +53,12 @@ class SamplingInTurns:
         return self._batches.popleft()
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
-        """Sample with the newest weights, for this step or an evaluation."""
         rollouts = self.worker.generate(prompts, sampling)
         if rollouts is None:
             raise TypeError("the worker has no engine")
         return rollouts
 
     def __getattr__(self, name: str) -> object:
-        """Leave all else to the worker."""
         return getattr(self.worker, name)
 
 
@@ -69,26 +67,26 @@ class Recorded:
     """Keeps the metrics of all steps in memory."""
 
     rows: list[dict[str, float]] = field(default_factory=list)
+    live: LiveView = field(default_factory=lambda: LiveView(0))
 
     def record(self, step: int, metrics: Metrics) -> None:
-        """Keep them."""
         self.rows.append({"step": step, **{name: one.value for name, one in metrics.items()}})
 
-    def nothing(self, *_: object) -> None:
-        """Do nothing."""
-
-    begin_step = phase = progress = samples = nothing
+    def samples(self, *_: object) -> None:
+        """Keep none."""
 
 
-def train_in_turns(overrides: Sequence[str], model: Path, max_staleness: int) -> Recorded:
-    """Train in this process; with a staleness above 0, a correction is among the overrides."""
-    words = [*overrides, f"model.path={model}", "model.starter=null", "trainer.run_dir=unused"]
+def train_in_turns(words: Sequence[str]) -> Recorded:
+    """Train ``model.path`` in this process; a ``trainer.max_staleness`` needs a correction, too."""
+    words = [*words, "trainer.run_dir=unused"]
+    in_step = [word for word in words if not word.startswith("trainer.max_staleness=")]
+    config = load_config(compose(in_step))
+    model = Path(str(config.model.path))
     torch.set_num_threads(1)
     stand_alone()
-    config = load_config(compose(words))
     worker = build_worker("actor", ActorRolloutWorker, config, model, fused={})
-    if max_staleness:
-        config = load_config(compose([*words, *_AHEAD, f"trainer.max_staleness={max_staleness}"]))
+    if len(words) > len(in_step):
+        config = load_config(compose([*words, *_AHEAD]))
     policy = SamplingInTurns(worker, config.trainer.num_prompts_per_step)
     recorded = Recorded()
     with open_rl(config, model, cast(RunFolder, recorded)) as training:

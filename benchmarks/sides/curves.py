@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.sides.drawing import GREY, ORANGE, Frame, picture, words
-from benchmarks.sides.measure import CACHE, ROOT, read_metrics, train
+from benchmarks.sides.measure import ROOT, read_metrics, train
 from hybridrl import env
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.config.load import load_config
@@ -48,17 +48,6 @@ Curves = Mapping[str, Sequence[Run]]
 """Runs of each setting by its title, one a seed."""
 
 
-def curves_parser(name: str, text: str | None) -> argparse.ArgumentParser:
-    """Take seeds, overrides, a folder of kept runs and a picture, each with its usual place."""
-    parser = argparse.ArgumentParser(description=text)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
-    parser.add_argument("--cache", type=Path, default=CACHE / name, help="folder of finished runs")
-    path = ROOT / "docs" / "images" / f"{name}.svg"
-    parser.add_argument("--picture", type=Path, default=path, help="SVG to write")
-    parser.add_argument("overrides", nargs="*", help="of the configuration")
-    return parser
-
-
 def starter_model(overrides: Sequence[str], cache: Path) -> Path:
     """Return the folder of the starter model of seed 0; an evaluation makes it if need be."""
     cache.mkdir(parents=True, exist_ok=True)
@@ -72,19 +61,19 @@ def starter_model(overrides: Sequence[str], cache: Path) -> Path:
     return folder
 
 
-def kept(prefix: str, words: Sequence[str], cache: Path, measure: Callable[[], Run]) -> Run:
+def kept(title: str, words: Sequence[str], cache: Path, measure: Callable[[], Run]) -> Run:
     """Return a run of these words and this commit from the cache; without one, measure it."""
     git = ["git", "rev-parse", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     name = hashlib.sha256(f"{commit} {' '.join(words)}".encode()).hexdigest()[:16]
-    file = cache / f"{prefix}{name}.json"
+    file = cache / f"{re.sub(r'[^A-Za-z0-9]+', '-', title)}-{name}.json"
     if not file.is_file():
         cache.mkdir(parents=True, exist_ok=True)
         print(f"{' '.join(words)} ...", file=sys.stderr, flush=True)
         atomic_write_text(file, to_json_text(asdict(measure())) + "\n")
     run = Run(**json.loads(file.read_text(encoding="utf-8")))
     said = " ".join(f"{accuracy:.3f}" for accuracy in run.accuracies)
-    print(f"{prefix}{words[-1]}: {said}, {run.minutes:.1f} min", file=sys.stderr, flush=True)
+    print(f"{title}, {words[-1]}: {said}, {run.minutes:.1f} min", file=sys.stderr, flush=True)
     return run
 
 

@@ -25,7 +25,6 @@ class Frame:
     bottom: float = 46
 
     def pixel(self, point: Point) -> Point:
-        """Place a point."""
         x = self.left + point[0] / self.last_x * (self.width - self.left - self.right)
         share = (point[1] - self.low) / (self.high - self.low)
         return x, self.top + (1 - share) * (self.height - self.top - self.bottom)
@@ -33,12 +32,10 @@ class Frame:
     def curve(
         self, points: Sequence[Point], color: str, *, width: float = 2.5, opacity: float = 1
     ) -> str:
-        """Draw a line through points."""
         style = f'stroke="{color}" stroke-width="{width}" stroke-opacity="{opacity}"'
         return f'<polyline fill="none" {style} points="{self._pixels(points)}"/>'
 
     def area(self, points: Sequence[Point], color: str) -> str:
-        """Fill what points enclose."""
         return f'<polygon fill="{color}" fill-opacity="0.25" points="{self._pixels(points)}"/>'
 
     def axes(self, ys: Iterable[float], xs: Iterable[tuple[float, str]]) -> Iterator[str]:
@@ -60,7 +57,6 @@ def words(x: float, y: float, text: str, *, color: str = TEXT, anchor: str = "st
 
 
 def picture(width: float, height: float, parts: Iterable[str]) -> str:
-    """Join parts on white."""
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     font = 'font-family="Helvetica, Arial, sans-serif" font-size="13"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'

@@ -6,14 +6,11 @@ the step is reported to the parent process, which says when to go on.
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.sides.records import train_with
+from benchmarks.overhead import train_with
+from benchmarks.sides.gate import Gate, open_gate
 from hybridrl.metrics import Metrics
 from hybridrl.run.record import RunFolder
 
@@ -27,29 +24,6 @@ _REPORTED = {
 }
 
 
-class Gate:
-    """Reports each step to the parent, and waits after the last one allowed."""
-
-    def __init__(self, parent: Connection, num_warmup_steps: int) -> None:
-        self._parent = parent
-        self._num_allowed = num_warmup_steps
-        self._steps: list[dict[str, float]] = []
-        self._began = time.perf_counter()
-
-    def end_step(self, metrics: Metrics) -> None:
-        """Report; the step ends here. Leaves the run when the parent allows 0 steps."""
-        step_s = time.perf_counter() - self._began
-        reported = {key: metrics[name].value for key, name in _REPORTED.items()}
-        self._steps.append({"step": step_s, **reported})
-        if len(self._steps) == self._num_allowed:
-            self._parent.send(self._steps)
-            self._steps = []
-            self._num_allowed = self._parent.recv()
-            if not self._num_allowed:
-                raise SystemExit(0)
-        self._began = time.perf_counter()
-
-
 @dataclass(frozen=True)
 class GatedRecord(RunFolder):
     """Records as usual, all of it, and passes the gate after each step."""
@@ -57,22 +31,15 @@ class GatedRecord(RunFolder):
     gate: Gate = field(kw_only=True)
 
     def record(self, step: int, metrics: Metrics) -> None:
-        """Record and report."""
         super().record(step, metrics)
-        self.gate.end_step(metrics)
+        reported = {key: metrics[name].value for key, name in _REPORTED.items()}
+        if not self.gate.end_step({"step": self.gate.step_s, **reported}):
+            raise SystemExit(0)
 
 
 def main() -> None:
-    """Train under the parent's control until it says 0."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("settings", help="JSON: model, rows, sizes and optimizer")
-    parser.add_argument("overrides", nargs="*", help="of the configuration")
-    parser.add_argument("--connection", type=int, required=True, help="file descriptor")
-    options = parser.parse_args()
-    settings = json.loads(options.settings)
-    parent = Connection(options.connection)  # its end is the process's: an error is told by then
-    gate = Gate(parent, settings["num_warmup_steps"])
-    train_with(GatedRecord, [*overrides(settings), *options.overrides], gate=gate)
+    gate, settings, words = open_gate()
+    train_with(GatedRecord, [*overrides(settings), *words], gate=gate)
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:

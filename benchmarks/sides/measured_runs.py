@@ -60,7 +60,6 @@ def train_once(
 
 
 def write_rows(split: Split, folder: Path) -> Path:
-    """Write numbers to sort, a few of which are long."""
     source = random.Random(split)
     lines = []
     for index in range(_NUM_ROWS[split]):
@@ -91,7 +90,6 @@ class MeasuredRun:
         return 3600 * len(seconds) / sum(seconds)
 
     def mean(self, metric: str) -> float | None:
-        """Return the mean of a metric over the steps that have it; None: none has."""
         values = [one[metric] for one in self.steps[NUM_FIRST:] if metric in one]
         return sum(values) / len(values) if values else None
 

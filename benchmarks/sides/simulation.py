@@ -51,7 +51,6 @@ class HeavyTail:
     """Share of the variance that is between prompts; 0: responses to one prompt are independent."""
 
     def __call__(self, source: random.Random) -> list[int]:
-        """Draw the responses to one prompt."""
         of_prompt = math.sqrt(self.prompt_share) * source.gauss(0.0, 1.0)
         spread = math.sqrt(1.0 - self.prompt_share)
         logs = (of_prompt + spread * source.gauss(0.0, 1.0) for _ in range(self.num_responses))
@@ -67,7 +66,6 @@ class DecodeCost:
     per_response_s: float
 
     def step_s(self, num_open: int) -> float:
-        """Return the seconds of one step."""
         return self.fixed_s + num_open * self.per_response_s
 
 
@@ -129,7 +127,6 @@ class SimulatedEngine:
     """One engine; its seconds are those of the simulation."""
 
     def __init__(self, costs: Costs) -> None:
-        """Begin without responses."""
         self.num_assigned = 0
         """Responses of the groups that it was asked for and has not given back."""
         self.busy_s = 0.0
@@ -163,7 +160,6 @@ class SimulatedEngine:
         self._at_s = now_s
 
     def start(self, group: SimulatedGroup, version: int) -> None:
-        """Begin with all responses to a prompt; those without a slot wait."""
         self.num_assigned += len(group.lengths)
         self._waiting.extend((tokens, group) for tokens in group.lengths)
         self._fill(version)
@@ -221,12 +217,10 @@ class SimulatedEngines:
         return sum(engine.busy_s for engine in self._engines)
 
     def ask(self, group: SimulatedGroup) -> None:
-        """Put a group at the end of the queue."""
         self._queue.append(group)
         self._hand_out()
 
     def run_to(self, until_s: float) -> None:
-        """Decode until a time."""
         while self._end_next(until_s):
             pass
         self.now_s = max(self.now_s, until_s)

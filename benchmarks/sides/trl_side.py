@@ -5,16 +5,16 @@ Runs in TRL's own environment and imports nothing of hybridrl.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.sides.gate import Gate, open_gate
 
 
 class TimedTrainer(GRPOTrainer):
@@ -38,45 +38,33 @@ class TimedTrainer(GRPOTrainer):
         return result
 
 
-class Gate(TrainerCallback):
-    """Reports each step to the parent process and waits for its word after the last one allowed."""
+class PassesGate(TrainerCallback):
+    """Reports each step, and waits for the parent's word after the last one allowed."""
 
-    def __init__(self, parent: Connection, num_warmup_steps: int) -> None:
-        self.parent = parent
-        self.num_allowed = num_warmup_steps
-        self.steps: list[dict[str, float]] = []
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
         self.trainer: TimedTrainer | None = None
-        self._began = time.perf_counter()
         self._prepared_s = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
-        """Note when the prompts had been fetched."""
-        self._prepared_s = time.perf_counter() - self._began
+        self._prepared_s = self._gate.step_s  # the prompts had been fetched
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401
         """Report; the step ends here, after the optimizer."""
-        step_s = time.perf_counter() - self._began
-        trainer = self.trainer
+        step_s, trainer = self._gate.step_s, self.trainer
         assert trainer is not None
         metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-        self.steps.append(
-            {
-                "step": step_s,
-                "generate": trainer.generate_s,
-                "update": step_s - self._prepared_s - trainer.prepare_s,
-                "response_tokens": metrics["completions/mean_length"],
-                "prompt_tokens": trainer.prompt_tokens,
-                "reward": metrics["reward"],
-                "entropy": metrics["entropy"],
-            }
-        )
         trainer._metrics["train"].clear()
-        if len(self.steps) == self.num_allowed:
-            self.parent.send(self.steps)
-            self.steps = []
-            self.num_allowed = self.parent.recv()
-            control.should_training_stop = self.num_allowed == 0
-        self._began = time.perf_counter()
+        step = {
+            "step": step_s,
+            "generate": trainer.generate_s,
+            "update": step_s - self._prepared_s - trainer.prepare_s,
+            "response_tokens": metrics["completions/mean_length"],
+            "prompt_tokens": trainer.prompt_tokens,
+            "reward": metrics["reward"],
+            "entropy": metrics["entropy"],
+        }
+        control.should_training_stop = not self._gate.end_step(step)
 
 
 def exact_match(completions: list[str], answer: list[str], **_: object) -> list[float]:
@@ -86,26 +74,18 @@ def exact_match(completions: list[str], answer: list[str], **_: object) -> list[
 
 
 def main() -> None:
-    """Train under the parent's control until it says 0."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("settings", help="JSON: model, rows, sizes and optimizer")
-    parser.add_argument("extras", nargs="*", help="key=JSON, of GRPOConfig")
-    parser.add_argument("--connection", type=int, required=True, help="file descriptor")
-    options = parser.parse_args()
-    settings = json.loads(options.settings)
+    gate, settings, extras = open_gate()
     rows = [json.loads(line) for line in Path(settings["rows"]).read_text().splitlines()]
-    with Connection(options.connection) as parent:
-        gate = Gate(parent, settings["num_warmup_steps"])
-        trainer = TimedTrainer(
-            model=settings["model"],
-            processing_class=AutoTokenizer.from_pretrained(settings["model"]),
-            reward_funcs=exact_match,
-            train_dataset=Dataset.from_list(rows),
-            args=build_arguments(settings, read_extras(options.extras)),
-            callbacks=[gate],
-        )
-        gate.trainer = trainer
-        trainer.train()
+    callback = PassesGate(gate)
+    callback.trainer = TimedTrainer(
+        model=settings["model"],
+        processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+        reward_funcs=exact_match,
+        train_dataset=Dataset.from_list(rows),
+        args=build_arguments(settings, read_extras(extras)),
+        callbacks=[callback],
+    )
+    callback.trainer.train()
 
 
 def read_extras(words: list[str]) -> dict[str, Any]:

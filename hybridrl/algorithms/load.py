@@ -15,7 +15,7 @@ from hybridrl.config.functions.parts import PartKind
 from hybridrl.config.functions.signatures import SignatureError
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.errors import ConfigError, HybridRLError, TrainingError
-from hybridrl.import_file import import_file
+from hybridrl.processes.child import load_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _import_from_file(kind: PartKind, spelled: str) -> Callable[..., Any]:
     if not path.endswith(".py"):
         raise ConfigError(kind.key, spelled, f"{path} is not a Python file", "rename it to NAME.py")
     try:
-        function: Callable[..., Any] = vars(import_file(Path(path), prefix="hybridrl_part"))[name]
+        function: Callable[..., Any] = vars(load_module(path))[name]
     except Exception as error:
         rule = f"it cannot be imported: {type(error).__name__}: {error}"
         raise ConfigError(kind.key, spelled, rule, f"correct {path}") from error

@@ -21,7 +21,7 @@ from hybridrl.config.functions.paths import split_function
 from hybridrl.data.parsing import Columns, RawRow, Record, name_column, parse
 from hybridrl.data.rows import Malformed, Row
 from hybridrl.errors import DataError, shown
-from hybridrl.import_file import import_file
+from hybridrl.processes.child import load_module
 
 _MAX_PROBLEMS_SHOWN = 20
 _STATE = "state.json"  # the file by which a folder is known as a data set on disk
@@ -257,7 +257,7 @@ def _call_function(path: Path, name: str, *, key: str) -> Iterator[Record]:
     It takes no argument and yields dictionaries, always the same in the same order.
     """
     try:
-        function = vars(import_file(path, prefix="hybridrl_rows")).get(name)
+        function = vars(load_module(str(path))).get(name)
         if not callable(function):
             raise AttributeError(f"there is no function {name!r}")
         rows: Iterable[object] = function()

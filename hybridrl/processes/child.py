@@ -111,7 +111,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 def load_module(path: str) -> ModuleType:
     """Import a file, once."""
-    module_name = f"user_file_{path}"
+    module_name = f"user_file_{os.path.abspath(path)}"
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, path)
@@ -119,7 +119,11 @@ def load_module(path: str) -> ModuleType:
             raise ImportError(f"{path} is not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module  # dataclasses and pickle look their module up
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]  # else the next call would return it half made
+            raise
     return module
 
 

@@ -6,11 +6,13 @@ import faulthandler
 import logging
 import os
 import secrets
+import select
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import ray
@@ -21,8 +23,8 @@ from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import ResourceError, shorten
-from hybridrl.run.supervise import ended_with_ray
-from hybridrl.single_controller.head import require_head
+from hybridrl.processes import guard
+from hybridrl.single_controller.actors import require_head
 from hybridrl.trainer.interrupt import hangups_ignored
 
 log = logging.getLogger(__name__)
@@ -219,3 +221,40 @@ def _warn_of_readers(path: Path) -> None:
             "others may read %s (mode %o), and run code as you wherever Ray runs; chmod 600 %s",
             *(path, mode, path),
         )
+
+
+RAY_PROCESSES = ("gcs_server", "raylet")
+"""Processes that a Ray on one machine needs."""
+
+
+@contextmanager
+def ended_with_ray() -> Iterator[None]:
+    """End this process, with status 1 and no exception, if a process of its Ray ends in the block.
+
+    Ray does the same from C++, 0 to 60 s after the raylet beside the driver is gone (Ray 2.60).
+    Until then calls fail, and workers would be started again in a cluster that is ending.
+    Leave the block before ``ray.shutdown()``.
+    """
+    names = {pid: guard.process_name(pid) for pid in guard.descendants()}
+    watched = {os.pidfd_open(pid): name for pid, name in names.items() if name in RAY_PROCESSES}
+    stop = os.eventfd(0)
+    thread = Thread(target=_watch, args=(watched, stop), name="ray processes", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.eventfd_write(stop, 1)
+        thread.join()
+        for descriptor in (*watched, stop):
+            os.close(descriptor)
+
+
+def _watch(watched: Mapping[int, str], stop: int) -> None:
+    poll = select.poll()
+    for descriptor in (*watched, stop):
+        poll.register(descriptor, select.POLLIN)
+    ended = {descriptor for descriptor, _ in poll.poll()}
+    if stop not in ended:
+        names = " and ".join(sorted(watched[descriptor] for descriptor in ended))
+        log.error("Ray's %s ended: it was killed, or ran out of memory; the driver ends", names)
+        os._exit(1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,7 +38,7 @@ from hybridrl.trainer.build_algorithm import (
 )
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
-from hybridrl.trainer.loop import MAX_SKIPPED, Loop, StepRecorder, UpdateGuard
+from hybridrl.trainer.loop import MAX_SKIPPED, Loop, UpdateGuard
 from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.reward import EarlyRewards, TextReward
 from hybridrl.trainer.reward_models import (
@@ -72,14 +72,6 @@ class Training:
     """The coefficient of the KL penalty, which may change from step to step."""
 
 
-class ProgressRecorder(StepRecorder, Protocol):
-    """Receives the numbers of a run, and how far a phase is."""
-
-    def progress(self, text: str) -> None:
-        """Show how far the phase is."""
-        ...
-
-
 @contextmanager
 def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterator[Training]:
     """Load rows, tokenizer and reward function of a reinforcement-learning run.
@@ -89,7 +81,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
     require_usable_agent(config.agent, tokenizer, stop_token_ids=stop_token_ids)
-    train_rows = load_train_rows(config, tokenizer, on_progress=record.progress)
+    train_rows = load_train_rows(config, tokenizer, on_progress=record.live.progress)
     config = within_epochs(config, len(train_rows.rows))
     recording = open_recording(config, folder)
     source = PromptSource(
@@ -135,7 +127,8 @@ class _ReinforcementLearning:
         rollouts = self._rollouts_of(workers)
         batches = self._batches_of(workers, rollouts)
         algorithm_of = self._algorithm_of(workers, rollouts, batches)
-        samples = self._sample_taker("train")
+        num_samples = config.tracking.num_samples_per_step
+        samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="train")
 
         def take_step(step: int) -> Metrics:
             rollouts.begin(step, "train")
@@ -158,7 +151,8 @@ class _ReinforcementLearning:
         return Loop(
             take_step=take_step,
             evaluate=self._evaluation_with(workers),
-            recorder=self.record,
+            begin_step=self.record.live.begin_step,
+            record=self.record.record,
             num_steps=config.trainer.num_steps,
             eval_every=config.eval.every_num_steps,
             guard=UpdateGuard(max_skipped=MAX_SKIPPED),
@@ -177,7 +171,7 @@ class _ReinforcementLearning:
         if config.oversamples:
             return OversampledBatches(
                 source=self.source,
-                engines=rollouts,
+                engines=rollouts.engines,
                 num_prompts=trainer.num_prompts_per_step,
                 num_open=config.num_open_prompts,
                 num_engines=num_rollout_engines(config),
@@ -185,17 +179,13 @@ class _ReinforcementLearning:
             )
         return DrawnBatches(
             draw=lambda: self.recording.draw(self.source),
-            engines=rollouts,
-            while_sampling=rollouts.while_sampling,
+            engines=rollouts.engines,
+            while_sampling=rollouts.reward.while_sampling,
         )
 
     def _rollouts_of(self, workers: Workers) -> Rollouts:
         reward = self.reward_of(workers)
         return self.recording.rollouts_of(cast(Policy, workers["actor"]), reward)
-
-    def _sample_taker(self, split: Literal["train", "eval"]) -> SampleTaker:
-        num_samples = self.config.tracking.num_samples_per_step
-        return SampleTaker(self.tokenizer, num_samples=num_samples, split=split)
 
     def _algorithm_of(
         self, workers: Workers, rollouts: Rollouts, batches: Batches
@@ -206,7 +196,7 @@ class _ReinforcementLearning:
             log.warning(note)
         given = Ingredients(
             policy=cast(Policy, workers["actor"]),
-            engines=rollouts,
+            engines=rollouts.engines,
             batches=batches,
             sampling=SamplingParams(
                 num_responses_per_prompt=rollout.num_responses_per_prompt,
@@ -216,9 +206,9 @@ class _ReinforcementLearning:
                 top_k=rollout.top_k,
                 stop_token_ids=self.stop_token_ids,
             ),
-            reward=rollouts,
+            reward=rollouts.reward,
             kl=self.kl,
-            on_phase=self.record.phase,
+            on_phase=self.record.live.phase,
         )
         if "critic" in workers:
             return build_actor_critic(self.config, given, cast(Critic, workers["critic"]))
@@ -230,11 +220,14 @@ class _ReinforcementLearning:
             return lambda step: {}
         rollouts = self._rollouts_of(workers)
         policy = cast(Policy, workers["actor"])
-        evaluator = build_evaluator(self.config, rollouts, rollouts, self.tokenizer, policy)
-        samples = self._sample_taker("eval")
+        evaluator = build_evaluator(
+            self.config, rollouts.engines, rollouts.reward, self.tokenizer, policy
+        )
+        num_samples = self.config.tracking.num_samples_per_step
+        samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="eval")
 
         def evaluate(step: int) -> Metrics:
-            self.record.phase("evaluate")
+            self.record.live.phase("evaluate")
             rollouts.begin(step, "eval")
             reports, metrics = evaluator.evaluate(self.held_out)
             for report in reports:

@@ -1,28 +1,70 @@
-"""Everything that a run writes and shows: its folder, its trackers, its live view, its end."""
+"""Everything that a run writes and shows: its folder, its trackers, its live view, its end.
+
+A crash leaves a post-mortem, ``RUN_DIR/postmortem/TIME``:
+
+``what.txt``            the error, the position of the run, ends of processes, a line per rank
+``stacks.txt``          stacks of all threads, of the driver and of every rank
+``log_tail.txt``        last lines of log.txt, and of each rank's output
+``memory.csv``          memory of each rank over the last minutes
+``versions.txt``        software and machine
+``config.yaml``         the resolved configuration
+``metrics_tail.jsonl``  the last steps
+
+It appears complete or not at all, and no failure to write it hides the error.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
+import platform
 import shlex
+import shutil
 import socket
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from statistics import fmean
 
+import hybridrl
 from hybridrl import log
+from hybridrl.atomic_io import free_name, rename_into_place
+from hybridrl.checkpoint.fingerprint import processor_name
 from hybridrl.checkpoint.store import CheckpointStore, RunState
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.diagnostics import trace
+from hybridrl.diagnostics import activity, trace
+from hybridrl.diagnostics.process_report import RankReport, reports_on
 from hybridrl.diagnostics.trace_file import join_traces
+from hybridrl.errors import (
+    ConfigError,
+    ConfigErrors,
+    DataError,
+    ModelError,
+    ResourceError,
+    RunFolderError,
+    TrackerError,
+    is_restartable,
+)
 from hybridrl.metrics import Metrics
 from hybridrl.report.page import try_machine, try_report
 from hybridrl.report.run import SCORES, History, Series
 from hybridrl.run.display import LiveView, format_duration, format_value, open_live
-from hybridrl.run.postmortem import is_crash, write_postmortem
-from hybridrl.run.run_folder import LOG, RunLogger, SampleRow, last_step, read_metrics
+from hybridrl.run.run_folder import (
+    CONFIG,
+    LOG,
+    METRICS,
+    RunLogger,
+    SampleRow,
+    last_step,
+    read_metrics,
+)
 from hybridrl.trainer.interrupt import RunStopped
 
 _logger = logging.getLogger(__name__)
@@ -40,18 +82,6 @@ class RunFolder:
     def folder(self) -> Path:
         """The run folder."""
         return self.run_log.folder
-
-    def phase(self, name: str) -> None:
-        """Show the phase that begins."""
-        self.live.phase(name)
-
-    def progress(self, text: str) -> None:
-        """Show how far the phase is."""
-        self.live.progress(text)
-
-    def begin_step(self, step: int) -> None:
-        """Show the step that begins."""
-        self.live.begin_step(step)
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep and show the metrics of one step."""
@@ -235,3 +265,149 @@ def _describe_score(series: Series, name: str, best_of: Callable[[Sequence[float
     best, step = series.best(best_of)
     ends = f"{format_value(values[0])} -> {format_value(values[-1])}"
     return f"{ends}, best {format_value(best)} after step {step}"
+
+
+_MAX_FILE_CHARACTERS = 8 * 2**20
+_TAIL_LINES = 200
+_NUM_METRIC_LINES = 20
+_PACKAGES = (
+    *("torch", "ray", "transformers", "tensordict", "numpy", "peft", "safetensors"),
+    *("sglang", "torch_memory_saver"),
+)
+_SELF_EXPLAINING = (
+    ConfigError,
+    ConfigErrors,
+    DataError,
+    ModelError,
+    ResourceError,
+    RunFolderError,
+    TrackerError,
+    SystemExit,
+    GeneratorExit,
+)
+
+
+def is_crash(error: BaseException) -> bool:
+    """Whether ``error`` needs a post-mortem: a refusal explains itself."""
+    return not isinstance(error, _SELF_EXPLAINING)
+
+
+def write_postmortem(
+    run_folder: Path, error: BaseException, *, where: str, limit_s: float = 5.0
+) -> str:
+    """Write the folder, within ``limit_s`` seconds; return its path, or why it is missing.
+
+    ``where`` is the step and phase of the run.
+    """
+    outcome = [f"not written, {run_folder} did not take it within {limit_s:g} s"]
+
+    def attempt() -> None:
+        try:
+            outcome[0] = str(_write(run_folder, error, where))
+        except OSError as failure:
+            outcome[0] = f"not written, {failure}"
+
+    # In a thread that may be left behind: a write to a lost disk never returns.
+    thread = threading.Thread(target=attempt, daemon=True, name="post-mortem")
+    thread.start()
+    thread.join(limit_s)
+    return outcome[0]
+
+
+def _write(run_folder: Path, error: BaseException, where: str) -> Path:
+    parent = run_folder / "postmortem"
+    parent.mkdir(exist_ok=True)
+    # Of this process alone: two that crash in one folder use different names.
+    partial = parent / f".partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    ranks = reports_on(error)
+    texts = {
+        "what.txt": _describe(error, where, ranks),
+        "stacks.txt": _sections(
+            ("the driver, after the error was raised", _own_stacks()),
+            *((rank.describe(), rank.stacks or "none\n") for rank in ranks),
+        ),
+        "log_tail.txt": _sections(
+            (LOG, _tail(run_folder / LOG, _TAIL_LINES)),
+            *((rank.describe(), rank.log_tail or "nothing\n") for rank in ranks),
+        ),
+        "memory.csv": _memory_table(ranks),
+        "versions.txt": describe_versions(),
+        CONFIG: _read(run_folder / CONFIG),
+        "metrics_tail.jsonl": _tail(run_folder / METRICS, _NUM_METRIC_LINES),
+    }
+    try:
+        for name, text in texts.items():
+            shortened = text[:_MAX_FILE_CHARACTERS]
+            (partial / name).write_text(shortened, encoding="utf-8", errors="replace")
+        # A name may be taken: the clock may have been set back.
+        target = free_name(parent / time.strftime("%Y-%m-%d_%H-%M-%S"))
+        rename_into_place(partial, target)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+def _describe(error: BaseException, where: str, ranks: Sequence[RankReport]) -> str:
+    lines = [
+        *traceback.format_exception_only(error),
+        f"\nwhere:       {where}",
+        f"when:        {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
+        f"driver:      pid {os.getpid()} on {socket.gethostname()}",
+        f"restartable: {'yes' if is_restartable(error) else 'no'}",
+        "\nranks, before they were stopped:",
+        *(f"  {rank.describe()}" for rank in ranks),
+        "\n",
+    ]
+    return "\n".join(lines) + "".join(traceback.format_exception(error))
+
+
+def _sections(*titled_texts: tuple[str, str]) -> str:
+    return "".join(f"==== {title}\n{text}\n" for title, text in titled_texts)
+
+
+def _memory_table(ranks: Sequence[RankReport]) -> str:
+    lines = ["process,host,seconds,resident_bytes,shared_memory_used_bytes"]
+    lines += [f"driver,{socket.gethostname()},0.0,{activity.resident_bytes()},"]
+    lines += [
+        f"rank {rank.rank},{rank.host},{-age_s:.1f},{resident},{shared}"
+        for rank in ranks
+        for age_s, resident, shared in rank.memory
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def describe_versions() -> str:
+    """Return a line for each package and machine property that results may depend on."""
+    lines = [f"hybridrl {hybridrl.__version__}", f"python {sys.version.split()[0]}"]
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            lines.append(f"{package} {metadata.version(package)}")
+    lines += [
+        f"platform {platform.platform()}",
+        f"processor {processor_name()}, {os.cpu_count()} CPUs",
+    ]
+    driver = _read(Path("/proc/driver/nvidia/version")).splitlines()
+    return "\n".join([*lines, *driver[:1]]) + "\n"
+
+
+def _own_stacks() -> str:
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end, errors="replace") as reader, os.fdopen(write_end, "wb") as writer:
+        os.set_blocking(write_end, False)  # past 64 KiB the other bytes are dropped
+        faulthandler.dump_traceback(writer, all_threads=True)
+        writer.close()
+        return reader.read()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _tail(path: Path, num_lines: int) -> str:
+    return "".join(_read(path).splitlines(keepends=True)[-num_lines:])

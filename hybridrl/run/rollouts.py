@@ -11,16 +11,15 @@ from hybridrl.checkpoint.fingerprint import folder_fingerprints, own_fingerprint
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.errors import ReplayError, first_of
-from hybridrl.run.resume import newest_step
+from hybridrl.run.checkpoints import newest_step
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.rollout_files import CallFacts, RolloutFiles, Split, name_of
 from hybridrl.trainer.rollouts import (
-    Dump,
+    DumpedRollouts,
     Origin,
     ReplayedRollouts,
     Rollouts,
-    SampledRollouts,
     head_and_tail,
     require_same_origin,
 )
@@ -39,12 +38,15 @@ _SPLITS: tuple[Split, Split] = ("train", "eval")
 class Recording:
     """Samples all rollouts; with ``rollout.dump`` they are written to the run folder."""
 
-    def __init__(self, dump: Dump | None = None) -> None:
+    def __init__(self, dump: tuple[RolloutFiles, Origin] | None = None) -> None:
         self._dump = dump
 
     def rollouts_of(self, engines: Generates, reward: Reward) -> Rollouts:
         """Return the responses of these engines, with these scores."""
-        return SampledRollouts(engines, reward, self._dump)
+        if self._dump is None:
+            return Rollouts(engines, reward)
+        dumped = DumpedRollouts(engines, reward, *self._dump)
+        return Rollouts(dumped, dumped, dumped.begin)
 
     def num_prompts(self, config: ExperimentConfig) -> int:
         """Return the number of prompts that one draw takes from the source."""
@@ -78,7 +80,8 @@ class Replay(Recording):
 
     def rollouts_of(self, engines: Generates, reward: Reward) -> Rollouts:
         """Return the recorded responses."""
-        return ReplayedRollouts(reward, self._files, self._origin)
+        replayed = ReplayedRollouts(reward, self._files, self._origin)
+        return Rollouts(replayed, replayed, replayed.begin)
 
     def num_prompts(self, config: ExperimentConfig) -> int:
         """Return the number of prompts that one draw of the recorded run took."""
@@ -102,7 +105,7 @@ def open_recording(config: ExperimentConfig, model_folder: Path) -> Recording:
     if not rollout.dump:
         return Recording()
     files = RolloutFiles(Path(config.trainer.run_dir).absolute() / FOLDER)
-    return Recording(Dump(files, _origin_of(config, model_folder)))
+    return Recording((files, _origin_of(config, model_folder)))
 
 
 def _open_replay(config: ExperimentConfig, files: RolloutFiles, origin: Origin) -> Recording:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 _MIN_DIGITS = 2  # of one digit all numbers are seen in training
 
 
-_Tokenized = TypeVar("_Tokenized", bound=TokenizedRow)
+_Tokenized = TypeVar("_Tokenized")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@
 ``trace.json``     activities of driver and ranks, for ui.perfetto.dev; made of ``trace/``
 ``machine.json``   host, processor, memory and GPUs of the driver
 ``report.html``    a page about the run, made at the end or by ``python -m hybridrl.report FOLDER``
-``postmortem/``    files of a crash, see ``run/postmortem.py``
+``postmortem/``    files of a crash, see ``run/record.py``
 ``tensorboard/``   the same metrics as events, if that tracker is on
 ``checkpoints/``   see ``hybridrl/checkpoint``
 """

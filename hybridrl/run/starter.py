@@ -10,7 +10,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -37,7 +37,8 @@ from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import starter_tower
 from hybridrl.models.image_settings import PROCESSOR, STARTER_PROCESSOR, STARTER_VISION_TOKENS
-from hybridrl.run.modes.offline import open_sft
+from hybridrl.run.display import LiveView
+from hybridrl.run.modes.offline import open_offline
 from hybridrl.run.record import RunFolder
 from hybridrl.run.workers import start_workers
 from hybridrl.trainer.policy import Learner
@@ -53,25 +54,20 @@ _PACKAGE = Path(hybridrl.__file__).parent
 _CODE = (
     *("data/sampler.py", "data/starter_tokenizer.py", "data/examples.py", "data/tasks.py"),
     *("data/drawn_numbers.py", "models/seeing.py"),
-    *("run/modes/offline.py", "run/rows.py", "run/starter.py", "trainer/offline.py"),
+    *("run/modes/offline.py", "run/rows.py", "run/starter.py"),
     *("workers/train/optimizer.py",),
 )
 """Versions that decide a starter's weights: another version makes another starter."""
 
 
 def find_model(config: ExperimentConfig, record: RunFolder) -> Path:
-    """Return the folder of the initial model; make the starter if ``model.path`` is null."""
+    """Return the folder of the initial model; make the starter if ``model.path`` is null.
+
+    Made models are in the cache. A signal during the warm-up ends the run, and it is not there.
+    """
+    starter, cache = config.model.starter, env.cache_dir()
     if config.model.path is not None:
         return Path(config.model.path)
-    return ensure_starter(config, cache=env.cache_dir(), record=record)
-
-
-def ensure_starter(config: ExperimentConfig, *, cache: Path, record: RunFolder) -> Path:
-    """Return the folder of the made model; make it if the cache does not hold it.
-
-    A signal during the warm-up ends the run, and the cache does not hold the model.
-    """
-    starter = config.model.starter
     if starter is None:
         raise ConfigError(
             "model.path",
@@ -240,9 +236,15 @@ def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, targe
     that the first policy-gradient steps throw it out (exact match .43 -> .11 in 20 steps at lr
     5e-5, with TRL alike). From the noisy floor of a constant rate it learns at once.
     """
-    record.phase(f"{_LABEL}: start workers")
+    record.live.phase(f"{_LABEL}: start workers")
+
+    def show(step: int, metrics: Metrics) -> None:
+        loss = metrics["loss/supervised_nats"].value
+        record.live.phase(f"{_LABEL}: step {step}/{config.num_steps}, loss {loss:.3f} nats")
+
     with start_workers(config, folder) as workers:
-        training = open_sft(config, folder, _WarmupRecorder(record, config.num_steps))
+        # One phase of the run: a view of its own, which shows nothing, gets its phases and steps.
+        training = open_offline(config, folder, LiveView(config.num_steps), show)
         loop = training.loop_of(workers)
         try:
             loop.run()
@@ -252,26 +254,5 @@ def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, targe
                 f"model.starter.warmup_lr={config.actor.optimizer.lr:g}"
             ) from error
         loop.interrupt.raise_if_unfinished()  # a half-taught model must not be kept
-        record.phase(f"{_LABEL}: export")
+        record.live.phase(f"{_LABEL}: export")
         cast(Learner, workers["actor"]).export_hf(target)
-
-
-@dataclass(frozen=True, slots=True)
-class _WarmupRecorder:
-    """Shows the warm-up as one phase of the run; keeps nothing."""
-
-    run: RunFolder
-    num_steps: int
-
-    def phase(self, name: str) -> None:
-        """Do nothing: `record` says how far it is."""
-
-    def progress(self, text: str) -> None:
-        """Do nothing, likewise."""
-
-    def begin_step(self, step: int) -> None:
-        """Do nothing, likewise."""
-
-    def record(self, step: int, metrics: Metrics) -> None:
-        loss = metrics["loss/supervised_nats"].value
-        self.run.phase(f"{_LABEL}: step {step}/{self.num_steps}, loss {loss:.3f} nats")

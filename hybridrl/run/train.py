@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,13 +14,19 @@ from hybridrl.checkpoint.store import RunFingerprint, RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.rows import SamplerState
 from hybridrl.models.load import require_usable_model
-from hybridrl.run.checkpoints import Checkpointer, Saver
+from hybridrl.run.checkpoints import (
+    Checkpointer,
+    Saver,
+    check_resumable,
+    checkpoint_store,
+    newest_step,
+    run_fingerprint,
+)
+from hybridrl.run.launch import with_restarts
 from hybridrl.run.loops import Training, open_rl
-from hybridrl.run.modes.offline import OPEN_OFFLINE
+from hybridrl.run.modes.offline import open_offline
 from hybridrl.run.record import RunFolder
-from hybridrl.run.resume import check_resumable, checkpoint_store, newest_step, run_fingerprint
 from hybridrl.run.starter import find_model
-from hybridrl.run.supervise import with_restarts
 from hybridrl.run.workers import start_workers
 from hybridrl.trainer.loop import Loop
 from hybridrl.trainer.policy import Learner
@@ -35,51 +41,87 @@ def train(config: ExperimentConfig, *, record: RunFolder) -> None:
     appear before a worker starts. Lost workers are started again.
     """
     folder = find_model(config, record)
-    record.phase("load data")
+    record.live.phase("load data")
     require_usable_model(folder)
-    opens = OPEN_OFFLINE.get(config.mode)
     opened: AbstractContextManager[Training] = (
-        open_rl(config, folder, record)
-        if opens is None
-        else nullcontext(opens(config, folder, record))
+        nullcontext(open_offline(config, folder, record.live, record.record))
+        if config.offline
+        else open_rl(config, folder, record)
     )
     with opened as training:
         origin = run_fingerprint(config, folder)
         check_resumable(config, origin, rows=training.stream.state())
         record.live.num_steps = training.config.num_steps
         with_restarts(
-            lambda: _train_once(training.config, folder, training, origin=origin, record=record),
+            _Run(training, folder, origin, record).attempt,
             explain=record.explain,
             newest_step=lambda: newest_step(config),
             max_in_a_row=config.checkpoint.max_restarts,
         )
 
 
-def _train_once(
-    config: ExperimentConfig,
-    folder: Path,
-    training: Training,
-    *,
-    origin: RunFingerprint,
-    record: RunFolder,
-) -> None:
-    """Start workers, resume from the newest checkpoint, run to the end, and export."""
-    record.phase("start workers")
-    with start_workers(config, folder) as workers:
-        loop = training.loop_of(workers)
-        savers = {role: cast(Saver, group) for role, group in workers.items()}
-        with loop.interrupt.listening():  # until everything is written
-            has_learnt = _run_resumable(
-                config, loop, training, savers, origin=origin, record=record
+@dataclass(frozen=True, slots=True)
+class _Run:
+    training: Training
+    model_folder: Path
+    origin: RunFingerprint
+    record: RunFolder
+
+    def attempt(self) -> None:
+        """Start workers, resume from the newest checkpoint, run to the end, and export."""
+        config, record = self.training.config, self.record
+        record.live.phase("start workers")
+        with start_workers(config, self.model_folder) as workers:
+            loop = self.training.loop_of(workers)
+            with loop.interrupt.listening():  # until everything is written
+                savers = {role: cast(Saver, group) for role, group in workers.items()}
+                has_learnt = self._run_resumable(loop, savers)
+                if config.exports_model:
+                    record.live.phase("export")
+                    actor = cast(Learner, workers["actor"])
+                    target = record.folder.absolute()  # ranks have a working folder of their own
+                    _export(actor.export_hf, target / "hf", is_new=has_learnt)
+                    if config.lora.enabled:
+                        _export(actor.export_adapter, target / "adapter", is_new=has_learnt)
+        loop.interrupt.raise_if_unfinished()
+
+    def _run_resumable(self, loop: Loop, savers: Mapping[str, Saver]) -> bool:
+        """Run ``loop`` from the newest complete checkpoint, or from the beginning, and save.
+
+        Returns whether a step was done: a finished run has no steps left.
+        """
+        config, record = self.training.config, self.record
+        stream, kl = self.training.stream, self.training.kl
+
+        def capture(step: int) -> RunState:
+            return RunState(
+                step=step,
+                sampler=stream.state(),
+                num_skipped=loop.guard.num_skipped,
+                elapsed_s=record.run_log.elapsed_s,
+                log_sizes=record.run_log.sizes(),
+                kl_coefficient=None if kl is None else kl.value,
             )
-            if config.exports_model:
-                record.phase("export")
-                actor = cast(Learner, workers["actor"])
-                target = record.folder.absolute()  # ranks have a working folder of their own
-                _export(actor.export_hf, target / "hf", is_new=has_learnt)
-                if config.lora.enabled:
-                    _export(actor.export_adapter, target / "adapter", is_new=has_learnt)
-    loop.interrupt.raise_if_unfinished()
+
+        store = checkpoint_store(config)
+        checkpointer = Checkpointer(
+            store, savers, config=config.checkpoint, origin=self.origin, capture=capture
+        )
+        record.live.phase("resume")
+        run = checkpointer.restore()
+        fingerprint = stream.state().fingerprint
+        sampler = SamplerState(0, fingerprint) if run is None else run.sampler
+        stream.restore(replace(sampler, fingerprint=fingerprint))  # other rows: accepted earlier
+        loop.guard.num_skipped = 0 if run is None else run.num_skipped
+        if kl is not None:
+            kl.restore(None if run is None else run.kl_coefficient)
+        record.rewind(run)
+        num_done = 0 if run is None else run.step
+        if run is not None:
+            log.info("going on from the checkpoint of step %d", num_done)
+        with checkpointer.completed_after_errors():
+            loop = replace(loop, save=checkpointer.after_step, first_step=num_done + 1)
+            return loop.run() > num_done
 
 
 def _export(write: Callable[[Path], object], folder: Path, *, is_new: bool) -> None:
@@ -89,48 +131,3 @@ def _export(write: Callable[[Path], object], folder: Path, *, is_new: bool) -> N
             return
         shutil.rmtree(folder)
     write(folder)
-
-
-def _run_resumable(
-    config: ExperimentConfig,
-    loop: Loop,
-    training: Training,
-    savers: Mapping[str, Saver],
-    *,
-    origin: RunFingerprint,
-    record: RunFolder,
-) -> bool:
-    """Run ``loop`` from the newest complete checkpoint, or from the beginning, and save.
-
-    Returns whether a step was done: a finished run has no steps left.
-    """
-    stream, kl = training.stream, training.kl
-
-    def capture(step: int) -> RunState:
-        return RunState(
-            step=step,
-            sampler=stream.state(),
-            num_skipped=loop.guard.num_skipped,
-            elapsed_s=record.run_log.elapsed_s,
-            log_sizes=record.run_log.sizes(),
-            kl_coefficient=None if kl is None else kl.value,
-        )
-
-    checkpointer = Checkpointer(
-        checkpoint_store(config), savers, config=config.checkpoint, origin=origin, capture=capture
-    )
-    record.phase("resume")
-    run = checkpointer.restore()
-    fingerprint = stream.state().fingerprint
-    sampler = SamplerState(0, fingerprint) if run is None else run.sampler
-    stream.restore(replace(sampler, fingerprint=fingerprint))  # other rows were accepted earlier
-    loop.guard.num_skipped = 0 if run is None else run.num_skipped
-    if kl is not None:
-        kl.restore(None if run is None else run.kl_coefficient)
-    record.rewind(run)
-    num_done = 0 if run is None else run.step
-    if run is not None:
-        log.info("going on from the checkpoint of step %d", num_done)
-    with checkpointer.completed_after_errors():
-        loop = replace(loop, save=checkpointer.after_step, first_step=num_done + 1)
-        return loop.run() > num_done

@@ -26,14 +26,13 @@ from hybridrl.single_controller.payload import (
     register_payload,
     register_reducer,
 )
-from hybridrl.single_controller.remote_call import Future
 from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.worker import (
     RayClassWithInitArgs,
     Worker,
     create_colocated_worker_cls,
 )
-from hybridrl.single_controller.worker_group import RayWorkerGroup, WorkerGroup
+from hybridrl.single_controller.worker_group import Future, RayWorkerGroup, WorkerGroup
 
 __all__ = [
     "Dispatch",

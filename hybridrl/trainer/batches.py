@@ -16,13 +16,8 @@ from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.policy import Exchanges, Generates
 
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """P prompts, and G responses to each, adjacent: B = P * G rows."""
-
-    task: PromptStep
-    rollouts: RolloutBatch
+Sampled = tuple[PromptStep, RolloutBatch]
+"""P prompts, and G responses to each, adjacent: B = P * G rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,7 @@ class DrawnBatches:
         """Draw, and sample with the newest weights."""
         task = self.draw()
         with self.while_sampling(task, sampling) as reported:
-            return Sampled(task, self.engines.generate(task.prompts, reported))
+            return task, self.engines.generate(task.prompts, reported)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,7 +106,7 @@ class _OpenBatches:
     def take(self, rollouts: RolloutBatch, sampling: SamplingParams) -> Sampled:
         """Close the prompts of these responses."""
         first_B = rollouts.prompt_index_B[:: sampling.num_responses_per_prompt]
-        return Sampled(self.source.open.take(first_B.tolist()), rollouts)
+        return self.source.open.take(first_B.tolist()), rollouts
 
 
 @dataclass(kw_only=True, slots=True)

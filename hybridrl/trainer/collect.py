@@ -18,7 +18,7 @@ from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller.payload import concat_rows
-from hybridrl.trainer.batches import Batches, Sampled, ScoredRollouts
+from hybridrl.trainer.batches import Batches, ScoredRollouts
 from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.step_metrics import Clock
 
@@ -121,19 +121,18 @@ class Collector:
 
     def _sample(self, clock: Clock) -> ScoredRollouts:
         with clock("generate"):
-            sampled = self.batches(self.sampling)
-        return self._score(sampled, clock)
+            task, rollouts = self.batches(self.sampling)
+        return self._score(task, rollouts, clock)
 
     def _greedy(self, task: PromptStep, clock: Clock) -> ScoredRollouts:
         greedy = replace(self.sampling, num_responses_per_prompt=1, temperature=0.0)
         with clock("generate"), self.reward.while_sampling(task, greedy) as reported:
-            sampled = Sampled(task, self.policy.generate(task.prompts, reported))
-        return self._score(sampled, clock)
+            rollouts = self.policy.generate(task.prompts, reported)
+        return self._score(task, rollouts, clock)
 
-    def _score(self, sampled: Sampled, clock: Clock) -> ScoredRollouts:
+    def _score(self, task: PromptStep, rollouts: RolloutBatch, clock: Clock) -> ScoredRollouts:
         with clock("reward"):
-            scores = self.reward(sampled.rollouts, sampled.task)
-        return ScoredRollouts(sampled.task, sampled.rollouts, scores)
+            return ScoredRollouts(task, rollouts, self.reward(rollouts, task))
 
 
 def _kept_rows(scored: ScoredRollouts, keep: Part | None) -> Tensor:
@@ -157,8 +156,6 @@ def _num_groups(kept: Sequence[Tensor], scored: ScoredRollouts) -> int:
 
 
 def _join(rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
-    if len(rounds) == 1:
-        return rounds[0]
     return ScoredRollouts(
         PromptStep.join([scored.task for scored in rounds]),
         concat_rows([scored.rollouts for scored in rounds]),

@@ -64,7 +64,7 @@ class Interrupt:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Catch the first SIGINT, SIGTERM or SIGHUP; a second one interrupts at once."""
-        with _handled_by(self._on_signal):
+        with handled_by(self._on_signal):
             yield
 
     def note_unfinished(self) -> None:
@@ -109,21 +109,22 @@ def ended_by_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[N
             on_signal()
             raise RunInterrupted(number)
 
-    with _handled_by(interrupt):
+    with handled_by(interrupt):
         yield
 
 
 @contextmanager
 def hangups_ignored() -> Iterator[None]:
     """Have processes that start in the block outlive the terminal: this one ends them in order."""
-    with _handled_by(signal.SIG_IGN, (signal.SIGHUP,)):
+    with handled_by(signal.SIG_IGN, (signal.SIGHUP,)):
         yield
 
 
 @contextmanager
-def _handled_by(
+def handled_by(
     handler: _Handler | signal.Handlers, signals: Sequence[signal.Signals] = SIGNALS
 ) -> Iterator[None]:
+    """Handle signals in the block; those that are ignored under nohup stay so."""
     if threading.current_thread() is not threading.main_thread():  # it alone gets signals
         yield
         return

@@ -17,29 +17,11 @@ log = logging.getLogger(__name__)
 _SKIPPED = ("policy/skipped_updates", "critic/skipped_updates")
 
 
-class StepRecorder(Protocol):
-    """Receives the numbers of a run."""
-
-    def phase(self, name: str) -> None:
-        """Announce a phase."""
-
-    def begin_step(self, step: int) -> None:
-        """Announce the begin of a step, counted from 1."""
-
-    def record(self, step: int, metrics: Metrics) -> None:
-        """Keep the metrics of one step; step 0 is before the first update."""
-
-
 class Save(Protocol):
     """Saves the state with which a run resumes; see ``Checkpointer.after_step``."""
 
     def __call__(self, step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
         """Save if it is due; return the metrics of the save."""
-
-
-def no_save(step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
-    """Keep nothing: for work that is repeated rather than resumed."""
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +34,20 @@ class Loop:
     evaluate: Callable[[int], Metrics]
     """Evaluates after step n; 0 is before the first."""
 
-    recorder: StepRecorder
+    begin_step: Callable[[int], None]
+    """Announces step n."""
+
+    record: Callable[[int, Metrics], None]
+    """Keeps the metrics of step n; 0 is before the first update."""
+
     num_steps: int
     eval_every: int
     """Steps between evaluations; 0 is never."""
 
     guard: UpdateGuard
-    save: Save = no_save
+    save: Save | None = None
+    """None where work is repeated, not resumed."""
+
     first_step: int = 1
     """Above 1 where a run resumes from a checkpoint."""
 
@@ -73,19 +62,20 @@ class Loop:
         """
         with self.interrupt.listening():
             if self.eval_every and self.first_step == 1:
-                self.recorder.record(0, self.evaluate(0))
+                self.record(0, self.evaluate(0))
             cost_of_saving: Metrics = {}
             for step in trace.each("step", range(self.first_step, self.num_steps + 1)):
-                self.recorder.begin_step(step)
+                self.begin_step(step)
                 metrics = self.take_step(step) | cost_of_saving
                 if self._evaluates_after(step):
                     metrics = metrics | self.evaluate(step)
-                self.recorder.record(step, metrics)
+                self.record(step, metrics)
                 self.guard.check(metrics)
                 # Asked once: a signal during the save ends the run after the next step, saved.
                 is_stopping = self.interrupt.is_set
                 is_last = is_stopping or step == self.num_steps
-                cost_of_saving = self.save(step, metrics, is_last=is_last)
+                if self.save is not None:
+                    cost_of_saving = self.save(step, metrics, is_last=is_last)
                 if is_stopping:
                     log.warning("stopped on request: step=%d of=%d", step, self.num_steps)
                     if step < self.num_steps:

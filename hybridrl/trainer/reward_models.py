@@ -32,7 +32,7 @@ from hybridrl.rewards.child import Reward
 from hybridrl.rewards.judge_reader import JudgeAnswer, judge_arguments, max_context_tokens
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.trainer.balance import balance_over_ranks
+from hybridrl.trainer.train_batch import balance_over_ranks
 
 _COLUMN = re.compile(r"\{(prompt|response|answer|source)\}")
 _Answer = TypeVar("_Answer")

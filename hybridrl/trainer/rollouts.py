@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from hybridrl.trainer.rollout_files import (
     Facts,
     NamedCalls,
     RolloutFiles,
+    Split,
     row_digests,
     sampling_facts,
 )
@@ -38,31 +40,33 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Dump:
-    """The files that a run writes, and the facts about it in them."""
+class Rollouts:
+    """Responses of a run and their scores, step by step."""
 
-    files: RolloutFiles
-    origin: Origin
+    engines: Generates
+    reward: Reward
+    begin: Callable[[int, Split], None] = lambda step, split: None
+    """Begins with the responses of a step, or of the evaluation after it."""
 
 
 @dataclass(slots=True)
-class SampledRollouts(NamedCalls):
-    """Samples and scores.
+class DumpedRollouts(NamedCalls):
+    """Samples and scores, and writes both to files.
 
-    With a dump, responses are written before anything else sees them: a step that fails leaves
-    them. It raises RunFolderError if the disk is full or gone.
+    Responses are written before anything else sees them: a step that fails leaves them. It raises
+    RunFolderError if the disk is full or gone.
     """
 
     engines: Generates
     reward: Reward
-    dump: Dump | None = None
+    files: RolloutFiles
+    origin: Origin
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
-        """Sample."""
+        """Sample, and write."""
         rollouts = self.engines.generate(prompts, sampling)
-        if self.dump is not None:
-            name, origin = self.next_name(), self.dump.origin.rollouts
-            self.dump.files.write(name, prompts, rollouts, sampling=sampling, origin=origin)
+        name, origin = self.next_name(), self.origin.rollouts
+        self.files.write(name, prompts, rollouts, sampling=sampling, origin=origin)
         return rollouts
 
     def while_sampling(
@@ -72,11 +76,9 @@ class SampledRollouts(NamedCalls):
         return self.reward.while_sampling(task, sampling)
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
-        """Score."""
+        """Score, and write."""
         scores = self.reward(rollouts, task)
-        if self.dump is not None:
-            origin = self.dump.origin.scores
-            self.dump.files.write_scores(self.name, scores, rows=task.rows, origin=origin)
+        self.files.write_scores(self.name, scores, rows=task.rows, origin=self.origin.scores)
         return scores
 
 
@@ -147,10 +149,6 @@ class ReplayedRollouts(NamedCalls):
     def _rows(self, num_responses: int) -> Tensor:
         """Return the rows of the last prompts among the recorded rows, int64 [B]."""
         return rows_of_prompts(torch.tensor(self.index_P), num_responses)
-
-
-Rollouts = SampledRollouts | ReplayedRollouts
-"""Responses and their scores, step by step."""
 
 
 def head_and_tail(task: PromptStep, num_prompts: int) -> PromptStep:

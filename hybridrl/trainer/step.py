@@ -66,12 +66,11 @@ class ActorCriticOptimization:
         """Sample, score, compare with the critic's values, update both."""
         clock = Clock(self.on_phase)
         with clock("generate"):
-            sampled = self.batches(self.sampling)  # draws prompts, syncs weights, samples
-            rollouts = sampled.rollouts
+            task, rollouts = self.batches(self.sampling)  # draws prompts, syncs weights, samples
         with clock("reward"):
             values_future = self.critic.compute_values(rollouts)  # runs while the driver scores
-            scores = self.reward(rollouts, sampled.task)
-            collected = Collected.of(ScoredRollouts(sampled.task, rollouts, scores))
+            scores = self.reward(rollouts, task)
+            collected = Collected.of(ScoredRollouts(task, rollouts, scores))
         with clock("logprobs"):
             logprobs = self.logprobs(rollouts)  # old and reference at once
             values_BL = values_future.get().values_BL

@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from benchmarks.algorithms import print_table
+from benchmarks.algorithms import SETS, print_table
 from benchmarks.sides.ahead_in_turns import Recorded, train_in_turns
 from benchmarks.sides.curves import Run, draw
 from hybridrl.run.starter import write_random_model
@@ -56,8 +57,8 @@ STARTS_OFTEN: Mapping[str, list[str]] = {
     "kills": ["--kills", "1"],
 }
 OTHERS = {  # tests of their own
-    *("against_trl", "algorithms", "calculator", "figures", "picture", "publish", "weight_sync"),
-    *("families", "router", "staleness"),
+    *("against_trl", "algorithms", "figures", "picture", "publish", "weight_sync"),
+    *("families", "router"),
 }
 
 
@@ -132,27 +133,29 @@ def test_curves_of_stale_rows_are_drawn_from_kept_runs(
 ) -> None:
     finals = iter((0.5, 0.75, 0.125))
 
-    def trained(words: Sequence[str], model: Path, max_staleness: int) -> Recorded:
+    def trained(words: Sequence[str]) -> Recorded:
         rows: list[dict[str, float]] = [
             {"step": step, "eval/reward/mean": mean}
             for step, mean in ((0, 0.25), (1, 0.375), (2, next(finals)))
         ]
-        for row, share in zip(rows[1:] if max_staleness else [], (0.25, 0.5), strict=False):
+        is_stale = "trainer.max_staleness=4" in words
+        for row, share in zip(rows[1:] if is_stale else [], (0.25, 0.5), strict=False):
             row["policy/effective_sample_fraction"] = share
         return Recorded(rows)
 
-    monkeypatch.setattr("benchmarks.staleness.train_in_turns", trained)
-    monkeypatch.setattr("benchmarks.staleness.starter_model", lambda *_: tmp_path)
+    monkeypatch.setattr("benchmarks.algorithms.train_in_turns", trained)
+    monkeypatch.setattr("benchmarks.algorithms.starter_model", lambda *_: tmp_path)
     picture = tmp_path / "curves.svg"
-    where = ("--cache", str(tmp_path / "cache"), "--picture", str(picture))
+    where = ("--curves", "staleness", "--cache", str(tmp_path / "cache"), "--picture", str(picture))
     asked = (("0", "K = 0"), ("0 1", "K = 0"), ("0", "K = 4, clipped"))
     for seeds, setting in asked:  # the second one trains seed 1 alone
         words = ("--seeds", *seeds.split(), "--settings", setting, *where)
-        call("staleness", *words, patch=monkeypatch)
+        call("algorithms", *words, patch=monkeypatch)
     said = capsys.readouterr().out
-    assert "| K = 0 | 2 | 0.250 | 0.375 | 0.500 | 0.500 to 0.500 | 0.500 |  |" in said
-    assert "| K = 0 | 2 | 0.250 | 0.375 | 0.625 | 0.500 to 0.750 | 0.750 |  |" in said
-    assert "| K = 4, clipped | 2 | 0.250 | 0.375 | 0.125 | 0.125 to 0.125 | 0.375 | 0.50 |" in said
+    assert "| K = 0 | 2 | 0.250 | 0.375 | 0.500 | 0.500 to 0.500 | 0.500 | 0.0 |  |" in said
+    assert "| K = 0 | 2 | 0.250 | 0.375 | 0.625 | 0.500 to 0.750 | 0.750 | 0.0 |  |" in said
+    assert "| K = 4, clipped | 2 | 0.250 | 0.375 | 0.125 | 0.125 to 0.125 | 0.375 |" in said
+    assert said.rstrip().endswith("| 0.50 |")
     assert ">K = 4, clipped</text>" in picture.read_text()
 
 
@@ -168,8 +171,9 @@ def _steps_of_batches(rank: int, folder: Path) -> list[int]:
     write_random_model(shape, folder / "model", seed=0)
     words = [one for one in SMALL if not one.startswith("trainer.num_steps")]
     words += ["trainer.num_steps=5", "eval.every_num_steps=0", VARIED]
-    words += ["algorithm.rollout_correction=importance"]
-    rows = train_in_turns(words, folder / "model", 2).rows
+    words += ["algorithm.rollout_correction=importance", "trainer.max_staleness=2"]
+    words += [f"model.path={folder / 'model'}", "model.starter=null"]
+    rows = train_in_turns(words).rows
     return [round(row["rollout/staleness_steps/max"]) for row in rows]
 
 
@@ -177,20 +181,20 @@ def _steps_of_batches(rank: int, folder: Path) -> list[int]:
 def test_learning_curves_of_finished_runs_are_kept(tmp_path: Path) -> None:
     picture = tmp_path / "curves.svg"
     where = ("--cache", str(tmp_path / "cache"), "--picture", str(picture), *SMALL)
-    first = run("algorithms", "--recipes", "none", "--seeds", "0", *where)
-    (kept,) = (tmp_path / "cache").glob("none-*.json")
+    first = run("algorithms", "--settings", "GRPO", "--seeds", "0", *where)
+    (kept,) = (tmp_path / "cache").glob("GRPO-*.json")
     record = json.loads(kept.read_text())
     kept.write_text(json.dumps(record | {"accuracies": [0.25, 0.0, 0.5]}))
-    both = ("--recipes", "none", "algorithms/dr_grpo", "--seeds", "0", *where)
-    assert "| GRPO | 3 | 0.250 | 0.500 |" in run("algorithms", *both)
+    both = ("--settings", "GRPO", "algorithms/dr_grpo", "--seeds", "0", *where)
+    assert "| GRPO | 3 | 0.250 | 0.000 | 0.500 |" in run("algorithms", *both)
     assert "| GRPO | 3 | 0." in first
-    assert ">Dr. GRPO</text>" in picture.read_text()
+    assert ">algorithms/dr_grpo</text>" in picture.read_text()
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("against_trl", "algorithms", "publish", "router", "staleness"),
+        *("against_trl", "algorithms", "publish", "router"),
         *(name for name in (*OF_RANKS, *RUNS, *STARTS_OFTEN) if name != "memory_plan"),
     ],
 )
@@ -236,10 +240,10 @@ def test_curves_have_a_panel_each_with_mean_and_band(capsys: pytest.CaptureFixtu
         "GRPO": [Run([0, 10], [0.41, 0.7], 1.0), Run([0, 10], [0.43, 0.8], 0.5)],
         "mine": [Run([0, 5], [0.42, 0.6], 1.5)] * 2,
     }
-    print_table(runs, num_seeds=2)
+    print_table(runs)
     table = capsys.readouterr().out
-    assert "| GRPO | 10 | 0.420 | 0.750 | 0.700 to 0.800 | 0.800 | 0.5 |" in table
-    assert "| mine | 5 | 0.420 | 0.600 | 0.600 to 0.600 | 0.600 | 1.5 |" in table
+    assert "| GRPO | 10 | 0.420 | 0.750 | 0.750 | 0.700 to 0.800 | 0.800 | 0.5 |" in table
+    assert "| mine | 5 | 0.420 | 0.600 | 0.600 | 0.600 to 0.600 | 0.600 | 1.5 |" in table
     first, second = draw(runs).split("<g ")[1:]
     assert ">GRPO<" in first
     assert 'points="34.0,141.0 188.0,30.0 188.0,60.0 34.0,147.0"' in first  # .43 .8 and .7 .41
@@ -252,14 +256,16 @@ def test_the_curve_of_conversations_is_drawn_from_kept_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finals = iter((0.75, 0.25))
-    monkeypatch.setattr(
-        "benchmarks.calculator.measured", lambda _: Run([0, 10], [0.25, next(finals)], 0.5)
+    measured = replace(
+        SETS["calculator"], measure=lambda _: Run([0, 10], [0.25, next(finals)], 0.5)
     )
+    monkeypatch.setitem(SETS, "calculator", measured)
     picture = tmp_path / "curve.svg"
-    words = ("--seeds", "0", "--cache", str(tmp_path), "--picture", str(picture))
+    words = ["--curves", "calculator", "--seeds", "0"]
+    words += ["--cache", str(tmp_path), "--picture", str(picture)]
     for _ in range(2):  # the second time nothing is measured
-        call("calculator", *words, patch=monkeypatch)
-        assert "| with the tool | 10 | 0.250 | 0.750 |" in capsys.readouterr().out
+        call("algorithms", *words, patch=monkeypatch)
+        assert "| with the tool | 10 | 0.250 | 0.750 | 0.750 |" in capsys.readouterr().out
     assert ">without</text>" in picture.read_text()
 
 

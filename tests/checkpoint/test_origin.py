@@ -17,7 +17,7 @@ from hybridrl.checkpoint.fingerprint import (
 )
 from hybridrl.checkpoint.store import RunFingerprint
 from hybridrl.errors import CheckpointError
-from hybridrl.run.resume import run_fingerprint
+from hybridrl.run.checkpoints import run_fingerprint
 from tests.config.values import config_of
 from tests.tiny_models import make_tiny_classifier, make_tiny_model
 

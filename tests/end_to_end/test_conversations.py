@@ -13,12 +13,13 @@ import pytest
 from benchmarks.child import to_yaml
 from hybridrl.config.load import load_config
 from hybridrl.data.tokenizer import load_tokenizer
-from hybridrl.env import ROOT, cache_dir
+from hybridrl.env import ROOT
 from hybridrl.errors import AgentError
 from hybridrl.main import compose
+from hybridrl.run.display import LiveView
 from hybridrl.run.launch import run
 from hybridrl.run.record import RunFolder
-from hybridrl.run.starter import ensure_starter
+from hybridrl.run.starter import find_model
 from tests.end_to_end.runs import STAND_INS, train, turns_of
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 
@@ -107,8 +108,7 @@ def test_conversations_train_with(overrides: tuple[str, ...], tmp_path: Path) ->
 class Silent:
     """Shows no progress."""
 
-    def phase(self, name: str) -> None:
-        pass
+    live = LiveView(0)
 
 
 REWRITING = (
@@ -119,9 +119,7 @@ REWRITING = (
 
 
 def _make_rewriting(folder: Path) -> Path:
-    starter = ensure_starter(
-        small_config(folder, *SMALL), cache=cache_dir(), record=cast(RunFolder, Silent())
-    )
+    starter = find_model(small_config(folder, *SMALL), cast(RunFolder, Silent()))
     shutil.copytree(starter, folder / "model")
     tokenizer = load_tokenizer(folder / "model", needs_chat_template=True)
     tokenizer.chat_template = REWRITING

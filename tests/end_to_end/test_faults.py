@@ -7,13 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, is_restartable
+from hybridrl.run.display import LiveView
 from hybridrl.run.record import RunFolder, open_record
 from hybridrl.run.train import train
 from tests.end_to_end.small import read_metrics, small_config, small_overrides
@@ -22,18 +22,17 @@ from tests.waiting import wait_until
 PHASES = ("evaluate", "generate", "logprobs", "update", "export")
 
 
-@dataclass(frozen=True)
-class Ambush(RunFolder):
-    """A record that sends a signal to the last rank when a phase begins, after step 1."""
+class Ambush(LiveView):
+    """A view that sends a signal to the last rank when a phase begins, after step 1."""
 
-    at: str = ""
-    number: int = 0
+    def __init__(self, num_steps: int, *, at: str, number: int) -> None:
+        super().__init__(num_steps)
+        self._at, self._number = at, number
 
     def phase(self, name: str) -> None:
-        """Do what a record does; then strike."""
         super().phase(name)
-        if name == self.at and self.live.num_done >= 1:
-            os.kill(find_ranks(os.getpid())[-1].pid, self.number)
+        if name == self._at and self.num_done >= 1:
+            os.kill(find_ranks(os.getpid())[-1].pid, self._number)
 
 
 def find_ranks(driver: int) -> list[psutil.Process]:
@@ -54,8 +53,8 @@ def run_into(folder: Path, *overrides: str, at: str, number: int) -> BaseExcepti
         pytest.raises((RemoteCallError, DeadlineError)) as caught,
         open_record(config, resolved_yaml="mode: train\n") as record,
     ):
-        fields = (record.run_log, record.live)
-        train(config, record=Ambush(*fields, at=at, number=number))
+        view = Ambush(record.live.num_steps, at=at, number=number)
+        train(config, record=RunFolder(record.run_log, view))
     return caught.value
 
 

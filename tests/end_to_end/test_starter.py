@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.run.starter import ensure_starter
+from hybridrl.run.starter import find_model
 from hybridrl.trainer.interrupt import RunStopped
 from tests.end_to_end.small import small_config
 
@@ -39,10 +39,11 @@ _WEIGHTS = "model.safetensors"
 
 
 class Record:
-    """Keeps what a run would show; does ``on_step`` at the first step."""
+    """What a run would show; ``on_step`` is done at the first step."""
 
     def __init__(self, on_step: Any = None) -> None:
         self._on_step = on_step
+        self.live = self
 
     def phase(self, name: str) -> None:
         if self._on_step is not None and "step 1/" in name:
@@ -59,7 +60,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def make(config: ExperimentConfig, cache: Path, record: Record | None = None) -> Path:
     """Make the starter of a run in ``cache`` and return its folder."""
-    return ensure_starter(config, cache=cache, record=cast(Any, record or Record()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYBRIDRL_CACHE", str(cache))
+        return find_model(config, cast(Any, record or Record()))
 
 
 def test_a_run_on_own_files_makes_the_very_model_of_the_default_run(here: Path) -> None:

@@ -16,8 +16,7 @@ from hybridrl.checkpoint.store import CheckpointStore, FileEntry, RunState
 from hybridrl.data.rows import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
 from hybridrl.metrics import Mean, Metrics
-from hybridrl.run.checkpoints import Checkpointer
-from hybridrl.run.resume import run_fingerprint
+from hybridrl.run.checkpoints import Checkpointer, run_fingerprint
 from hybridrl.workers.train.checkpoint import ShardReader, is_unchanged
 from hybridrl.workers.train.shard_spec import ShardSpec, TensorShard
 from hybridrl.workers.train.shards import rank_shards

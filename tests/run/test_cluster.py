@@ -27,7 +27,7 @@ import pathlib, subprocess, sys, time
 import ray
 from hybridrl.processes import guard
 from hybridrl.run import cluster
-from hybridrl.run.supervise import ended_with_ray
+from hybridrl.run.cluster import ended_with_ray
 from tests.config.values import config_of
 """
 

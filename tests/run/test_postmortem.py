@@ -13,8 +13,7 @@ import pytest
 import hybridrl
 from hybridrl.diagnostics.process_report import RankReport, attach_reports, reports_on
 from hybridrl.errors import ConfigError, WorkerDiedError
-from hybridrl.run.postmortem import is_crash, write_postmortem
-from hybridrl.run.record import open_record
+from hybridrl.run.record import is_crash, open_record, write_postmortem
 from hybridrl.trainer.interrupt import RunInterrupted
 from tests.end_to_end.small import small_config
 
@@ -138,8 +137,8 @@ def test_each_error_is_explained_with_its_own_ranks(
     tmp_path: Path,
 ) -> None:
     with open_record(small_config(tmp_path / "run"), resolved_yaml="") as record:
-        record.begin_step(1)
-        record.phase("generate")
+        record.live.begin_step(1)
+        record.live.phase("generate")
         tails = []
         for ranks in (RANKS, ()):
             error = _death()
@@ -158,7 +157,7 @@ def test_the_log_of_a_run_tells_where_its_post_mortem_is(tmp_path: Path) -> None
         pytest.raises(ZeroDivisionError) as caught,
         open_record(small_config(folder), resolved_yaml="") as record,
     ):
-        record.phase("load data")
+        record.live.phase("load data")
         raise ZeroDivisionError
     assert len(caught.value.__notes__) == 2
     assert caught.value.__notes__[-1] in (folder / "log.txt").read_text()
@@ -169,13 +168,13 @@ def test_a_resumed_run_names_its_step_before_it_begins(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run")
     with open_record(config, resolved_yaml="") as record:
         for step in (1, 2):
-            record.begin_step(step)
+            record.live.begin_step(step)
             record.record(step, {})
     with (
         pytest.raises(ZeroDivisionError) as caught,
         open_record(config, resolved_yaml="", resumes=True) as record,
     ):
-        record.phase("start workers")
+        record.live.phase("start workers")
         raise ZeroDivisionError
     assert caught.value.__notes__[0].startswith("before step 3 of 3, start workers, ")
 
@@ -186,9 +185,9 @@ def test_a_start_that_somebody_stops_leaves_no_post_mortem(tmp_path: Path) -> No
             pytest.raises(RunInterrupted),
             open_record(small_config(tmp_path / name), resolved_yaml="") as record,
         ):
-            record.phase("start workers")
+            record.live.phase("start workers")
             if has_begun:
-                record.begin_step(1)
+                record.live.begin_step(1)
             raise RunInterrupted(signal.SIGINT)
         assert (tmp_path / name / "postmortem").exists() == has_begun
 

@@ -14,13 +14,12 @@ import transformers
 from hybridrl.data import examples, sampler, starter_tokenizer, tasks
 from hybridrl.run import rows, starter
 from hybridrl.run.modes import offline
-from hybridrl.trainer import offline as fine_tuning
 from hybridrl.workers.train import optimizer
 from tests.config.values import config_of
 
 DECIDING = [
     *(examples, sampler, starter_tokenizer, tasks),  # rows, their order and their tokens
-    *(starter, offline, rows, fine_tuning, optimizer),  # first weights, batches and steps
+    *(starter, offline, rows, optimizer),  # first weights, batches and steps
 ]
 
 

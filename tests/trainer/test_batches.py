@@ -54,8 +54,8 @@ def learn_over_kills(
         for step in range(saved_step + 1, num_steps + 1):
             batches.begin(step)
             sampled = batches(SAMPLING)
-            index_P = sampled.task.prompts.prompt_index_P.tolist()
-            assert sampled.rollouts.prompt_index_B[::2].tolist() == index_P
+            index_P = sampled[0].prompts.prompt_index_P.tolist()
+            assert sampled[1].prompt_index_B[::2].tolist() == index_P
             check(source, step, sampled)
             if step == dies_in:
                 break
@@ -109,8 +109,8 @@ def test_each_prompt_sampled_ahead_is_learned_from_once_over_kills(
     def check(source: PromptSource, step: int, sampled: Sampled) -> None:
         for index, of_engines in engines.open.items():  # same row and seed in all processes
             assert seeds.setdefault(index, of_engines) == of_engines
-        firsts = sampled.rollouts.token_ids_BL.values()[::4].tolist()
-        assert [int(row.token_ids[0]) for row in sampled.task.rows] == firsts
+        firsts = sampled[1].token_ids_BL.values()[::4].tolist()
+        assert [int(row.token_ids[0]) for row in sampled[0].rows] == firsts
         assert len(source.open) == min(num_ahead, num_steps - step) * num_prompts
 
     learn_over_kills(build, check, num_prompts=num_prompts, num_steps=num_steps, kills=kills)

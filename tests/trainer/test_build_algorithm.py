@@ -5,9 +5,8 @@ from typing import Any, cast
 import pytest
 
 from hybridrl.batch import row_lengths
-from hybridrl.trainer.balance import balance_over_ranks
 from hybridrl.trainer.build_algorithm import Ingredients, build_policy_optimization
-from hybridrl.trainer.train_batch import balance
+from hybridrl.trainer.train_batch import balance, balance_over_ranks
 from tests.config.values import config_of
 from tests.workers.train.engines import make_rows
 

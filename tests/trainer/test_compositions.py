@@ -147,7 +147,7 @@ class TablePolicy:
         """All steps are alike."""
 
     def __call__(self, _: SamplingParams) -> Sampled:
-        return Sampled(TASK, ROLLOUTS[self.rows])
+        return TASK, ROLLOUTS[self.rows]
 
     def generate(self, _prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
         assert sampling.temperature == 0

@@ -18,12 +18,6 @@ class Recorded:
     def __init__(self) -> None:
         self.lines: list[tuple[int, set[str]]] = []
 
-    def phase(self, name: str) -> None:
-        pass
-
-    def begin_step(self, step: int) -> None:
-        pass
-
     def record(self, step: int, metrics: Metrics) -> None:
         self.lines.append((step, set(metrics)))
 
@@ -35,7 +29,8 @@ def _loop(recorded: Recorded, *, num_steps: int, eval_every: int, num_skipped: i
             "policy/skipped_updates": Sum(num_skipped),
         },
         evaluate=lambda step: {"eval/reward/mean": Mean(float(step))},
-        recorder=recorded,
+        begin_step=lambda _: None,
+        record=recorded.record,
         num_steps=num_steps,
         eval_every=eval_every,
         guard=UpdateGuard(max_skipped=2),

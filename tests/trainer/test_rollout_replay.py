@@ -18,10 +18,9 @@ from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.rollout_files import RolloutFiles
 from hybridrl.trainer.rollouts import (
-    Dump,
+    DumpedRollouts,
     Origin,
     ReplayedRollouts,
-    SampledRollouts,
     head_and_tail,
 )
 from tests.trainer.rollouts import ScoredAfterwards, rollouts_of, scores_of
@@ -82,7 +81,7 @@ def files(tmp_path: Path) -> RolloutFiles:
 @pytest.fixture
 def sampled(files: RolloutFiles) -> tuple[RolloutBatch, Scores]:
     """One call of step 2, written."""
-    dump = SampledRollouts(_Engines(), _Reward(), Dump(files, ORIGIN))
+    dump = DumpedRollouts(_Engines(), _Reward(), files, ORIGIN)
     dump.begin(2, "train")
     rollouts = dump.generate(_task().prompts, SAMPLING)
     return rollouts, dump(rollouts, _task())

@@ -50,7 +50,7 @@ def evaluate_model(config: ExperimentConfig, *, record: RunFolder) -> None:
     exported = record.folder.absolute() / "exported"
     try:
         if config.eval.checkpoint is not None:
-            record.phase("export the checkpoint")
+            record.live.phase("export the checkpoint")
             config = _with_checkpoint(config, exported / "hf")
         reports, metrics = _evaluate(config, record)
     finally:
@@ -74,7 +74,7 @@ def _with_checkpoint(config: ExperimentConfig, target: Path) -> ExperimentConfig
 
 def _evaluate(config: ExperimentConfig, record: RunFolder) -> tuple[list[EvalReport], Metrics]:
     folder = find_model(config, record)
-    record.phase("load data")
+    record.live.phase("load data")
     require_usable_model(folder)
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
@@ -83,11 +83,11 @@ def _evaluate(config: ExperimentConfig, record: RunFolder) -> tuple[list[EvalRep
     num_samples = config.tracking.num_samples_per_step
     samples = SampleTaker(tokenizer, num_samples=num_samples, split="eval")
     with open_rewards(config, tokenizer) as reward_of:
-        record.phase("start workers")
+        record.live.phase("start workers")
         with start_workers(config, folder) as workers:
             policy = cast(Policy, workers["actor"])
-            record.begin_step(1)
-            record.phase("evaluate")
+            record.live.begin_step(1)
+            record.live.phase("evaluate")
             evaluator = build_evaluator(config, policy, reward_of(workers), tokenizer, policy)
             reports, metrics = evaluator.evaluate(tasks)
     for report in reports:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import PreferenceBatch, SupervisedBatch
+from hybridrl.batch import PreferenceBatch, SupervisedBatch, row_lengths
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.conversations import (
     ConversationPair,
@@ -27,9 +28,10 @@ from hybridrl.data.examples import (
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.sampler import RowOrder
 from hybridrl.data.tokenizer import load_tokenizer
-from hybridrl.metrics import Metrics
+from hybridrl.metrics import Mean, Metrics
 from hybridrl.models.architecture import read_architecture
-from hybridrl.run.loops import ProgressRecorder, Training
+from hybridrl.run.display import LiveView
+from hybridrl.run.loops import Training
 from hybridrl.run.rows import (
     TrainRows,
     load_eval_pairs,
@@ -40,104 +42,152 @@ from hybridrl.run.rows import (
 )
 from hybridrl.run.workers import Workers
 from hybridrl.trainer.loop import MAX_SKIPPED, Loop, UpdateGuard
-from hybridrl.trainer.offline import OfflineTraining
 from hybridrl.trainer.policy import Learner
+from hybridrl.trainer.step_metrics import Clock
+from hybridrl.trainer.train_batch import balance_over_ranks
 
 Example = TypeVar("Example", TokenizedRow, PreferencePair, ConversationPair)
+Record = Callable[[int, Metrics], None]
+"""Keeps the metrics of a step."""
+
+Item = TypeVar("Item")
+"""A row of the data set: one with an answer, or a pair of answers."""
 
 
-def open_sft(config: ExperimentConfig, folder: Path, record: ProgressRecorder) -> Training:
-    """Load rows and tokenizer of supervised fine-tuning."""
+def open_offline(
+    config: ExperimentConfig, folder: Path, live: LiveView, record: Record
+) -> Training:
+    """Load the data set of a mode that learns from one, and its tokenizer."""
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    train_rows = load_train_rows(config, tokenizer, on_progress=record.progress)
-    config = within_epochs(config, len(train_rows.rows))
-    held_out: Sequence[TokenizedRow] = []
+    if config.mode == "sft":
+        return _open_sft(config, tokenizer, live, record)
+    pairs = load_train_pairs(config, tokenizer, on_progress=live.progress)
+    config = within_epochs(config, len(pairs.rows))
+    held_out: Sequence[PreferencePair] = []
     if config.eval.every_num_steps:
-        held_out = load_eval_rows(config, config.eval.own_set(), tokenizer)
-
-    learns_all_turns = config.sft.turns == "all"
-    if learns_all_turns:  # so that a bad one ends the run before it began
-        for row in chain(train_rows.rows, held_out):
-            assistant_mask(row, tokenizer)
-
-    lay_out = partial(
-        build_supervised_batch, tokenizer=tokenizer, learns_all_turns=learns_all_turns
-    )
-    return _training(config, train_rows.rows, train_rows.sampler, held_out, lay_out, record)
-
-
-def open_dpo(config: ExperimentConfig, folder: Path, record: ProgressRecorder) -> Training:
-    """Load pairs and tokenizer of direct preference optimisation."""
-    tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    config, pairs, held_out = _load_pairs(config, tokenizer, record)
-    return _training(config, pairs.rows, pairs.sampler, held_out, build_preference_batch, record)
-
-
-def open_reward_model(config: ExperimentConfig, folder: Path, record: ProgressRecorder) -> Training:
-    """Load pairs and tokenizer of a reward model that is trained."""
-    tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    config, pairs, held_out = _load_pairs(config, tokenizer, record)
+        held_out = load_eval_pairs(config, config.eval.own_set(), tokenizer)
+    if config.mode == "dpo":
+        return _training(config, pairs, held_out, build_preference_batch, live, record)
     tokenize = partial(
         tokenize_conversation_pairs,
         tokenizer=tokenizer,
         pad_token_id=pad_token_of(folder, tokenizer),
         max_tokens=read_architecture(folder).max_positions,
     )
-    rows, held_out_rows = tokenize(pairs.rows), tokenize(held_out)
-    return _training(config, rows, pairs.sampler, held_out_rows, build_conversation_batch, record)
+    conversations = TrainRows(tokenize(pairs.rows), pairs.sampler)
+    held_out_conversations, lay_out = tokenize(held_out), build_conversation_batch
+    return _training(config, conversations, held_out_conversations, lay_out, live, record)
 
 
-def _load_pairs(
-    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, record: ProgressRecorder
-) -> tuple[ExperimentConfig, TrainRows[PreferencePair], Sequence[PreferencePair]]:
-    """Return the configuration with the steps of its epochs, the pairs, and the held-out ones."""
-    pairs = load_train_pairs(config, tokenizer, on_progress=record.progress)
-    config = within_epochs(config, len(pairs.rows))
-    held_out: Sequence[PreferencePair] = []
+def _open_sft(
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, live: LiveView, record: Record
+) -> Training:
+    train_rows = load_train_rows(config, tokenizer, on_progress=live.progress)
+    config = within_epochs(config, len(train_rows.rows))
+    held_out: Sequence[TokenizedRow] = []
     if config.eval.every_num_steps:
-        held_out = load_eval_pairs(config, config.eval.own_set(), tokenizer)
-    return config, pairs, held_out
-
-
-OPEN_OFFLINE: Mapping[str, Callable[[ExperimentConfig, Path, ProgressRecorder], Training]] = {
-    "sft": open_sft,
-    "dpo": open_dpo,
-    "reward_model": open_reward_model,
-}
-"""Loads a run, by mode that learns from a data set; see ``config.offline``."""
+        held_out = load_eval_rows(config, config.eval.own_set(), tokenizer)
+    learns_all_turns = config.sft.turns == "all"
+    if learns_all_turns:  # so that a bad one ends the run before it began
+        for row in chain(train_rows.rows, held_out):
+            assistant_mask(row, tokenizer)
+    lay_out = partial(
+        build_supervised_batch, tokenizer=tokenizer, learns_all_turns=learns_all_turns
+    )
+    return _training(config, train_rows, held_out, lay_out, live, record)
 
 
 def _training(
     config: ExperimentConfig,
-    examples: Sequence[Example],
-    sampler: RowOrder,
+    learned: TrainRows[Example],
     held_out: Sequence[Example],
     lay_out: Callable[[Sequence[Example]], SupervisedBatch | PreferenceBatch],
-    record: ProgressRecorder,
+    live: LiveView,
+    record: Record,
 ) -> Training:
     def loop_of(workers: Workers) -> Loop:
         training = OfflineTraining(
             learner=cast(Learner, workers["actor"]),
-            examples=examples,
+            examples=learned.rows,
             lay_out=lay_out,
-            sampler=sampler,
+            sampler=learned.sampler,
             batch_size=config.trainer.num_prompts_per_step,
             dp_size=config.num_train_groups,
             needs_reference=config.needs_reference,
-            on_phase=record.phase,
+            on_phase=live.phase,
         )
 
         def evaluate(_: int) -> Metrics:
-            record.phase("evaluate")
+            live.phase("evaluate")
             return training.evaluate(held_out)
 
         return Loop(
             take_step=lambda _: training.step(),
             evaluate=evaluate,
-            recorder=record,
+            begin_step=live.begin_step,
+            record=record,
             num_steps=config.num_steps,
             eval_every=config.eval.every_num_steps,
             guard=UpdateGuard(max_skipped=MAX_SKIPPED),
         )
 
-    return Training(config=config, stream=sampler, loop_of=loop_of)
+    return Training(config=config, stream=learned.sampler, loop_of=loop_of)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfflineTraining(Generic[Item]):
+    """Draws examples, and has the learner learn from them."""
+
+    learner: Learner
+    examples: Sequence[Item]
+    lay_out: Callable[[Sequence[Item]], SupervisedBatch | PreferenceBatch]
+    """Makes a batch with equally many rows for each example, in their order."""
+
+    sampler: RowOrder
+    batch_size: int
+    """Items of a step."""
+
+    dp_size: int
+    needs_reference: bool = False
+    """Whether the loss of pairs reads log-probs of the reference."""
+
+    on_phase: Callable[[str], None] | None = None
+
+    def step(self) -> Metrics:
+        """Learn from the next ``batch_size`` examples."""
+        clock = Clock(self.on_phase)
+        drawn = self.sampler.draw(self.batch_size)
+        batch = self._arrange([self.examples[index] for index in drawn])
+        if self.needs_reference and isinstance(batch, PreferenceBatch):
+            with clock("logprobs"):
+                batch.reference_logprobs_B = self.learner.compute_reference(batch)
+        with clock("update"):
+            update = self.learner.update(batch)
+        timings = clock.metrics()
+        rate = update["data/train_tokens"].value / timings["time/update_s"].value
+        return {
+            **update,
+            **timings,
+            "throughput/train_tokens_per_s": Mean(rate),
+            "data/epoch": Mean(self.sampler.epoch),
+        }
+
+    def evaluate(self, examples: Sequence[Item]) -> Metrics:
+        """Measure the loss, and for pairs accuracy and rewards, on held-out examples."""
+        clock = Clock()
+        with clock("eval"):
+            metrics = self.learner.evaluate(self._arrange(examples))
+        return {**metrics, "time/eval_s": clock.metrics()["time/eval_s"]}
+
+    def _arrange(self, examples: Sequence[Item]) -> SupervisedBatch | PreferenceBatch:
+        """Balance examples over ranks; masked-out copies fill them up to a multiple."""
+        filled = [*examples, *[examples[0]] * (-len(examples) % self.dp_size)]
+        batch = self.lay_out(filled)
+        lengths_EN = row_lengths(batch.token_ids_BL).view(len(filled), -1)
+        num_tokens = int(lengths_EN[: len(examples)].sum())
+        batch.response_mask_BL.values()[num_tokens:] = False
+        order = balance_over_ranks(
+            lengths_EN.sum(dim=1).tolist(), dp_size=self.dp_size, num_minibatches=1
+        )
+        num_rows = lengths_EN.shape[1]
+        return batch[[num_rows * index + row for index in order for row in range(num_rows)]]

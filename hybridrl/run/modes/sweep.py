@@ -23,7 +23,7 @@ from hybridrl.atomic_io import atomic_write_text
 from hybridrl.json_text import to_json_text
 from hybridrl.report.run import SCORES, History
 from hybridrl.run.run_folder import read_metrics
-from hybridrl.trainer.interrupt import SIGNALS, exit_status
+from hybridrl.trainer.interrupt import SIGNALS, exit_status, handled_by
 
 _STOPPED = {exit_status(number): number for number in SIGNALS}
 _MAX_NAME = 80
@@ -96,8 +96,7 @@ def run_sweep(
         stopped_by = number
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in SIGNALS}
-    try:
+    with handled_by(stop):
         for job in jobs:
             sys.stdout.write(f"run {job.number + 1} of {len(jobs)}: {' '.join(job.swept)}\n")
             sys.stdout.flush()
@@ -108,9 +107,6 @@ def run_sweep(
             atomic_write_text(folder / "sweep.md", table + "\n")
             if results[-1].status == "stopped":
                 break
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     sys.stdout.write(f"{table}\nsweep folder: {folder}\n")
     if len(results) < len(jobs) or any(result.status != "done" for result in results):
         setting = shlex.quote(f"hydra.sweep.dir={folder}")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.errors import DispatchError
-from hybridrl.trainer.balance import balance_over_ranks
+from hybridrl.trainer.train_batch import balance_over_ranks
 from hybridrl.workers.train.microbatcher import plan_microbatches
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
