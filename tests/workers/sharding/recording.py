@@ -448,38 +448,29 @@ class RecordingTrainEngine(RecordingTenant):
             yield name, self.state[TrainState.PARAMETERS][name].clone()
 
 
-@dataclass
-class Shards:
-    """What ranks gather of one trainer: the first is what the journal knows, the others see it."""
-
-    trainer: RecordingTrainEngine
-    passes: list[list[str]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def names_of_pass(self, number: int, part: WeightSet) -> list[str]:
-        """The names that all ranks stream in their pass of this number."""
-        with self.lock:
-            if number == len(self.passes):
-                self.passes.append(self.trainer.take_names(part))
-            return self.passes[number]
-
-
 class Shard(RecordingTrainEngine):
-    """The trainer as one rank has it."""
+    """The trainer as one rank has it: all stream the same names, of which the first tells."""
 
-    def __init__(self, rank: int, shards: Shards) -> None:
-        super().__init__(shards.trainer.journal, shards.trainer.policy)
+    def __init__(self, rank: int, trainer: RecordingTrainEngine, passes: list[list[str]]) -> None:
+        super().__init__(trainer.journal, trainer.policy)
         self._rank = rank
-        self._shards = shards
+        self._trainer = trainer
+        self._passes = passes
         self._num_passes = 0
 
     def full_weights(
         self, part: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        names = self._shards.names_of_pass(self._num_passes, part)
+        with _TAKING:
+            if self._num_passes == len(self._passes):
+                self._passes.append(self._trainer.take_names(part))
+        names = self._passes[self._num_passes]
         self._num_passes += 1
-        trainer = self._shards.trainer
+        trainer = self._trainer
         return trainer.stream(names) if self._rank == 0 else trainer.weights_of(names)
+
+
+_TAKING = threading.Lock()
 
 
 class Rig:
@@ -502,13 +493,13 @@ class Rig:
         tenants = OffloadableModels(device=CPU, control=ControlGroup(timeout_s=5.0))
         tenants.register("actor", self.trainer)
         tenants.register("reference", self.reference)
-        shards = Shards(self.trainer)
+        passes: list[list[str]] = []
         self.set = LocalSet(
             [
                 managed_engine(engine, sleep=depth is not SleepLevel.KEEP_ALL, stage_timeout_s=0.05)
                 for engine in self.engines
             ],
-            [Shard(index, shards).as_policy() for index in range(num_engines)],
+            [Shard(index, self.trainer, passes).as_policy() for index in range(num_engines)],
             config=rollout_config(sleep=depth is not SleepLevel.KEEP_ALL),
             resends_base=policy is not Policy.ADAPTER_KEPT_BASE,
         )
