@@ -202,7 +202,7 @@ def after(name: str) -> Callable[[str], str]:
 def assert_same_weights(
     one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float = 0.0, atol: float = 0.0
 ) -> None:
-    assert list(one) == list(other)
+    assert one.keys() == other.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=rtol, atol=atol, msg=after(name))
 
