@@ -137,8 +137,7 @@ def test_steps_and_values_are_those_of_the_plain_model(
     expected, trained, values = _train_plainly(folder, case.aggregation)
     answers = ranks.run(_train, folder, tmp_path / "exported", case)
     steps = [answer[0] for answer in answers]
-    names = {"loss": "loss/value", "norm": "critic/grad_norm"}
-    assert_steps(steps, expected, **names, rel_of_norm=2e-5)
+    assert_steps(steps, expected, loss="loss/value", norm="critic/grad_norm", rel_of_norm=2e-5)
     assert_same_weights(weights_in(tmp_path / "exported"), trained, atol=1e-5)
     assert values.any()
     for computed in (answer[1] for answer in answers if answer[1] is not None):

@@ -28,7 +28,7 @@ def _rest_and_train(rank: Rank, folder: Path, lora: LoraConfig) -> None:
             engine.compute_logprobs(rollouts, temperature=1.0)
         resident = {part: resting.resident_bytes(part) for part in TrainState}
         # No more than its share: nothing that was gathered is left behind.
-        specs = [spec for part in resting.weight_sets for spec in resting.weight_specs(part)]
+        specs = [spec for each in resting.weight_sets for spec in resting.weight_specs(each)]
         whole = sum(spec.num_bytes for spec in specs)
         assert resident[TrainState.PARAMETERS] <= rank.layout.max_share * whole
         if rank.layout.max_share:  # else nothing ever stays on the device
@@ -44,8 +44,8 @@ def _rest_and_train(rank: Rank, folder: Path, lora: LoraConfig) -> None:
         assert resident == {part: resting.resident_bytes(part) for part in TrainState}
         one, other = (e.compute_logprobs(rollouts, temperature=1.0) for e in (resting, steady))
         assert torch.equal(one.logprobs_BL.values(), other.logprobs_BL.values())
-        for part in resting.weight_sets:
-            assert_same_weights(dict(resting.full_weights(part)), dict(steady.full_weights(part)))
+        for each in resting.weight_sets:
+            assert_same_weights(dict(resting.full_weights(each)), dict(steady.full_weights(each)))
 
 
 @pytest.mark.parametrize("lora", [NO_ADAPTER, LORA], ids=["whole", "adapter"])

@@ -42,7 +42,7 @@ def small_config(*overrides: str, **rollout: Any) -> ExperimentConfig:
 def start_worker(
     config: ExperimentConfig,
     folder: Path,
-    kind: type[Any] = ActorRolloutWorker,
+    kind: Any = ActorRolloutWorker,
     *,
     beside: ActorRolloutWorker | None = None,
 ) -> Any:
@@ -75,7 +75,7 @@ def _two_steps(rank: int, folder: Path, config: ExperimentConfig) -> None:
                 assert reference.resident_bytes(part) == reward_model.resident_bytes(part) == 0
             with pytest.raises(PhaseError, match="the rollout engine holds the device"):
                 worker.compute_rewards(rows, model="model")
-            sampled = engine.checksums()  # type: ignore[attr-defined]
+            sampled = engine.checksums()
         assert reference.resident_bytes(TrainState.PARAMETERS) > 0
         assert worker.sharding.take_metrics()["memory/synced_bytes"] == Sum(sent_bytes)
         learned = _sums(actor)

@@ -1,17 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM
 
 from hybridrl.workers.train import offload
-from hybridrl.workers.train.export import configs_of, write_hf_folder
 from hybridrl.workers.train.offload import OffloadedTensors, copy_to_host, resident_bytes
-from hybridrl.workers.train.protocol import WeightSpec
-from tests.tiny_models import make_tiny_model
 
 
 def test_views_share_one_storage_and_survive() -> None:
@@ -92,28 +85,3 @@ def test_pinned_host_memory_wastes_at_most_one_slab(monkeypatch: pytest.MonkeyPa
     taken = torch.cuda.host_memory_stats()["active_bytes.current"] - before
     parked.restore()
     assert taken <= 8 * (5 * 2**20 + 1) + 2**22
-
-
-def test_weights_are_cut_into_files_that_load_as_one(tmp_path: Path) -> None:
-    source = make_tiny_model(tmp_path / "source", tie_embeddings=False)
-    model = AutoModelForCausalLM.from_pretrained(source)
-    weights = [(name, p.detach()) for name, p in model.named_parameters()]
-    specs = [WeightSpec(name, tuple(t.shape), t.nbytes) for name, t in weights]
-    target = tmp_path / "target"
-    write_hf_folder(
-        target,
-        iter(weights),
-        specs=specs,
-        configs=configs_of(model),
-        source=source,
-        max_file_bytes=20_000,
-    )
-    files = sorted(target.glob("*.safetensors"))
-    assert len(files) > 2
-    for path in files:
-        with safe_open(path, framework="pt") as stored:
-            names = stored.keys()
-            assert len(names) == 1 or path.stat().st_size < 20_000 + 2_000
-    loaded = AutoModelForCausalLM.from_pretrained(target)
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, dict(weights)[name])
