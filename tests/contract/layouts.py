@@ -22,8 +22,6 @@ ByDay = Literal["all", "turns", "steps", "nothing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to cut a model over ranks."""
-
     name: str
 
     engine: str
@@ -216,7 +214,6 @@ RESHAPES_BY_NIGHT = [
 
 
 def layout_of(name: str) -> Layout:
-    """Return the layout of that name."""
     return {layout.name: layout for e in ENGINES.values() for layout in e.layouts}[name]
 
 

@@ -155,7 +155,6 @@ def rows_of_rank(batch: Any, engine: ModelEngine, first: int) -> Any:
 
 
 def rank_ranges(num_rows: int, dp_size: int, first: int) -> list[range]:
-    """Return the rows of each data-parallel rank."""
     if dp_size == 1:
         return [range(num_rows)]
     num_others = dp_size - 1
@@ -164,7 +163,6 @@ def rank_ranges(num_rows: int, dp_size: int, first: int) -> list[range]:
 
 
 def mute(batch: Any) -> Any:
-    """Return the batch without any response."""
     silent = batch.clone()
     nothing = torch.zeros_like(batch.response_mask_BL.values())
     silent.response_mask_BL = jagged_from(nothing, row_lengths(batch.token_ids_BL))
@@ -196,12 +194,10 @@ def output_metrics(engine: ModelEngine, metrics: Metrics) -> Metrics:
 
 
 def merge_metrics(answers: list[Metrics]) -> dict[str, float]:
-    """Merge the metrics of ranks, as the driver does."""
     return {name: metric.value for name, metric in merge(answers).items()}
 
 
 def copy_state(engine: ModelEngine) -> dict[str, Tensor]:
-    """Copy the tensors of this rank's checkpoint."""
     return {
         key: shard.values.clone()
         for name, tensor in engine.checkpoint_tensors().items()
@@ -210,7 +206,6 @@ def copy_state(engine: ModelEngine) -> dict[str, Tensor]:
 
 
 def assert_float32_learns(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Check that all that a rank keeps of the model is float32, and moved."""
     weights = {name: tensor for name, tensor in after.items() if name.startswith("model.")}
     assert weights.keys() == before.keys()
     assert {tensor.dtype for tensor in weights.values()} <= {torch.float32}

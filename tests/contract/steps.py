@@ -40,8 +40,6 @@ NUM_STEPS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A way to compute the same steps, and which steps those are."""
-
     config: dict[str, Any] = field(default_factory=dict, hash=False)
     first: int = 8
     """Rows of the first of two data-parallel ranks, of eleven."""
@@ -52,7 +50,6 @@ class Case:
 
 
 def merged_steps(by_rank: Sequence[Sequence[Metrics]]) -> list[dict[str, float]]:
-    """The metrics of each step, of all ranks."""
     return [merge_metrics(list(of_step)) for of_step in zip(*by_rank, strict=True)]
 
 

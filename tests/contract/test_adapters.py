@@ -1,5 +1,3 @@
-"""LoRA: only the adapter learns, under the names that peft and rollout engines know."""
-
 from __future__ import annotations
 
 import json

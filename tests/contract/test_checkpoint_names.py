@@ -1,5 +1,3 @@
-"""Names inside checkpoint files never change: a run goes on from a file of any earlier version."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -45,7 +43,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def _save(rank: Rank, folder: Path, kind: str, target: Path) -> None:
-    """Write a checkpoint before the first step, and one after it."""
     lora: dict[str, Any] = {"lora": LORA} if kind == "adapter" else {}
     engine: Any = rank.critic(folder) if kind == "critic" else rank.policy(folder, **lora)
     writer = CheckpointWriter()

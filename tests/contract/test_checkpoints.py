@@ -1,5 +1,3 @@
-"""Engines that are saved while they train on, and loaded into new ones, however they are cut."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""The critic: what it says, and what it learns."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""Many steps of a critic on its first layout: that steps are the same is in test_critics.py."""
-
 from __future__ import annotations
 
 from pathlib import Path

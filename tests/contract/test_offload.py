@@ -1,5 +1,3 @@
-"""Parts of an engine that leave the device and come back."""
-
 from __future__ import annotations
 
 from pathlib import Path

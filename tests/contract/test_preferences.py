@@ -1,5 +1,3 @@
-"""Steps on preference pairs are those of the plain model, however pairs are divided."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Reward models on every layout: the scores are those of transformers."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

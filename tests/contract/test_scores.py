@@ -1,5 +1,3 @@
-"""Log-probs and entropies of the policy and the reference."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Optimizer steps of the policy, however it and its rows are cut."""
-
 from __future__ import annotations
 
 from dataclasses import replace

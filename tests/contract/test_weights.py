@@ -1,5 +1,3 @@
-"""What an engine holds, streams and exports."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

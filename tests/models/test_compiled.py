@@ -1,5 +1,3 @@
-"""Blocks that are compiled, and blocks on Liger's kernels."""
-
 from __future__ import annotations
 
 import sys

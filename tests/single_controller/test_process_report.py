@@ -1,5 +1,3 @@
-"""What is found out about a process that answers nobody. Each is a real one, and small."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Engines that ranks lend to the manager: order of the stages, lost engines, random faults."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping

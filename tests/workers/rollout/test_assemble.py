@@ -137,7 +137,6 @@ AGES = st.lists(st.integers(0, 12), min_size=1, max_size=30)
 
 
 def test_each_age_has_its_place_in_the_histogram() -> None:
-    """A fraction of a step counts as the step that it began."""
     metrics = describe_staleness(torch.tensor([0.5, 1, 1, 2, 3.5, 4, 7, 7, 8, 900]).double())
     shares = {
         name.rpartition("/")[2]: metric.value

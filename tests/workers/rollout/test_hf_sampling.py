@@ -1,5 +1,3 @@
-"""What the embedded engine samples, held against plain Hugging Face."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

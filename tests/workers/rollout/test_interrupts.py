@@ -291,7 +291,6 @@ def test_a_phase_ends_with_the_last_group_that_it_needs(
 def test_complete_prompts_beyond_enough_come_first_in_the_next_phase(
     engine: HFRolloutEngine,
 ) -> None:
-    """Equal prompts with a limit of one token end in the same step."""
     short = replace(SAMPLING, max_response_tokens=1, num_complete=1)
     responses, order = OpenResponses(), []
     for first in range(4):

@@ -353,8 +353,6 @@ def test_the_loop_turns_before_while_and_after_it_is_open(tiny_model: Path) -> N
 
 
 class StuckEngine:
-    """Answers no request."""
-
     def __init__(self) -> None:
         self.gate = RequestGate()
         self.is_busy = threading.Event()

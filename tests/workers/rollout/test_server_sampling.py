@@ -395,7 +395,6 @@ def address_of(server: Answering, port: int) -> KeyedAddress:
 def pairs(
     decode: Answer, *prefills: Answer
 ) -> Iterator[tuple[Answering, Sequence[Answering], Callable[[], list[Sample]]]]:
-    """A decode server, its prefill servers, and what samples with them."""
     with ExitStack() as opened:
         second = opened.enter_context(answering(decode))
         firsts = [opened.enter_context(answering(prefill)) for prefill in prefills]

@@ -53,8 +53,6 @@ TENANT = -1
 
 @dataclass(frozen=True)
 class Event:
-    """One call that reached an engine, or a tenant."""
-
     engine: int
     call: str
     part: str = ""
@@ -74,18 +72,15 @@ class Policy(Enum):
 
     @property
     def tensors(self) -> Mapping[str, int]:
-        """The same of all that is sent."""
         return {**WEIGHTS, **self.adapter}
 
     def truth(self, name: str, version: int) -> list[float]:
-        """Return what a tensor holds after ``version`` steps."""
         if name == BUFFER:
             return [0.0, 1.0, 2.0]
         size = self.tensors[name]
         return [float(size + version * self.learns(name))] * size
 
     def learns(self, name: str) -> bool:
-        """Whether a step changes a tensor."""
         return self is Policy.WHOLE or name in ADAPTER
 
 
@@ -296,7 +291,6 @@ class RecordingEngine:
         return stored_bytes(self.memory[part].values())
 
     def copy(self, name: str) -> Tensor:
-        """The host copy of a weight."""
         return self._copies[name]
 
     def copied_bytes(self) -> int:
@@ -322,7 +316,6 @@ class RecordingEngine:
 
 
 def managed_engine(engine: RecordingEngine, /, **keys: Any) -> ManagedEngine:
-    """The engine as its sharding manager holds it; ``keys`` are those of the rollout section."""
     return ManagedEngine(engine, config=rollout_config(**keys), device=CPU)
 
 
@@ -384,7 +377,6 @@ class RecordingTenant:
         return stored_bytes(self.state[part].values())
 
     def copy(self, part: TrainState, name: str) -> Tensor:
-        """The host copy of what left."""
         return self._copies[part][name]
 
     def copied_bytes(self) -> int:
@@ -411,7 +403,6 @@ class RecordingTrainEngine(RecordingTenant):
         return cast(PolicyEngine, self)
 
     def step(self) -> None:
-        """What an optimizer does, in miniature."""
         if not self.is_home():
             raise EngineError("training state is not on the device")
         for name, tensor in self.state[TrainState.PARAMETERS].items():
@@ -441,7 +432,6 @@ class RecordingTrainEngine(RecordingTenant):
             yield from self.weights_of(names)
 
     def weights_of(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Gather tensors."""
         for name in names:
             if not self.resident_bytes(TrainState.PARAMETERS):
                 raise EngineError("training parameters are not on the device")
@@ -535,14 +525,12 @@ class Rig:
             self.check_answer(engine)
 
     def check_answer(self, engine: RecordingEngine) -> None:
-        """The answer is the trainer's weights of the version stamped on it."""
         assert engine.version == self.set.trained_version
         for name, tensor in engine.serve().items():
             expected = self.policy.truth(name, engine.version)
             assert tensor.tolist() == expected, f"{name} of {engine.index}"
 
     def check_training(self) -> None:
-        """The trainer has the device and no engine answers."""
         assert self.life.may_train
         assert self.trainer.is_home()
         assert self.reference.is_home()
@@ -553,7 +541,6 @@ class Rig:
                 assert not any(engine.resident_bytes(part) for part in MemoryTag)
 
     def cycle(self) -> None:
-        """One whole step: sample, then train."""
         self.life.sleep()
         self.life.wake()
         self.check_serving()
@@ -600,7 +587,6 @@ def recording_device(
     servers: ManagerClient | None = None,
     **keys: Any,
 ) -> RecordingDevice:
-    """A rank's device; ``keys`` are those of ``rollout_config``."""
     journal = Journal()
     config = rollout_config(**keys)
     is_leader = rank % config.tensor_parallel_size == 0
@@ -618,6 +604,5 @@ def recording_device(
 
 
 def rollout_config(**keys: Any) -> RolloutConfig:
-    """A small engine's section, with short deadlines; ``keys`` differ."""
     common = {"skew_timeout_s": 20.0, "drain_timeout_s": 1.0, "stage_timeout_s": 20.0}
     return replace(engines.rollout_config(num_slots=2), **(common | keys))

@@ -196,7 +196,6 @@ def test_a_load_from_files_may_take_as_long_as_a_start(transport: str) -> None:
 
 
 def _an_engine_of_two_ranks_that_samples_long(rank: int) -> str:
-    """The rank without an engine waits from the beginning on, longer than skews may be."""
     device = recording_device(rank, tensor_parallel_size=2, skew_timeout_s=0.5)
     with device.manager.rollout_phase() as engine:
         if engine is not None:

@@ -1,5 +1,3 @@
-"""How an adapter's base sleeps, and a frozen model that shares the devices of the trainer."""
-
 from __future__ import annotations
 
 import logging

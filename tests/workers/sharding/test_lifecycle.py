@@ -1,5 +1,3 @@
-"""The order of stages: who is asked what, when, and when not."""
-
 from __future__ import annotations
 
 import re

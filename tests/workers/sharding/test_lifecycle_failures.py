@@ -1,5 +1,3 @@
-"""What is left after a failure: at every call, of every engine, before and after its work."""
-
 from __future__ import annotations
 
 import time

@@ -209,8 +209,6 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Overstating(RecordingEngine):
-    """Says that it holds more than it can give back."""
-
     says: dict[MemoryTag, float]
 
     def resident_bytes(self, part: MemoryTag) -> int:

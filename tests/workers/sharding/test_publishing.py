@@ -1,5 +1,3 @@
-"""A rank without an engine: its weights go to servers, as files or by broadcast."""
-
 from __future__ import annotations
 
 import time
@@ -28,8 +26,6 @@ from tests.workers.sharding.recording import CPU, WEIGHTS, RecordingTrainEngine,
 
 
 class RecordingServers(ManagerClient):
-    """Takes the weights that it is given, as engines would."""
-
     timeout_s = 20.0
 
     def __init__(self, weights: WeightRoute = "files") -> None:

@@ -1,5 +1,3 @@
-"""Both real engines on one device: what a sync sends, and how frozen weights sleep."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -35,8 +33,6 @@ class JournallingHF(Journalling, HFRolloutEngine):
 
 
 def on_device(folder: Path, way: str = "resident", *, lora: LoraConfig = LORA) -> LoraDevice:
-    """One rank as a worker has it, with both real engines and an adapter."""
-
     def make_engine(config: RolloutConfig, sent: LoraConfig | None) -> JournallingHF:
         return JournallingHF(folder, config=config, max_context_tokens=32, device=CPU, lora=sent)
 

@@ -89,8 +89,6 @@ def test_a_folder_of_buckets_can_be_loaded_and_is_removed(tiny_model: Path, tmp_
 
 
 class Noting(HFRolloutEngine):
-    """The embedded engine, writing down the proofs that it was asked for."""
-
     def load_reference_weights(self, folder: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
         self.proofs.append(
@@ -133,8 +131,6 @@ def test_one_proof_is_written_a_node_and_a_restart_proves_one_engine(
 
 
 class CountingEngine(HFRolloutEngine):
-    """Counts comparisons, and may spoil one tensor on its way."""
-
     num_compared = 0
     spoils = ""
 

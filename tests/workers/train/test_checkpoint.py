@@ -74,8 +74,6 @@ def test_full_disk_fails_one_save_and_the_next_works(tiny_model: Path, tmp_path:
 
 
 class _Allocations(TorchDispatchMode):
-    """Records the bytes of each piece of memory that is asked for."""
-
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []

@@ -1,5 +1,3 @@
-"""One rank writes what all ranks gather."""
-
 from __future__ import annotations
 
 import json

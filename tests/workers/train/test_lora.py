@@ -1,5 +1,3 @@
-"""LoRA on the training engine: what learns, what is frozen, what is written and what is refused."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""The load-balance loss is its formula, whatever the model is cut into, and is taken once."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -37,8 +35,6 @@ def _lessons() -> list[TrainBatch]:
 
 
 class PlainBalance(PlainPolicy):
-    """A policy whose routers are listened to."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, OPTIMIZER)
         self._heard: list[Tensor] = []
@@ -59,7 +55,6 @@ class PlainBalance(PlainPolicy):
         return rows
 
     def balance(self, batch: TrainBatch) -> tuple[list[Tensor], float]:
-        """Return the loss of each layer, of packs of one row, and the largest load."""
         config = self.model.config
         rows = self.listen(batch)
         num_tokens = sum(len(layers[0]) for layers in rows)

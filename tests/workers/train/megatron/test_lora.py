@@ -1,5 +1,3 @@
-"""Adapters on megatron-core learn what FSDP2's learn in one process, however the model is cut."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -53,8 +51,6 @@ def own_rows(engine: PolicyEngine, seed: int) -> TrainBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a rank has seen of two steps."""
-
     logprobs: list[Tensor]
     norms: list[float]
     adapter: dict[str, Tensor]

@@ -1,5 +1,3 @@
-"""Mixtures of experts on megatron-core: what is computed is what transformers computes."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Tokens go through the experts that the rollout engine sent them through."""
-
 from __future__ import annotations
 
 from dataclasses import replace
