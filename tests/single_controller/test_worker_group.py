@@ -194,7 +194,8 @@ def test_local_rank_is_the_device_or_on_cpus_the_index_on_a_node() -> None:
 @pytest.fixture(scope="module")
 def fused(ray_cluster: None) -> Iterator[RayWorkerGroup]:
     classes = {"actor": RayClassWithInitArgs(Actor, 10), "critic": RayClassWithInitArgs(Critic)}
-    with RayWorkerGroup(RayResourcePool([2]), create_colocated_worker_cls(classes)) as group:
+    pool = RayResourcePool([2], num_cpus_per_rank=0.25)  # few, as the group stays for the module
+    with RayWorkerGroup(pool, create_colocated_worker_cls(classes)) as group:
         yield group
 
 
@@ -334,7 +335,7 @@ def test_too_few_resources_say_what_was_asked_and_what_there_is(ray_cluster: Non
 
 
 def test_a_pool_refuses_more_groups_than_it_was_made_for(ray_cluster: None) -> None:
-    pool = RayResourcePool([1, 2], num_cpus_per_rank=1, max_colocate_count=1)
+    pool = RayResourcePool([1, 2], num_cpus_per_rank=0.25, max_colocate_count=1)
     with RayWorkerGroup(pool, RayClassWithInitArgs(Scaler)) as group:
         assert pool.world_size == 3
         assert [place["rank"] for place in group.describe()] == [0, 1, 2]

@@ -211,16 +211,13 @@ def test_shares_of_a_micro_batch_score_each_token_once() -> None:
     )
     assert {len(part.tokens.token_ids_T) for part in shared} == {4}
     assert {(part.num_tokens, part.rows.num_tokens) for part in [whole, *shared]} == {(8, 8)}
-    predictions = [entry for part in shared for entry in scored(part)]
-    assert sorted(predictions) == sorted(scored(whole))
-
-
-def test_each_share_of_a_dummy_has_a_token_and_scores_nothing() -> None:
     for rank in range(2):
         batcher = make_batcher(share=ContextParallelRank(rank, 2, torch.clone))
         dummy = lay_out(batcher.read(*columns_of([[1, 2]], [[0, 1]])), [], batcher)
         assert len(dummy.tokens.token_ids_T) == 1
         assert (len(dummy.token_index_S), dummy.num_tokens) == (0, 0)
+    predictions = [entry for part in shared for entry in scored(part)]
+    assert sorted(predictions) == sorted(scored(whole))
 
 
 def scored(microbatch: MicroBatch) -> list[tuple[int, ...]]:

@@ -7,24 +7,20 @@ from hybridrl.workers.train import offload
 from hybridrl.workers.train.offload import OffloadedTensors, copy_to_host, resident_bytes
 
 
-def test_views_share_one_storage_and_survive() -> None:
+def test_views_share_one_storage_and_bits_that_are_no_number_survive() -> None:
     whole = torch.arange(12.0)
     view = whole[3:9].view(2, 3)
+    pattern = torch.tensor([0x7FC00001, 0x7F800000, -1], dtype=torch.int32)
+    odd = pattern.clone().view(torch.float32)
     for cycle in range(3):
         assert resident_bytes([whole, view]) == 48
-        parked = OffloadedTensors([whole, view])
-        assert resident_bytes([whole, view]) == 0
+        parked = OffloadedTensors([whole, view, odd, torch.zeros(0)])
+        assert resident_bytes([whole, view, odd]) == 0
         parked.restore()
         assert whole.tolist() == [float(n) + cycle for n in range(12)]
         whole += 1
         assert view[0, 0] == 4.0 + cycle
-
-
-def test_bits_that_are_no_number_come_back_too() -> None:
-    pattern = torch.tensor([0x7FC00001, 0x7F800000, -1], dtype=torch.int32)
-    tensor = pattern.clone().view(torch.float32)
-    OffloadedTensors([tensor, torch.zeros(0)]).restore()
-    assert torch.equal(tensor.view(torch.int32), pattern)
+        assert torch.equal(odd.view(torch.int32), pattern)
 
 
 @pytest.mark.parametrize("slab_bytes", [1, 7, 16, 4096])
