@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.workers.train.shard_spec import full_range, relative_slices
-from tests.contract.layouts import Layout, cut
+from tests.contract.layouts import EP2, OVERLAP, PP2, SP2, TP2, VP2, cut
 from tests.contract.ranks_under_test import Rank, RanksUnderTest
 from tests.contract.steps import Case, check_two_steps
 from tests.tiny_models import make_tiny_model
@@ -22,64 +22,28 @@ AGAIN = Case({"max_tokens_per_microbatch": 30, "gradient_checkpointing": True})
 
 _cut = partial(cut, "megatron")
 EXPERTS: dict[str, Any] = {"num_ranks": 2, "family": "qwen3_moe"}
-SEQUENCE_PARALLEL = {"tensor_parallel_size": 2, "sequence_parallel": True}
+FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+UNEVEN = {"num_layers_in_first_stage": 2, "num_layers_in_last_stage": 2}
+SELECTIVE: dict[str, Any] = {
+    "num_layers": 4,
+    "recompute_modules": ("core_attn", "moe"),
+    "load_balance_coefficient": 0.0,
+}
 CASES = [
     (
         _cut(
             "pp3-vp2-uneven",
             num_ranks=3,
-            num_layers=8,
-            pipeline_parallel_size=3,
-            num_virtual_stages=2,
-            num_layers_in_first_stage=2,
-            num_layers_in_last_stage=2,
+            **{**VP2, "pipeline_parallel_size": 3, "num_layers": 8, **UNEVEN},
         ),
         AGAIN,
     ),
-    (
-        _cut("tp4-of-2-heads", num_ranks=4, tensor_parallel_size=4, sequence_parallel=True),
-        BUDGET,
-    ),
-    (
-        _cut(
-            "selective-experts",
-            **EXPERTS,
-            num_layers=4,
-            pipeline_parallel_size=2,
-            recompute_modules=("core_attn", "moe"),
-            load_balance_coefficient=0.0,
-        ),
-        AGAIN,
-    ),
-    (
-        _cut(
-            "fused",
-            num_ranks=2,
-            tensor_parallel_size=2,
-            transformer_args={"bias_activation_fusion": True, "bias_dropout_fusion": True},
-        ),
-        BUDGET,
-    ),
-    (
-        _cut(
-            "dp2-ep2-overlap",
-            **EXPERTS,
-            dp_size=2,
-            expert_parallel_size=2,
-            overlap_communication=True,
-        ),
-        BUDGET,
-    ),
+    (_cut("tp4-of-2-heads", num_ranks=4, tensor_parallel_size=4, sequence_parallel=True), BUDGET),
+    (_cut("selective-experts", **EXPERTS, **PP2, **SELECTIVE), AGAIN),
+    (_cut("fused", num_ranks=2, **TP2, transformer_args=FUSIONS), BUDGET),
+    (_cut("dp2-ep2-overlap", **EXPERTS, **EP2, **OVERLAP, dp_size=2), BUDGET),
     *(
-        (
-            _cut(
-                f"tp2-sp-etp{size}",
-                **EXPERTS,
-                **SEQUENCE_PARALLEL,
-                expert_tensor_parallel_size=size,
-            ),
-            BUDGET,
-        )
+        (_cut(f"tp2-sp-etp{size}", **EXPERTS, **SP2, expert_tensor_parallel_size=size), BUDGET)
         for size in (1, 2)
     ),
 ]
@@ -109,12 +73,9 @@ def test_steps_are_those_of_the_plain_model(
 
 
 LAYOUTS = [
-    Layout(name=name, engine="megatron", num_ranks=2, dp_size=dp_size, megatron=sizes)
-    for name, dp_size, sizes in (
-        ("tp2", 1, {"tensor_parallel_size": 2}),
-        ("pp2", 1, {"pipeline_parallel_size": 2}),
-        ("dp2", 2, {}),
-    )
+    _cut("tp2", num_ranks=2, **TP2),
+    _cut("pp2", num_ranks=2, **PP2),
+    _cut("dp2", num_ranks=2, dp_size=2),
 ]
 
 

@@ -15,6 +15,7 @@ from hybridrl.config.actor import ActorConfig
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
+from tests.contract.layouts import EP2, SP2, TP2
 from tests.megatron.engines import build_megatron
 from tests.ranks import run_ranks
 from tests.tiny_models import Family, make_tiny_model
@@ -30,9 +31,6 @@ from tests.workers.train.engines import (
 from tests.workers.train.lora_engines import LORA, adapter_of, with_lora
 
 Sizes = Mapping[str, Any]
-TP2: Sizes = {"tensor_parallel_size": 2}
-SP2: Sizes = {**TP2, "sequence_parallel": True}
-EP2: Sizes = {"expert_parallel_size": 2}
 NUM_ROWS = 8
 ADAPTER_FILE = "adapter_model.safetensors"
 
