@@ -33,8 +33,7 @@ from hybridrl.workers.train.value_engines import CriticEngine, RewardEngine
 from tests.config.values import config_of
 from tests.contract.layouts import ENGINES, Layout
 from tests.ranks import RankPool
-from tests.workers.train.critics import CRITIC
-from tests.workers.train.engines import ACTOR, CPU, LOSS, MODEL, rows_of
+from tests.workers.train.engines import ACTOR, CPU, CRITIC, LOSS, MODEL, rows_of
 from tests.workers.train.lora_engines import LORA
 
 NO_ADAPTER = replace(LORA, enabled=False)

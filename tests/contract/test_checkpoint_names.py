@@ -9,8 +9,7 @@ from safetensors import safe_open
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from tests.contract.layouts import on_layouts
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, take_step
-from tests.workers.train.critics import make_lessons
-from tests.workers.train.engines import make_rows, to_supervised
+from tests.workers.train.engines import make_lessons, make_rows, to_supervised
 from tests.workers.train.lora_engines import LORA
 
 LINEAR = (

@@ -22,10 +22,10 @@ from tests.contract.ranks_under_test import (
     rows_of_rank,
     take_step,
 )
-from tests.workers.train.critics import make_lessons
 from tests.workers.train.engines import (
     assert_same_weights,
     load,
+    make_lessons,
     make_rows,
     save,
     weights_of,

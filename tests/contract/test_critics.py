@@ -28,11 +28,11 @@ from tests.contract.ranks_under_test import (
     rows_of_rank,
 )
 from tests.contract.steps import assert_steps
-from tests.workers.train.critics import make_lessons
 from tests.workers.train.engines import (
     ACTOR,
     OPTIMIZER,
     assert_same_weights,
+    make_lessons,
     make_rows,
     to_rollouts,
 )

@@ -15,8 +15,7 @@ from tests.contract.ranks_under_test import (
     rows_of_rank,
 )
 from tests.contract.steps import merged_steps
-from tests.workers.train.critics import make_lessons
-from tests.workers.train.engines import make_rows, to_rollouts, with_optimizer
+from tests.workers.train.engines import make_lessons, make_rows, to_rollouts, with_optimizer
 
 pytestmark = on_layouts(first_only=True)
 

@@ -16,8 +16,7 @@ from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model, compile_blocks
 from tests.config.values import config_of
 from tests.tiny_models import make_tiny_model
-from tests.workers.train.engines import ACTOR, CPU, make_rows
-from tests.workers.train.microbatchers import make_batcher
+from tests.workers.train.engines import ACTOR, CPU, make_batcher, make_rows
 
 
 def _build(folder: Path, *, compile_blocks: bool = False) -> PolicyModel:

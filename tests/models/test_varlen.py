@@ -26,8 +26,7 @@ from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
 from tests.models import flash_on_cpu
 from tests.tiny_models import WINDOWED, Family, make_tiny_model
-from tests.workers.train.engines import ACTOR, CPU, make_rows
-from tests.workers.train.microbatchers import make_batcher
+from tests.workers.train.engines import ACTOR, CPU, make_batcher, make_rows
 
 # Two families and a row of its own. One sibling of the first has a response of one token, which
 # the end of the prompt predicts: nothing of it is computed behind the prompt.

@@ -17,7 +17,7 @@ from hybridrl.workers.train.microbatcher import (
     plan,
     plan_microbatches,
 )
-from tests.workers.train.microbatchers import make_batcher
+from tests.workers.train.engines import make_batcher
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
