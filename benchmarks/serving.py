@@ -33,6 +33,7 @@ from benchmarks.sides.measure import in_turns, print_head, print_row, seconds_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig
+from hybridrl.images import Images
 from hybridrl.main import compose
 from hybridrl.run.cluster import ray_cluster
 from hybridrl.run.starter import write_random_model
@@ -81,7 +82,7 @@ def main() -> None:
         if config.model.starter is None:
             parser.error("give no model.path: the model has random weights")
         write_random_model(config.model.starter, model_folder, seed=0)
-        with ray_cluster(config.cluster, num_more_ranks=config.num_server_devices):
+        with ray_cluster(config.cluster, num_more_ranks=config.num_own_server_devices):
             skewed(config, model_folder, num_rounds=options.rounds, num_draws=options.draws)
             killed(config, model_folder, picture_path=options.picture)
 
@@ -327,9 +328,14 @@ class TimedEngine:
         return future
 
     def _sample_timed(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> Future[list[Sample]]:
-        future = self._sample_group(token_ids, params, keys=keys)
+        future = self._sample_group(token_ids, params, keys=keys, images=images)
         future.add_done_callback(self._note)
         return future
 
@@ -378,7 +384,12 @@ class AnsweringEngine(EngineHandle):
         return self._answers.give(None)
 
     def sample_group(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
     ) -> Future[list[Sample]]:
         one = Sample(_TOKENS, _LOGPROBS, "stop", self._version)
         return self._answers.give([one] * len(keys))

@@ -47,7 +47,6 @@ def _taking_turns(layout: Layout) -> list[str]:
 
 @pytest.fixture(scope="package")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RanksUnderTest]:
-    """The ranks of ``request.param``, a layout."""
     ranks = RanksUnderTest(request.param)
     yield ranks
     ranks.close()
@@ -84,5 +83,4 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
 @pytest.fixture
 def folder(ranks: RanksUnderTest, make_model: MakeModel) -> Path:
-    """A model of the layout's family with tied embeddings."""
     return make_model(ranks.layout)

@@ -22,8 +22,6 @@ ByDay = Literal["all", "turns", "steps", "nothing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to cut a model over ranks."""
-
     name: str
 
     engine: str
@@ -91,6 +89,15 @@ def cut(engine: str, name: str, **options: Any) -> Layout:
     return Layout(name=name, engine=engine, **(own | {engine: options}))
 
 
+TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+SP2: dict[str, Any] = {**TP2, "sequence_parallel": True}
+PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
+VP2: dict[str, Any] = {**PP2, "num_virtual_stages": 2, "num_layers": 4}
+CP2: dict[str, Any] = {"context_parallel_size": 2}
+EP2: dict[str, Any] = {"expert_parallel_size": 2}
+OVERLAP: dict[str, Any] = {"ddp_args": {"overlap_grad_reduce": True}}
+
+
 def _megatron(name: str, **options: Any) -> Layout:
     return cut("megatron", f"megatron-{name}", **{"num_ranks": 2, **options})
 
@@ -133,54 +140,19 @@ ENGINES: dict[str, EngineUnderTest] = {
     "megatron": EngineUnderTest(
         layouts=(
             _megatron("1", num_ranks=1, by_day="nothing"),
-            _megatron("tp2", tensor_parallel_size=2, max_share=0.7, by_day="nothing"),
-            _megatron(
-                "sp2", tensor_parallel_size=2, sequence_parallel=True, max_share=0.7, by_day="turns"
-            ),
-            _megatron("pp2", pipeline_parallel_size=2, by_day="nothing"),
-            _megatron(
-                "pp2-vp2",
-                pipeline_parallel_size=2,
-                num_virtual_stages=2,
-                num_layers=4,
-                by_day="turns",
-            ),
+            _megatron("tp2", **TP2, max_share=0.7, by_day="nothing"),
+            _megatron("sp2", **SP2, max_share=0.7, by_day="turns"),
+            _megatron("pp2", **PP2, by_day="nothing"),
+            _megatron("pp2-vp2", **VP2, by_day="turns"),
             _megatron("dp2", dp_size=2, by_day="steps"),
-            _megatron("cp2", context_parallel_size=2, by_day="steps"),
+            _megatron("cp2", **CP2, by_day="steps"),
             _megatron(
-                "pp2-vp2-overlap",
-                pipeline_parallel_size=2,
-                num_virtual_stages=2,
-                num_layers=4,
-                ddp_args={"overlap_grad_reduce": True},
-                num_ranks=4,
-                dp_size=2,
-                by_day="nothing",
+                "pp2-vp2-overlap", **VP2, **OVERLAP, num_ranks=4, dp_size=2, by_day="nothing"
             ),
-            _megatron(
-                "cp2-tp2",
-                context_parallel_size=2,
-                tensor_parallel_size=2,
-                sequence_parallel=True,
-                num_ranks=4,
-                max_share=0.7,
-                by_day="nothing",
-            ),
-            _megatron(
-                "cp2-pp2",
-                context_parallel_size=2,
-                pipeline_parallel_size=2,
-                num_ranks=4,
-                by_day="nothing",
-            ),
-            _megatron(
-                "tp2-pp2",
-                tensor_parallel_size=2,
-                pipeline_parallel_size=2,
-                num_ranks=4,
-                by_day="nothing",
-            ),
-            _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe", by_day="steps"),
+            _megatron("cp2-tp2", **CP2, **SP2, num_ranks=4, max_share=0.7, by_day="nothing"),
+            _megatron("cp2-pp2", **CP2, **PP2, num_ranks=4, by_day="nothing"),
+            _megatron("tp2-pp2", **TP2, **PP2, num_ranks=4, by_day="nothing"),
+            _megatron("ep2", **EP2, dp_size=2, family="qwen3_moe", by_day="steps"),
         ),
         families=("qwen3", "qwen2", "llama", "mistral"),
         without_windows=True,
@@ -215,7 +187,6 @@ RESHAPES_BY_NIGHT = [
 
 
 def layout_of(name: str) -> Layout:
-    """Return the layout of that name."""
     return {layout.name: layout for e in ENGINES.values() for layout in e.layouts}[name]
 
 

@@ -59,7 +59,6 @@ class Plain:
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    """Read all weights of a Hugging Face folder."""
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= {name: t.clone() for name, t in load_file(file).items()}
@@ -112,7 +111,6 @@ class PlainPolicy(Plain):
         return self.step(-((surrogate + entropy_coefficient * entropies) * weights).sum())
 
     def fit(self, batch: Any) -> tuple[float, float]:
-        """Take a step on the mean negative log-likelihood."""
         logprobs, _ = self.score(batch, temperature=1.0)
         return self.step(-logprobs.sum() / batch.response_mask_BL.values().sum())
 
@@ -132,8 +130,6 @@ class PlainPolicy(Plain):
 
 
 class PlainCritic(Plain):
-    """A critic whose head begins as zeros."""
-
     def __init__(self, folder: Path, optimizer: OptimizerConfig) -> None:
         model = AutoModelForTokenClassification.from_pretrained(
             folder, num_labels=1, dtype="float32"
@@ -143,7 +139,6 @@ class PlainCritic(Plain):
         super().__init__(model, optimizer)
 
     def values(self, batch: Any) -> Tensor:
-        """Value the state before each response token, [sum of L], with gradient."""
         values = []
         columns = (batch.token_ids_BL, batch.response_mask_BL)
         for tokens, mask in zip(*(column.unbind() for column in columns), strict=True):
@@ -189,7 +184,6 @@ class PlainRewardModel(Plain):
         super().__init__(loaded, optimizer)
 
     def scores(self, rows: list[list[int]]) -> Tensor:
-        """Return the score of each conversation, with gradient."""
         return torch.stack([self.model(torch.tensor([row])).logits[0, 0] for row in rows])
 
     def update(

@@ -33,8 +33,7 @@ from hybridrl.workers.train.value_engines import CriticEngine, RewardEngine
 from tests.config.values import config_of
 from tests.contract.layouts import ENGINES, Layout
 from tests.ranks import RankPool
-from tests.workers.train.critics import CRITIC
-from tests.workers.train.engines import ACTOR, CPU, LOSS, MODEL, rows_of
+from tests.workers.train.engines import ACTOR, CPU, CRITIC, LOSS, MODEL, rows_of
 from tests.workers.train.lora_engines import LORA
 
 NO_ADAPTER = replace(LORA, enabled=False)
@@ -155,7 +154,6 @@ def rows_of_rank(batch: Any, engine: ModelEngine, first: int) -> Any:
 
 
 def rank_ranges(num_rows: int, dp_size: int, first: int) -> list[range]:
-    """Return the rows of each data-parallel rank."""
     if dp_size == 1:
         return [range(num_rows)]
     num_others = dp_size - 1
@@ -164,7 +162,6 @@ def rank_ranges(num_rows: int, dp_size: int, first: int) -> list[range]:
 
 
 def mute(batch: Any) -> Any:
-    """Return the batch without any response."""
     silent = batch.clone()
     nothing = torch.zeros_like(batch.response_mask_BL.values())
     silent.response_mask_BL = jagged_from(nothing, row_lengths(batch.token_ids_BL))
@@ -196,12 +193,10 @@ def output_metrics(engine: ModelEngine, metrics: Metrics) -> Metrics:
 
 
 def merge_metrics(answers: list[Metrics]) -> dict[str, float]:
-    """Merge the metrics of ranks, as the driver does."""
     return {name: metric.value for name, metric in merge(answers).items()}
 
 
 def copy_state(engine: ModelEngine) -> dict[str, Tensor]:
-    """Copy the tensors of this rank's checkpoint."""
     return {
         key: shard.values.clone()
         for name, tensor in engine.checkpoint_tensors().items()
@@ -210,7 +205,6 @@ def copy_state(engine: ModelEngine) -> dict[str, Tensor]:
 
 
 def assert_float32_learns(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Check that all that a rank keeps of the model is float32, and moved."""
     weights = {name: tensor for name, tensor in after.items() if name.startswith("model.")}
     assert weights.keys() == before.keys()
     assert {tensor.dtype for tensor in weights.values()} <= {torch.float32}

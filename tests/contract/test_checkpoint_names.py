@@ -1,5 +1,3 @@
-"""Names inside checkpoint files never change: a run goes on from a file of any earlier version."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,8 +9,7 @@ from safetensors import safe_open
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from tests.contract.layouts import on_layouts
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, take_step
-from tests.workers.train.critics import make_lessons
-from tests.workers.train.engines import make_rows, to_supervised
+from tests.workers.train.engines import make_lessons, make_rows, to_supervised
 from tests.workers.train.lora_engines import LORA
 
 LINEAR = (
@@ -45,7 +42,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def _save(rank: Rank, folder: Path, kind: str, target: Path) -> None:
-    """Write a checkpoint before the first step, and one after it."""
     lora: dict[str, Any] = {"lora": LORA} if kind == "adapter" else {}
     engine: Any = rank.critic(folder) if kind == "critic" else rank.policy(folder, **lora)
     writer = CheckpointWriter()

@@ -1,5 +1,3 @@
-"""Engines that are saved while they train on, and loaded into new ones, however they are cut."""
-
 from __future__ import annotations
 
 import math
@@ -8,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
@@ -25,8 +22,15 @@ from tests.contract.ranks_under_test import (
     rows_of_rank,
     take_step,
 )
-from tests.workers.train.critics import make_lessons
-from tests.workers.train.engines import load, make_rows, save, weights_of, with_optimizer
+from tests.workers.train.engines import (
+    assert_same_weights,
+    load,
+    make_lessons,
+    make_rows,
+    save,
+    weights_of,
+    with_optimizer,
+)
 from tests.workers.train.lora_engines import LORA, with_lora
 
 COSINE = {"schedule": "cosine", "num_warmup_steps": 1, "lr": 0.1, "eps": 1e-3}
@@ -53,11 +57,6 @@ def _learn(engine: Any, role: str, seed: int) -> None:
         take_step(engine, make_rows(6, seed=seed), first=4)
 
 
-def _assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
 def _save_and_load(rank: Rank, folder: Path, target: Path, role: str, num_before: int) -> None:
     engine = _build(rank, folder, role)
     for seed in range(num_before):
@@ -76,7 +75,7 @@ def _save_and_load(rank: Rank, folder: Path, target: Path, role: str, num_before
     assert (notes["version"], loaded.num_updates) == (7, num_before)
     for seed in (2, 3):
         _learn(loaded, role, seed)
-    _assert_same(copy_state(loaded), copy_state(engine))
+    assert_same_weights(copy_state(loaded), copy_state(engine))
     assert loaded.num_updates == engine.num_updates == num_before + 2
 
 
@@ -135,12 +134,27 @@ def _assert_values_are_stored_once(folder: Path) -> None:
             assert not shape or num_stored[name] == math.prod(shape), name
 
 
+def check_resumes(
+    writers: RanksUnderTest, readers: RanksUnderTest, folder: Path, stored: Path, role: str
+) -> None:
+    saved = writers.run(_save_and_go_on, folder, stored, role)[0]
+    for loaded in readers.run(_load_and_go_on, folder, stored, role):
+        assert_same_weights(loaded, saved, atol=1e-5)
+
+
 @pytest.mark.shows("6.2", "R2.3")
 @pytest.mark.parametrize(
-    ("saved_by", "loaded_by"),
-    [*RESHAPES, *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in RESHAPES_BY_NIGHT)],
+    ("saved_by", "loaded_by", "role"),
+    [
+        *((*pair, "policy") for pair in RESHAPES),
+        ("megatron-sp2", "fsdp2-1", "adapter"),
+        *(pytest.param(*pair, "policy", marks=pytest.mark.nightly) for pair in RESHAPES_BY_NIGHT),
+        *(
+            pytest.param(*pair, "adapter", marks=pytest.mark.nightly)
+            for pair in RESHAPES + RESHAPES_BY_NIGHT
+        ),
+    ],
 )
-@pytest.mark.parametrize("role", ["policy", pytest.param("adapter", marks=pytest.mark.nightly)])
 def test_checkpoint_of_one_layout_resumes_in_another(
     make_model: Any, tmp_path: Path, saved_by: str, loaded_by: str, role: str
 ) -> None:
@@ -151,13 +165,9 @@ def test_checkpoint_of_one_layout_resumes_in_another(
     if role == "adapter" and writers.layout.adapted != readers.layout.adapted:
         role = "adapter of attention"  # one of them cannot adapt experts
     try:
-        saved = writers.run(_save_and_go_on, folder, tmp_path, role)[0]
+        check_resumes(writers, readers, folder, tmp_path, role)
         if writers.layout.engine == "fsdp2":  # Megatron's ranks each store what they have in full
             _assert_values_are_stored_once(tmp_path)
-        for loaded in readers.run(_load_and_go_on, folder, tmp_path, role):
-            assert loaded.keys() == saved.keys()
-            for name, tensor in loaded.items():
-                torch.testing.assert_close(tensor, saved[name], atol=1e-5, rtol=0, msg=name)
     finally:
         writers.close()
         readers.close()

@@ -1,9 +1,7 @@
-"""The critic: what it says, and what it learns."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -26,29 +24,20 @@ from tests.contract.plain import PlainCritic, weights_in
 from tests.contract.ranks_under_test import (
     Rank,
     RanksUnderTest,
-    merge_metrics,
     output_metrics,
     rows_of_rank,
 )
-from tests.workers.train.critics import make_lessons
-from tests.workers.train.engines import ACTOR, OPTIMIZER, make_rows, to_rollouts
+from tests.contract.steps import assert_steps
+from tests.workers.train.engines import (
+    ACTOR,
+    OPTIMIZER,
+    assert_same_weights,
+    make_lessons,
+    make_rows,
+    to_rollouts,
+)
 
 pytestmark = on_layouts(lambda engine: engine.has_critic)
-
-NUM_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Case:
-    """A way to compute the same steps, and which steps those are."""
-
-    changes: dict[str, Any]
-    """Of the critic's configuration."""
-
-    first: int = 8
-    """Rows of the first of two data-parallel ranks, of twelve."""
-
-    aggregation: str = "token_mean"
 
 
 def _teach(
@@ -94,16 +83,25 @@ def test_new_critic_values_0_on_the_policys_body(
         assert all(torch.equal(loaded[f"model.{name}"], tensor) for name, tensor in body.items())
 
 
+@dataclass(frozen=True)
+class Case:
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Of the critic's configuration."""
+    first: int = 8
+    """Rows of the first of two data-parallel ranks, of twelve."""
+    aggregation: str = "token_mean"
+
+
 def _train(
     rank: Rank, folder: Path, target: Path, case: Case
 ) -> tuple[list[Metrics], Tensor | None]:
     engine = rank.critic(folder, replace(ACTOR, **case.changes))
     steps = []
-    for seed in range(NUM_STEPS):
+    for seed in range(2):
         lessons = make_lessons(12, seed=seed, num_siblings=4)
         steps.append(_teach(engine, lessons, first=case.first, aggregation=case.aggregation))
         engine.compute_values(to_rollouts(make_rows(3)))  # must not disturb anything
-    assert engine.num_updates == NUM_STEPS
+    assert engine.num_updates == 2
     engine.export_hf(target)
     return steps, _values(engine, make_rows(6, seed=9, num_siblings=3))
 
@@ -113,7 +111,7 @@ def _train_plainly(
     folder: Path, aggregation: str
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor], Tensor]:
     model = PlainCritic(folder, OPTIMIZER)
-    lessons = [make_lessons(12, seed=seed, num_siblings=4) for seed in range(NUM_STEPS)]
+    lessons = [make_lessons(12, seed=seed, num_siblings=4) for seed in range(2)]
     steps = [model.update(batch, aggregation=aggregation) for batch in lessons]
     with torch.no_grad():
         values = model.values(make_rows(6, seed=9, num_siblings=3))
@@ -121,11 +119,11 @@ def _train_plainly(
 
 
 CASES = {
-    "one micro-batch": Case({}),
+    "one micro-batch": Case(),
     "many micro-batches": Case({"max_tokens_per_microbatch": 25}),
     "a rank without rows": Case({"max_tokens_per_microbatch": 25}, first=12),
     "activations computed again": Case({"gradient_checkpointing": True}, first=4),
-    "every response the same": Case({}, aggregation="sequence_mean_token_mean"),
+    "every response the same": Case(aggregation="sequence_mean_token_mean"),
 }
 
 
@@ -136,14 +134,9 @@ def test_steps_and_values_are_those_of_the_plain_model(
 ) -> None:
     expected, trained, values = _train_plainly(folder, case.aggregation)
     answers = ranks.run(_train, folder, tmp_path / "exported", case)
-    for step, (loss, norm) in enumerate(expected):
-        metrics = merge_metrics([answer[0][step] for answer in answers])
-        assert metrics["loss/value"] == pytest.approx(loss, rel=1e-5)
-        assert metrics["critic/grad_norm"] == pytest.approx(norm, rel=2e-5)
-    stored = weights_in(tmp_path / "exported")
-    assert stored.keys() == trained.keys()
-    for name, tensor in trained.items():
-        torch.testing.assert_close(stored[name], tensor, atol=1e-5, rtol=0, msg=name)
+    steps = [answer[0] for answer in answers]
+    assert_steps(steps, expected, loss="loss/value", norm="critic/grad_norm", rel_of_norm=2e-5)
+    assert_same_weights(weights_in(tmp_path / "exported"), trained, atol=1e-5)
     assert values.any()
     for computed in (answer[1] for answer in answers if answer[1] is not None):
         torch.testing.assert_close(computed, values, atol=2e-5, rtol=0)
@@ -173,8 +166,7 @@ def test_offloaded_critic_rejects_work_and_restores_exactly(
 ) -> None:
     targets = [tmp_path / "resting", tmp_path / "steady"]
     ranks.run(_rest, folder, targets)
-    one, other = (weights_in(target) for target in targets)
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert_same_weights(*(weights_in(target) for target in targets))
 
 
 def _live_beside_a_policy(rank: Rank, folder: Path) -> None:

@@ -1,5 +1,3 @@
-"""Many steps of a critic on its first layout: that steps are the same is in test_critics.py."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,12 +11,11 @@ from tests.contract.layouts import on_layouts
 from tests.contract.ranks_under_test import (
     Rank,
     RanksUnderTest,
-    merge_metrics,
     output_metrics,
     rows_of_rank,
 )
-from tests.workers.train.critics import make_lessons
-from tests.workers.train.engines import make_rows, to_rollouts, with_optimizer
+from tests.contract.steps import merged_steps
+from tests.workers.train.engines import make_lessons, make_rows, to_rollouts, with_optimizer
 
 pytestmark = on_layouts(first_only=True)
 
@@ -38,7 +35,7 @@ def _learn_returns(rank: Rank, folder: Path) -> tuple[list[Metrics], Any]:
 
 def test_a_value_stops_at_the_clip_within_a_step(ranks: RanksUnderTest, folder: Path) -> None:
     answers = ranks.run(_learn_returns, folder)
-    steps = [merge_metrics(list(a)) for a in zip(*(answer[0] for answer in answers), strict=True)]
+    steps = merged_steps([answer[0] for answer in answers])
     assert steps[0]["critic/clip_fraction"] == 0.0
     assert steps[-1]["critic/clip_fraction"] > 0.4
     for far in (values for _, values in answers if values is not None):

@@ -1,5 +1,3 @@
-"""Steps on preference pairs are those of the plain model, however pairs are divided."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -20,16 +18,15 @@ from tests.contract.plain import PlainPolicy
 from tests.contract.ranks_under_test import (
     Rank,
     RanksUnderTest,
-    merge_metrics,
     mute,
     output_metrics,
 )
-from tests.workers.train.engines import ACTOR, make_rows, weights_of
+from tests.contract.steps import merged_steps
+from tests.workers.train.engines import ACTOR, assert_same_weights, make_rows, weights_of
 
 pytestmark = on_layouts()
 
 BETA, SFT = 0.3, 0.5
-NUM_STEPS = 2
 
 
 def make_pairs() -> PreferenceBatch:
@@ -57,7 +54,7 @@ def _prefer(rank: Rank, folder: Path, max_tokens: int) -> tuple[list[Metrics], d
     engine = rank.policy(folder, replace(ACTOR, max_tokens_per_microbatch=max_tokens))
     objective = PreferenceObjective(Part.of(sigmoid, beta=BETA), SFT)
     batch = pairs_of_rank(engine)
-    steps = [output_metrics(engine, engine.fit_pairs(batch, objective)) for _ in range(NUM_STEPS)]
+    steps = [output_metrics(engine, engine.fit_pairs(batch, objective)) for _ in range(2)]
     return steps, weights_of(engine)
 
 
@@ -66,15 +63,11 @@ def test_steps_on_pairs_are_those_of_the_plain_model(
     ranks: RanksUnderTest, folder: Path, max_tokens: int
 ) -> None:
     model = PlainPolicy(folder, ACTOR.optimizer)
-    expected = [
-        model.prefer(make_pairs(), beta=BETA, sft_coefficient=SFT) for _ in range(NUM_STEPS)
-    ]
+    expected = [model.prefer(make_pairs(), beta=BETA, sft_coefficient=SFT) for _ in range(2)]
     answers = ranks.run(_prefer, folder, max_tokens)
-    for step, (loss, norm) in enumerate(expected):
-        metrics = merge_metrics([answer[0][step] for answer in answers])
+    for metrics, (loss, norm) in zip(merged_steps([a[0] for a in answers]), expected, strict=True):
         total = metrics["loss/preference"] + SFT * metrics["loss/supervised_nats"]
         assert total == pytest.approx(loss, rel=1e-5)
         assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for name, tensor in model.weights().items():
-        torch.testing.assert_close(answers[0][1][name], tensor, atol=1e-5, rtol=0, msg=name)
+    assert_same_weights(answers[0][1], model.weights(), atol=1e-5)
     assert expected[1][0] < expected[0][0]

@@ -1,5 +1,3 @@
-"""Reward models on every layout: the scores are those of transformers."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -26,13 +24,12 @@ from tests.contract.ranks_under_test import (
     rank_ranges,
     rows_of_rank,
 )
+from tests.contract.steps import assert_steps
 from tests.tiny_models import make_tiny_classifier, save_tiny_tokenizer
-from tests.workers.train.engines import ACTOR, OPTIMIZER
+from tests.workers.train.engines import ACTOR, OPTIMIZER, assert_same_weights
 
 # FSDP2 maps the names of a mixture's experts for reward models by itself.
 pytestmark = on_layouts(lambda engine: engine.has_critic, steps_of=["fsdp2-moe"])
-
-NUM_STEPS = 2
 
 Kind = Literal["sequence", "token"]
 
@@ -93,8 +90,6 @@ def pairs_of_rank(batch: PreferenceBatch, engine: RewardEngine, first: int) -> P
 
 @dataclass(frozen=True)
 class Case:
-    """A way to compute the same steps, and where they begin."""
-
     changes: dict[str, Any]
     """Of the actor's configuration."""
 
@@ -123,7 +118,7 @@ def _train(
         folder, replace(ACTOR, **case.changes), center_coefficient=case.center_coefficient
     )
     steps = []
-    for seed in range(NUM_STEPS):
+    for seed in range(2):
         batch = pairs_of_rank(
             to_batch(conversations(6, seed=seed), case.margins), engine, case.first
         )
@@ -131,12 +126,8 @@ def _train(
     held_out = pairs_of_rank(to_batch(conversations(6, seed=9)), engine, case.first)
     measured = output_metrics(engine, engine.evaluate_pairs(held_out))
     engine.export_hf(target)
-    return steps, measured, _scores_of(engine)
-
-
-def _scores_of(engine: RewardEngine) -> Tensor | None:
-    rewards_B = engine.compute_rewards(lay_out_conversations(conversations(5))).rewards_B
-    return rewards_B if engine.is_output_rank else None
+    scores_B = engine.compute_rewards(lay_out_conversations(conversations(5))).rewards_B
+    return steps, measured, scores_B if engine.is_output_rank else None
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -153,16 +144,13 @@ def test_steps_and_export_are_those_of_the_plain_model(
     margins = case.margins or [0.0] * 3
     expected = [
         plain.update(conversations(6, seed=n), center_coefficient=center, margins=margins)
-        for n in range(NUM_STEPS)
+        for n in range(2)
     ]
     answers = ranks.run(_train, folder, tmp_path / "exported", case)
-    for step, (loss, norm) in enumerate(expected):
-        metrics = merge_metrics([answer[0][step] for answer in answers])
-        assert metrics["loss/preference"] == pytest.approx(loss, rel=1e-4)
-        assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert_steps([a[0] for a in answers], expected, loss="loss/preference", rel=1e-4)
     stored = weights_in(tmp_path / "exported")
-    for name, tensor in plain.weights().items():
-        torch.testing.assert_close(stored[name], tensor, atol=2e-5, rtol=0, msg=name)
+    weights = plain.weights()
+    assert_same_weights({name: stored[name] for name in weights}, weights, atol=2e-5)
     scores = plain_scores(tmp_path / "exported", conversations(5))
     assert scores.std() > 1e-3
     for computed in (answer[2] for answer in answers if answer[2] is not None):

@@ -1,5 +1,3 @@
-"""Log-probs and entropies of the policy and the reference."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -28,9 +26,11 @@ from tests.contract.ranks_under_test import (
     rows_of_rank,
     take_step,
 )
+from tests.contract.steps import merged_steps
 from tests.workers.train.engines import (
     ACTOR,
     OPTIMIZER,
+    after,
     join_pairs,
     make_rows,
     to_rollouts,
@@ -54,20 +54,26 @@ def _score(rank: Rank, folder: Path, batch: Any) -> tuple[Tensor, Tensor] | None
     return scored.logprobs_BL.values(), scored.entropy_BL.values()
 
 
+def check_scores(
+    ranks: RanksUnderTest, folder: Path, batch: Any, *, apart: Any | None = None
+) -> None:
+    """``apart``: the same batch for the plain model, which knows one sequence a row."""
+    answers = [answer for answer in ranks.run(_score, folder, batch) if answer is not None]
+    assert len(answers) == ranks.layout.dp_size  # one leads for each data-parallel rank
+    with torch.no_grad():
+        rows = batch if apart is None else apart
+        expected = PlainPolicy(folder, OPTIMIZER).score(rows, temperature=0.7)
+    for number, column in enumerate(expected):
+        scored = torch.cat([answer[number] for answer in answers])
+        torch.testing.assert_close(scored, column, atol=2e-5, rtol=0, msg=after(folder.name))
+
+
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("num_siblings", [1, 6])
 def test_logprobs_and_entropies_are_those_of_the_plain_model(
     ranks: RanksUnderTest, make_model: Any, num_siblings: int, tie: bool
 ) -> None:
-    folder = make_model(ranks.layout, tie=tie)
-    batch = make_rows(12, num_siblings=num_siblings)
-    answers = [answer for answer in ranks.run(_score, folder, batch) if answer is not None]
-    assert len(answers) == ranks.layout.dp_size  # one leads for each data-parallel rank
-    with torch.no_grad():
-        expected = PlainPolicy(folder, OPTIMIZER).score(batch, temperature=0.7)
-    for number, column in enumerate(expected):
-        scored = torch.cat([answer[number] for answer in answers])
-        torch.testing.assert_close(scored, column, atol=2e-5, rtol=0)
+    check_scores(ranks, make_model(ranks.layout, tie=tie), make_rows(12, num_siblings=num_siblings))
 
 
 @pytest.mark.parametrize("num_siblings", [1, 6])
@@ -78,21 +84,12 @@ def test_families_score_as_transformers_beyond_their_windows(
         pytest.skip("a layout for mixtures of experts")
     batch = make_rows(12, num_siblings=num_siblings, seed=2)
     for family in ranks.engine.families:
-        folder = make_model(ranks.layout, family=family)
-        answers = [answer for answer in ranks.run(_score, folder, batch) if answer is not None]
-        with torch.no_grad():
-            expected, _ = PlainPolicy(folder, OPTIMIZER).score(batch, temperature=0.7)
-        scored = torch.cat([logprobs for logprobs, _ in answers])
-        torch.testing.assert_close(scored, expected, atol=2e-5, rtol=0, msg=family)
+        check_scores(ranks, make_model(ranks.layout, family=family), batch)
 
 
 def test_sequences_of_a_row_are_computed_by_themselves(ranks: RanksUnderTest, folder: Path) -> None:
     batch = make_rows(24, num_siblings=2)
-    answers = [a for a in ranks.run(_score, folder, join_pairs(batch)) if a is not None]
-    with torch.no_grad():
-        expected, _ = PlainPolicy(folder, OPTIMIZER).score(batch, temperature=0.7)
-    scored = torch.cat([logprobs for logprobs, _ in answers])
-    torch.testing.assert_close(scored, expected, atol=2e-5, rtol=0)
+    check_scores(ranks, folder, join_pairs(batch), apart=batch)
 
 
 def _compare_with_itself(rank: Rank, folder: Path) -> Any:
@@ -112,16 +109,21 @@ def test_columns_stay_with_their_tokens(ranks: RanksUnderTest, folder: Path) -> 
 
 def _look_around_scoring(rank: Rank, folder: Path) -> None:
     engine = rank.policy(folder, replace(ACTOR, compute_dtype="bfloat16"))
-    take_step(engine, make_rows(4), first=2)
+    batch, untouched = make_rows(4), make_rows(4)
+    take_step(engine, batch, first=2)
     held = {part: engine.resident_bytes(part) for part in TrainState}
     dtypes = {name: tensor.dtype for name, tensor in engine.full_weights()}
     for _ in range(2):
-        engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
+        engine.compute_logprobs(to_rollouts(batch), temperature=1.0)
         assert held == {part: engine.resident_bytes(part) for part in TrainState}
         assert dtypes == {name: tensor.dtype for name, tensor in engine.full_weights()}
+    for name in ("token_ids_BL", "response_mask_BL", "advantages_BL", "sampler_logprobs_BL"):
+        assert torch.equal(getattr(batch, name).values(), getattr(untouched, name).values())
 
 
-def test_scoring_leaves_no_gathered_weights(ranks: RanksUnderTest, folder: Path) -> None:
+def test_scoring_leaves_no_gathered_weights_and_batches_as_they_were(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
     ranks.run(_look_around_scoring, folder)
 
 
@@ -144,10 +146,7 @@ def _score_what_has_no_response(rank: Rank, folder: Path) -> tuple[Any, Any]:
 def test_rows_without_a_response_count_but_are_not_computed(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
-    partly, wholly = (
-        merge_metrics(list(a))
-        for a in zip(*ranks.run(_score_what_has_no_response, folder), strict=True)
-    )
+    partly, wholly = merged_steps(ranks.run(_score_what_has_no_response, folder))
     num_tokens = int(row_lengths(make_rows(4).token_ids_BL)[1:].sum()) - 3
     assert partly["data/train_tokens"] == num_tokens
     assert "data/train_tokens" not in wholly
@@ -176,18 +175,6 @@ def test_a_row_that_begins_with_a_response_token_is_refused(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
     assert len(set(ranks.run(_refuse, folder))) == 1
-
-
-def _only_read(rank: Rank, folder: Path) -> None:
-    engine, batch, untouched = rank.policy(folder), make_rows(5), make_rows(5)
-    take_step(engine, batch)
-    engine.compute_logprobs(to_rollouts(batch), temperature=1.0)
-    for name in ("token_ids_BL", "response_mask_BL", "advantages_BL", "sampler_logprobs_BL"):
-        assert torch.equal(getattr(batch, name).values(), getattr(untouched, name).values())
-
-
-def test_batches_are_only_read(ranks: RanksUnderTest, folder: Path) -> None:
-    ranks.run(_only_read, folder)
 
 
 def _hold_still(rank: Rank, folder: Path) -> None:

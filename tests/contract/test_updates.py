@@ -1,9 +1,6 @@
-"""Optimizer steps of the policy, however it and its rows are cut."""
-
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.load import Part
-from hybridrl.algorithms.policy_losses.sequence import gspo
-from hybridrl.batch import TrainBatch, jagged_from, response_lengths, row_lengths
+from hybridrl.batch import response_lengths, row_lengths
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.optimizer import learning_rate
 from tests.contract.layouts import on_layouts
-from tests.contract.plain import RESPONSE_CLIP, PlainPolicy
+from tests.contract.plain import PlainPolicy
 from tests.contract.ranks_under_test import (
     Rank,
     RanksUnderTest,
@@ -30,14 +25,13 @@ from tests.contract.ranks_under_test import (
     rows_of_rank,
     take_step,
 )
+from tests.contract.steps import Case, assert_steps, check_two_steps, merged_steps
 from tests.workers.train.engines import (
     ACTOR,
     LOSS,
     OPTIMIZER,
-    after,
     assert_same_weights,
     make_rows,
-    rows_of,
     to_rollouts,
     to_supervised,
     weights_of,
@@ -46,22 +40,6 @@ from tests.workers.train.engines import (
 )
 
 pytestmark = on_layouts(compares_numbers=True)
-
-NUM_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Case:
-    """A way to compute the same steps, and which steps those are."""
-
-    config: dict[str, Any] = field(default_factory=dict, hash=False)
-    first: int = 8
-    """Rows of the first of two data-parallel ranks, of eleven."""
-    aggregation: str = "token_mean"
-    entropy_coefficient: float = 0.0
-    clips_responses: bool = False
-    tie: bool = True
-
 
 CASES = {
     "one micro-batch": Case(),
@@ -82,97 +60,12 @@ CASES = {
 }
 
 
-@cache
-def _lessons(folder: Path) -> list[TrainBatch]:
-    """Eleven rows a step, whose prompts are shared by up to four, some ratios beyond the clip."""
-    model = PlainPolicy(folder, OPTIMIZER)
-    lessons = []
-    for seed in range(NUM_STEPS):
-        batch = rows_of(make_rows(12, seed=seed, num_siblings=4), range(11))
-        with torch.no_grad():
-            logprobs, _ = model.score(batch, temperature=0.9)
-        noise = 0.3 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed))
-        old = (logprobs + noise) * batch.response_mask_BL.values()
-        batch.old_logprobs_BL = jagged_from(old, row_lengths(batch.token_ids_BL))
-        lessons.append(batch)
-    return lessons
-
-
-@dataclass(frozen=True)
-class Training:
-    """What steps led to."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    weights: dict[str, Tensor]
-    logprobs: Tensor
-
-
-@cache
-def _train_plainly(
-    folder: Path, aggregation: str, entropy_coefficient: float, clips_responses: bool
-) -> Training:
-    model = PlainPolicy(folder, OPTIMIZER)
-    steps = [
-        model.update(
-            batch,
-            temperature=0.9,
-            aggregation=aggregation,
-            entropy_coefficient=entropy_coefficient,
-            clips_responses=clips_responses,
-        )
-        for batch in _lessons(folder)
-    ]
-    with torch.no_grad():
-        logprobs, _ = model.score(make_rows(4, seed=9), temperature=0.9)
-    losses, norms = (list(column) for column in zip(*steps, strict=True))
-    return Training(losses, norms, model.weights(), logprobs)
-
-
-def _train(
-    rank: Rank, folder: Path, case: Case, lessons: list[TrainBatch]
-) -> tuple[list[Metrics], dict[str, Tensor], Tensor | None]:
-    engine = rank.policy(folder, replace(ACTOR, **case.config))
-    loss = replace(LOSS, entropy_coefficient=case.entropy_coefficient)
-    if case.clips_responses:
-        clip = {"clip_low": RESPONSE_CLIP, "clip_high": RESPONSE_CLIP}
-        loss = replace(loss, policy_loss=Part.of(gspo, **clip))
-    steps = []
-    for batch in lessons:
-        rows = to_rollouts(rows_of_rank(batch, engine, case.first))
-        engine.compute_logprobs(rows, temperature=0.9)  # must not disturb anything
-        steps.append(
-            take_step(engine, batch, first=case.first, loss=loss, aggregation=case.aggregation)
-        )
-    scored = engine.compute_logprobs(to_rollouts(make_rows(4, seed=9)), temperature=0.9)
-    assert engine.num_updates == len(lessons)
-    return steps, weights_of(engine), scored.logprobs_BL.values() if engine.is_output_rank else None
-
-
 @pytest.mark.shows("6.1")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_two_steps_are_those_of_the_plain_model(
     ranks: RanksUnderTest, make_model: Any, case: Case
 ) -> None:
-    folder = make_model(ranks.layout, tie=case.tie)
-    plain = _train_plainly(folder, case.aggregation, case.entropy_coefficient, case.clips_responses)
-    answers = ranks.run(_train, folder, case, _lessons(folder))
-    for step in range(NUM_STEPS):
-        metrics = merge_metrics([answer[0][step] for answer in answers])
-        loss = metrics["loss/policy"] + metrics.get("loss/entropy", 0.0)
-        assert loss == pytest.approx(plain.losses[step], rel=1e-5, abs=1e-6)
-        assert metrics["policy/grad_norm"] == pytest.approx(plain.grad_norms[step], rel=1e-5)
-        assert (metrics["policy/updates"], metrics["policy/skipped_updates"]) == (1, 0)
-        assert metrics["policy/clip_low_fraction"] + metrics["policy/clip_high_fraction"] > 0
-    for _, weights, logprobs in answers:
-        assert weights.keys() == plain.weights.keys()
-        for name, tensor in weights.items():
-            torch.testing.assert_close(
-                tensor, plain.weights[name], atol=1e-5, rtol=0, msg=after(name)
-            )
-        assert_same_weights(answers[0][1], weights)
-        if logprobs is not None:
-            torch.testing.assert_close(logprobs, plain.logprobs, atol=2e-5, rtol=0)
+    check_two_steps(ranks, make_model(ranks.layout, tie=case.tie), case)
 
 
 def _count(rank: Rank, folder: Path) -> tuple[Metrics, Metrics]:
@@ -185,7 +78,7 @@ def _count(rank: Rank, folder: Path) -> tuple[Metrics, Metrics]:
 def test_siblings_share_the_computation_of_their_prompt(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
-    alone, whole = (merge_metrics(list(a)) for a in zip(*ranks.run(_count, folder), strict=True))
+    alone, whole = merged_steps(ranks.run(_count, folder))
     batch = make_rows(12, num_siblings=4)
     prompts = row_lengths(batch.token_ids_BL) - response_lengths(batch.response_mask_BL)
     num_tokens = int(row_lengths(batch.token_ids_BL).sum()) - 12
@@ -224,23 +117,16 @@ def test_absent_old_logprobs_are_the_detached_current_ones(
 
 def _fit(rank: Rank, folder: Path) -> tuple[list[Metrics], dict[str, Tensor]]:
     engine = rank.policy(folder)
-    batch = to_supervised(make_rows(6))
-    steps = [
-        output_metrics(engine, engine.fit(rows_of_rank(batch, engine, 4))) for _ in range(NUM_STEPS)
-    ]
-    return steps, weights_of(engine)
+    rows = rows_of_rank(to_supervised(make_rows(6)), engine, 4)
+    return [output_metrics(engine, engine.fit(rows)) for _ in range(2)], weights_of(engine)
 
 
 def test_supervised_steps_are_those_of_the_plain_model(ranks: RanksUnderTest, folder: Path) -> None:
     model = PlainPolicy(folder, OPTIMIZER)
-    expected = [model.fit(make_rows(6)) for _ in range(NUM_STEPS)]
+    expected = [model.fit(make_rows(6)) for _ in range(2)]
     answers = ranks.run(_fit, folder)
-    for step, (loss, norm) in enumerate(expected):
-        metrics = merge_metrics([answer[0][step] for answer in answers])
-        assert metrics["loss/supervised_nats"] == pytest.approx(loss, rel=1e-5)
-        assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for name, tensor in model.weights().items():
-        torch.testing.assert_close(answers[0][1][name], tensor, atol=1e-5, rtol=0, msg=name)
+    assert_steps([steps for steps, _ in answers], expected, loss="loss/supervised_nats")
+    assert_same_weights(answers[0][1], model.weights(), atol=1e-5)
     assert expected[1][0] < expected[0][0]
 
 
@@ -261,8 +147,7 @@ def _skip(rank: Rank, folder: Path) -> list[Metrics]:
 
 @pytest.mark.shows("R9.6")
 def test_all_ranks_skip_a_step_that_is_not_finite(ranks: RanksUnderTest, folder: Path) -> None:
-    for answers in zip(*ranks.run(_skip, folder), strict=True):
-        metrics = merge_metrics(list(answers))  # counted once, not once a rank
+    for metrics in merged_steps(ranks.run(_skip, folder)):  # counted once, not once a rank
         assert (metrics["policy/skipped_updates"], metrics["policy/updates"]) == (1, 0)
         assert "policy/grad_norm" not in metrics
         assert metrics["policy/lr"] > 0
@@ -290,20 +175,17 @@ def test_gradients_are_clipped_to_the_global_norm(ranks: RanksUnderTest, folder:
         assert change.norm().item() == pytest.approx(norm / 4, rel=1e-3)
 
 
-def _follow(rank: Rank, folder: Path, changes: dict[str, Any]) -> tuple[list[Metrics], Tensor]:
+def _follow(rank: Rank, folder: Path, changes: dict[str, Any]) -> list[Metrics]:
     engine = rank.policy(folder, with_optimizer(**changes))
-    steps = [take_step(engine, make_rows(4, seed=seed)) for seed in range(3)]
-    norm_weight = weights_of(engine)["model.norm.weight"]
-    return steps, norm_weight
+    return [take_step(engine, make_rows(4, seed=seed)) for seed in range(3)]
 
 
 def test_the_learning_rate_follows_its_schedule(ranks: RanksUnderTest, folder: Path) -> None:
     changes = {"schedule": "cosine", "num_warmup_steps": 1, "lr": 0.1, "min_lr_ratio": 0.2}
     optimizer = with_optimizer(**changes).optimizer
-    answers = ranks.run(_follow, folder, changes)
-    for step in range(3):
-        rate = merge_metrics([steps[step] for steps, _ in answers])["policy/lr"]
-        assert rate == pytest.approx(learning_rate(optimizer, step=step, num_total_steps=10))
+    for step, metrics in enumerate(merged_steps(ranks.run(_follow, folder, changes))):
+        expected = learning_rate(optimizer, step=step, num_total_steps=10)
+        assert metrics["policy/lr"] == pytest.approx(expected)
 
 
 def _decay(rank: Rank, folder: Path) -> dict[str, Tensor]:

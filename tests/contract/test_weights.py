@@ -1,5 +1,3 @@
-"""What an engine holds, streams and exports."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import RunFolderError
 from hybridrl.workers.train.protocol import TrainState, WeightSet
@@ -58,8 +55,7 @@ def test_weights_stream_on_every_rank_as_specified(
         expected = weights_in(folder)
         assert ("lm_head.weight" in expected) is not tie
         for streamed in ranks.run(_stream, folder):
-            assert streamed.keys() == expected.keys()
-            assert_same_weights(streamed, {name: expected[name] for name in streamed})
+            assert_same_weights(streamed, expected)
 
 
 def _stream_in_halves(rank: Rank, folder: Path) -> list[torch.dtype]:
@@ -84,58 +80,41 @@ def test_weights_gathered_in_the_engines_type_are_those_that_it_would_cast(
             assert set(dtypes) == {torch.bfloat16}
 
 
-def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], str]:
+def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], Tensor | None, str]:
     engine = rank.policy(folder)
-    take_step(engine, make_rows(4))
+    for seed in range(2):
+        take_step(engine, make_rows(5, seed=seed))
     engine.export_hf(target)
     assert sorted(path.name for path in target.parent.iterdir()) == ["exported"]
     with pytest.raises(RunFolderError, match="exported exists; export to a new folder") as again:
         engine.export_hf(target)
+    scored = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
     trained = weights_of(engine)
     assert_same_weights(weights_of(rank.policy(target)), trained)
     take_step(engine, make_rows(4, seed=1))  # and goes on
     dist.barrier()
-    return trained, str(again.value)
+    logprobs = scored.logprobs_BL.values() if engine.is_output_rank else None
+    return trained, logprobs, str(again.value)
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_export_loads_in_transformers_and_errors_reach_all_ranks(
+def test_export_scores_in_transformers_as_the_engine_and_errors_reach_all_ranks(
     ranks: RanksUnderTest, make_model: Any, tmp_path: Path, tie: bool
 ) -> None:
     target = tmp_path / "deep" / "exported"
     folder = make_model(ranks.layout, tie=tie)
     answers = ranks.run(_export, folder, target)
-    assert len({text for _, text in answers}) == 1
+    assert len({text for *_, text in answers}) == 1
     assert (target / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
     assert "hybridrl" not in (target / "config.json").read_text()
-    stored = weights_in(target)
-    assert_same_weights({name: stored[name] for name in answers[0][0]}, answers[0][0])
-    model = AutoModelForCausalLM.from_pretrained(target)
-    loaded = PlainPolicy(target, OPTIMIZER).score(make_rows(3), temperature=1.0)[0]
-    assert loaded.isfinite().all()
-    assert model.config.tie_word_embeddings is tie
-
-
-def _score_exported(rank: Rank, folder: Path, target: Path) -> Tensor | None:
-    engine = rank.policy(folder)
-    for seed in range(2):
-        take_step(engine, make_rows(5, seed=seed))
-    engine.export_hf(target)
-    scored = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
-    return scored.logprobs_BL.values() if engine.is_output_rank else None
-
-
-def test_an_exported_model_scores_as_the_engine_does(
-    ranks: RanksUnderTest, folder: Path, tmp_path: Path
-) -> None:
-    answers = ranks.run(_score_exported, folder, tmp_path / "exported")
+    trained, stored = answers[0][0], weights_in(target)
+    assert_same_weights({name: stored[name] for name in trained}, trained)
+    loaded = PlainPolicy(target, OPTIMIZER)
+    assert loaded.model.config.tie_word_embeddings is tie
     with torch.no_grad():
-        expected, _ = PlainPolicy(tmp_path / "exported", OPTIMIZER).score(
-            make_rows(4), temperature=1.0
-        )
-    for scored in answers:
-        if scored is not None:
-            torch.testing.assert_close(scored, expected, atol=2e-5, rtol=0)
+        expected, _ = loaded.score(make_rows(4), temperature=1.0)
+    for scored in (logprobs for _, logprobs, _ in answers if logprobs is not None):
+        torch.testing.assert_close(scored, expected, atol=2e-5, rtol=0)
 
 
 def _fail_to_export(rank: Rank, folder: Path, root: Path) -> str:

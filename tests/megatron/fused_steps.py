@@ -42,8 +42,6 @@ def build(folder: Path, layers: str, config: ActorConfig = ACTOR, **megatron: An
 
 
 def lose_and_restore(engine: Any) -> None:
-    """Go through a checkpoint in memory."""
-
     def live_values() -> dict[str, torch.Tensor]:
         named = engine.checkpoint_tensors().items()
         return {key: shard.values for name, held in named for key, shard in shards_of(name, held)}

@@ -24,7 +24,6 @@ _FIELDS = (
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Print a line of JSON for each recipe."""
     built: list[Any] = []
     module: Any = rehearsal
     plan = module.transformer_config

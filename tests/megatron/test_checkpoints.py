@@ -1,5 +1,3 @@
-"""Runs that go from FSDP2 to megatron-core, through other parallel sizes, and back."""
-
 from __future__ import annotations
 
 from pathlib import Path

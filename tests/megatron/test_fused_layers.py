@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from hybridrl.errors import ConfigError
 from tests.config.values import config_of
 from tests.megatron.engines import run_with_transformer_engine
 from tests.megatron.stand_ins import install
 from tests.tiny_models import Family, make_tiny_model
+from tests.workers.train.engines import ACTOR, CPU, assert_same_weights
 
 StepsOf = Callable[[Family, str], dict[str, Any]]
 CASES: tuple[tuple[Family, str], ...] = (
@@ -54,10 +53,7 @@ def assert_same_steps(found: dict[str, Any], *, atol: float = 1e-5) -> None:
     for (logprobs, norm), (plain_logprobs, plain_norm) in steps:
         torch.testing.assert_close(logprobs, plain_logprobs, atol=atol, rtol=0)
         assert norm == pytest.approx(plain_norm, rel=atol)
-    weights: dict[str, Tensor] = found["fused"]["weights"]
-    assert weights.keys() == found["plain"]["weights"].keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, found["plain"]["weights"][name], atol=atol, rtol=0)
+    assert_same_weights(found["fused"]["weights"], found["plain"]["weights"], atol=atol)
 
 
 @pytest.mark.parametrize(("family", "other"), [("qwen3", "fsdp2"), ("qwen2_moe", "local")])
@@ -89,16 +85,12 @@ def test_adapters_learn_beside_fused_layers(steps_of: StepsOf) -> None:
     assert_same_steps(found)
     assert found["fields"]["gradient_accumulation_fusion"] is False
     assert any(name.endswith("linear_qkv.layer_norm_weight") for name in found["names"])
-    adapter, plain = found["fused"]["adapter"], found["plain"]["adapter"]
-    assert adapter.keys() == plain.keys()
-    for name, tensor in adapter.items():
-        torch.testing.assert_close(tensor, plain[name], atol=1e-5, rtol=0)
+    assert_same_weights(found["fused"]["adapter"], found["plain"]["adapter"], atol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["small state", "half offloaded"])
 def test_optimizer_state_placement_changes_no_step(steps_of: StepsOf, case: str) -> None:
-    found = steps_of("qwen3", case)
-    assert_same_steps(found, atol=2e-3)  # of weights of 16 bits
+    assert_same_steps(steps_of("qwen3", case), atol=2e-3)  # of weights of 16 bits
 
 
 def test_auto_layers_need_cuda_and_transformer_engine() -> None:
@@ -113,18 +105,6 @@ def test_auto_layers_need_cuda_and_transformer_engine() -> None:
     assert not fuses_layers(replace(megatron, layers="local"), torch.device("cuda"))
 
 
-def test_missing_transformer_engine_is_rejected_by_key() -> None:
-    install()
-    from hybridrl.workers.train.megatron.configuration import require_transformer_engine
-    from hybridrl.workers.train.megatron.megatron_core import HAVE_TE
-
-    if HAVE_TE:
-        pytest.skip("TransformerEngine is installed")
-    megatron = replace(config_of().megatron, layers="transformer_engine")
-    with pytest.raises(ConfigError, match=r"megatron.layers='transformer_engine'.*local"):
-        require_transformer_engine(megatron)
-
-
 def test_microbatch_lengths_suit_eight_bit_products(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +113,6 @@ def test_microbatch_lengths_suit_eight_bit_products(
     from hybridrl.workers.train.megatron import configuration
     from hybridrl.workers.train.megatron.configuration import token_multiple, transformer_config
     from hybridrl.workers.train.megatron.context import MegatronContext
-    from tests.workers.train.engines import ACTOR, CPU
 
     monkeypatch.setattr(configuration, "HAVE_TE", True)
     architecture = read_architecture(make_tiny_model(tmp_path))

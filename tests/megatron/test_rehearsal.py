@@ -1,5 +1,3 @@
-"""``mode=check`` builds megatron-core's own configuration objects, from what the run would."""
-
 from __future__ import annotations
 
 import json
@@ -69,6 +67,8 @@ def test_all_models_are_checked_and_each_error_reported_once() -> None:
     assert lines[0].endswith("takes the configuration of: policy, reference, critic")
     assert len(refusals_of(ppo[0], "megatron.ddp_args={no_such: 1}")) == 1
     assert rehearse_megatron(config_of("mode=check")) == []
+    [line] = rehearse_megatron(load_config(compose(["recipes=cpu/megatron", "mode=check"])))
+    assert line.endswith("takes the configuration of: policy")  # and misses no kernel
 
 
 @pytest.mark.parametrize(
@@ -113,15 +113,27 @@ def test_a_gpu_recipe_checked_without_transformer_engine_says_so(name: str, tmp_
 _AWARE = "megatron.optimizer_args={use_precision_aware_optimizer: true}"
 
 
-def test_a_start_without_transformer_engine_names_the_key_that_needs_it() -> None:
+@pytest.mark.parametrize(
+    ("overrides", "key", "remedy"),
+    [
+        (
+            ("cluster=one_gpu", "actor.compute_dtype=bfloat16", _AWARE),
+            "megatron.optimizer_args.use_precision_aware_optimizer",
+            "add ~megatron.optimizer_args.use_precision",
+        ),
+        (("cluster=one_gpu", "megatron.layers=transformer_engine"), "megatron.layers", "local"),
+    ],
+)
+def test_a_start_without_transformer_engine_names_the_key_that_needs_it(
+    overrides: tuple[str, ...], key: str, remedy: str
+) -> None:
     from hybridrl.workers.train.megatron.configuration import require_transformer_engine
 
-    megatron = config_of(*CHECK, "cluster=one_gpu", "actor.compute_dtype=bfloat16", _AWARE).megatron
     with pytest.raises(ConfigError) as caught:
-        require_transformer_engine(megatron)
-    assert caught.value.key == "megatron.optimizer_args.use_precision_aware_optimizer"
-    for words in ("pip install --no-build-isolation", "add ~megatron.optimizer_args.use_precision"):
-        assert words in str(caught.value)
+        require_transformer_engine(config_of(*CHECK, *overrides).megatron)
+    assert caught.value.key == key
+    assert "pip install --no-build-isolation" in str(caught.value)
+    assert remedy in str(caught.value)
 
 
 def test_on_a_machine_with_a_gpu_a_check_refuses_what_its_start_would(
@@ -133,12 +145,6 @@ def test_on_a_machine_with_a_gpu_a_check_refuses_what_its_start_would(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigErrors, match="use_precision_aware_optimizer=True: it needs"):
         rehearse_megatron(config)
-
-
-def test_cpu_recipe_passes_without_a_missing_kernel() -> None:
-    config = load_config(compose(["recipes=cpu/megatron", "mode=check"]))
-    [line] = rehearse_megatron(config)
-    assert line.endswith("takes the configuration of: policy")
 
 
 def test_recipes_use_all_fusions_of_transformer_engine(tmp_path: Path) -> None:

@@ -168,12 +168,8 @@ def test_towers_are_counted_as_transformers_counts_them(
 
 def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
     qwen = Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
+        **{"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
+        **{"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936},
         tie_word_embeddings=True,
     )
     qwen.save_pretrained(tmp_path)

@@ -1,5 +1,3 @@
-"""Blocks that are compiled, and blocks on Liger's kernels."""
-
 from __future__ import annotations
 
 import sys
@@ -19,8 +17,7 @@ from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model, compile_blocks
 from tests.config.values import config_of
 from tests.tiny_models import make_tiny_model
-from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows
-from tests.workers.train.microbatchers import make_batcher
+from tests.workers.train.engines import ACTOR, CPU, MODEL, make_batcher, make_rows
 
 
 def _build(folder: Path, *, kernels: Literal["eager", "compiled"] = "eager") -> PolicyModel:
@@ -87,9 +84,10 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": _apply}
 """
 
 
-@pytest.fixture
-def _liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that records what it is asked for, under the names of liger-kernel 0.8."""
+def test_liger_gets_the_model_and_leaves_the_loss_to_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A package that records what it is asked for, under the names of liger-kernel 0.8.
     package = tmp_path / "site" / "liger_kernel" / "transformers"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
@@ -98,26 +96,14 @@ def _liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path / "site")
     for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
         monkeypatch.delitem(sys.modules, name)
-
-
-@pytest.mark.usefixtures("_liger")
-def test_liger_gets_the_model_and_leaves_the_loss_to_us(tmp_path: Path) -> None:
+    assert config_of("cluster=one_gpu", "actor.fsdp2.kernels=liger").actor.fsdp2.kernels == "liger"
     hf = build_empty_model(make_tiny_model(tmp_path / "model"), dtype=torch.float32)
     use_liger_kernels(hf)
     (settings,) = sys.modules["liger_kernel.transformers.monkey_patch"].CALLS
     assert settings.pop("model") is hf
     assert settings == {
-        "rope": True,
-        "rms_norm": True,
-        "swiglu": True,
-        "cross_entropy": False,
-        "fused_linear_cross_entropy": False,
+        **{"rope": True, "rms_norm": True, "swiglu": True},
+        **{"cross_entropy": False, "fused_linear_cross_entropy": False},
     }
     for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
         del sys.modules[name]
-
-
-@pytest.mark.usefixtures("_liger")
-def test_where_liger_is_installed_a_run_on_gpus_may_ask_for_it() -> None:
-    config = config_of("cluster=one_gpu", "actor.fsdp2.kernels=liger")
-    assert config.actor.fsdp2.kernels == "liger"

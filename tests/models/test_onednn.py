@@ -1,7 +1,7 @@
-"""Matrix products by oneDNN: the same numbers as torch's own, in both directions."""
-
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridrl import env
 from hybridrl.models import onednn
 from hybridrl.models.load import build_empty_model
 from hybridrl.models.logprobs import token_logprobs
@@ -24,8 +25,6 @@ PRODUCT = "mkldnn._linear_pointwise.default"
 
 
 class Recorder(TorchDispatchMode):
-    """Notes which operations run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -75,8 +74,15 @@ def test_frozen_weights_get_no_gradient_and_no_product() -> None:
     assert names.count(PRODUCT) == 2
 
 
-@pytest.mark.usefixtures("always_faster")
-def test_other_types_and_no_rows_are_left_to_torch() -> None:
+def test_other_types_no_rows_and_small_products_are_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(onednn, "is_faster", lambda: True)
+    with Recorder() as recorder:
+        onednn.linear(torch.randn(4, 6), torch.randn(8, 6))
+        onednn.linear(torch.randn(128, 128), torch.randn(128, 128))
+    assert recorder.names.count(PRODUCT) == 1
+    monkeypatch.setattr(onednn, "_FEWEST_PRODUCTS", 1)
     weight = torch.randn(8, 6, dtype=torch.bfloat16)
     with Recorder() as recorder:
         onednn.linear(torch.randn(3, 6, dtype=torch.bfloat16), weight)
@@ -84,24 +90,12 @@ def test_other_types_and_no_rows_are_left_to_torch() -> None:
     assert PRODUCT not in recorder.names
 
 
-def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "is_faster", lambda: True)
-    with Recorder() as recorder:
-        onednn.linear(torch.randn(4, 6), torch.randn(8, 6))
-        onednn.linear(torch.randn(128, 128), torch.randn(128, 128))
-    assert recorder.names.count(PRODUCT) == 1
-
-
 @pytest.mark.usefixtures("always_faster")
-def test_a_model_that_trains_multiplies_by_it(tmp_path: Path) -> None:
+def test_a_model_that_trains_and_its_scores_multiply_by_it(tmp_path: Path) -> None:
     hf = build_empty_model(make_tiny_model(tmp_path), dtype=torch.float32)
     policy = PolicyModel(hf, chunk_tokens=8)
     layers = [module for module in policy.modules() if isinstance(module, nn.Linear)]
     assert {type(layer) for layer in layers} == {onednn.OneDNNLinear}
-
-
-@pytest.mark.usefixtures("always_faster")
-def test_scores_of_tokens_multiply_by_it() -> None:
     hidden = torch.randn(6, 16, requires_grad=True)
     weight = torch.randn(32, 16, requires_grad=True)
     with Recorder() as recorder:
@@ -110,3 +104,45 @@ def test_scores_of_tokens_multiply_by_it() -> None:
         )
         logprobs.sum().backward()
     assert recorder.names.count(PRODUCT) == 4  # the backward pass computes the logits again
+
+
+_PROGRAM = """
+import os
+import torch
+from pathlib import Path
+from hybridrl.models import onednn
+
+def resident_mib():
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+onednn.is_faster = lambda: True  # on every processor
+model = torch.nn.Sequential(torch.nn.Linear(256, 256, bias=False))
+onednn.use_onednn(model)
+assert type(model[0]) is onednn.OneDNNLinear
+for number in range(300):
+    if number == 30:
+        before = resident_mib()
+    model(torch.ones(200 + number, 256))
+print(resident_mib() - before)
+"""
+
+
+def test_many_sizes_of_a_matrix_leave_little_in_memory() -> None:
+    inherited = {
+        name: value for name, value in env.everything().items() if not name.endswith("_CAPACITY")
+    }  # tests/conftest.py sets the bounds for the tests themselves
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env={
+            **inherited,
+            **env.process_environment(num_threads=1),
+            "PYTHONPATH": env.python_path(),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # 14 MiB; 186 without the bounds, 125 or 186 with one of the two alone.
+    assert float(done.stdout) < 50

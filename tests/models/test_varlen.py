@@ -1,25 +1,32 @@
-"""The varlen kernel's calls: shared prompts computed once, heads as they are, true gradients."""
-
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.models.packed import AttentionKernel, Segment, build_layout
+from hybridrl.models.packed import AttentionKernel, Segment, build_layout, fused_attention
 from hybridrl.models.packed_model import PolicyModel
+from hybridrl.models.packed_share import (
+    ContextParallelRank,
+    SharedLayout,
+    SharedTokens,
+    split_for_context_parallel,
+)
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.fsdp2 import recompute_blocks
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
 from tests.models import flash_on_cpu
 from tests.tiny_models import WINDOWED, Family, make_tiny_model
-from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows
-from tests.workers.train.microbatchers import make_batcher
+from tests.workers.train.engines import ACTOR, CPU, MODEL, make_batcher, make_rows
 
 # Two families and a row of its own. One sibling of the first has a response of one token, which
 # the end of the prompt predicts: nothing of it is computed behind the prompt.
@@ -58,17 +65,14 @@ def _attend(
 
 @pytest.mark.parametrize("window", [None, 2, 6, 12])
 @pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("value_size", [8, 5])
 @pytest.mark.parametrize("segments", [SEGMENTS, SEGMENTS[:3]], ids=["shared", "apart"])
 def test_values_and_gradients_are_those_of_the_padded_kernel(
-    segments: list[Segment], scale: float | None, window: int | None
+    segments: list[Segment], value_size: int, scale: float | None, window: int | None
 ) -> None:
-    varlen, padded = (_attend(k, segments, scale, window) for k in ("varlen", "padded"))
-    for one, other in zip(varlen, padded, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
-
-
-def test_values_may_be_smaller_than_keys() -> None:
-    varlen, padded = (_attend(k, SEGMENTS, None, value_size=5) for k in ("varlen", "padded"))
+    varlen, padded = (
+        _attend(kernel, segments, scale, window, value_size) for kernel in ("varlen", "padded")
+    )
     for one, other in zip(varlen, padded, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
@@ -80,8 +84,6 @@ def test_prefixes_that_do_not_come_first_are_refused() -> None:
 
 
 class _Heads(TorchDispatchMode):
-    """Records with how many heads of queries and keys the kernel is called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[int, int]] = []
@@ -145,3 +147,191 @@ def test_responses_share_a_prompt_and_learn_as_single_rows(
     assert shared[2].keys() == alone[2].keys()
     for name, grad in shared[2].items():
         torch.testing.assert_close(grad, alone[2][name], atol=2e-5, rtol=1e-4, msg=name)
+
+
+WHOLE = [Segment(n) for n in (37, 30, 12, 7, 3, 1)]
+FAMILIES = [Segment(19), Segment(11), Segment(14, 0), Segment(9, 0), Segment(5, 1), Segment(1, 1)]
+
+
+def shares(
+    segments: list[Segment],
+    num_ranks: int,
+    *,
+    multiple: int = 1,
+    kernel: str = "padded",
+    gather: Callable[[Tensor], Tensor] = lambda own: own,
+) -> list[SharedTokens]:
+    return [
+        split_for_context_parallel(
+            segments,
+            ContextParallelRank(rank, num_ranks, gather),
+            multiple=multiple,
+            kernel=kernel,  # type: ignore[arg-type]
+            device=CPU,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+@pytest.mark.parametrize("segments", [WHOLE, FAMILIES])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_each_token_is_on_one_rank_and_all_ranks_have_as_many(
+    segments: list[Segment], num_ranks: int
+) -> None:
+    shared = shares(segments, num_ranks, multiple=4)
+    tokens = torch.cat([share.own_U for share in shared]).tolist()
+    assert sorted(tokens) == list(range(sum(segment.num_tokens for segment in segments)))
+    sizes = {len(share.own_U) + share.num_padding for share in shared}
+    assert len(sizes) == 1
+    assert sizes.pop() % 4 == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_attend_to_as_many_tokens_as_each_other(num_ranks: int) -> None:
+    lengths = torch.randint(100, 1000, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    seen_T = torch.cat([torch.arange(length) + 1 for length in lengths])
+    work = [
+        int(seen_T[share.own_U].sum()) for share in shares([Segment(n) for n in lengths], num_ranks)
+    ]
+    assert max(work) < 1.01 * min(work)
+    first, second = shares([Segment(1)], 2, multiple=2)  # a single token, and padding alone
+    assert (first.own_U.tolist(), first.num_padding) == ([0], 1)
+    assert (second.own_U.tolist(), second.num_padding) == ([], 2)
+
+
+@pytest.mark.parametrize("segments", [WHOLE, FAMILIES])
+@pytest.mark.parametrize(("num_ranks", "window"), [(2, None), (3, None), (2, 6), (3, 1)])
+def test_context_parallel_attention_equals_one_rank(
+    segments: list[Segment], num_ranks: int, window: int | None
+) -> None:
+    num_tokens = sum(segment.num_tokens for segment in segments)
+    states = states_of(num_tokens)
+    layout = build_layout(segments, kernel="padded", device=CPU)
+    expected_TND = layout.attend(*states, scale=None, window=window)
+    expected = torch.autograd.grad(expected_TND.square().sum(), states)
+    shared = shares(segments, num_ranks)
+    output_TND = torch.zeros_like(expected_TND)
+    for share, layout in zip(shared, layouts_with_gather(shared, states), strict=True):
+        query_UND, key_UJD, value_UJD = (own(state, share) for state in states)
+        attended_UND = layout.attend(query_UND, key_UJD, value_UJD, scale=None, window=window)
+        # Padding sees itself alone: it stays finite, and is left away.
+        assert attended_UND.isfinite().all()
+        output_TND = output_TND.index_put((share.own_U,), attended_UND[: len(share.own_U)])
+    torch.testing.assert_close(output_TND, expected_TND, atol=1e-6, rtol=0)
+    grads = torch.autograd.grad(output_TND.square().sum(), states)
+    for grad, wanted in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("segments", [WHOLE, FAMILIES])
+@pytest.mark.parametrize(("num_ranks", "window"), [(2, None), (3, None), (2, 6)])
+def test_varlen_kernel_gets_the_same_queries_and_keys(
+    segments: list[Segment], num_ranks: int, window: int | None
+) -> None:
+    states = states_of(sum(segment.num_tokens for segment in segments))
+    padded = shares(segments, num_ranks)
+    varlen = shares(segments, num_ranks, kernel="varlen")
+    for one, other, layout in zip(padded, varlen, layouts_with_gather(padded, states), strict=True):
+        assert torch.equal(one.own_U, other.own_U)
+        query_UND, key_UJD, value_UJD = (own(state, one) for state in states)
+        expected_UND = layout.attend(query_UND, key_UJD, value_UJD, scale=None, window=window)
+        attention = cast("SharedLayout", other.layout).attention
+        key_TJD, value_TJD = layout.gather(torch.stack([key_UJD, value_UJD], dim=1)).unbind(1)
+        output_UND = attention.attend(query_UND, key_TJD, value_TJD, scale=None, window=window)
+        torch.testing.assert_close(output_UND, expected_UND, atol=1e-6, rtol=0)
+
+
+def states_of(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(num_tokens, heads, 8, generator=generator).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    return query, key, value
+
+
+def own(states: Tensor, share: SharedTokens) -> Tensor:
+    """Take a rank's tokens, and padding after them."""
+    padding = states.new_ones(share.num_padding, *states.shape[1:])
+    return torch.cat([states[share.own_U], padding])
+
+
+def layouts_with_gather(
+    shared: list[SharedTokens], states: tuple[Tensor, Tensor, Tensor]
+) -> list[SharedLayout]:
+    """Let every rank's layout gather what all ranks have, which here are in one process."""
+    _, key, value = states
+
+    def gather(_: Tensor) -> Tensor:
+        return torch.cat([own(torch.stack([key, value], dim=1), share) for share in shared])
+
+    return [SharedLayout(cast("SharedLayout", share.layout).attention, gather) for share in shared]
+
+
+class _Call(TorchFunctionMode):
+    """Stands in for torch's attention, and notes what it was asked and allowed."""
+
+    heads: tuple[int, int]
+    allowed: set[str]
+    shares_heads: bool
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, key, _ = args
+        cuda = torch.backends.cuda
+        enabled = {
+            "flash": cuda.flash_sdp_enabled(),
+            "efficient": cuda.mem_efficient_sdp_enabled(),
+            "math": cuda.math_sdp_enabled(),
+        }
+        self.heads = (query.shape[1], key.shape[1])
+        self.allowed = {name for name, is_on in enabled.items() if is_on}
+        self.shares_heads = kwargs["enable_gqa"]
+        return torch.empty_like(query)
+
+
+def _ask_on(device: str, mask: Tensor | None) -> _Call:
+    query, key = torch.empty(2, 4, 6, 8, device=device), torch.empty(2, 2, 6, 8, device=device)
+    with _Call() as call:
+        fused_attention(query, key, key, is_visible_R1LK=mask, scale=None)
+    return call
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_cuda_never_uses_the_kernel_that_writes_all_scores(*, has_mask: bool) -> None:
+    # float32: sdp_utils.cpp leaves the memory-efficient kernel alone, if heads are not shared.
+    with FakeTensorMode():
+        mask = torch.ones(2, 1, 6, 6, dtype=torch.bool, device="cuda") if has_mask else None
+        call = _ask_on("cuda", mask)
+    assert call.heads == (4, 4)
+    assert not call.shares_heads
+    assert "efficient" in call.allowed
+    assert "math" not in call.allowed
+
+
+def test_on_a_cpu_heads_are_shared_and_torch_chooses() -> None:
+    call = _ask_on("cpu", None)
+    assert call.heads == (4, 2)
+    assert call.shares_heads
+    assert "math" in call.allowed
+
+
+class _LargestOnHost(TorchDispatchMode):
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.device.type == "cpu":
+            self.num_bytes = max(self.num_bytes, made.nbytes)
+        return made
+
+
+def test_masks_are_made_where_the_model_computes() -> None:
+    segments = [Segment(500), *[Segment(400, 0)] * 4]
+    with _LargestOnHost() as host:
+        layout = build_layout(segments, kernel="padded", device=torch.device("meta"))
+    # Indices are 8 bytes a key slot; the masks alone have 4 * 400 * 900 numbers.
+    assert host.num_bytes < 8 * (500 + 4 * 900) + 4096
+    masks = [bucket.is_visible_R1LK for bucket in layout.buckets]  # type: ignore[attr-defined]
+    assert [None if mask is None else mask.shape for mask in masks] == [None, (4, 1, 400, 900)]

@@ -41,8 +41,6 @@ class Mortal(Worker):
 
 
 class Joined(Worker):
-    """Ranks of one gloo group."""
-
     def __init__(self, collective_timeout_s: float) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s))
         self._reduce()  # opens the connections, which takes time

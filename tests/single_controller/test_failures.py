@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfDiskError, OutOfMemoryError, RayTaskError
 
 from hybridrl.errors import (
     DispatchError,
@@ -66,13 +69,28 @@ def test_ranks_that_do_not_return_after_a_failure_are_stopped(ray_cluster: None)
             two_ranks.describe()
 
 
-def test_a_death_is_the_root_and_the_others_are_noted() -> None:
+RESET = RayTaskError("reduce", "traceback text", ConnectionError("reset by peer"))
+
+
+@pytest.mark.shows("R7.4")
+@pytest.mark.parametrize(
+    ("death", "told"),
+    [
+        (ActorDiedError(), ["rank 1 on host-b"]),
+        (
+            OutOfMemoryError("8.1GB used / 8GB"),
+            ["rank 1 on host-b: reduce() failed: Ray's memory monitor killed", "8.1GB used / 8GB"],
+        ),
+    ],
+)
+def test_a_death_is_the_root_and_the_others_are_noted(death: Exception, told: list[str]) -> None:
     # The collectives of rank 0 break before it is known that rank 1 died.
-    reset = RayTaskError("reduce", "traceback text", ConnectionError("reset by peer"))
-    hosts = ["host-a", "host-b", "host-c"]
-    error = FailedCall("reduce", hosts, {0: reset, 1: ActorDiedError()}, late=[2]).error()
+    failed = FailedCall("reduce", ["host-a", "host-b", "host-c"], {0: RESET, 1: death}, late=[2])
+    assert failed.dead == [1]
+    error = failed.error()
     assert isinstance(error, WorkerDiedError)
     assert (error.rank, error.host) == (1, "host-b")
+    assert all(words in str(error) for words in told)
     assert error.__notes__ == [
         "rank 0 on host-a failed too: ConnectionError: reset by peer",
         "ranks [2] did not return and were stopped",
@@ -94,12 +112,8 @@ def test_a_module_that_a_node_lacks_is_named(
 def test_an_argument_that_cannot_be_pickled_calls_no_rank(four_ranks: RayWorkerGroup) -> None:
     with pytest.raises(DispatchError, match=r"argument of take_whole\(\) of type lock"):
         four_ranks.take_whole(threading.Lock())
-
-
-def test_a_constructor_argument_that_cannot_be_pickled_is_named(ray_cluster: None) -> None:
-    with pytest.raises(
-        DispatchError, match=r"arguments of a constructor cannot be pickled: .*lock"
-    ):
+    of_constructor = r"arguments of a constructor cannot be pickled: .*lock"
+    with pytest.raises(DispatchError, match=of_constructor):
         RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Scaler, threading.Lock()))
 
 
@@ -109,3 +123,35 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_the_rank(
     with pytest.raises(RemoteCallError, match=r"return_lock\(\) failed: TypeError: .*pickle"):
         four_ranks.return_lock()
     assert four_ranks.scale(np.ones(4)).tolist() == [3.0] * 4
+
+
+def test_a_result_without_a_place_names_the_key_of_the_store() -> None:
+    full = RayTaskError("make", "traceback text", OutOfDiskError("Local disk is full"))
+    error = FailedCall("make", ["host-a"], {0: full}, late=[]).error()
+    assert "cluster.object_store_mib=N" in str(error)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("case", "environment", "words"),
+    [
+        ("memory", {"RAY_memory_usage_threshold": "0.01"}, "WorkerDiedError: rank 0 on"),
+        ("argument", {"RAY_local_fs_capacity_threshold": "0.0001"}, "ResourceError: an argument"),
+        ("result", {"RAY_local_fs_capacity_threshold": "0.0001"}, "RemoteCallError: rank 0 on"),
+        ("spilled", {}, "[209715200]"),
+    ],
+)
+def test_what_a_real_ray_says_is_understood(
+    case: str, environment: dict[str, str], words: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.single_controller.memory_faults", case],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert words in done.stdout, done.stdout + done.stderr
+    remedies = {"memory": "rollout.num_slots", "spilled": ""}
+    assert remedies.get(case, "cluster.object_store_mib") in done.stdout

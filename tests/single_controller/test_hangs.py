@@ -1,5 +1,3 @@
-"""A rank that hangs, or dies where nobody looks: named, in bounded time, and nothing is left."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""What is found out about a process that answers nobody. Each is a real one, and small."""
-
 from __future__ import annotations
 
 import json
@@ -91,14 +89,17 @@ def test_a_loop_is_found_with_its_function_line_and_block(start: Start) -> None:
 
 
 def test_open_blocks_are_told_from_closed_ones(start: Start) -> None:
-    [idle, busy] = _look(
+    [idle, busy, short] = _look(
         start("with scope('update()'):\n    pass\nnap()"),
         start("with scope('generate()'), scope('sync', waits=True):\n    nap()"),
+        start("with scope('a' * 200):\n    pass\nwith scope('sync \"é\"'):\n    nap()"),
     )
     assert idle.where == "idle, after update()"
     assert [what for what, _ in busy.doing] == ["generate()", "sync"]
     assert (idle.waits, busy.waits) == (False, True)
     assert "waits for other ranks in generate() for" in busy.describe()
+    assert [what for what, _ in short.doing] == ['sync "é"']  # nothing is left of the longer one
+    assert json.dumps(asdict(short))  # another machine sends it to the driver
 
 
 def test_what_is_watched_is_written_while_the_process_is_stuck(start: Start) -> None:
@@ -113,11 +114,6 @@ def test_a_stopped_process_is_reported_in_time_without_stacks(start: Start) -> N
     [report] = _look(rank, wait_s=0.2)
     assert (report.state, report.stacks) == ("stopped by a signal", "")
     assert report.where.startswith("update() for")
-
-
-def test_a_short_record_leaves_nothing_of_a_longer_one(start: Start) -> None:
-    rank = start("with scope('a' * 200):\n    pass\nwith scope('sync \"é\"'):\n    nap()")
-    assert [what for what, _ in _look(rank)[0].doing] == ['sync "é"']
 
 
 def test_the_record_outlives_a_killed_process(start: Start) -> None:
@@ -174,8 +170,3 @@ def test_the_odd_one_out_is_named_first() -> None:
         == "  rank 5 (a, pid 1, gone: exit code 3): idle, at reduce"
     )
     assert describe_ranks(found * 2).endswith("and 4 more ranks")
-
-
-def test_a_record_is_plain_data(start: Start) -> None:
-    [report] = _look(start("nap()"))
-    assert json.dumps(asdict(report))  # another machine sends it to the driver

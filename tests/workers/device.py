@@ -40,7 +40,6 @@ WAYS: dict[str, tuple[bool, Literal["resident", "backup", "resend"]]] = {
 def largest_mismatch_nats(
     trainer: Any, rollouts: RolloutBatch, *, temperature: float = SAMPLING.temperature
 ) -> float:
-    """Return the largest distance of sampled log-probs from those of the trainer."""
     scored = trainer.compute_logprobs(rollouts, temperature=temperature)
     apart = scored.logprobs_BL.values() - rollouts.sampler_logprobs_BL.values()
     apart = apart[rollouts.response_mask_BL.values()]
@@ -50,8 +49,6 @@ def largest_mismatch_nats(
 
 
 class Device:
-    """An engine and a trainer that have the device in turns."""
-
     def __init__(
         self,
         engine: Any,
@@ -72,7 +69,6 @@ class Device:
         self._sampling = sampling
 
     def sample(self, sampling: SamplingParams | None = None) -> list[Sample]:
-        """Sample in a rollout phase of its own."""
         with self.manager.rollout_phase() as engine:
             assert engine is self.engine
             return engine.run(single_turn(self._prompts, sampling or self._sampling))
@@ -81,13 +77,11 @@ class Device:
         return assemble_rollouts(self._prompts, self.sample(), policy_version=self.version)
 
     def apart_nats(self, responses: list[Sample], *, temperature: float) -> float:
-        """Return the largest distance of these responses' log-probs from the trainer's."""
         rollouts = assemble_rollouts(self._prompts, responses, policy_version=self.version)
         self.manager.require_training()
         return largest_mismatch_nats(self.trainer, rollouts, temperature=temperature)
 
     def mismatch_nats(self) -> float:
-        """Sample, and score with the trainer."""
         return self.apart_nats(self.sample(), temperature=self._sampling.temperature)
 
     def train(self) -> None:

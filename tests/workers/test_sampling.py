@@ -1,5 +1,3 @@
-"""Engines that ranks lend to the manager: order of the stages, lost engines, random faults."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
@@ -184,12 +182,28 @@ def test_an_error_of_the_manager_is_raised_and_engines_sleep() -> None:
     assert second == ["well"] * 3
 
 
+class WatchingServers(RecordingServers):
+    """Notes which weights the engine of the rank has when the others get theirs."""
+
+    engine: RecordingEngine
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int | None, bool]] = []
+
+    def update(self, source: Path, *, version: int) -> None:
+        super().update(source, version=version)
+        self.seen.append((self.engine.version, self.engine.is_admitting))
+
+
 class Mixed:
     """A rank with an engine, beside servers with others."""
 
     def __init__(self) -> None:
-        self.servers = RecordingServers()
+        self.servers = WatchingServers()
         self.device = recording_device(servers=self.servers)
+        assert self.device.engine is not None
+        self.servers.engine = self.device.engine
 
     def cycle(self) -> None:
         assert self.device.serve()
@@ -199,40 +213,15 @@ class Mixed:
 
 
 @pytest.mark.shows("4.3")
-def test_both_kinds_get_the_weights_of_each_step() -> None:
+def test_own_engines_get_each_steps_weights_after_the_fused_and_before_these_serve() -> None:
     mixed = Mixed()
     for _ in range(3):
         mixed.cycle()
+    assert mixed.servers.seen == [(0, False), (1, False), (2, False)]
     assert [version for _, version in mixed.servers.updates] == [0, 1, 2]
     assert [folder.exists() for folder in mixed.servers.folders()] == [False, False, True]
     mixed.device.manager.shutdown()
     assert not any(folder.exists() for folder in mixed.servers.folders())
-
-
-class WatchingServers(RecordingServers):
-    """Notes which weights the engine of the rank has when the others get theirs."""
-
-    def __init__(self, engine: RecordingEngine) -> None:
-        super().__init__()
-        self.engine = engine
-        self.seen: list[tuple[int | None, bool]] = []
-
-    def update(self, source: Path, *, version: int) -> None:
-        super().update(source, version=version)
-        self.seen.append((self.engine.version, self.engine.is_admitting))
-
-
-def test_own_engines_load_after_the_fused_and_before_these_serve() -> None:
-    mixed = Mixed()
-    assert mixed.device.engine is not None
-    servers = WatchingServers(mixed.device.engine)
-    others = mixed.device.manager._engines._others
-    assert others is not None
-    others._servers = servers
-    mixed.servers = servers
-    for _ in range(3):
-        mixed.cycle()
-    assert servers.seen == [(0, False), (1, False), (2, False)]
 
 
 @settings(max_examples=15)

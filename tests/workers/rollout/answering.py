@@ -30,7 +30,6 @@ class Answering:
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[Answering]:
-    """Serve on a port of this machine until the block ends."""
     server = Answering(answer)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

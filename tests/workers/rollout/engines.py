@@ -58,7 +58,6 @@ def unsynced_engine(folder: Path, *, max_context_tokens: int = 32, **keys: Any) 
 
 
 def load(engine: HFRolloutEngine, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load one bucket."""
     engine.load(engine.stage(tensors), [])
 
 
@@ -68,7 +67,6 @@ def send_weights(engine: HFRolloutEngine, folder: Path) -> None:
 
 
 def ready_engine(folder: Path, **options: Any) -> HFRolloutEngine:
-    """An engine with the folder's weights; see ``unsynced_engine``."""
     engine = unsynced_engine(folder, **options)
     send_weights(engine, folder)
     return engine

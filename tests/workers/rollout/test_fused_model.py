@@ -1,5 +1,3 @@
-"""The embedded engine's own forward pass, held against transformers' over the same weights."""
-
 from __future__ import annotations
 
 from pathlib import Path

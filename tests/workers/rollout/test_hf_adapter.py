@@ -1,5 +1,3 @@
-"""Adapters on the embedded rollout engine: applied at every step, refused where they do not fit."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -35,7 +33,6 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
 def lora_engine(folder: Path, *, dtype: str = "float32") -> HFRolloutEngine:
-    """An engine with the folder's weights and no adapter yet."""
     engine = HFRolloutEngine(
         folder, config=rollout_config(dtype=dtype), max_context_tokens=32, device=CPU, lora=TARGETS
     )
@@ -44,7 +41,6 @@ def lora_engine(folder: Path, *, dtype: str = "float32") -> HFRolloutEngine:
 
 
 def make_adapter(engine: HFRolloutEngine, *, seed: int = 0) -> dict[str, Tensor]:
-    """An adapter of the engine's shapes."""
     generator = torch.Generator().manual_seed(seed)
     sizes = {"q_proj": (32, 32), "down_proj": (32, 64)}
     adapter = {}
@@ -57,7 +53,6 @@ def make_adapter(engine: HFRolloutEngine, *, seed: int = 0) -> dict[str, Tensor]
 
 
 def merged_engine(folder: Path, adapter: dict[str, Tensor]) -> HFRolloutEngine:
-    """A plain engine whose weights hold the adapter."""
     engine = ready_engine(folder)
     weights = load_file(folder / "model.safetensors")
     for name in weights:
@@ -107,6 +102,9 @@ def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
         if survives:
             assert engine.run(single_turn(PROMPTS, SAMPLING))
     refused()
+    engine.release(MemoryTag.WEIGHTS)
+    with pytest.raises(PhaseError, match="load_adapter was refused: WEIGHTS is released"):
+        engine.load_adapter(adapter)
     engine.restart()
     send_weights(engine, tiny_model)
     refused()
@@ -145,13 +143,6 @@ def test_an_engine_built_without_adapters_takes_none(tiny_model: Path) -> None:
         engine.load_adapter({"x.lora_A.weight": torch.zeros(1)})
     engine.unload_adapter()
     assert engine.run(single_turn(PROMPTS, SAMPLING))
-
-
-def test_an_adapter_is_not_loaded_into_released_memory(tiny_model: Path) -> None:
-    engine = lora_engine(tiny_model)
-    engine.release(MemoryTag.WEIGHTS)
-    with pytest.raises(PhaseError, match="load_adapter was refused: WEIGHTS is released"):
-        engine.load_adapter({})
 
 
 def test_base_weights_keep_their_names_and_adapters_are_counted(tiny_model: Path) -> None:

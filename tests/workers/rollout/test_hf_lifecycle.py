@@ -1,5 +1,3 @@
-"""The embedded engine's memory, weights and doors, through several cycles."""
-
 from __future__ import annotations
 
 import asyncio
@@ -15,6 +13,7 @@ from safetensors.torch import load_file
 from hybridrl.errors import EngineError, ModelError, PhaseError
 from hybridrl.sampler import Sample, Sampler
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import make_tiny_model
@@ -101,25 +100,19 @@ def test_generate_is_refused_while_a_part_is_released(part: MemoryTag, tiny_mode
     assert engine.run(single_turn(prompts, sampling_params()))
 
 
-@pytest.mark.shows("3.5")
-def test_the_parts_are_independent(tiny_model: Path) -> None:
+@pytest.mark.shows("2.10", "3.5")
+def test_memory_is_touched_where_it_is_and_not_under_a_rollout(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model)
+    with engine._gate.admit():
+        with pytest.raises(PhaseError, match="release of WEIGHTS was refused"):
+            engine.release(MemoryTag.WEIGHTS)
+        with pytest.raises(PhaseError, match="load of weights was refused"):
+            send_weights(engine, tiny_model)
     engine.release(MemoryTag.KV_CACHE)
     send_weights(engine, tiny_model)  # weights are readable and writable without the cache
     engine.release(MemoryTag.WEIGHTS)
     with pytest.raises(PhaseError, match="load of weights was refused: WEIGHTS is released"):
         send_weights(engine, tiny_model)
-
-
-@pytest.mark.shows("2.11")
-def test_paused_engines_admit_nothing_until_continued(tiny_model: Path) -> None:
-    engine, prompts = ready_engine(tiny_model), make_prompts((4,))
-    for _ in range(2):
-        engine.pause()
-        with pytest.raises(PhaseError, match="paused"):
-            engine.run(single_turn(prompts, sampling_params()))
-        engine.continue_generation()
-        assert engine.run(single_turn(prompts, sampling_params()))
 
 
 @pytest.mark.shows("1.19", "2.9")
@@ -144,16 +137,6 @@ def test_a_drain_past_its_deadline_aborts_the_rollout(tiny_model: Path) -> None:
         engine.resume(MemoryTag.KV_CACHE)
         engine.continue_generation()
         assert engine.run(single_turn(make_prompts((4,)), sampling_params()))
-
-
-@pytest.mark.shows("2.10")
-def test_memory_is_not_touched_under_a_running_rollout(tiny_model: Path) -> None:
-    engine = ready_engine(tiny_model)
-    with engine._gate.admit():
-        with pytest.raises(PhaseError, match="release of WEIGHTS was refused"):
-            engine.release(MemoryTag.WEIGHTS)
-        with pytest.raises(PhaseError, match="load of weights was refused"):
-            send_weights(engine, tiny_model)
 
 
 @pytest.mark.parametrize(
@@ -212,12 +195,11 @@ def test_after_shutdown_nothing_is_held_and_nothing_is_served(tiny_model: Path) 
             engine.run(single_turn(make_prompts((4,)), sampling_params()))
 
 
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+def test_a_folder_or_a_context_that_is_no_models_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json; set model\.path"):
         unsynced_engine(tmp_path)
-
-
-def test_a_context_beyond_the_models_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ModelError, match=r"may take 129 tokens, .* takes 128"):
         unsynced_engine(tiny_model, max_context_tokens=129)
 
@@ -240,3 +222,46 @@ def test_attention_that_the_engine_does_not_know_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=message):
         unsynced_engine(tmp_path)
+
+
+def test_released_tensors_come_back_as_lost_or_from_their_copies() -> None:
+    whole = torch.arange(6.0)
+    tensors = {"a": torch.ones(4, 8), "front": whole[:2], "back": whole[2:]}
+    tensors["count"] = torch.tensor([7])
+    memory = TensorMemory("weights", tensors, lost_value=float("nan"))
+    num_bytes = memory.resident_bytes()
+    assert num_bytes == 32 * 4 + 6 * 4 + 8  # views of one storage count once
+    with pytest.raises(PhaseError, match="resident already"):
+        memory.resume()
+    with pytest.raises(EngineError, match=r"'aa'.*did you mean 'a'"):
+        memory.release(frozenset({"a", "aa"}))
+    assert tensors["a"].sum().item() == 32.0
+    for _ in range(3):
+        memory.release(frozenset({"front", "back"}))
+        assert memory.resident_bytes() == 0
+        assert memory.is_resident is False
+        with pytest.raises(PhaseError, match="released already"):
+            memory.release(frozenset({"a"}))
+        memory.resume()
+        assert memory.resident_bytes() == num_bytes
+        assert tensors["a"].isnan().all()
+        assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        assert tensors["count"].tolist() == [torch.iinfo(torch.int64).min]
+    for _ in range(2):
+        memory.free()
+        assert memory.resident_bytes() == 0
+
+
+@pytest.mark.shows("3.13")
+def test_a_resume_without_room_frees_all_and_can_be_repeated() -> None:
+    tensors = {"small": torch.ones(2), "large": torch.ones(2)}
+    memory = TensorMemory("the KV cache", tensors, lost_value=0.0)
+    memory.release(frozenset({"small"}))
+    storage, num_bytes = memory._storages[1]
+    memory._storages[1] = (storage, 1 << 60)
+    with pytest.raises(EngineError, match=r"the KV cache needs .* GiB"):
+        memory.resume()
+    assert memory.resident_bytes() == 0
+    memory._storages[1] = (storage, num_bytes)
+    memory.resume()
+    assert tensors["small"].tolist() == [1.0, 1.0]

@@ -1,8 +1,7 @@
-"""What the embedded engine samples, held against plain Hugging Face."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,13 +102,8 @@ def test_tokens_do_not_depend_on_slots_order_neighbours_or_group_size(tiny_model
 
     alone = few_slots.run(single_turn(prompts[1:2], sampling_params(group=2, stop=(5,))))
     assert tokens_of(alone) == expected[3:5]
-
-
-def test_another_seed_gives_another_sample(tiny_model: Path) -> None:
-    engine, rows = ready_engine(tiny_model), make_prompts((6,)).token_ids_PL.unbind()
-    one = engine.run(single_turn(prompt_batch(rows, [1]), sampling_params()))
-    other = engine.run(single_turn(prompt_batch(rows, [2]), sampling_params()))
-    assert tokens_of(one) != tokens_of(other)
+    seeded = prompt_batch(prompts.token_ids_PL.unbind(), [1, 2, 3, 4, 5])
+    assert tokens_of(few_slots.run(single_turn(seeded, sampling))) != expected
 
 
 def test_prompts_prefilled_in_several_passes_give_the_same_tokens(
@@ -140,15 +134,13 @@ def test_a_response_ends_with_the_first_stop_token_or_is_truncated(tiny_model: P
 
 def test_a_stop_token_at_the_very_limit_is_not_a_truncation(tiny_model: Path) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4,))
-    free = engine.run(single_turn(prompts, sampling_params(group=1, temperature=0.0, tokens=2)))
-    last = int(free[0].token_ids[-1])
-    assert last not in free[0].token_ids[:-1].tolist()
-    again = engine.run(
-        single_turn(prompts, sampling_params(group=1, temperature=0.0, tokens=2, stop=(last,)))
-    )
-    assert tokens_of(again) == tokens_of(free)
-    assert free[0].is_truncated
-    assert not again[0].is_truncated
+    greedy = sampling_params(group=1, temperature=0.0, tokens=2)
+    [free] = engine.run(single_turn(prompts, greedy))
+    *others, last = free.token_ids.tolist()
+    assert last not in others
+    [again] = engine.run(single_turn(prompts, replace(greedy, stop_token_ids=(last,))))
+    assert tokens_of([again]) == tokens_of([free])
+    assert (free.is_truncated, again.is_truncated) == (True, False)
 
 
 def test_a_response_is_cut_where_the_context_ends(tiny_model: Path) -> None:
@@ -194,18 +186,13 @@ def test_bfloat16_weights_sample_with_float32_logprobs(tiny_model: Path) -> None
     engine = ready_engine(tiny_model, dtype="bfloat16")
     prompts, sampling = make_prompts(LENGTHS), sampling_params()
     responses = engine.run(single_turn(prompts, sampling))
-    for response, scores in zip(
-        responses, rescore(tiny_model, prompts, responses, sampling), strict=True
-    ):
+    expected = rescore(tiny_model, prompts, responses, sampling)
+    for response, scores in zip(responses, expected, strict=True):
         assert response.logprobs.dtype == torch.float32
         torch.testing.assert_close(response.logprobs, scores, atol=0.3, rtol=0)
-
-
-def test_what_comes_back_can_enter_a_loss(tiny_model: Path) -> None:
-    response = ready_engine(tiny_model).run(single_turn(make_prompts((3,)), sampling_params()))[0]
     parameter = torch.ones((), requires_grad=True)
-    loss = (parameter * response.logprobs).sum()  # inference tensors would be refused here
-    assert torch.autograd.grad(loss, parameter)[0].item() == response.logprobs.sum().item()
+    loss = (parameter * responses[0].logprobs).sum()  # a loss would refuse inference tensors
+    assert torch.autograd.grad(loss, parameter)[0].item() == responses[0].logprobs.sum().item()
 
 
 @pytest.mark.parametrize(
@@ -215,19 +202,15 @@ def test_what_comes_back_can_enter_a_loss(tiny_model: Path) -> None:
         ((3, 4, 32), "has 32 tokens, and the engine's context of 32 .* 31(.|\n)*prompt 2 of"),
     ],
 )
-def test_a_prompt_without_tokens_or_beyond_the_context_is_named(
+def test_a_prompt_without_tokens_or_beyond_context_or_vocabulary_is_named(
     lengths: tuple[int, ...], message: str, tiny_model: Path
 ) -> None:
     engine = ready_engine(tiny_model)
     with pytest.raises(EngineError, match=message):
         engine.run(single_turn(make_prompts(lengths), sampling_params()))
-    assert engine.run(single_turn(make_prompts((3, 31)), sampling_params()))
-
-
-def test_tokens_of_another_vocabulary_are_refused(tiny_model: Path) -> None:
-    engine = ready_engine(tiny_model)
     with pytest.raises(EngineError, match="span 1 to 64, and the model knows 0 to 63"):
         engine.run(single_turn(prompt_batch([torch.tensor([1, 64])], [0]), sampling_params()))
+    assert engine.run(single_turn(make_prompts((3, 31)), sampling_params()))
 
 
 @pytest.mark.shows("1.6")

@@ -1,14 +1,14 @@
-"""Programs over the embedded engine: requests that join, leave, fail and are cancelled."""
-
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from typing import cast
 
 import pytest
 import torch
@@ -16,10 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrl.errors import EngineError, RequestError
-from hybridrl.sampler import RequestParams, Sample, Sampler, request_key
+from hybridrl.errors import EngineError, PhaseError, RequestError
+from hybridrl.images import Images
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, T, request_key
 from hybridrl.workers.rollout.embedded import prefill
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.event_loop import ProgramCall, RequestGate, run_program
+from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.rollout.request_listener import RequestProgram
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (
@@ -285,3 +289,155 @@ def test_equal_contexts_share_a_row_of_a_pass(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(prefill, "_MAX_PASS_TOKENS", 8)
     assert prefill.plan_pass([(b"a", 4), (b"b", 3), (b"a", 4), (b"c", 1), (b"b", 3)]) == [0, 1, 0]
     assert prefill.plan_pass([(b"long", 99), (b"long", 99), (b"b", 1)]) == [0, 0]
+
+
+SHORT = RequestParams(max_new_tokens=6, temperature=1.0)
+
+
+def request(server: RequestProgram, number: int) -> Future[list[Sample]]:
+    return server.sample_group(context(number), SHORT, keys=(request_key(number, 0),))
+
+
+def opened(folder: Path) -> tuple[HFRolloutEngine, RequestProgram]:
+    engine = ready_engine(folder, num_slots=4)
+    server = RequestProgram(engine)
+    server.open()
+    return engine, server
+
+
+def test_requests_of_threads_get_what_a_program_samples(tiny_model: Path) -> None:
+    engine, server = opened(tiny_model)
+    answers = [request(server, 4 * number) for number in range(10)]
+    samples = [answer.result(60)[0] for answer in answers]
+    server.close()
+    rest(engine)
+    for number, sample in enumerate(samples):
+        require_equal(sample, sample_alone(engine, 4 * number))
+
+
+def rest(engine: HFRolloutEngine) -> None:
+    engine.pause()
+    assert engine.drain(timeout_s=60) == 0
+    engine.continue_generation()
+
+
+@pytest.mark.shows("2.11")
+def test_a_closed_server_ends_its_requests_and_refuses_others(tiny_model: Path) -> None:
+    engine, server = opened(tiny_model)
+    answers = [request(server, number) for number in range(6)]
+    assert not answers[5].cancel()  # a caller that goes away does not hold the program
+    server.close()
+    with pytest.raises(PhaseError, match="a request was refused: the engine is paused"):
+        request(server, 6)
+    rest(engine)
+    assert all(len(answer.result(0)) == 1 for answer in answers)
+    server.open()
+    answer = request(server, 7)
+    server.close()
+    server.open()  # before it ended
+    assert len(request(server, 2).result(60)) == len(answer.result(60)) == 1
+    server.close()
+
+
+def test_the_loop_turns_before_while_and_after_it_is_open(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, num_slots=4)
+    server = RequestProgram(engine)
+    server.turn().result(0)
+    server.open()
+    answer = request(server, 1)
+    server.turn().result(60)
+    server.close()
+    rest(engine)
+    assert len(answer.result(0)) == 1
+    server.turn().result(60)
+
+
+class StuckEngine:
+    def __init__(self) -> None:
+        self.gate = RequestGate()
+        self.is_busy = threading.Event()
+
+    def run(self, program: Program[T]) -> T:
+        with self.gate.admit() as call:
+            return run_program(program, StuckSampler(call, self.is_busy), call)
+
+
+class StuckSampler(Sampler):
+    max_context_tokens = 32
+
+    def __init__(self, call: ProgramCall, is_busy: threading.Event) -> None:
+        self._call = call
+        self._is_busy = is_busy
+
+    async def sample_group(
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        keys: Sequence[int],
+        images: Images = (),
+    ) -> list[Sample]:
+        with self._call.request(len(keys)):
+            self._is_busy.set()
+            await asyncio.Event().wait()
+        return []
+
+
+@pytest.mark.shows("2.9")
+def test_a_drain_at_its_deadline_ends_open_requests_with_an_error() -> None:
+    engine = StuckEngine()
+    server = RequestProgram(cast(RolloutEngine, engine))
+    server.open()
+    answer = server.sample_group([1, 2], SHORT, keys=(1, 2))
+    assert engine.is_busy.wait(60)
+    server.close()
+    engine.gate.pause()
+    assert engine.gate.drain(0.0) == 2
+    with pytest.raises(EngineError, match="a request got no answer: EngineError: aborted 2 of 2"):
+        answer.result(60)
+
+
+class DyingEngine(StuckEngine):
+    """Its program has failed, and the thread that ran it comes back late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_failed = threading.Event()
+        self.may_return = threading.Event()
+
+    def run(self, program: Program[T]) -> T:
+        try:
+            return super().run(program)
+        finally:
+            self.has_failed.set()
+            assert self.may_return.wait(60)
+
+
+def test_a_request_to_an_engine_that_just_failed_is_refused() -> None:
+    engine = DyingEngine()
+    server = RequestProgram(cast(RolloutEngine, engine))
+    server.open()
+    answer = server.sample_group([1, 2], SHORT, keys=(1,))
+    assert engine.is_busy.wait(60)
+    engine.gate.drain(0.0)
+    assert engine.has_failed.wait(60)
+    with pytest.raises(PhaseError, match="a request was refused"):
+        server.sample_group([1, 2], SHORT, keys=(2,))
+    server.turn().result(0)
+    server.close()
+    engine.may_return.set()
+    with pytest.raises(EngineError, match="a request got no answer"):
+        answer.result(60)
+
+
+def test_a_request_or_an_opening_that_is_refused_says_so(tiny_model: Path) -> None:
+    engine, server = opened(tiny_model)
+    wrong = server.sample_group([], SHORT, keys=(1,))
+    with pytest.raises(RequestError, match="is empty"):
+        wrong.result(60)
+    assert len(request(server, 1).result(60)) == 1  # the others go on
+    server.close()
+    engine.pause()
+    assert engine.drain(timeout_s=60) == 0
+    with pytest.raises(PhaseError, match="the engine is paused"):
+        RequestProgram(engine).open()

@@ -55,28 +55,25 @@ def arguments_of(spec: ServingSpec) -> dict[str, object]:
 
 
 def test_the_typed_keys_become_the_names_that_sglang_knows() -> None:
-    spec = spec_of(num_slots=7, memory_fraction=0.6, cuda_graphs=True, tensor_parallel_size=2)
+    spec = spec_of(
+        num_slots=7,
+        memory_fraction=0.6,
+        cuda_graphs=True,
+        tensor_parallel_size=2,
+        engine_args={"cuda_graph_bs": (1, 2), "schedule_policy": "lpm", "x": None},
+        lora=config_of("lora=default").lora,
+    )
     found = arguments_of(spec)
     expected = {
-        "model_path": "model",
-        "served_model_name": "me",
-        "port": 20_000,
-        "host": "127.0.0.1",
-        "max_running_requests": 7,
-        "mem_fraction_static": 0.6,
-        "tp_size": 2,
-        "disable_cuda_graph": False,
-        "enable_memory_saver": True,
-        "random_seed": 5,
-        "load_format": "dummy",
+        **{"model_path": "model", "served_model_name": "me", "load_format": "dummy"},
+        **{"host": "127.0.0.1", "port": 20_000, "random_seed": 5, "tp_size": 2},
+        **{"max_running_requests": 7, "mem_fraction_static": 0.6},
+        **{"disable_cuda_graph": False, "enable_memory_saver": True},
+        **{"enable_lora": True, "max_lora_rank": 16},
+        **{"cuda_graph_bs": [1, 2], "schedule_policy": "lpm", "x": None},  # as JSON has it
     }
     assert {name: found[name] for name in expected} == expected
-
-
-def test_whatever_else_is_given_passes_through_as_json_has_it() -> None:
-    spec = spec_of(engine_args={"cuda_graph_bs": (1, 2), "schedule_policy": "lpm", "x": None})
-    found = arguments_of(spec)
-    assert (found["cuda_graph_bs"], found["schedule_policy"], found["x"]) == ([1, 2], "lpm", None)
+    assert "q_proj" in str(found["lora_target_modules"])
 
 
 def test_a_cpu_gets_no_memory_saver_and_no_graphs() -> None:
@@ -120,12 +117,6 @@ def test_prefill_graphs_are_off_where_graph_memory_is_released(
     )
 
 
-def test_an_adapter_tells_its_rank_and_layers() -> None:
-    found = arguments_of(spec_of(lora=config_of("lora=default").lora))
-    assert (found["enable_lora"], found["max_lora_rank"]) == (True, 16)
-    assert "q_proj" in str(found["lora_target_modules"])
-
-
 @pytest.mark.shows("5.7")
 def test_expandable_segments_never_reach_a_server_on_a_gpu() -> None:
     variables = environment(spec_of())
@@ -150,21 +141,18 @@ def test_a_server_sees_the_gpus_of_all_its_ranks_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_weights_are_those_of_the_model_with_tied_ones_once(tmp_path: Path, is_tied: bool) -> None:
+def test_shapes_are_those_of_the_model_and_of_an_adapters_file(
+    tmp_path: Path, is_tied: bool
+) -> None:
     folder = make_tiny_model(tmp_path, tie_embeddings=is_tied)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert base_shapes(folder) == {name: tuple(p.shape) for name, p in model.named_parameters()}
-
-
-def test_an_adapter_adds_two_matrices_a_layer_named_as_in_its_file(tmp_path: Path) -> None:
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert base_shapes(folder) == shapes  # tied ones once
     overrides = ("lora=default", "lora.rank=2", "lora.target_modules=[q_proj]")
-    lora: LoraConfig = config_of(*overrides).lora
-    folder = make_tiny_model(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    adapter = adapter_shapes(base_shapes(folder), lora)
+    adapter = adapter_shapes(base_shapes(folder), config_of(*overrides).lora)
     assert len(adapter) == 2 * model.config.num_hidden_layers
+    outputs, inputs = shapes["model.layers.0.self_attn.q_proj.weight"]
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    outputs, inputs = model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape
     assert adapter[f"{layer}.lora_A.weight"] == (2, inputs)
     assert adapter[f"{layer}.lora_B.weight"] == (outputs, 2)
 
@@ -175,15 +163,6 @@ def test_a_server_is_never_believed_to_hold_more_than_it_says() -> None:
     assert 9 * 2**30 < held_bytes(info, MemoryTag.WEIGHTS) < 10 * 2**30
     assert held_bytes(info, MemoryTag.KV_CACHE) == 0
     assert 0.4 * 2**30 < held_bytes(info, MemoryTag.CUDA_GRAPH) < 0.5 * 2**30
-
-
-ARGUMENTS: dict[str, object] = {
-    "mem_fraction_static": 0.9,
-    "context_length": 70,
-    "page_size": 7,
-    "chunked_prefill_size": 100,
-    "enable_weights_cpu_backup": True,
-}
 
 
 @pytest.mark.parametrize(
@@ -204,21 +183,18 @@ ARGUMENTS: dict[str, object] = {
 def test_a_refusal_is_told_under_the_key_that_the_argument_comes_from(
     names: list[str], key: str, remedies: tuple[tuple[str, ...], ...]
 ) -> None:
+    arguments: dict[str, object] = {
+        **{"mem_fraction_static": 0.9, "context_length": 70, "enable_weights_cpu_backup": True},
+        **{"page_size": 7, "chunked_prefill_size": 100},
+    }
     refusal = {"names": names, "reason": "AssertionError: it does not divide", "fix": ""}
-    violation = violation_of(refusal, ARGUMENTS, "0.5.21")
+    violation = violation_of(refusal, arguments, "0.5.21")
     assert (violation.key, violation.remedies) == (key, remedies)
     assert "SGLang 0.5.21 refuses it: AssertionError: it does not divide" in str(violation)
     assert "Fix: " in str(violation)
 
 
 SOURCES = ROOT / "hybridrl" / "workers" / "rollout" / "sglang"
-
-
-def recorded(version: str) -> dict[str, Any]:
-    """The answers of a release."""
-    file = Path(__file__).parent / "sglang_answers" / f"{version}.json"
-    answers: dict[str, Any] = json.loads(file.read_text())
-    return answers
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -240,7 +216,8 @@ def test_each_tested_release_has_every_route_that_is_asked(
 ) -> None:
     text = "".join(path.read_text() for path in SOURCES.glob("*.py"))
     asked = set(re.findall(r'"(/[a-z_]+(?:/[a-z_]+)?)["?]', text))
-    answers = recorded(version)
+    file = Path(__file__).parent / "sglang_answers" / f"{version}.json"
+    answers: dict[str, Any] = json.loads(file.read_text())
     assert len(asked) > 20
     assert asked <= answers["openapi"]["paths"].keys()
     pause = answers["openapi"]["components"]["schemas"]["PauseGenerationReqInput"]
@@ -261,16 +238,12 @@ def test_an_untested_version_is_warned_of_once(
     version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
+        require_known_version({"version": "0.5.21.post1"})  # of a tested one
         require_known_version({"version": version})
         require_known_version({"version": version})
     (warning,) = warnings_in(caplog)
     assert f"SGLang {version} is not tested" in warning
     assert "tested are 0.5.21, 0.5.23" in warning
-
-
-def test_a_post_release_of_a_tested_version_is_tested(caplog: pytest.LogCaptureFixture) -> None:
-    require_known_version({"version": "0.5.21.post1"})
-    assert warnings_in(caplog) == []
 
 
 @pytest.mark.parametrize("answer", [{}, {"version": None}, {"version": "vLLM"}])

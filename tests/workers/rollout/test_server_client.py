@@ -15,17 +15,15 @@ from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ControlC
 from tests.workers.rollout.answering import Body, answering
 
 
-def is_alive(_: str) -> None:
-    """The server's process is there."""
-
-
 def is_gone(what: str) -> None:
     raise EngineError(f"{what}: the server was killed by SIGKILL")
 
 
 @contextmanager
 def client_of(url: str, *, is_dead: bool = False) -> Iterator[ControlClient]:
-    client = ControlClient(url, name="the server", require_alive=is_gone if is_dead else is_alive)
+    client = ControlClient(
+        url, name="the server", require_alive=is_gone if is_dead else lambda _: None
+    )
     try:
         yield client
     finally:
@@ -45,19 +43,12 @@ async def answer(path: str, body: Body) -> web.StreamResponse:
     return web.Response(status=500, text="it broke")
 
 
-def test_an_answer_is_json_where_it_is_json_and_else_text() -> None:
+def test_an_answer_is_json_where_it_is_json_and_a_refusal_has_the_servers_words() -> None:
     with answering(answer) as server, client_of(server.url) as client:
         assert client.call("/json", {"a": [1, 2]}, timeout_s=10.0) == {"got": {"a": [1, 2]}}
         assert client.call("/text", timeout_s=10.0, method="GET") == "Cache flushed."
-
-
-def test_a_refusal_tells_path_status_and_the_servers_own_words() -> None:
-    with (
-        answering(answer) as server,
-        client_of(server.url) as client,
-        pytest.raises(RefusedError, match="/refused was answered with status 400: no such ten"),
-    ):
-        client.call("/refused", {}, timeout_s=10.0)
+        with pytest.raises(RefusedError, match="/refused was answered with status 400: no such t"):
+            client.call("/refused", {}, timeout_s=10.0)
         with pytest.raises(RefusedError, match="status 500: it broke"):
             client.call("/other", {}, timeout_s=10.0)
 
@@ -96,13 +87,6 @@ def test_requests_run_at_the_same_time() -> None:
         assert client.run(all_meet()) == ["met"] * 50
 
 
-def test_a_client_that_was_closed_says_so() -> None:
-    with client_of("http://127.0.0.1:1") as client:
-        client.close()
-        with pytest.raises(EngineError, match="the server was ended"):
-            client.call("/json", {}, timeout_s=1.0)
-
-
 def test_close_fails_requests_that_still_connect_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = BaseSelectorEventLoop.sock_connect
 
@@ -116,4 +100,6 @@ def test_close_fails_requests_that_still_connect_by_name(monkeypatch: pytest.Mon
         client.run(asyncio.sleep(0.05))
         client.close()
         assert all(isinstance(each.exception(0), ConnectionLostError) for each in requests)
+        with pytest.raises(EngineError, match="the server was ended"):
+            client.call("/json", {}, timeout_s=1.0)
     gc.collect()  # an unclosed connection is a warning, which fails this test

@@ -1,13 +1,12 @@
-"""Generate calls against a small server that samples nothing but keeps SGLang's form of answers."""
-
 from __future__ import annotations
 
 import asyncio
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from threading import Event
 from typing import Any
@@ -21,12 +20,49 @@ from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import Program, Sample, Sampler, SamplingParams, response_keys
 from hybridrl.workers.rollout.event_loop import RequestGate, run_program
+from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
+from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel, read_sample
 from hybridrl.workers.rollout.single_turn import single_turn
-from tests.workers.rollout.answering import Answering, Body, answering
+from tests.workers.rollout.answering import Answer, Answering, Body, answering
 from tests.workers.rollout.engines import tokens_of
-from tests.workers.rollout.served_samples import Samples, item
+
+
+def item(prompt: list[int], parameters: Body, *, finish: str = "length") -> Body:
+    """The answer to one response: its tokens are the prompt's first one, over and over."""
+    tokens = [prompt[0]] * parameters["max_new_tokens"]
+    return {
+        "output_ids": tokens,
+        "meta_info": {
+            "finish_reason": {"type": finish, "message": "Aborted"},
+            "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+            "cached_tokens": len(prompt) - 1,
+            "spec_num_correct_drafts": 1,  # as with speculation
+            "spec_num_proposed_drafts": 4,
+            "weight_version": "5",
+        },
+    }
+
+
+class Samples:
+    """Answers /generate; ``finish`` says why a response ended, by seed and how often it came."""
+
+    def __init__(self, finish: Callable[[int, int], str]) -> None:
+        self._finish = finish
+        self.times: Counter[int] = Counter()
+
+    async def __call__(self, _: str, body: Body) -> web.StreamResponse:
+        parameters = body["sampling_params"]
+        if isinstance(parameters, dict):
+            return web.json_response(item(body["input_ids"], parameters))
+        answers = []
+        for prompt, wanted in zip(body["input_ids"], parameters, strict=True):
+            seed = wanted["sampling_seed"]
+            self.times[seed] += 1
+            answers.append(item(prompt, wanted, finish=self._finish(seed, self.times[seed])))
+        return web.json_response(answers)
+
 
 SAMPLING = SamplingParams(
     num_responses_per_prompt=3, max_response_tokens=4, temperature=1.0, stop_token_ids=(9,)
@@ -40,64 +76,64 @@ PROMPTS = PromptBatch(
 )
 A_B = [[1, 2, 3], [4, 5]]
 SINGLE_TURN = single_turn(PROMPTS, SAMPLING)
+MODEL = ServedModel(max_context_tokens=6, vocab_size=64, version=5)
+TOKENS = [[1] * 3] * 3 + [[4] * 4] * 3
+"""Of all responses that end for their length."""
+
+
+def always(reason: str) -> Samples:
+    return Samples(lambda _, __: reason)
+
+
+def sample_at(
+    endpoint: Any,
+    model: ServedModel,
+    *,
+    gate: RequestGate | None = None,
+    program: Program[list[Sample]] = SINGLE_TURN,
+    timeout_s: float = 30.0,
+) -> tuple[list[Sample], Metrics]:
+    with (gate or RequestGate()).admit() as call:
+        sampler = HttpSampler(endpoint, model, call, timeout_s=timeout_s)
+
+        async def connected(_: Sampler) -> list[Sample]:
+            async with sampler:
+                return await program(sampler)
+
+        return run_program(connected, sampler, call), sampler.metrics()
 
 
 @contextmanager
 def sampling_from(
-    answer: Callable[[str, Body], Any],
-    *,
-    version: int = 5,
-    gate: RequestGate | None = None,
-    program: Program[list[Sample]] = SINGLE_TURN,
-    timeout_s: float = 30.0,
+    answer: Callable[[str, Body], Any], *, version: int = 5, **asked: Any
 ) -> Iterator[tuple[Answering, Run]]:
-    model = ServedModel(max_context_tokens=6, vocab_size=64, version=version, adapter="policy")
-
-    def run() -> tuple[list[Sample], Metrics]:
-        with (gate or RequestGate()).admit() as call:
-            sampler = HttpSampler(client, model, call, timeout_s=timeout_s)
-
-            async def connected(_: Sampler) -> list[Sample]:
-                async with sampler:
-                    return await program(sampler)
-
-            return run_program(connected, sampler, call), sampler.metrics()
-
+    model = replace(MODEL, version=version, adapter="policy")
     with answering(answer) as server:
         client = ControlClient(server.url, name="the server", require_alive=lambda _: None)
-        try:
-            yield server, run
-        finally:
-            client.close()
-
-
-def test_each_response_has_the_embedded_engines_random_stream() -> None:
-    with sampling_from(Samples(lambda _, __: "length")) as (server, run):
-        run()
-    keys = response_keys(PROMPTS.seed_P.repeat_interleave(3), torch.arange(3).repeat(2))
-    seeds = [
-        (tokens[0], parameters["sampling_seed"])
-        for _, body in server.asked
-        if isinstance(body["sampling_params"], list)
-        for tokens, parameters in zip(body["input_ids"], body["sampling_params"], strict=True)
-    ]
-    expected = [int(key) & 0x7FFFFFFF for key in keys]
-    assert sorted(seeds) == sorted(zip([1] * 3 + [4] * 3, expected, strict=True))
-    assert len(set(expected)) == 6
+        with closing(client):
+            yield server, lambda: sample_at(client, model, **asked)
 
 
 @pytest.mark.shows("4.20")
-def test_a_group_is_prefilled_once_and_then_asked_for_as_a_whole() -> None:
-    with sampling_from(Samples(lambda _, __: "length")) as (server, run):
+def test_a_group_is_prefilled_once_and_its_responses_have_the_embedded_engines_seeds() -> None:
+    with sampling_from(always("length")) as (server, run):
         responses, metrics = run()
     bodies = [body for _, body in server.asked]
     prefills = [body for body in bodies if isinstance(body["sampling_params"], dict)]
     wholes = [body for body in bodies if isinstance(body["sampling_params"], list)]
-    assert sorted(body["input_ids"] for body in prefills) == [[1, 2, 3], [4, 5]]
+    assert sorted(body["input_ids"] for body in prefills) == A_B
     assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in prefills)
-    assert sorted(len(body["input_ids"]) for body in wholes) == [3, 3]
     assert all(body["lora_path"] == "policy" for body in bodies)
-    assert [r.token_ids.tolist() for r in responses] == [[1] * 3] * 3 + [[4] * 4] * 3
+    seeds = [
+        sorted((tokens[0], each["sampling_seed"]) for tokens, each in zip(*group, strict=True))
+        for group in ((body["input_ids"], body["sampling_params"]) for body in wholes)
+    ]
+    keys = response_keys(PROMPTS.seed_P.repeat_interleave(3), torch.arange(3).repeat(2))
+    expected = [int(key) & 0x7FFFFFFF for key in keys]
+    assert len(set(expected)) == 6
+    of_groups = ([(1, seed) for seed in expected[:3]], [(4, seed) for seed in expected[3:]])
+    assert sorted(seeds) == [sorted(group) for group in of_groups]
+    assert tokens_of(responses) == TOKENS
     assert all(r.is_truncated for r in responses)
     assert metrics["rollout/prefix_cache_hit_fraction"].value == pytest.approx(9 / 15)
     assert metrics["rollout/draft_acceptance_fraction"].value == 0.25
@@ -110,7 +146,7 @@ def test_equal_contexts_of_several_tasks_are_prefilled_once() -> None:
         work = [sampler.sample(context, params, key=key) for context in A_B for key in range(4)]
         return [*await asyncio.gather(*work), await sampler.sample([7], params, key=9)]
 
-    with sampling_from(Samples(lambda _, __: "stop"), program=siblings) as (server, run):
+    with sampling_from(always("stop"), program=siblings) as (server, run):
         responses, _ = run()
     prefills = [
         body["input_ids"] for _, body in server.asked if isinstance(body["sampling_params"], dict)
@@ -120,7 +156,7 @@ def test_equal_contexts_of_several_tasks_are_prefilled_once() -> None:
 
 
 def test_a_cancelled_request_is_aborted_at_the_server() -> None:
-    answers = Samples(lambda _, __: "stop")
+    answers = always("stop")
     is_aborted = asyncio.Event()
 
     async def keep(path: str, body: Body) -> web.StreamResponse:
@@ -158,17 +194,26 @@ def test_only_a_response_that_was_cut_off_is_asked_for_again() -> None:
 
 
 @pytest.mark.shows("1.19")
-def test_a_response_cut_off_three_times_is_never_scored() -> None:
+@pytest.mark.parametrize(
+    ("reason", "version", "refused"),
+    [
+        ("abort", 5, r"3 of 3 responses were cut off 3 times.*Aborted"),
+        ("stop", 6, "weights of version 5, and the policy is at 6"),
+    ],
+)
+def test_a_response_cut_off_three_times_or_of_other_weights_is_never_scored(
+    reason: str, version: int, refused: str
+) -> None:
     with (
-        sampling_from(Samples(lambda _, __: "abort")) as (_, run),
-        pytest.raises(EngineError, match=r"3 of 3 responses were cut off 3 times.*Aborted"),
+        sampling_from(always(reason), version=version) as (_, run),
+        pytest.raises(EngineError, match=refused),
     ):
         run()
 
 
 def test_what_was_cut_off_on_purpose_is_not_asked_for_again() -> None:
     gate, is_asked, has_ended = RequestGate(), Event(), asyncio.Event()
-    answers = Samples(lambda _, __: "abort")
+    answers = always("abort")
 
     async def abort_late(path: str, body: Body) -> web.StreamResponse:
         if isinstance(body["sampling_params"], list):
@@ -281,51 +326,125 @@ def test_a_server_that_makes_no_token_is_late_by_key(hangs_in: str) -> None:
         return await answer(path, body)
 
     asked_s = time.monotonic()
+    hanging = answer if hangs_in == "the scheduler" else nothing
+    late = r"no progress within rollout\.request_timeout_s=0\.4 s"
     with (
-        sampling_from(answer if hangs_in == "the scheduler" else nothing, timeout_s=0.4) as (
-            _,
-            run,
-        ),
-        pytest.raises(DeadlineError, match=r"no progress within rollout\.request_timeout_s=0\.4 s"),
+        sampling_from(hanging, timeout_s=0.4) as (_, run),
+        pytest.raises(DeadlineError, match=late),
     ):
         run()
     assert time.monotonic() - asked_s < 5.0
 
 
-def test_a_response_of_other_weights_is_refused() -> None:
-    with (
-        sampling_from(Samples(lambda _, __: "stop"), version=6) as (_, run),
-        pytest.raises(EngineError, match="weights of version 5, and the policy is at 6"),
-    ):
-        run()
+def refusing(status: int) -> Answer:
+    async def refuse(_: str, __: Body) -> web.Response:
+        return web.json_response({"error": {"message": "this half is broken"}}, status=status)
+
+    return refuse
 
 
 def test_a_request_that_is_refused_is_not_repeated() -> None:
-    asked = 0
-
-    async def refuse(_: str, __: Body) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        return web.json_response({"error": {"message": "context too long"}}, status=400)
-
-    with sampling_from(refuse) as (_, run), pytest.raises(RefusedError, match="too long"):
+    with (
+        sampling_from(refusing(400)) as (server, run),
+        pytest.raises(RefusedError, match="is broken"),
+    ):
         run()
-    assert asked == 2  # one a group
+    assert len(server.asked) == 2  # one a group
 
 
 def test_log_probs_of_other_tokens_are_refused() -> None:
     torn = item([1], {"max_new_tokens": 2})
     torn["meta_info"]["output_token_logprobs"].pop()
     with pytest.raises(EngineError, match="2 tokens and log-probs of 1 others"):
-        read_sample(torn, ServedModel(max_context_tokens=6, vocab_size=64, version=5))
+        read_sample(torn, MODEL)
 
 
 def test_experts_are_kept_in_16_bits_as_soon_as_they_arrive() -> None:
     answer = item([1], {"max_new_tokens": 2})
     sent_LJK = torch.arange(2 * 3 * 4, dtype=torch.int32).view(2, 3, 4) % 128
     answer["meta_info"]["routed_experts"] = b64encode(sent_LJK.numpy().tobytes()).decode()
-    model = ServedModel(max_context_tokens=6, vocab_size=64, version=5, expert_shape=(3, 4))
-    experts_LJK = read_sample(answer, model).routed_experts_LJK
+    experts_LJK = read_sample(answer, replace(MODEL, expert_shape=(3, 4))).routed_experts_LJK
     assert experts_LJK is not None
     assert experts_LJK.dtype == torch.int16
     assert torch.equal(experts_LJK.int(), sent_LJK)
+
+
+class Waits(Samples):
+    """A decode server that waits for its first requests, as one whose other half is gone."""
+
+    def __init__(self, num_lost: int) -> None:
+        super().__init__(lambda _, __: "length")
+        self._num_lost = num_lost
+
+    async def __call__(self, path: str, body: Body) -> web.StreamResponse:
+        if path != "/generate":
+            return web.Response()
+        self._num_lost -= 1
+        if self._num_lost >= 0:
+            await asyncio.Event().wait()
+        return await super().__call__(path, body)
+
+
+def address_of(server: Answering, port: int) -> KeyedAddress:
+    host, own_port = server.url.removeprefix("http://").split(":")
+    return KeyedAddress(host=host, port=int(own_port), key="secret", bootstrap_port=port)
+
+
+@contextmanager
+def pairs(
+    decode: Answer, *prefills: Answer
+) -> Iterator[tuple[Answering, Sequence[Answering], Callable[[], list[Sample]]]]:
+    with ExitStack() as opened:
+        second = opened.enter_context(answering(decode))
+        firsts = [opened.enter_context(answering(prefill)) for prefill in prefills]
+        client = ControlClient(second.url, name="decode", require_alive=lambda _: None)
+        opened.callback(client.close)
+        addresses = [address_of(one, 9000 + n) for n, one in enumerate(firsts)]
+
+        def run() -> list[Sample]:
+            return sample_at(PairedEndpoint(client, addresses), MODEL)[0]
+
+        yield second, firsts, run
+
+
+def rooms_of(server: Answering) -> list[tuple[list[int], int, int]]:
+    """Context, port and room of each response that a server was asked for."""
+    return sorted(
+        asked
+        for path, body in server.asked
+        if path == "/generate"
+        for asked in zip(
+            body["input_ids"], body["bootstrap_port"], body["bootstrap_room"], strict=True
+        )
+    )
+
+
+@pytest.mark.shows("4.2")
+def test_both_halves_get_a_request_with_the_same_room() -> None:
+    with pairs(*[always("length")] * 3) as (second, firsts, run):
+        samples = run()
+    assert tokens_of(samples) == TOKENS
+    rooms = rooms_of(second)
+    assert rooms == sorted(rooms_of(firsts[0]) + rooms_of(firsts[1]))
+    assert len({room for _, _, room in rooms}) == len(rooms) == 6
+    for number, first in enumerate(firsts):  # in turns
+        assert {port for _, port, _ in rooms_of(first)} == {9000 + number}
+        assert len(rooms_of(first)) == 3
+
+
+@pytest.mark.shows("4.12")
+def test_a_broken_prefill_half_is_passed_over() -> None:
+    with pairs(Waits(1), refusing(500), always("length")) as (second, firsts, run):
+        assert tokens_of(run()) == TOKENS
+    assert len(rooms_of(firsts[0])) == 3  # asked once, for one group
+    assert len(rooms_of(firsts[1])) == 6
+    named = {body["rid"] for path, body in second.asked if path == "/abort_request"}
+    assert named == set(second.asked[0][1]["rid"])  # what waited for the broken half
+
+
+def test_without_a_prefill_half_a_request_fails() -> None:
+    with (
+        pairs(Waits(100), refusing(500)) as (_, __, run),
+        pytest.raises(EngineError, match="this half is broken"),
+    ):
+        run()

@@ -52,8 +52,6 @@ TENANT = -1
 
 @dataclass(frozen=True)
 class Event:
-    """One call that reached an engine, or a tenant."""
-
     engine: int
     call: str
     part: str = ""
@@ -73,18 +71,15 @@ class Policy(Enum):
 
     @property
     def tensors(self) -> Mapping[str, int]:
-        """The same of all that is sent."""
         return {**WEIGHTS, **self.adapter}
 
     def truth(self, name: str, version: int) -> list[float]:
-        """Return what a tensor holds after ``version`` steps."""
         if name == BUFFER:
             return [0.0, 1.0, 2.0]
         size = self.tensors[name]
         return [float(size + version * self.learns(name))] * size
 
     def learns(self, name: str) -> bool:
-        """Whether a step changes a tensor."""
         return self is Policy.WHOLE or name in ADAPTER
 
 
@@ -295,7 +290,6 @@ class RecordingEngine:
         return stored_bytes(self.memory[part].values())
 
     def copy(self, name: str) -> Tensor:
-        """The host copy of a weight."""
         return self._copies[name]
 
     def copied_bytes(self) -> int:
@@ -321,7 +315,6 @@ class RecordingEngine:
 
 
 def managed_engine(engine: RecordingEngine, /, **keys: Any) -> ManagedEngine:
-    """The engine as its sharding manager holds it; ``keys`` are those of the rollout section."""
     return ManagedEngine(engine, config=rollout_config(**keys), device=CPU)
 
 
@@ -383,7 +376,6 @@ class RecordingTenant:
         return stored_bytes(self.state[part].values())
 
     def copy(self, part: TrainState, name: str) -> Tensor:
-        """The host copy of what left."""
         return self._copies[part][name]
 
     def copied_bytes(self) -> int:
@@ -410,7 +402,6 @@ class RecordingTrainEngine(RecordingTenant):
         return cast(PolicyEngine, self)
 
     def step(self) -> None:
-        """What an optimizer does, in miniature."""
         if not self.is_home():
             raise EngineError("training state is not on the device")
         for name, tensor in self.state[TrainState.PARAMETERS].items():
@@ -440,45 +431,35 @@ class RecordingTrainEngine(RecordingTenant):
             yield from self.weights_of(names)
 
     def weights_of(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Gather tensors."""
         for name in names:
             if not self.resident_bytes(TrainState.PARAMETERS):
                 raise EngineError("training parameters are not on the device")
             yield name, self.state[TrainState.PARAMETERS][name].clone()
 
 
-@dataclass
-class Shards:
-    """What ranks gather of one trainer: the first is what the journal knows, the others see it."""
-
-    trainer: RecordingTrainEngine
-    passes: list[list[str]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def names_of_pass(self, number: int, part: WeightSet) -> list[str]:
-        """The names that all ranks stream in their pass of this number."""
-        with self.lock:
-            if number == len(self.passes):
-                self.passes.append(self.trainer.take_names(part))
-            return self.passes[number]
-
-
 class Shard(RecordingTrainEngine):
-    """The trainer as one rank has it."""
+    """The trainer as one rank has it: all stream the same names, of which the first tells."""
 
-    def __init__(self, rank: int, shards: Shards) -> None:
-        super().__init__(shards.trainer.journal, shards.trainer.policy)
+    def __init__(self, rank: int, trainer: RecordingTrainEngine, passes: list[list[str]]) -> None:
+        super().__init__(trainer.journal, trainer.policy)
         self._rank = rank
-        self._shards = shards
+        self._trainer = trainer
+        self._passes = passes
         self._num_passes = 0
 
     def full_weights(
         self, part: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        names = self._shards.names_of_pass(self._num_passes, part)
+        with _TAKING:
+            if self._num_passes == len(self._passes):
+                self._passes.append(self._trainer.take_names(part))
+        names = self._passes[self._num_passes]
         self._num_passes += 1
-        trainer = self._shards.trainer
+        trainer = self._trainer
         return trainer.stream(names) if self._rank == 0 else trainer.weights_of(names)
+
+
+_TAKING = threading.Lock()
 
 
 class Rig:
@@ -501,13 +482,13 @@ class Rig:
         tenants = OffloadableModels(device=CPU, control=ControlGroup(timeout_s=5.0))
         tenants.register("actor", self.trainer)
         tenants.register("reference", self.reference)
-        shards = Shards(self.trainer)
+        passes: list[list[str]] = []
         self.set = LocalSet(
             [
                 managed_engine(engine, sleep=depth is not SleepLevel.KEEP_ALL, stage_timeout_s=0.05)
                 for engine in self.engines
             ],
-            [Shard(index, shards).as_policy() for index in range(num_engines)],
+            [Shard(index, self.trainer, passes).as_policy() for index in range(num_engines)],
             config=rollout_config(sleep=depth is not SleepLevel.KEEP_ALL),
             resends_base=policy is not Policy.ADAPTER_KEPT_BASE,
         )
@@ -543,14 +524,12 @@ class Rig:
             self.check_answer(engine)
 
     def check_answer(self, engine: RecordingEngine) -> None:
-        """The answer is the trainer's weights of the version stamped on it."""
         assert engine.version == self.set.trained_version
         for name, tensor in engine.serve().items():
             expected = self.policy.truth(name, engine.version)
             assert tensor.tolist() == expected, f"{name} of {engine.index}"
 
     def check_training(self) -> None:
-        """The trainer has the device and no engine answers."""
         assert self.life.may_train
         assert self.trainer.is_home()
         assert self.reference.is_home()
@@ -561,7 +540,6 @@ class Rig:
                 assert not any(engine.resident_bytes(part) for part in MemoryTag)
 
     def cycle(self) -> None:
-        """One whole step: sample, then train."""
         self.life.sleep()
         self.life.wake()
         self.check_serving()
@@ -608,7 +586,6 @@ def recording_device(
     servers: ManagerClient | None = None,
     **keys: Any,
 ) -> RecordingDevice:
-    """A rank's device; ``keys`` are those of ``rollout_config``."""
     journal = Journal()
     config = rollout_config(**keys)
     is_leader = rank % config.tensor_parallel_size == 0
@@ -626,6 +603,5 @@ def recording_device(
 
 
 def rollout_config(**keys: Any) -> RolloutConfig:
-    """A small engine's section, with short deadlines; ``keys`` differ."""
     common = {"skew_timeout_s": 20.0, "drain_timeout_s": 1.0, "stage_timeout_s": 20.0}
     return replace(engines.rollout_config(num_slots=2), **(common | keys))

@@ -1,16 +1,16 @@
-"""Real ranks wait for each other longer than any of them may wait for its engine."""
-
 from __future__ import annotations
 
+import pickle
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError
+from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError
 from hybridrl.workers.sharding.fused_engines import start_engine
 from hybridrl.workers.sharding.lifecycle import State
 from tests.ranks import run_ranks
@@ -24,10 +24,83 @@ from tests.workers.sharding.recording import (
     rollout_config,
 )
 
-STAGE_S = 1.5
-"""What a stage may take; ranks are late by more than twice of it."""
 
-LATE_S = 4.0
+def _act_in_stages(rank: int) -> list[object]:
+    control = ControlGroup(timeout_s=20.0)
+
+    def act() -> int:
+        if rank == 1:
+            raise ValueError("engine said 503")
+        return rank
+
+    with pytest.raises(StageError) as raised:
+        control.everywhere("wake", act)
+    agreed = (
+        control.everywhere("wake", lambda: rank * 10),
+        control.is_true_anywhere("none", flag=False),
+        control.is_true_anywhere("one", flag=rank == 2),
+        control.largest("value", rank * 2**40),
+        -control.largest("smallest", -(rank + 5)),
+    )
+    with pytest.raises(PhaseError) as apart:
+        control.exchange("pause" if rank else "drain", None)
+    return [str(raised.value), repr(raised.value.__cause__), agreed, str(apart.value)]
+
+
+def test_ranks_agree_on_values_and_hear_of_errors_and_of_other_ways() -> None:
+    for rank, (error, cause, agreed, apart) in enumerate(run_ranks(3, _act_in_stages)):
+        assert error == "wake failed on rank 1: ValueError: engine said 503"
+        assert cause == ("ValueError('engine said 503')" if rank == 1 else "None")
+        assert agreed == (rank * 10, False, True, 2 * 2**40, 5)
+        assert apart == (
+            f"rank {rank} is at stage {'pause' if rank else 'drain'!r} and another rank is not; "
+            "all 3 ranks must enter and leave a rollout phase together"
+        )
+
+
+def _one_rank_samples_longer_than_a_stage_may_take(rank: int, late: int) -> str:
+    control = ControlGroup(timeout_s=1.0)
+    if rank == late:
+        time.sleep(3.0)
+    control.meet("generate", Limit(30.0, "rollout.skew_timeout_s"))
+    control.exchange("pause", None)
+    if rank == late:
+        dist.barrier()  # of the other group: this rank does not come
+        return ""
+    with pytest.raises(DeadlineError) as raised:
+        control.meet("generate", Limit(1.0, "rollout.skew_timeout_s"))
+    dist.barrier()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_may_differ_in_sampling_but_not_for_ever(late: int) -> None:
+    texts = run_ranks(2, _one_rank_samples_longer_than_a_stage_may_take, late)
+    assert texts[1 - late] == (
+        "generate: not all 2 ranks answered within 1 s; a rank died or is stuck. "
+        "If the stage is only slow, raise rollout.skew_timeout_s"
+    )
+
+
+def test_one_process_alone_needs_no_group() -> None:
+    control = ControlGroup(timeout_s=1.0)
+    assert (control.world_size, control.rank) == (1, 0)
+    assert control.everywhere("stage", lambda: 7) == 7
+    with pytest.raises(StageError, match="stage failed on rank 0: ZeroDivisionError: ") as raised:
+        control.everywhere("stage", lambda: 1 // 0)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_the_stage_error_survives_the_way_to_the_driver() -> None:
+    error = StageError("sync", {3: "LedgerError: lost", 1: "OSError: gone"}, of="engine")
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, StageError)
+    assert isinstance(copy, EngineError)
+    assert str(copy) == "sync failed on engine 1: OSError: gone; engine 3: LedgerError: lost"
+    assert (copy.stage, copy.failures) == (error.stage, error.failures)
+
+
+STAGE_S, LATE_S = 1.5, 4.0
 
 
 class SlowEngine(RecordingEngine):
@@ -123,7 +196,6 @@ def test_a_load_from_files_may_take_as_long_as_a_start(transport: str) -> None:
 
 
 def _an_engine_of_two_ranks_that_samples_long(rank: int) -> str:
-    """The rank without an engine waits from the beginning on, longer than skews may be."""
     device = recording_device(rank, tensor_parallel_size=2, skew_timeout_s=0.5)
     with device.manager.rollout_phase() as engine:
         if engine is not None:
@@ -215,20 +287,21 @@ def _phases_of_slow_engines(rank: int, fault: str) -> tuple[list[str], list[Stat
     return endings, list(manager._life.states), engine.journal.calls(rank).count("restart")
 
 
-def test_the_group_outlives_a_restart_that_takes_longer_than_a_stage() -> None:
-    answers = run_ranks(2, _phases_of_slow_engines, "resume")
-    for rank, ((first, second), states, num_restarts) in enumerate(answers):
-        assert first.startswith("resume_cache failed on engine 1: InjectedFault: resume kv_cache")
-        assert second == ""
-        assert states == [State.ASLEEP] * 2
-        assert num_restarts == rank
-
-
 @pytest.mark.shows("2.15")
-@pytest.mark.parametrize("fault", ["keep", "crawl"])
-def test_memory_that_is_not_back_in_time_restarts_the_engine(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("resume", "resume_cache failed on engine 1: InjectedFault: resume kv_cache of 1"),
+        ("keep", ""),
+        ("crawl", ""),
+    ],
+)
+def test_an_engine_that_fails_or_keeps_memory_restarts_longer_than_a_stage(
+    fault: str, error: str
+) -> None:
     answers = run_ranks(2, _phases_of_slow_engines, fault)
-    for rank, (endings, states, num_restarts) in enumerate(answers):
-        assert endings == ["", ""]
+    for rank, ((first, second), states, num_restarts) in enumerate(answers):
+        assert first.partition(" failed before")[0] == error
+        assert second == ""
         assert states == [State.ASLEEP] * 2
         assert num_restarts == rank

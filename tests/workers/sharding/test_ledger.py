@@ -1,24 +1,38 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
 
 from hybridrl.errors import LedgerError
 from hybridrl.workers.rollout.buckets import stage_by_reference
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.managed_engine import WeightLedger
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.protocol import WeightSet
+from tests.tiny_models import make_tiny_model
+from tests.workers.device import Device
+from tests.workers.rollout.engines import ready_engine, rollout_config
 from tests.workers.sharding.recording import (
     BUFFER,
     WEIGHTS,
     InjectedFault,
     Journal,
     RecordingEngine,
-    Rig,
     managed_engine,
 )
+from tests.workers.train.engines import ACTOR, CPU, MODEL
 
 ALL = [*WEIGHTS, BUFFER]
 
@@ -33,18 +47,19 @@ def _sync(ledger: WeightLedger, names: list[str]) -> None:
     ledger.receive(names)
 
 
-def test_a_new_engine_holds_its_buffers_and_no_trained_weights() -> None:
+def test_what_is_not_the_trainers_is_refused_by_name_and_reason() -> None:
     ledger = _ledger()
     with pytest.raises(LedgerError, match="never sent since the engine started"):
         ledger.require_covered()
     _sync(ledger, list(WEIGHTS))
-    assert ledger.is_covered
     ledger.require_covered()
-
-
-def test_a_buffer_released_without_a_copy_is_refused_by_name() -> None:
-    ledger = _ledger()
-    _sync(ledger, list(WEIGHTS))
+    for _ in range(2):
+        ledger.begin_sync(WEIGHTS)
+        ledger.receive(["embed.weight", "layer.weight"])
+        with pytest.raises(LedgerError, match=r"norm.weight, head.weight \(the last sync broke"):
+            ledger.require_covered()
+        _sync(ledger, list(WEIGHTS))
+        ledger.require_covered()
     for _ in range(2):
         ledger.release(backup=())
         _sync(ledger, list(WEIGHTS))
@@ -55,25 +70,6 @@ def test_a_buffer_released_without_a_copy_is_refused_by_name() -> None:
             "engine released its weights). Send them with the sync, or keep a host copy with "
             "rollout.backup_weights=ledger"
         )
-
-
-def test_a_sync_that_breaks_off_is_refused_until_one_is_whole() -> None:
-    ledger = _ledger()
-    _sync(ledger, list(WEIGHTS))
-    for _ in range(2):
-        ledger.begin_sync(WEIGHTS)
-        ledger.receive(["embed.weight", "layer.weight"])
-        with pytest.raises(LedgerError, match=r"norm.weight, head.weight \(the last sync broke"):
-            ledger.require_covered()
-        ledger.begin_sync(WEIGHTS)
-        ledger.receive(["head.weight"])
-        assert not ledger.is_covered
-        _sync(ledger, list(WEIGHTS))
-        ledger.require_covered()
-
-
-def test_a_tensor_that_the_engine_does_not_have_is_refused() -> None:
-    ledger = _ledger()
     with pytest.raises(LedgerError, match=r"1 tensors that .* not have: lm_head.*model\.path"):
         _sync(ledger, ["embed.weight", "lm_head.weight"])
 
@@ -116,62 +112,6 @@ def test_covered_means_that_every_tensor_is_what_it_should_be(data: st.DataObjec
         assert ledger.backup_for(()) == good
 
 
-@pytest.mark.shows("1.17")
-def test_an_engine_without_a_copy_of_its_buffer_serves_nothing() -> None:
-    """The real thing, not its book: the buffer is NaN after the release."""
-    rig = Rig(num_engines=2)
-    rig.cycle()
-    rig.set.engines[1].ledger.backup_for = lambda sent: frozenset()  # type: ignore[method-assign]
-    rig.life.wake()
-    rig.life.sleep()
-    for _ in range(2):
-        with pytest.raises(StageError, match=f"sync failed on engine 1: .*{BUFFER}"):
-            rig.life.wake()
-        rig.check_training()
-
-
-@pytest.mark.shows("1.1")
-def test_weights_that_no_sync_sends_survive_three_sleeps() -> None:
-    """As with LoRA: the base was sent once, afterwards only the last tensor is."""
-    managed = managed_engine(RecordingEngine(0, Journal()))
-    managed.start()
-    managed.resume_weights()
-    managed.ledger.begin_sync(WEIGHTS)
-    managed.load(
-        stage_by_reference([(name, torch.full((size,), 7.0)) for name, size in WEIGHTS.items()]), []
-    )
-    managed.finish_update(version=0)
-    managed.sent_names = frozenset({"head.weight"})
-    for version in (1, 2, 3):
-        managed.release_all()
-        managed.resume_weights()
-        managed.ledger.begin_sync(managed.sent_names)
-        managed.load(stage_by_reference([("head.weight", torch.full((5,), float(version)))]), [])
-        managed.finish_update(version=version)
-        engine = managed.engine
-        assert isinstance(engine, RecordingEngine)
-        weights = engine.memory[MemoryTag.WEIGHTS]
-        assert weights["embed.weight"].tolist() == [7.0] * 6
-        assert weights["head.weight"].tolist() == [float(version)] * 5
-
-
-def test_a_bucket_that_the_engine_refused_is_not_entered() -> None:
-    journal = Journal()
-    managed = managed_engine(RecordingEngine(0, journal))
-    journal.fail(0, "load", when="after")
-    managed.ledger.begin_sync(WEIGHTS)
-    with pytest.raises(InjectedFault):
-        managed.load(stage_by_reference([("embed.weight", torch.ones(6))]), [])
-    managed.load(
-        stage_by_reference(
-            [(name, torch.ones(n)) for name, n in WEIGHTS.items() if name[0] != "e"]
-        ),
-        [],
-    )
-    with pytest.raises(LedgerError, match=r"^1 of 5 .*embed.weight"):
-        managed.finish_update(version=1)
-
-
 @pytest.mark.parametrize(("call", "part"), [("release", "weights"), ("restart", "")])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_release_that_fails_leaves_no_lost_weight_marked_good(
@@ -188,3 +128,114 @@ def test_a_release_that_fails_leaves_no_lost_weight_marked_good(
     with pytest.raises(InjectedFault):
         managed.release_all() if call == "release" else managed.restart()
     assert managed.ledger.backup_for(()) == {BUFFER}
+
+
+# Garbage after sleep, with real engines: weights memory is released without a copy, comes back with
+# whatever it holds, and the sync sends only a part (adapters, say). Nothing fails, and the engine
+# samples fluent text from a policy that nobody trains.
+
+LEFT_OUT = "model.layers.1."
+"""The second cycle's sync sends nothing of the last layer, as if it were frozen."""
+
+
+class RecycledMemoryEngine(HFRolloutEngine):
+    """What a GPU may do: memory that comes back still holds what another model left in it."""
+
+    strangers: dict[str, Tensor]
+
+    def resume(self, part: MemoryTag) -> None:
+        super().resume(part)
+        if part is MemoryTag.WEIGHTS:
+            self.load(self.stage(list(self.strangers.items())), [])
+
+
+class ForgetfulTrainer(PolicyEngine):
+    """A trainer that promises all weights and, once told so, sends only a part."""
+
+    is_forgetful = False
+
+    def full_weights(
+        self, part: WeightSet = WeightSet.BASE, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super().full_weights(part, dtype=dtype):
+            if not (self.is_forgetful and name.startswith(LEFT_OUT)):
+                yield name, tensor
+
+
+def _device(
+    folder: Path,
+    *,
+    is_recycled: bool = False,
+    backup_weights: Literal["ledger", "always"] = "ledger",
+) -> Device:
+    config = replace(rollout_config(), backup_weights=backup_weights)
+    kind = RecycledMemoryEngine if is_recycled else HFRolloutEngine
+    engine = kind(folder, config=config, max_context_tokens=32, device=CPU)
+    if isinstance(engine, RecycledMemoryEngine):
+        stranger = make_tiny_model(folder / "stranger", seed=1)
+        engine.strangers = load_file(stranger / "model.safetensors")
+    backend = FSDP2Backend(folder, config=ACTOR, model_config=MODEL, num_total_steps=10, device=CPU)
+    return Device(engine, ForgetfulTrainer(backend), config=config)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path)
+
+
+@pytest.mark.shows("1.2", "R9.4")
+@pytest.mark.parametrize("is_recycled", [False, True])
+def test_with_the_ledger_the_lost_tensors_are_refused_by_name(
+    is_recycled: bool, folder: Path
+) -> None:
+    device = _device(folder, is_recycled=is_recycled)
+    assert device.mismatch_nats() < 1e-4
+    device.train()
+    device.trainer.is_forgetful = True
+    lost = [spec.name for spec in device.trainer.weight_specs() if spec.name.startswith(LEFT_OUT)]
+    for _ in range(2):
+        with pytest.raises(StageError, match="sync failed on engine 0: LedgerError: ") as raised:
+            device.mismatch_nats()
+        assert f"{len(lost)} of " in str(raised.value)
+        assert f"holds: {', '.join(lost[:4])} and {len(lost) - 4} more (" in str(raised.value)
+        assert "or keep a host copy with rollout.backup_weights=ledger" in str(raised.value)
+        device.manager.require_training()
+    device.trainer.is_forgetful = False
+    assert device.mismatch_nats() < 1e-4
+
+
+@pytest.mark.shows("1.3")
+@pytest.mark.parametrize("backup_weights", ["ledger", "always"])
+def test_full_fine_tuning_copies_buffers_alone_unless_asked(
+    folder: Path, backup_weights: Literal["ledger", "always"]
+) -> None:
+    device = _device(folder, backup_weights=backup_weights)
+    engine = device.engine
+    buffers, weights = (
+        sum(memory.num_bytes for memory in engine.weight_memory() if memory.is_buffer is is_buffer)
+        for is_buffer in (True, False)
+    )
+    assert buffers > 0
+    expected = buffers + (weights if backup_weights == "always" else 0)
+    device.manager.take_metrics()
+    for _ in range(3):
+        assert device.mismatch_nats() < 1e-4
+        copies = engine._memory[MemoryTag.WEIGHTS]._backups.values()
+        assert sum(copy.nbytes for copy in copies) == expected
+        metrics = device.manager.take_metrics()
+        assert metrics["memory/weight_backup_bytes"].value == expected
+        assert metrics["memory/weight_backup_saved_bytes"].value == buffers + weights - expected
+        device.train()
+
+
+@pytest.mark.shows("1.17")
+def test_buffers_survive_each_of_three_sleeps_bitwise(folder: Path) -> None:
+    device = _device(folder, is_recycled=True)
+    engine = device.engine
+    buffers = {name: engine._tensors[name] for name in engine._buffer_names}
+    assert buffers
+    assert not any(tensor.untyped_storage().nbytes() for tensor in buffers.values())
+    truth = {name: tensor.clone() for name, tensor in ready_engine(folder)._model.named_buffers()}
+    for _ in range(3):
+        with device.manager.rollout_phase():
+            assert all(torch.equal(buffers[name], truth[name]) for name in buffers)

@@ -1,8 +1,8 @@
-"""The order of stages: who is asked what, when, and when not."""
-
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,12 +12,9 @@ import torch
 import hybridrl
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Sum
-from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.lifecycle import EDGES, Edge, SleepLevel, State
-from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import (
-    CPU,
     Event,
     Journal,
     RecordingEngine,
@@ -27,17 +24,24 @@ from tests.workers.sharding.recording import (
 )
 
 DRAWING = Path(hybridrl.__file__).parents[1] / "docs" / "rollout-engines.md"
-SLEEP = ["pause", "drain", "release kv_cache", "release cuda_graph", "release weights"]
-WAKE = ["resume weights", "load", "finish_update", "resume kv_cache"]
-WAKE += ["resume cuda_graph", "continue_generation"]
-
-
-def _check_order(rig: Rig, *steps: str) -> None:
-    """Each step ends at all engines before the next begins at any."""
-    calls = rig.journal.calls()
-    for earlier, later in pairwise(steps):
-        last_of_earlier = len(calls) - 1 - calls[::-1].index(earlier)
-        assert last_of_earlier < calls.index(later), f"{later} began before all had done {earlier}"
+MAKE_ROOM = {"offload gradients": 2, "offload optimizer": 2}  # of two tenants
+SYNC = ({"full_weights": 1, "load": 3 * 3}, {"finish_update": 3})  # three buckets, three engines
+CONTINUE, STOP = {"continue_generation": 3}, ({"pause": 3}, {"drain": 3})
+CACHE = {"kv_cache": 3, "cuda_graph": 3}
+LEAVE, COME_BACK = {"offload parameters": 2}, {f"restore {part.value}": 2 for part in TrainState}
+STAGES: dict[SleepLevel, Sequence[dict[str, int]]] = {
+    SleepLevel.KEEP_ALL: (*SYNC, CONTINUE, *STOP),
+    SleepLevel.RELEASE_CACHE: (
+        *(MAKE_ROOM, *SYNC, LEAVE, {f"resume {part}": n for part, n in CACHE.items()}, CONTINUE),
+        *(*STOP, {f"release {part}": n for part, n in CACHE.items()}, COME_BACK),
+    ),
+    SleepLevel.RELEASE_ALL: (
+        *(MAKE_ROOM, {"resume weights": 3}, *SYNC, LEAVE),
+        *({f"resume {part}": n for part, n in CACHE.items()}, CONTINUE, *STOP),
+        *({f"release {part}": n for part, n in {**CACHE, "weights": 3}.items()}, COME_BACK),
+    ),
+}
+"""What a cycle asks in each stage, and how often; each stage begins when the last has ended."""
 
 
 def test_the_edges_are_those_that_the_page_draws() -> None:
@@ -70,48 +74,45 @@ def test_an_edge_is_taken_from_its_sources_and_refused_elsewhere(state: State, e
     assert rig.life.states == (state, state)
 
 
-@pytest.mark.shows("2.1", "2.2", "2.5")
-def test_all_engines_finish_a_stage_before_any_starts_the_next() -> None:
-    rig = Rig(num_engines=3)
+def _check_stages(rig: Rig, stages: Sequence[dict[str, int]]) -> None:
+    calls = rig.journal.calls()
+    for stage in stages:
+        now, calls = calls[: sum(stage.values())], calls[sum(stage.values()) :]
+        assert Counter(now) == stage
+    assert calls == []
+
+
+@pytest.mark.shows("1.15", "2.1", "2.2", "2.3", "2.5", "2.14", "3.1", "3.7", "3.9", "5.4", "5.6")
+@pytest.mark.parametrize("depth", SleepLevel)
+def test_a_cycle_asks_each_engine_once_and_stage_by_stage(depth: SleepLevel) -> None:
+    rig = Rig(num_engines=3, depth=depth)
+    rig.cycle()
     for _ in range(3):
         rig.journal.events.clear()
-        rig.cycle()
-        _check_order(rig, "pause", "drain", "release kv_cache")
-        _check_order(rig, "resume weights", "load", "finish_update", "resume kv_cache")
-        _check_order(rig, "resume cuda_graph", "continue_generation")
-
-
-@pytest.mark.shows("3.1", "5.4")
-def test_training_state_leaves_in_two_steps_around_the_sync() -> None:
-    rig = Rig()
-    for _ in range(2):
-        rig.journal.events.clear()
         rig.life.wake()
-        for call in ("offload optimizer", "offload gradients"):
-            _check_order(rig, call, "resume weights")
-        _check_order(rig, "finish_update", "offload parameters", "resume kv_cache")
-        rig.journal.events.clear()
+        rig.check_serving()
         rig.life.sleep()
-        for part in TrainState:
-            _check_order(rig, "release weights", f"restore {part.value}")
-
-
-@pytest.mark.shows("3.1", "5.6")
-def test_each_engine_is_asked_exactly_once_per_cycle() -> None:
-    rig = Rig()
-    rig.life.wake()
-    for _ in range(2):
-        rig.life.sleep()
+        _check_stages(rig, STAGES[depth])
         rig.train()
-        rig.journal.events.clear()
-        rig.life.wake()
-        rig.life.sleep()
-        for engine in (0, 1):
-            calls = rig.journal.calls(engine)
-            num_buckets = calls.count("load")
-            assert num_buckets == 3
-            del calls[1:num_buckets]
-            assert calls == WAKE + SLEEP
+    resting = {
+        SleepLevel.KEEP_ALL: State.DRAINED,
+        SleepLevel.RELEASE_CACHE: State.KV_ASLEEP,
+        SleepLevel.RELEASE_ALL: State.ASLEEP,
+    }
+    assert set(rig.life.states) == {resting[depth]}
+
+
+@pytest.mark.shows("2.3", "3.9")
+def test_without_sleep_weights_that_are_not_new_are_not_sent() -> None:
+    rig = Rig(num_engines=3, depth=SleepLevel.KEEP_ALL)
+    rig.cycle()
+    rig.life.wake()
+    rig.journal.events.clear()
+    rig.life.sleep()
+    rig.check_training()
+    rig.life.wake()
+    rig.check_serving()
+    _check_stages(rig, (*STOP, CONTINUE))
 
 
 @pytest.mark.shows("2.13")
@@ -128,52 +129,6 @@ def test_sleeping_or_waking_twice_is_a_no_op() -> None:
         rig.life.sleep()
         assert len(rig.journal.events) == num_events
         rig.check_training()
-
-
-@pytest.mark.shows("3.7")
-@pytest.mark.parametrize("num_engines", [1, 2, 8])
-@pytest.mark.parametrize("depth", SleepLevel)
-def test_engines_serve_the_newest_weights_in_every_cycle(
-    depth: SleepLevel, num_engines: int
-) -> None:
-    rig = Rig(num_engines, depth=depth)
-    for _ in range(3):
-        rig.cycle()
-
-
-@pytest.mark.shows("2.3", "2.14", "3.9")
-def test_without_sleep_weights_are_updated_in_order_and_only_if_new() -> None:
-    rig = Rig(num_engines=3, depth=SleepLevel.KEEP_ALL)
-    rig.cycle()
-    for is_trained in (False, True, True):
-        rig.life.wake()
-        rig.journal.events.clear()
-        rig.life.sleep()
-        rig.check_training()
-        assert set(rig.life.states) == {State.DRAINED}
-        if is_trained:
-            rig.train()
-        rig.life.wake()
-        rig.check_serving()
-        steps = ["pause", "drain", "load", "finish_update", "continue_generation"]
-        if not is_trained:
-            steps = ["pause", "drain", "continue_generation"]
-        assert set(rig.journal.calls()) == {*steps, *(["full_weights"] if is_trained else [])}
-        _check_order(rig, *steps)
-
-
-@pytest.mark.shows("1.15")
-def test_with_cache_sleep_only_cache_and_graphs_are_released() -> None:
-    rig = Rig(depth=SleepLevel.RELEASE_CACHE)
-    rig.cycle()
-    for _ in range(2):
-        rig.journal.events.clear()
-        rig.cycle()
-        calls = rig.journal.calls(0)
-        for part, times in zip(MemoryTag, (0, 1, 1), strict=True):
-            assert calls.count(f"release {part.value}") == times
-            assert calls.count(f"resume {part.value}") == times
-        assert rig.life.states == (State.KV_ASLEEP, State.KV_ASLEEP)
 
 
 @pytest.mark.shows("3.3")
@@ -199,22 +154,12 @@ def test_waking_half_way_is_refused() -> None:
         rig.life.wake()
 
 
-class EmptiedMemory(DeviceMemory):
-    """A device whose cache is emptied in the journal."""
-
-    journal: Journal
-
-    def empty_cache(self) -> None:
-        self.journal.events.append(Event(-2, "empty_cache"))
-
-
 @pytest.mark.shows("3.2")
 def test_the_allocators_cache_is_emptied_before_every_resume() -> None:
     rig = Rig()
-    memory = EmptiedMemory(CPU)
-    memory.journal = rig.journal
+    emptied = Event(-2, "empty_cache")
     for managed in rig.set.engines:
-        managed.memory = memory
+        managed.memory.empty_cache = lambda: rig.journal.events.append(emptied)  # type: ignore[method-assign]
     for _ in range(2):
         rig.journal.events.clear()
         rig.cycle()
@@ -225,10 +170,7 @@ def test_the_allocators_cache_is_emptied_before_every_resume() -> None:
 
 
 class BusyEngine(RecordingEngine):
-    """Two of its requests do not end before the deadline."""
-
     def drain(self, *, timeout_s: float) -> int:
-        super().drain(timeout_s=timeout_s)
         return 2
 
 
@@ -241,16 +183,9 @@ def test_aborted_requests_are_counted() -> None:
         assert managed.take_metrics() == {"rollout/aborted_requests": Sum(4)}
 
 
-def test_weights_are_asked_for_in_the_type_of_the_engines() -> None:
-    device = recording_device(sleep=True)
-    device.serve()
-    assert device.trainer.asked == {torch.float32}
-
-
 @pytest.mark.shows("3.14")
 @pytest.mark.parametrize("sleep", [True, False])
 def test_saving_between_two_phases_moves_no_engine(sleep: bool) -> None:
-    """A checkpoint needs training alone: engines are at rest already, and get no weights."""
     device = recording_device(sleep=sleep)
     for _ in range(2):
         device.serve()
@@ -261,3 +196,4 @@ def test_saving_between_two_phases_moves_no_engine(sleep: bool) -> None:
         device.serve()
         num_streams = device.journal.calls().count("full_weights") - 1
         assert num_streams == (1 if sleep else 0)  # without sleep nothing was lost or changed
+        assert device.trainer.asked == {torch.float32, None}  # the type of the engines, and ours

@@ -1,5 +1,3 @@
-"""What is left after a failure: at every call, of every engine, before and after its work."""
-
 from __future__ import annotations
 
 import time
@@ -36,12 +34,15 @@ both_sides_of_the_work = pytest.mark.parametrize("when", ["before", "after"])
 each_engine = pytest.mark.parametrize("engine", [0, 1, 2])
 
 
-def _rig_after_one_cycle(depth: SleepLevel = SleepLevel.RELEASE_ALL) -> Rig:
-    rig = Rig(num_engines=3, depth=depth)
+def _rig_after_one_cycle(
+    depth: SleepLevel = SleepLevel.RELEASE_ALL, policy: Policy = Policy.WHOLE
+) -> Rig:
+    rig = Rig(num_engines=3, depth=depth, policy=policy)
     rig.cycle()
     return rig
 
 
+@pytest.mark.shows("2.5")
 @pytest.mark.parametrize("call", WAKING, ids=" ".join)
 @pytest.mark.parametrize("depth", SleepLevel)
 @each_engine
@@ -54,11 +55,15 @@ def test_a_wake_up_that_fails_at_an_engine_ends_in_training(
     if call[0] == "resume" and not _is_released(call[1], depth):
         rig.cycle()  # nothing to resume, so nothing that could fail
         return
+    rig.journal.events.clear()
     with pytest.raises(StageError, match=rf"failed on engine {engine}: .*{call[0]}") as raised:
         rig.life.wake()
     assert list(raised.value.failures) == [engine]
     rig.check_training()
     assert rig.journal.calls(engine).count("restart") == 1
+    assert all(" ".join(call).strip() in rig.journal.calls(other) for other in range(3))
+    has_continued = "continue_generation" in rig.journal.calls()
+    assert has_continued == (call[0] == "continue_generation")  # all had their cache, or nobody did
     for _ in range(2):
         rig.cycle()
 
@@ -151,8 +156,8 @@ def test_an_engine_that_does_not_restart_stays_broken(failed: str, engine: int, 
         rig.cycle()
 
 
-@pytest.mark.shows("4.12")
-def test_of_two_broken_engines_the_restarted_one_sleeps() -> None:
+@pytest.mark.shows("1.16", "4.12")
+def test_of_two_broken_engines_one_restarts_at_once_and_one_on_an_empty_device() -> None:
     rig = _rig_after_one_cycle()
     for engine in (0, 1):
         rig.journal.fail(engine, "load")
@@ -161,16 +166,6 @@ def test_of_two_broken_engines_the_restarted_one_sleeps() -> None:
         rig.life.wake()
     assert rig.life.states == (State.BROKEN, State.ASLEEP, State.ASLEEP)
     rig.check_training()
-    rig.cycle()
-
-
-@pytest.mark.shows("1.16")
-def test_a_broken_engine_boots_on_an_empty_device() -> None:
-    rig = _rig_after_one_cycle()
-    rig.journal.fail(1, "load")
-    rig.journal.fail(1, "restart")
-    with pytest.raises(StageError, match="sync failed on engine 1"):
-        rig.life.wake()
     rig.journal.events.clear()
     rig.life.wake()
     rig.check_serving()
@@ -178,6 +173,7 @@ def test_a_broken_engine_boots_on_an_empty_device() -> None:
     booted = calls.index("restart")
     assert calls[:booted].count("offload parameters") == 2
     assert "restore parameters" in calls[booted : calls.index("full_weights")]
+    rig.cycle()
 
 
 def test_the_first_of_two_failures_is_raised() -> None:
@@ -194,10 +190,9 @@ def test_the_first_of_two_failures_is_raised() -> None:
 
 
 def test_a_failed_wake_up_restarts_one_engine_if_the_base_stays() -> None:
-    rig = Rig(num_engines=3, depth=SleepLevel.RELEASE_CACHE, policy=Policy.ADAPTER_KEPT_BASE)
+    rig = _rig_after_one_cycle(SleepLevel.RELEASE_CACHE, Policy.ADAPTER_KEPT_BASE)
     for engine in rig.engines:
         engine.keeps_backup = False
-    rig.cycle()
     for call in ("kv_cache", "cuda_graph"):
         rig.journal.events.clear()
         rig.journal.fail(1, "resume", call)
@@ -213,8 +208,7 @@ def test_a_failed_wake_up_restarts_one_engine_if_the_base_stays() -> None:
 @pytest.mark.shows("2.6")
 @pytest.mark.parametrize("depth", SleepLevel)
 def test_a_broken_engine_is_asked_nothing_but_to_restart(depth: SleepLevel) -> None:
-    rig = Rig(num_engines=3, depth=depth)
-    rig.cycle()
+    rig = _rig_after_one_cycle(depth)
     rig.life.wake()
     rig.journal.dead.add(1)
     with pytest.raises(StageError, match="pause failed on engine 1: engine 1 is dead"):
@@ -228,23 +222,6 @@ def test_a_broken_engine_is_asked_nothing_but_to_restart(depth: SleepLevel) -> N
     assert others.count("pause") == others.count("drain") == 2
     rig.check_training()
     rig.cycle()
-
-
-@pytest.mark.shows("2.5")
-def test_no_engine_continues_before_all_have_their_cache() -> None:
-    rig = Rig(num_engines=3)
-    rig.cycle()
-    rig.journal.events.clear()
-    rig.journal.fail(1, "resume", "kv_cache", when="after")
-    with pytest.raises(StageError, match="resume_cache failed on engine 1"):
-        rig.life.wake()
-    assert rig.journal.calls().count("resume kv_cache") == 3
-    assert "continue_generation" not in rig.journal.calls()
-    rig.check_training()
-    rig.cycle()
-
-
-# -- an error that not all ranks share: nobody serves and nobody trains -------------------------
 
 
 class UnreachableSet(LocalSet):
@@ -269,21 +246,6 @@ class UnreachableSet(LocalSet):
             raise DeadlineError(f"{stage}: not all ranks answered within 1 s")
 
 
-def _rig(depth: SleepLevel, lost_in: str) -> Rig:
-    rig = Rig(depth=depth)
-    rig.set.__class__ = UnreachableSet
-    rig.cycle()
-    rig.life.sleep()
-    assert isinstance(rig.set, UnreachableSet)
-    rig.set.lost_in = lost_in
-    return rig
-
-
-def _wake_and_sleep(rig: Rig) -> None:
-    rig.life.wake()
-    rig.life.sleep()
-
-
 ALWAYS = ("sync", "resume_cache", "continue", "pause", "drain")
 STAGES = [
     *((depth, stage) for depth in SleepLevel for stage in ALWAYS),
@@ -295,9 +257,12 @@ STAGES = [
 @pytest.mark.shows("R9.3")
 @pytest.mark.parametrize(("depth", "stage"), STAGES)
 def test_after_a_missed_deadline_nobody_serves_or_trains(depth: SleepLevel, stage: str) -> None:
-    rig = _rig(depth, stage)
+    rig = _rig_after_one_cycle(depth)
+    rig.set.__class__ = UnreachableSet
+    rig.set.lost_in = stage  # type: ignore[attr-defined]
     with pytest.raises(DeadlineError, match=stage):
-        _wake_and_sleep(rig)
+        rig.life.wake()
+        rig.life.sleep()
     num_events = len(rig.journal.events)
     for _ in range(2):
         assert not rig.life.may_train
@@ -328,12 +293,7 @@ def test_sleeping_in_the_middle_of_a_sync_is_refused() -> None:
     assert refused == [True] * 6  # three buckets in each of two syncs
 
 
-# -- two real ranks ----------------------------------------------------------------------------
-
-
 class HangingEngine(RecordingEngine):
-    """An engine that does not come back from a resume in time."""
-
     hangs_s = 0.0
 
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:

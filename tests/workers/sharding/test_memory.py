@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.metrics import Max, Sum, check_declared
+from hybridrl.metrics import Max, Metrics, Sum, check_declared
 from hybridrl.workers.rollout.buckets import Bucket, FlatBuffers, StagedBucket, tensors_in
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding import memory as memory_module
@@ -21,7 +23,9 @@ from hybridrl.workers.sharding.memory import (
     await_release,
     demanded_bytes,
     memory_table,
+    ordinary_segments,
 )
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.offloadable_models import OffloadableModels
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import (
@@ -34,11 +38,6 @@ from tests.workers.sharding.recording import (
     managed_engine,
     recording_device,
 )
-
-
-def test_a_cpu_counts_storage_and_not_free_memory() -> None:
-    assert DeviceMemory(CPU).free_bytes() is None
-    DeviceMemory(CPU).empty_cache()
 
 
 @pytest.mark.shows("2.15")
@@ -81,6 +80,8 @@ def test_what_tenants_do_not_list_keeps_them_from_having_left() -> None:
     tenant = RecordingTenant(Journal())
     tenants = OffloadableModels(device=CPU, control=ControlGroup(timeout_s=1.0))
     tenants.register("actor", tenant)
+    with pytest.raises(PhaseError, match="'actor' is registered already"):
+        tenants.register("actor", tenant)
     engine_bytes = 3 * 2**30
     memory = CountedMemory(
         total=2**36,
@@ -101,13 +102,6 @@ def test_what_tenants_do_not_list_keeps_them_from_having_left() -> None:
         assert tenants.take_metrics() == {"memory/left_allocated_bytes/max": Max(unlisted)}
         assert tenants.take_metrics() == {}
         tenants.onload_training()
-
-
-def test_two_tenants_may_not_have_one_name() -> None:
-    tenants = OffloadableModels(device=CPU, control=ControlGroup(timeout_s=1.0))
-    tenants.register("actor", RecordingTenant(Journal()))
-    with pytest.raises(PhaseError, match="'actor' is registered already"):
-        tenants.register("actor", RecordingTenant(Journal()))
 
 
 class HandedEngine(RecordingEngine):
@@ -165,8 +159,6 @@ def test_an_engine_comes_back_though_torch_keeps_what_it_did_not_load(
 
 
 class CrampedEngine(RecordingEngine):
-    """Finds no room for its KV cache."""
-
     num_tries = 0
 
     def resume(self, part: MemoryTag) -> None:
@@ -187,7 +179,9 @@ def test_the_largest_holder_of_each_section_comes_first() -> None:
         "  device free               0.5 MiB"
     )
     assert memory_table("memory of cpu", []) == "memory of cpu: nobody here holds any"
-    assert DeviceMemory(CPU).figures() == []
+    on_cpu = DeviceMemory(CPU)  # storage is counted there, and not free memory
+    on_cpu.empty_cache()
+    assert (on_cpu.figures(), on_cpu.free_bytes()) == ([], None)
 
 
 @pytest.mark.shows("3.13")
@@ -215,8 +209,6 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Overstating(RecordingEngine):
-    """Says that it holds more than it can give back."""
-
     says: dict[MemoryTag, float]
 
     def resident_bytes(self, part: MemoryTag) -> int:
@@ -345,3 +337,149 @@ def test_kernels_that_stay_are_not_demanded_of_weights(monkeypatch: pytest.Monke
     assert demanded_bytes(MemoryTag.WEIGHTS, small) == 0
     assert demanded_bytes(MemoryTag.WEIGHTS, large) > 0.7 * large
     assert demanded_bytes(MemoryTag.KV_CACHE, small) > 0.7 * small
+
+
+ON = "expandable_segments:True,max_split_size_mb:128"
+OFF = "expandable_segments:False,max_split_size_mb:128"
+
+
+def settings() -> str:
+    return torch._C._accelerator_getAllocatorSettings()
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_this_process() -> Iterator[None]:
+    before = settings()
+    yield
+    torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+
+
+@pytest.mark.shows("3.12")
+@pytest.mark.parametrize("before", [ON, OFF])
+def test_segments_are_off_within_and_settings_come_back(before: str) -> None:
+    torch._C._accelerator_setAllocatorSettings(before)
+    for _ in range(2):
+        with ordinary_segments():
+            assert settings() == OFF
+        assert settings() == before
+    with pytest.raises(RuntimeError, match="a stage failed"), ordinary_segments():
+        raise RuntimeError("a stage failed")
+    assert settings() == before
+
+
+class Looking(RecordingEngine):
+    seen: dict[str, str]
+
+    def resume(self, part: MemoryTag) -> None:
+        self.seen[f"resume {part.value}"] = settings()
+        super().resume(part)
+
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        self.seen["load"] = settings()
+        super().load(staged, handles)
+
+    def serve(self) -> Mapping[str, Tensor]:  # type: ignore[override]
+        self.seen["serve"] = settings()
+        return super().serve()
+
+
+@pytest.mark.shows("3.12")
+def test_in_a_phase_memory_is_ordinary_and_in_training_as_it_was_set() -> None:
+    device = recording_device(kind=Looking)
+    engine, manager = device.engine, device.manager
+    assert isinstance(engine, Looking)
+    torch._C._accelerator_setAllocatorSettings(ON)
+    for version in range(2):
+        manager.weights_changed(version=version)
+        engine.seen = {}
+        with manager.rollout_phase():
+            engine.serve()
+        assert engine.seen.keys() == {
+            *(f"resume {part.value}" for part in MemoryTag),
+            *("load", "serve"),
+        }
+        assert set(engine.seen.values()) == {OFF}
+        assert settings() == ON
+
+
+MIB = 2**20
+BLOCK = 100 * MIB
+NOISE = 20 * MIB
+
+
+def hold(num_bytes: int, *, device: torch.device = CPU) -> torch.Tensor:
+    return torch.ones(num_bytes, dtype=torch.uint8, device=device)
+
+
+def hold_pages(num_bytes: int) -> torch.Tensor:
+    """Memory of the kernel alone: malloc may answer from what earlier tests freed, or keep it."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).fill_(1)
+
+
+def peaks(metrics: Metrics) -> dict[str, float]:
+    return {name.split("/")[1].removesuffix("_peak_bytes"): m.value for name, m in metrics.items()}
+
+
+def test_a_peak_is_seen_by_its_scope_and_those_around_it_alone() -> None:
+    meter = PeakMeter(CPU)
+    for _ in range(2):
+        with meter("before"):
+            pass
+        with meter("outer"):
+            with meter("inner"):
+                hold_pages(BLOCK)
+            with meter("later"):
+                pass
+        with meter("after"):
+            pass
+        found = peaks(meter.take_metrics())
+        assert BLOCK - MIB < found["inner"] <= found["outer"] < BLOCK + NOISE
+        assert max(found["before"], found["later"], found["after"]) < NOISE
+        assert meter.take_metrics() == {}
+
+
+def test_a_scope_counts_what_stays_and_its_larger_peak_also_when_it_raises() -> None:
+    meter = PeakMeter(CPU)
+    kept = hold_pages(BLOCK)
+    with pytest.raises(ValueError, match="on purpose"), meter("outer"), meter("inner"):
+        raise ValueError("on purpose")
+    for num_bytes in (2 * BLOCK, BLOCK):
+        with meter("twice"):
+            hold_pages(num_bytes)
+    found = peaks(meter.take_metrics())
+    assert list(found) == ["inner", "outer", "twice"]
+    assert min(found["inner"], found["outer"]) > BLOCK - MIB
+    assert found["twice"] > 3 * BLOCK - 2 * MIB
+    del kept
+
+
+def test_once_settled_a_scope_is_measured_without_what_malloc_kept() -> None:
+    first = PeakMeter(CPU)
+    first.settle()
+    with first("what earlier tests freed"):  # a block from there would not grow the process
+        pass
+    meter = PeakMeter(CPU)
+    # Small blocks come from malloc's heap; the last one keeps the heap from shrinking by itself.
+    blocks = [hold(64 * 1024) for _ in range(BLOCK // (64 * 1024))]
+    last = hold(64 * 1024)
+    del blocks
+    with meter("unsettled"):
+        pass
+    meter.settle()
+    with meter("settled"):
+        pass
+    found = peaks(meter.take_metrics())
+    # Some of the blocks may lie in pages that the process already held, and the collector of other
+    # tests' garbage may give some back meanwhile: so only half of them must have been kept.
+    assert found["settled"] < BLOCK // 4 < BLOCK // 2 < found["unsettled"]
+    del last
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_torchs_own_peak_counts() -> None:
+    device = torch.device("cuda:0")
+    meter = PeakMeter(device)
+    with meter("outer"), meter("inner"):
+        hold(BLOCK, device=device)
+    found = peaks(meter.take_metrics())
+    assert found["outer"] == found["inner"] >= BLOCK

@@ -1,5 +1,3 @@
-"""A rank without an engine: its weights go to servers, as files or by broadcast."""
-
 from __future__ import annotations
 
 import time
@@ -24,12 +22,10 @@ from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 from tests.ranks import run_ranks
-from tests.workers.sharding.recording import WEIGHTS, RecordingTrainEngine, recording_device
+from tests.workers.sharding.recording import CPU, WEIGHTS, RecordingTrainEngine, recording_device
 
 
 class RecordingServers(ManagerClient):
-    """Takes the weights that it is given, as engines would."""
-
     timeout_s = 20.0
 
     def __init__(self, weights: WeightRoute = "files") -> None:
@@ -192,20 +188,15 @@ def test_a_failed_update_is_raised_and_leaves_no_files() -> None:
     with pytest.raises(StageError, match="ServerDiedError: all engines are gone"):
         pass_phase(manager)
     manager.require_training()
+    servers.is_gone = True  # before they are asked to take anything
+    with pytest.raises(StageError, match="ServerDiedError: the manager is gone"):
+        pass_phase(manager)
+    servers.is_gone = False
     pass_phase(manager)
     assert not servers.folders()[0].exists()
     require_sent(servers, trainer)
     manager.shutdown()
     assert not servers.folders()[1].exists()
-
-
-def test_servers_that_are_gone_before_a_sync_end_the_phase() -> None:
-    servers = RecordingServers()
-    servers.is_gone = True
-    manager, _ = rank_with(servers)
-    with pytest.raises(StageError, match="ServerDiedError: the manager is gone"):
-        pass_phase(manager)
-    manager.shutdown()
 
 
 def test_weights_that_cannot_be_written_are_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +215,7 @@ def test_weights_that_cannot_be_written_are_never_sent(monkeypatch: pytest.Monke
     manager.shutdown()
 
 
-def _divide_a_stream(rank: int) -> int:
+def _divide_a_stream(rank: int) -> tuple[int, int]:
     """Ranks find room for buckets of other sizes."""
     weight_stream.bucket_bytes_for = lambda *_: 2**20 if rank else 40
     servers = RecordingServers()
@@ -232,12 +223,13 @@ def _divide_a_stream(rank: int) -> int:
     pass_phase(manager)
     if rank == 0:
         require_sent(servers, trainer)
+    agreed = weight_stream.common_bucket_bytes(0, CPU, control=manager._control)
     manager.shutdown()
-    return len(servers.updates)
+    return len(servers.updates), agreed
 
 
-def test_ranks_divide_the_weights_into_the_same_buckets() -> None:
-    assert run_ranks(2, _divide_a_stream) == [1, 0]
+def test_the_rank_with_the_least_memory_sizes_the_buckets() -> None:
+    assert run_ranks(2, _divide_a_stream) == [(1, 40), (0, 40)]
 
 
 def _update_slowly(rank: int) -> None:

@@ -95,7 +95,7 @@ class RandomFire(RuleBasedStateMachine):
         """The next sync leaves out a tensor that it promised."""
         self.rig.journal.forgotten.add(name)
 
-    # -- operations: each ends well or in a named error, anything else fails the test ------------
+    # Operations: each ends well or in a named error; anything else fails the test.
 
     @rule(shots=SHOTS)
     def sleep(self, shots: Sequence[Shot] = ()) -> None:
@@ -164,8 +164,6 @@ class RandomFire(RuleBasedStateMachine):
         self.rig.check_asleep_bytes()
         self.rig.train()
 
-    # -- what holds after every step -------------------------------------------------------------
-
     @invariant()
     def everything_is_as_it_must_be(self) -> None:
         self.rig.look()
@@ -193,31 +191,24 @@ def _silence() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def _run(num_sequences: int, *, is_repeatable: bool) -> None:
+@pytest.mark.shows("1.7", "1.16", "2.16", "3.3", "4.15", "4.21", "5.2", "R9.1")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "num_sequences",
+    [30, *(pytest.param(1000, marks=pytest.mark.nightly, id=f"new {n}") for n in range(10))],
+)
+def test_sequences_of_random_faults_leave_nobody_half_awake(num_sequences: int) -> None:
     run_state_machine_as_test(
         RandomFire,
         settings=settings(
             max_examples=num_sequences,
             stateful_step_count=30,
-            derandomize=is_repeatable,
+            derandomize=num_sequences == 30,
             database=None,
             print_blob=True,
             suppress_health_check=list(HealthCheck),
         ),
     )
-
-
-@pytest.mark.shows("1.7", "1.16", "2.16", "3.3", "4.15", "4.21", "5.2", "R9.1")
-def test_30_sequences_of_random_faults_leave_nobody_half_awake() -> None:
-    _run(30, is_repeatable=True)
-
-
-@pytest.mark.shows("R9.1")
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("tenth", range(10))
-def test_10000_new_sequences_of_random_faults_leave_nobody_half_awake(tenth: int) -> None:
-    _run(1000, is_repeatable=False)
 
 
 NUM_RANKS = 2
@@ -266,20 +257,15 @@ def _many_sequences(rank: int, seeds: range) -> list[list[str]]:
     return [_three_steps_under_fire(rank, seed) for seed in seeds]
 
 
-def _check(seeds: range) -> None:
+@pytest.mark.shows("2.16", "R9.2")
+@pytest.mark.parametrize(
+    ("first", "num_seeds"),
+    [(0, 12), *(pytest.param(1000 + 50 * n, 50, marks=pytest.mark.nightly) for n in range(10))],
+)
+def test_sequences_of_faults_take_both_ranks_out_alike(first: int, num_seeds: int) -> None:
+    seeds = range(first, first + num_seeds)
     here, there = run_ranks(NUM_RANKS, _many_sequences, seeds, deadline_s=150.0)
     for seed, ours, theirs in zip(seeds, here, there, strict=True):
         assert ours == theirs, f"seed {seed}"
     failed = [ending for endings in here for ending in endings if ending != "ended well"]
     assert len(failed) > len(seeds) / 2, "the fire was too weak to show anything"
-
-
-@pytest.mark.shows("2.16", "R9.2")
-def test_12_sequences_of_faults_take_both_ranks_out_alike() -> None:
-    _check(range(12))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("tenth", range(10))
-def test_100_sequences_of_random_faults_take_both_ranks_out_alike(tenth: int) -> None:
-    _check(range(1000 + 50 * tenth, 1050 + 50 * tenth))

@@ -1,5 +1,3 @@
-"""Both real engines on one device: what a sync sends, and how frozen weights sleep."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -29,16 +27,12 @@ from tests.workers.train.lora_engines import LORA, with_lora
 
 
 class JournallingHF(Journalling, HFRolloutEngine):
-    """The embedded engine, writing down what reaches it."""
-
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.forget_journal()
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
 
 def on_device(folder: Path, way: str = "resident", *, lora: LoraConfig = LORA) -> LoraDevice:
-    """One rank as a worker has it, with both real engines and an adapter."""
-
     def make_engine(config: RolloutConfig, sent: LoraConfig | None) -> JournallingHF:
         return JournallingHF(folder, config=config, max_context_tokens=32, device=CPU, lora=sent)
 
@@ -46,29 +40,49 @@ def on_device(folder: Path, way: str = "resident", *, lora: LoraConfig = LORA) -
 
 
 def without_lora(folder: Path, way: str) -> Device:
-    """The same with a trainer that learns every weight."""
     config = replace(rollout_config(), sleep=way != "awake")
-    engine = HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
-    return Device(engine, build_fsdp2(folder), config=config)
+    return Device(unsynced(folder, config), build_fsdp2(folder), config=config)
+
+
+def unsynced(folder: Path, config: RolloutConfig) -> HFRolloutEngine:
+    return HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
+
+
+def require_bits(device: Device, buffers: dict[str, int]) -> None:
+    with device.manager.rollout_phase() as engine:
+        assert isinstance(engine, HFRolloutEngine)
+        ours = engine.checksums()
+    assert ours.items() >= buffers.items()
+    for part in device.trainer.weight_sets:
+        for name, tensor in device.trainer.full_weights(part):
+            assert ours[name] == checksum(tensor), name
 
 
 def _three_cycles(rank: int, folder: Path, way: str, sync: str) -> list[float]:
-    """Sample three versions, and return how far each is from the trainer's log-probs."""
+    """Return how far the samples of three versions are from the trainer's log-probs."""
     if sync == "all weights":
         device = without_lora(folder, way)
     else:
         device = on_device(folder, way, lora=with_lora(sync=sync))
     if way in ("backup", "resend"):
         assert not any(device.engine.resident_bytes(part) for part in MemoryTag)
+    sent = {
+        spec.name
+        for part in device.trainer.weight_sets
+        for spec in device.trainer.weight_specs(part)
+    }
+    sums = unsynced(folder, rollout_config()).checksums()
+    buffers = {name: checksum for name, checksum in sums.items() if name not in sent}
     apart = []
     for version in range(3):
         apart.append(device.mismatch_nats())
         assert device.engine.version == version
+        require_bits(device, buffers)
         device.train()
     return apart
 
 
-@pytest.mark.shows("1.6", "3.7", "4.24")
+@pytest.mark.shows("1.1", "1.6", "1.8", "3.7", "4.24", "R9.5")
 @pytest.mark.parametrize(
     ("way", "sync"),
     [
@@ -77,7 +91,7 @@ def _three_cycles(rank: int, folder: Path, way: str, sync: str) -> list[float]:
         *(("backup", sync) for sync in ("merged", "all weights")),
     ],
 )
-def test_samples_have_the_trainers_log_probs_in_each_of_three_cycles(
+def test_tensors_have_the_trainers_bits_and_samples_its_log_probs_in_each_cycle(
     tiny_model: Path, way: str, sync: str
 ) -> None:
     assert max(_three_cycles(0, tiny_model, way, sync)) < 1e-4
@@ -114,41 +128,15 @@ def test_experts_sharded_over_two_ranks_do_so_too(tmp_path: Path) -> None:
 
 @pytest.mark.shows("1.4", "1.7", "1.8", "1.10", "R9.5")
 @pytest.mark.parametrize("way", WAYS)
-def test_the_base_goes_before_the_first_adapter_and_not_again(tiny_model: Path, way: str) -> None:
-    check_passes(on_device(tiny_model, way), way)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_unchanged_policy_is_sent_again_only_where_it_was_lost(
+def test_the_base_goes_before_the_first_adapter_and_again_only_where_it_was_lost(
     tiny_model: Path, way: str
 ) -> None:
     device = on_device(tiny_model, way)
-    device.sample()
-    device.take_bytes("synced_bytes")
-    device.sample()
+    check_passes(device, way)
+    device.sample()  # of an unchanged policy
     adapter = device.bytes_of(WeightSet.ADAPTER)
-    expected = {"backup": adapter, "resend": adapter + device.bytes_of(WeightSet.BASE)}
-    assert device.take_bytes("synced_bytes") == expected.get(way, 0)
-
-
-@pytest.mark.shows("1.8", "R9.5")
-@pytest.mark.parametrize("way", WAYS)
-def test_every_tensor_has_the_trainers_bits_after_every_sync(tiny_model: Path, way: str) -> None:
-    device = on_device(tiny_model, way)
-    buffers = {m.name: m for m in device.engine.weight_memory() if m.is_buffer}
-    plain = HFRolloutEngine(tiny_model, config=rollout_config(), max_context_tokens=32, device=CPU)
-    for _ in range(3):
-        device.sample()
-        with device.manager.rollout_phase() as engine:
-            assert isinstance(engine, HFRolloutEngine)
-            assert engine is device.engine
-            ours = engine.checksums()
-        for part in device.trainer.weight_sets:
-            for name, tensor in device.trainer.full_weights(part):
-                assert ours[name] == checksum(tensor), name
-        for name in buffers:
-            assert ours[name] == plain.checksums()[name], name
-        device.train()
+    lost = {"backup": adapter, "resend": adapter + device.bytes_of(WeightSet.BASE)}
+    assert device.take_bytes("synced_bytes") == lost.get(way, 0)
 
 
 @pytest.mark.shows("1.4")
@@ -227,8 +215,8 @@ def test_an_adapter_sync_with_too_few_tensors_is_refused(
     assert device.mismatch_nats() < 1e-4
 
 
-@pytest.mark.shows("1.13", "1.14")
-def test_an_adapter_is_handed_over_in_memory_of_its_own(tiny_model: Path) -> None:
+@pytest.mark.shows("1.10", "1.13", "1.14")
+def test_an_adapter_is_kept_in_memory_of_its_own_until_its_sync_ends(tiny_model: Path) -> None:
     """In-region or host tensors cannot be opened by another process; views drag a storage along."""
     device = on_device(tiny_model, "awake")
     device.sample()
@@ -241,13 +229,6 @@ def test_an_adapter_is_handed_over_in_memory_of_its_own(tiny_model: Path) -> Non
     assert kept.untyped_storage().nbytes() == view.nbytes
     region.zero_()
     assert kept.any()
-
-
-@pytest.mark.shows("1.10")
-def test_a_torn_adapter_sync_leaves_nothing_for_the_next(tiny_model: Path) -> None:
-    device = on_device(tiny_model, "awake")
-    managed = ManagedEngine(device.engine, config=rollout_config(), device=CPU)
-    managed.keep_adapter(stage_by_reference([("x.lora_A.weight", torch.ones(2))]), [])
-    managed.begin_part(["y.lora_A.weight"])
+    managed.begin_part(["y.lora_A.weight"])  # of the next sync: that one was torn
     with pytest.raises(EngineError, match="the adapter lacks"):
         managed.load_adapter()

@@ -52,19 +52,16 @@ def _sync_with_a_torn_pass(
     return reasons
 
 
-def test_a_true_first_sync_passes_and_nothing_is_compared_later(tiny_model: Path) -> None:
+@pytest.mark.shows("4.24")
+def test_a_torn_sync_is_found_where_it_is_compared(tiny_model: Path) -> None:
     # Passes: files, first sync, second sync; the last is torn and nobody looks any more.
     assert _sync_with_a_torn_pass(0, tiny_model, 0, 2) == ["", "", ""]
-
-
-@pytest.mark.shows("4.24")
-def test_on_demand_each_sync_of_fused_engines_is_compared(tiny_model: Path) -> None:
+    assert _sync_with_a_torn_pass(0, tiny_model, 0, 1, "never") == ["", "", ""]
     # Passes: files and sync, three times; that of the second sync is torn.
     first, second, third = _sync_with_a_torn_pass(0, tiny_model, 0, 3, "always")
     assert (first, third) == ("", "")
     assert "1 weights of the rollout engine are not the trainer's" in second
     assert "model.norm.weight" in second
-    assert _sync_with_a_torn_pass(0, tiny_model, 0, 1, "never") == ["", "", ""]
 
 
 @pytest.mark.parametrize("torn_rank", [0, 1])
@@ -92,8 +89,6 @@ def test_a_folder_of_buckets_can_be_loaded_and_is_removed(tiny_model: Path, tmp_
 
 
 class Noting(HFRolloutEngine):
-    """The embedded engine, writing down the proofs that it was asked for."""
-
     def load_reference_weights(self, folder: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
         self.proofs.append(
@@ -136,8 +131,6 @@ def test_one_proof_is_written_a_node_and_a_restart_proves_one_engine(
 
 
 class CountingEngine(HFRolloutEngine):
-    """Counts comparisons, and may spoil one tensor on its way."""
-
     num_compared = 0
     spoils = ""
 

@@ -1,5 +1,3 @@
-"""The one weight stream: who stages, loads and learns of a failure; memory meanwhile."""
-
 from __future__ import annotations
 
 import threading

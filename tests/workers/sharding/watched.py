@@ -79,7 +79,6 @@ class WatchedRig(Rig):
             self._check_answers()
 
     def look(self) -> None:
-        """Check what must hold between any two stages."""
         assert len(self.journal.events) == self._num_events, "called outside of every stage"
         seen = (self.life.states, self._num_events, self.set.trained_version)
         if seen == self._last_seen:

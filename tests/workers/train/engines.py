@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.policy_losses.ppo import ppo_clip
 from hybridrl.batch import (
+    CriticBatch,
     RolloutBatch,
     SupervisedBatch,
     TrainBatch,
@@ -21,12 +22,21 @@ from hybridrl.batch import (
     row_lengths,
     spread_over_tokens,
 )
-from hybridrl.config.actor import ActorConfig, FSDP2Config, OptimizerConfig
+from hybridrl.config.actor import (
+    ActorConfig,
+    CriticConfig,
+    CriticOptimizerConfig,
+    FSDP2Config,
+    OptimizerConfig,
+)
 from hybridrl.config.model import ModelConfig
+from hybridrl.models.packed import AttentionKernel
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
+from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
+from hybridrl.workers.train.microbatcher import MicroBatcher
 from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine
 from hybridrl.workers.train.policy_engine import PolicyEngine
 
@@ -202,7 +212,7 @@ def after(name: str) -> Callable[[str], str]:
 def assert_same_weights(
     one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float = 0.0, atol: float = 0.0
 ) -> None:
-    assert list(one) == list(other)
+    assert one.keys() == other.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=rtol, atol=atol, msg=after(name))
 
@@ -213,3 +223,40 @@ def rows_of(batch: TrainBatch, rows: Sequence[int]) -> TrainBatch:
 
 def lengths(batch: TrainBatch) -> list[int]:
     return row_lengths(batch.token_ids_BL).tolist()
+
+
+CRITIC = CriticConfig(
+    optimizer=CriticOptimizerConfig(lr=OPTIMIZER.lr),
+    num_warmup_steps=0,
+    num_epochs=1,
+    num_minibatches=1,
+    value_clip=0.0,
+    num_ranks_per_node=0,
+)
+
+
+def make_lessons(num_rows: int, *, seed: int = 0, num_siblings: int = 1) -> CriticBatch:
+    """Rows as ``make_rows`` makes them, with returns and old values of about 1."""
+    rows = make_rows(num_rows, seed=seed, num_siblings=num_siblings)
+    generator = torch.Generator().manual_seed(seed + 100)
+
+    def column() -> Tensor:
+        values = torch.randn(rows.token_ids_BL.values().shape, generator=generator)
+        values = torch.where(rows.response_mask_BL.values(), values, 0.0)
+        return jagged_from(values, row_lengths(rows.token_ids_BL))
+
+    return CriticBatch(
+        token_ids_BL=rows.token_ids_BL,
+        response_mask_BL=rows.response_mask_BL,
+        old_values_BL=column(),
+        returns_BL=column(),
+        batch_size=[num_rows],
+    )
+
+
+def make_batcher(
+    kernel: AttentionKernel = "padded", *, max_tokens: int = 100, **options: Any
+) -> MicroBatcher:
+    return MicroBatcher(
+        kernel=kernel, max_tokens=max_tokens, ranks=Ranks(CPU), device=CPU, **options
+    )

@@ -15,7 +15,6 @@ from hybridrl.workers.train.shard_spec import TensorShard
 def write_shards(
     path: Path, shards: Mapping[str, TensorShard], *, notes: Mapping[str, object]
 ) -> FileEntry:
-    """Write host tensors to a safetensors file."""
     flat = (shard.values.contiguous().reshape(-1) for shard in shards.values())
     values = (tensor.view(torch.uint8) for tensor in flat)
     return write_file(path, header_of(shards, notes), values)

@@ -1,5 +1,3 @@
-"""One rank writes what all ranks gather."""
-
 from __future__ import annotations
 
 import json
@@ -8,18 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hybridrl.config.actor import CriticTrainingConfig
 from hybridrl.errors import RunFolderError
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.export import write_hf_folder, write_on_first
+from hybridrl.workers.train.export import configs_of, write_hf_folder, write_on_first
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
-from hybridrl.workers.train.protocol import NamedTensors
+from hybridrl.workers.train.protocol import NamedTensors, WeightSpec
 from hybridrl.workers.train.value_engines import CriticEngine
 from tests.ranks import run_ranks
-from tests.tiny_models import SEEING, make_seeing_model
+from tests.tiny_models import SEEING, make_seeing_model, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     CPU,
@@ -102,21 +101,42 @@ def test_a_language_model_is_trained_alone_and_exported_within_the_model_that_se
     assert (tmp_path / "exported" / "preprocessor_config.json").exists()
 
 
-def build_critic(folder: Path) -> CriticEngine:
+def test_a_critic_is_exported_without_the_model_that_sees(tmp_path: Path) -> None:
+    folder = make_seeing_model(tmp_path / "whole", "qwen3_5")
     names = [field.name for field in fields(CriticTrainingConfig)]
     config = CriticTrainingConfig(**{name: getattr(ACTOR, name) for name in names})
     backend = FSDP2Backend(
         folder, config=config, model_config=MODEL, num_total_steps=10, device=CPU
     )
-    return CriticEngine(backend, value_clip=0.0)
-
-
-def test_a_critic_is_exported_without_the_model_that_sees(tmp_path: Path) -> None:
-    folder = make_seeing_model(tmp_path / "whole", "qwen3_5")
-    build_critic(folder).export_hf(tmp_path / "exported")
+    CriticEngine(backend, value_clip=0.0).export_hf(tmp_path / "exported")
     settings = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert settings["architectures"] == ["Qwen3_5ForTokenClassification"]
     assert "text_config" not in settings
-    names = WeightFiles(tmp_path / "exported").names
-    assert {"score.weight", "model.norm.weight"} <= names
-    assert not any("visual" in name or "language_model" in name for name in names)
+    stored = WeightFiles(tmp_path / "exported").names
+    assert {"score.weight", "model.norm.weight"} <= stored
+    assert not any("visual" in name or "language_model" in name for name in stored)
+
+
+def test_weights_are_cut_into_files_that_load_as_one(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "source", tie_embeddings=False)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    weights = [(name, p.detach()) for name, p in model.named_parameters()]
+    specs = [WeightSpec(name, tuple(t.shape), t.nbytes) for name, t in weights]
+    target = tmp_path / "target"
+    write_hf_folder(
+        target,
+        iter(weights),
+        specs=specs,
+        configs=configs_of(model),
+        source=source,
+        max_file_bytes=20_000,
+    )
+    files = sorted(target.glob("*.safetensors"))
+    assert len(files) > 2
+    for path in files:
+        with safe_open(path, framework="pt") as stored:
+            names = stored.keys()
+            assert len(names) == 1 or path.stat().st_size < 20_000 + 2_000
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, dict(weights)[name])

@@ -92,6 +92,7 @@ def supervised(inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
     return supervised_loss(inputs.current_logprobs_T, inputs.weights_T)
 
 
+@pytest.mark.shows("4.20")
 @pytest.mark.parametrize("loss", [EVERYTHING, supervised])
 def test_microbatches_change_neither_loss_nor_metrics(
     loss: Callable[[TokenLossInputs], tuple[Tensor, Metrics]],
@@ -101,6 +102,7 @@ def test_microbatches_change_neither_loss_nor_metrics(
     parts = [loss(part(inputs, at)) for at in (slice(0, 1), slice(1, 1), slice(1, 7))]
     total: Tensor = torch.stack([share for share, _ in parts]).sum()
     assert total.item() == pytest.approx(whole.item(), rel=1e-5)
+    check_declared(metrics)
     merged = values(merge(part_metrics for _, part_metrics in parts))
     assert merged == pytest.approx(values(metrics), rel=1e-4, abs=1e-6)
 
@@ -137,18 +139,14 @@ def test_empty_microbatch_has_a_differentiable_zero_loss() -> None:
     loss.backward()
 
 
-def test_kl_to_reference_is_measured_without_a_penalty() -> None:
+def test_kl_to_reference_is_measured_without_a_penalty_which_needs_a_reference() -> None:
     free = PolicyGradientLoss(policy_loss=Part.of(ppo_clip))
     _, metrics = free(make_inputs())
     assert metrics["policy/kl_to_reference_nats/mean"].value > 0
     assert not free.needs_entropy_gradient
     assert EVERYTHING.needs_entropy_gradient
-
-
-def test_a_kl_penalty_without_reference_is_refused() -> None:
-    inputs = replace(make_inputs(), reference_logprobs_T=None)
     with pytest.raises(ValueError, match=r"algorithm\.kl\.placement=none"):
-        EVERYTHING(inputs)
+        EVERYTHING(replace(make_inputs(), reference_logprobs_T=None))
 
 
 def test_supervised_loss_is_the_weighted_negative_log_likelihood() -> None:
@@ -159,12 +157,6 @@ def test_supervised_loss_is_the_weighted_negative_log_likelihood() -> None:
     assert metrics["loss/supervised_nats"].value == pytest.approx(
         total / inputs.weights_T.sum().item(), rel=1e-5
     )
-
-
-@pytest.mark.shows("4.20")
-def test_all_metrics_of_the_losses_are_declared() -> None:
-    for loss in (EVERYTHING, supervised):
-        check_declared(loss(make_inputs())[1])
 
 
 @pytest.mark.shows("1.18")

@@ -1,37 +1,26 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM
 
 from hybridrl.workers.train import offload
-from hybridrl.workers.train.export import configs_of, write_hf_folder
 from hybridrl.workers.train.offload import OffloadedTensors, copy_to_host, resident_bytes
-from hybridrl.workers.train.protocol import WeightSpec
-from tests.tiny_models import make_tiny_model
 
 
-def test_views_share_one_storage_and_survive() -> None:
+def test_views_share_one_storage_and_bits_that_are_no_number_survive() -> None:
     whole = torch.arange(12.0)
     view = whole[3:9].view(2, 3)
+    pattern = torch.tensor([0x7FC00001, 0x7F800000, -1], dtype=torch.int32)
+    odd = pattern.clone().view(torch.float32)
     for cycle in range(3):
         assert resident_bytes([whole, view]) == 48
-        parked = OffloadedTensors([whole, view])
-        assert resident_bytes([whole, view]) == 0
+        parked = OffloadedTensors([whole, view, odd, torch.zeros(0)])
+        assert resident_bytes([whole, view, odd]) == 0
         parked.restore()
         assert whole.tolist() == [float(n) + cycle for n in range(12)]
         whole += 1
         assert view[0, 0] == 4.0 + cycle
-
-
-def test_bits_that_are_no_number_come_back_too() -> None:
-    pattern = torch.tensor([0x7FC00001, 0x7F800000, -1], dtype=torch.int32)
-    tensor = pattern.clone().view(torch.float32)
-    OffloadedTensors([tensor, torch.zeros(0)]).restore()
-    assert torch.equal(tensor.view(torch.int32), pattern)
+        assert torch.equal(odd.view(torch.int32), pattern)
 
 
 @pytest.mark.parametrize("slab_bytes", [1, 7, 16, 4096])
@@ -92,28 +81,3 @@ def test_pinned_host_memory_wastes_at_most_one_slab(monkeypatch: pytest.MonkeyPa
     taken = torch.cuda.host_memory_stats()["active_bytes.current"] - before
     parked.restore()
     assert taken <= 8 * (5 * 2**20 + 1) + 2**22
-
-
-def test_weights_are_cut_into_files_that_load_as_one(tmp_path: Path) -> None:
-    source = make_tiny_model(tmp_path / "source", tie_embeddings=False)
-    model = AutoModelForCausalLM.from_pretrained(source)
-    weights = [(name, p.detach()) for name, p in model.named_parameters()]
-    specs = [WeightSpec(name, tuple(t.shape), t.nbytes) for name, t in weights]
-    target = tmp_path / "target"
-    write_hf_folder(
-        target,
-        iter(weights),
-        specs=specs,
-        configs=configs_of(model),
-        source=source,
-        max_file_bytes=20_000,
-    )
-    files = sorted(target.glob("*.safetensors"))
-    assert len(files) > 2
-    for path in files:
-        with safe_open(path, framework="pt") as stored:
-            names = stored.keys()
-            assert len(names) == 1 or path.stat().st_size < 20_000 + 2_000
-    loaded = AutoModelForCausalLM.from_pretrained(target)
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, dict(weights)[name])

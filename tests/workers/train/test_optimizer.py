@@ -39,11 +39,8 @@ def test_a_schedule_that_falls_to_0_wastes_no_step(schedule: Literal["linear", "
     config = replace(OPTIMIZER, schedule=schedule, min_lr_ratio=0.0, num_warmup_steps=1)
     assert learning_rate(config, step=3, num_total_steps=4) > 0
     assert learning_rate(config, step=4, num_total_steps=4) == 0
-
-
-def test_a_schedule_of_one_step_takes_it_at_the_peak() -> None:
-    config = replace(OPTIMIZER, schedule="linear")
-    assert learning_rate(config, step=0, num_total_steps=1) == OPTIMIZER.lr
+    at_once = replace(config, num_warmup_steps=0)
+    assert learning_rate(at_once, step=0, num_total_steps=1) == OPTIMIZER.lr
 
 
 def test_steps_are_those_of_adamw_and_vectors_do_not_decay() -> None:

@@ -1,5 +1,3 @@
-"""A frozen reward model: its scores are those of transformers."""
-
 from __future__ import annotations
 
 from pathlib import Path

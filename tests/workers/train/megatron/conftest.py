@@ -14,7 +14,6 @@ from tests.workers.train.megatron.expert_layouts import BY_DAY, MODELS, make_exp
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the night all pairs of a model and a layout but ``BY_DAY``."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if params.get("folder") in MODELS:

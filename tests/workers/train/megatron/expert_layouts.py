@@ -12,34 +12,28 @@ from typing import Any
 import pytest
 
 from hybridrl.batch import TrainBatch
-from tests.contract.layouts import Layout, cut
+from tests.contract.layouts import CP2, EP2, PP2, SP2, VP2, Layout, cut
 from tests.contract.ranks_under_test import RanksUnderTest
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.engines import make_rows, rows_of
 
 
 def _cut(name: str, *, engine: str = "megatron", **options: Any) -> Layout:
-    return cut(engine, name, family="qwen3_moe", num_layers=4, **options)
+    return cut(engine, name, **{"family": "qwen3_moe", "num_layers": 4, **options})
 
 
 LAYOUTS = {
     layout.name: layout
     for layout in (
         _cut("1", num_ranks=1),
-        _cut("ep2", num_ranks=2, dp_size=2, expert_parallel_size=2),
-        _cut(
-            "tp2-sp-ep2",
-            num_ranks=2,
-            tensor_parallel_size=2,
-            sequence_parallel=True,
-            expert_parallel_size=2,
-        ),
-        _cut("pp2", num_ranks=2, pipeline_parallel_size=2),
-        _cut("cp2-ep2", num_ranks=2, context_parallel_size=2, expert_parallel_size=2),
-        _cut("pp2-vp2", num_ranks=2, pipeline_parallel_size=2, num_virtual_stages=2),
+        _cut("ep2", num_ranks=2, dp_size=2, **EP2),
+        _cut("tp2-sp-ep2", num_ranks=2, **SP2, **EP2),
+        _cut("pp2", num_ranks=2, **PP2),
+        _cut("cp2-ep2", num_ranks=2, **CP2, **EP2),
+        _cut("pp2-vp2", num_ranks=2, **VP2),
         _cut("fsdp2", num_ranks=1, engine="fsdp2"),
         _cut("fsdp2 x 2", num_ranks=2, dp_size=2, engine="fsdp2"),
-        _cut("pp2-ep2", num_ranks=4, dp_size=2, pipeline_parallel_size=2, expert_parallel_size=2),
+        _cut("pp2-ep2", num_ranks=4, dp_size=2, **PP2, **EP2),
     )
 }
 

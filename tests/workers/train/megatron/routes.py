@@ -61,7 +61,6 @@ class RoutedPolicy(PlainPolicy):
 
     @torch.no_grad()
     def with_own_routes(self, batch: TrainBatch) -> TrainBatch:
-        """Return the batch with the experts that this model prefers, as an engine tells them."""
         config = self.model.config
         rows = []
         for tokens in batch.token_ids_BL.unbind():
@@ -74,7 +73,6 @@ class RoutedPolicy(PlainPolicy):
         return _with(batch, torch.cat(rows))
 
     def with_random_routes(self, batch: TrainBatch, *, seed: int) -> TrainBatch:
-        """Return the batch with random experts, other ones in siblings' prompts too."""
         config = self.model.config
         shape = (len(batch.token_ids_BL.values()), config.num_hidden_layers, config.num_experts)
         noise = torch.rand(shape, generator=torch.Generator().manual_seed(seed))

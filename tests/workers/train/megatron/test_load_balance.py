@@ -1,5 +1,3 @@
-"""The load-balance loss is its formula, whatever the model is cut into, and is taken once."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,8 +12,16 @@ from torch.nn.functional import linear
 from hybridrl.batch import TrainBatch
 from hybridrl.metrics import Metrics
 from tests.contract.plain import PlainPolicy
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, merge_metrics, mute, take_step
-from tests.workers.train.engines import ACTOR, OPTIMIZER, make_rows, rows_of, weights_of
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, mute, take_step
+from tests.contract.steps import merged_steps
+from tests.workers.train.engines import (
+    ACTOR,
+    OPTIMIZER,
+    assert_same_weights,
+    make_rows,
+    rows_of,
+    weights_of,
+)
 from tests.workers.train.megatron.expert_layouts import cut_as
 
 COEFFICIENT = 0.7
@@ -29,8 +35,6 @@ def _lessons() -> list[TrainBatch]:
 
 
 class PlainBalance(PlainPolicy):
-    """A policy whose routers are listened to."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, OPTIMIZER)
         self._heard: list[Tensor] = []
@@ -51,7 +55,6 @@ class PlainBalance(PlainPolicy):
         return rows
 
     def balance(self, batch: TrainBatch) -> tuple[list[Tensor], float]:
-        """Return the loss of each layer, of packs of one row, and the largest load."""
         config = self.model.config
         rows = self.listen(batch)
         num_tokens = sum(len(layers[0]) for layers in rows)
@@ -90,13 +93,12 @@ def test_two_steps_take_the_loss_of_the_formula_once(ranks: RanksUnderTest, fold
         _, norm = plain.step(COEFFICIENT * total - (gains * mask).sum() / mask.sum())
         expected.append((total.item() / len(losses), load, norm))
     answers = ranks.run(_learn_balance, folder)
-    for number, (loss, load, norm) in enumerate(expected):
-        reported = merge_metrics([metrics[number] for metrics, _ in answers])
+    steps = merged_steps([metrics for metrics, _ in answers])
+    for reported, (loss, load, norm) in zip(steps, expected, strict=True):
         assert reported["moe/load_balance_loss"] == pytest.approx(loss, rel=1e-5)
         assert reported["moe/max_expert_load"] == pytest.approx(load, rel=1e-6)
         assert reported["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for name, tensor in plain.weights().items():
-        torch.testing.assert_close(answers[0][1][name], tensor, atol=1e-5, rtol=0, msg=name)
+    assert_same_weights(answers[0][1], plain.weights(), atol=1e-5)
 
 
 def _only_measure(rank: Rank, folder: Path) -> list[Metrics]:
@@ -109,8 +111,7 @@ def _only_measure(rank: Rank, folder: Path) -> list[Metrics]:
 def test_balance_is_measured_per_step_without_a_coefficient(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
-    answers = ranks.run(_only_measure, folder)
-    one, two, mute_step = (merge_metrics(list(steps)) for steps in zip(*answers, strict=True))
+    one, two, mute_step = merged_steps(ranks.run(_only_measure, folder))
     losses, load = PlainBalance(folder).balance(_lessons()[0])
     expected = torch.stack(losses).mean().item()
     assert one["moe/load_balance_loss"] == pytest.approx(expected, rel=1e-5)

@@ -1,5 +1,3 @@
-"""Adapters on megatron-core learn what FSDP2's learn in one process, however the model is cut."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,41 +5,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import TrainBatch
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
-from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
-from hybridrl.workers.train.protocol import TrainState, WeightSet
+from tests.contract.layouts import EP2, SP2, TP2
 from tests.megatron.engines import build_megatron
 from tests.ranks import run_ranks
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     assert_same_weights,
-    load,
     make_rows,
     rows_of,
-    save,
     to_rollouts,
     update,
     weights_of,
 )
-from tests.workers.train.lora_engines import LORA, adapter_of, build_lora, randomize, with_lora
+from tests.workers.train.lora_engines import LORA, adapter_of, with_lora
 
 Sizes = Mapping[str, Any]
-TP2: Sizes = {"tensor_parallel_size": 2}
-SP2: Sizes = {**TP2, "sequence_parallel": True}
-PP2: Sizes = {"pipeline_parallel_size": 2}
-EP2: Sizes = {"expert_parallel_size": 2}
 NUM_ROWS = 8
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -60,8 +49,6 @@ def own_rows(engine: PolicyEngine, seed: int) -> TrainBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a rank has seen of two steps."""
-
     logprobs: list[Tensor]
     norms: list[float]
     adapter: dict[str, Tensor]
@@ -93,13 +80,10 @@ def train(engine: PolicyEngine) -> Trained:
 
 def _frozen_bits(engine: PolicyEngine) -> list[Tensor]:
     """Copy the frozen weights of this rank, padding of the vocabulary included."""
-    backend = engine.backend
-    if isinstance(backend, FSDP2Backend):
-        return [p.detach().clone() for p in backend.model.parameters() if not p.requires_grad]
     from hybridrl.workers.train.megatron.backend import MegatronBackend
 
-    assert isinstance(backend, MegatronBackend)
-    named = backend.stages.named_tensors()
+    assert isinstance(engine.backend, MegatronBackend)
+    named = engine.backend.stages.named_tensors()
     return [p.detach().clone() for _, p in named if not p.requires_grad]
 
 
@@ -121,55 +105,6 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(folder, "qwen3_moe", tie_embeddings=False)
 
 
-@pytest.fixture(scope="module")
-def lora(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LoraConfig:
-    """An adapter to start from whose B is not 0, so that A learns from the first step on."""
-    stored = tmp_path_factory.mktemp("adapter") / "start"
-    engine = build_lora(tiny_model)
-    randomize(engine)
-    engine.export_adapter(stored)
-    return with_lora(init_from=str(stored))
-
-
-@pytest.fixture(scope="module")
-def alone(tiny_model: Path, lora: LoraConfig) -> Trained:
-    """What FSDP2 does in one process."""
-    return train(build_lora(tiny_model, lora=lora))
-
-
-def _train(_rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, recomputes: bool) -> Trained:
-    engine = build(folder, sizes, lora, replace(ACTOR, gradient_checkpointing=recomputes))
-    trained = train(engine)
-    plain = build_megatron(folder, **sizes)
-    rollouts = to_rollouts(own_rows(engine, 7))
-    loaded = plain.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
-    if engine.is_output_rank:
-        assert torch.equal(trained.frozen, loaded)
-        assert (trained.logprobs[1] - loaded).abs().max() > 0.1
-    return trained
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "sizes", "recomputes"),
-    [
-        # The contract suite holds tensor and pipeline against one process.
-        pytest.param(1, {}, False, id="one rank"),
-        pytest.param(2, SP2, True, id="sequence, recomputed layers"),
-        pytest.param(2, {}, False, id="data"),
-    ],
-)
-def test_two_steps_are_those_of_fsdp2_in_one_process(
-    tiny_model: Path,
-    lora: LoraConfig,
-    alone: Trained,
-    num_ranks: int,
-    sizes: Sizes,
-    recomputes: bool,
-) -> None:
-    ranks = run_ranks(num_ranks, _train, tiny_model, sizes, lora, recomputes)
-    assert_same_training(ranks, alone)
-
-
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -177,7 +112,15 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 def _train_sparse(
     _rank: int, folder: Path, sizes: Sizes, targets: tuple[str, ...], start: Path
 ) -> Trained:
-    return train(build(folder, sizes, with_lora(target_modules=targets, init_from=str(start))))
+    lora = with_lora(target_modules=targets, init_from=str(start))
+    engine = build(folder, sizes, lora, replace(ACTOR, gradient_checkpointing=bool(sizes)))
+    trained = train(engine)
+    rollouts = to_rollouts(own_rows(engine, 7))
+    plain = build_megatron(folder, **sizes).compute_logprobs(rollouts, temperature=0.9)
+    if engine.is_output_rank:
+        assert torch.equal(trained.frozen, plain.logprobs_BL.values())
+        assert (trained.logprobs[1] - trained.frozen).abs().max() > 0.1
+    return trained
 
 
 def _start_and_train_sparse(
@@ -213,43 +156,6 @@ def test_adapters_of_mixtures_learn_alike_on_sharing_ranks(
     assert_same_training(run_ranks(2, _train_sparse, model, sizes, targets, start), alone)
 
 
-def _export(_rank: int, folder: Path, sizes: Sizes, target: Path) -> list[str]:
-    engine = build(folder, sizes, with_lora(use_rslora=True))
-    merging = build(folder, sizes, with_lora(use_rslora=True, sync="merged"))
-    assert (len(engine.weight_sets), len(merging.weight_sets)) == (2, 1)
-    for seed in range(2):
-        for each in (engine, merging):
-            update(each, own_rows(each, seed))
-        engine.export_hf(target / f"hf-{seed}")
-        engine.export_adapter(target / f"adapter-{seed}")
-        merged = weights_of(merging)
-        stored = load_file(target / f"hf-{seed}" / "model.safetensors")
-        assert_same_weights(merged, {name: stored[name] for name in merged})
-        assert [*merged] == [spec.name for spec in engine.weight_specs()]
-    return [spec.name for spec in engine.weight_specs(WeightSet.ADAPTER)]
-
-
-@pytest.mark.shows("1.14")
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [("qwen3", SP2), ("qwen2", PP2), pytest.param("llama", TP2, marks=pytest.mark.nightly)],
-)
-def test_merged_export_equals_peft_on_the_adapter_folder(
-    tmp_path: Path, family: Family, sizes: Sizes
-) -> None:
-    source = make_tiny_model(tmp_path / "model", family, tie_embeddings=family == "qwen3")
-    names = run_ranks(2, _export, source, sizes, tmp_path)
-    for seed in range(2):
-        adapter = tmp_path / f"adapter-{seed}"
-        plain = AutoModelForCausalLM.from_pretrained(source)
-        base = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-        merged = peft.PeftModel.from_pretrained(plain, adapter).merge_and_unload().state_dict()
-        exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"hf-{seed}").state_dict()
-        assert_same_weights(exported, merged, atol=1e-6)
-        assert sum(not torch.equal(base[name], exported[name]) for name in base) == 2 * 7
-        assert all({*of_rank} == {*load_file(adapter / ADAPTER_FILE)} for of_rank in names)
-
-
 def _merge_sparse(_rank: int, folder: Path, target: Path) -> None:
     engine = build(folder, EP2)
     for seed in range(2):
@@ -269,45 +175,6 @@ def test_expert_export_includes_merged_adapters(sparse: Path, tmp_path: Path) ->
             delta = 2 * adapter[f"{beside}.lora_B.weight"] @ adapter[f"{beside}.lora_A.weight"]
             assert delta.abs().max() > 1e-3
         torch.testing.assert_close(exported[name], weight + delta, atol=1e-6, rtol=0)
-
-
-def _save(rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, target: Path) -> dict[str, Any]:
-    engine = build(folder, sizes, lora)
-    for seed in range(2):
-        update(engine, own_rows(engine, seed))
-        for part in TrainState:
-            engine.offload(part)
-            assert engine.resident_bytes(part) == 0
-        for part in TrainState:
-            engine.restore(part)
-    save(engine, target)
-    update(engine, own_rows(engine, 2))
-    return adapter_of(engine)
-
-
-def _resume(
-    rank: int, folder: Path, sizes: Sizes | None, lora: LoraConfig, target: Path
-) -> dict[str, Tensor]:
-    engine = build_lora(folder, lora=lora) if sizes is None else build(folder, sizes, lora)
-    load(engine, target)
-    assert engine.num_updates == 2
-    update(engine, own_rows(engine, 2))
-    return adapter_of(engine)
-
-
-def test_adapter_resumes_with_other_sizes_or_on_fsdp2(
-    tiny_model: Path, lora: LoraConfig, tmp_path: Path
-) -> None:
-    wanted = run_ranks(2, _save, tiny_model, SP2, lora, tmp_path)[0]
-    names = {name for name, _ in _tensors_in(tmp_path)}
-    assert all("lora_" in name for name in names)
-    for num_ranks, sizes, atol in ((2, SP2, 0.0), (2, PP2, 1e-5), (1, None, 1e-5)):
-        for adapter in run_ranks(num_ranks, _resume, tiny_model, sizes, lora, tmp_path):
-            assert_same_weights(adapter, wanted, atol=atol)
-
-
-def _tensors_in(folder: Path) -> list[tuple[str, Tensor]]:
-    return [item for path in folder.glob("*.safetensors") for item in load_file(path).items()]
 
 
 def _train_in_bfloat16(_rank: int, folder: Path) -> None:

@@ -1,5 +1,3 @@
-"""Tokens go through the experts that the rollout engine sent them through."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -112,9 +110,7 @@ def test_replay_of_other_routes_equals_a_forced_plain_model(
         reported = merge_metrics([metrics[step] for metrics, _, _, _ in answers])
         assert reported["loss/policy"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
         assert reported["policy/grad_norm"] == pytest.approx(grad_norm, rel=1e-5)
-    weights = model.weights()
-    for name, tensor in answers[0][2].items():
-        torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=0, msg=name)
+    assert_same_weights(answers[0][2], model.weights(), atol=1e-5)
 
 
 def _score_by_both(rank: Rank, folder: Path, batch: TrainBatch) -> tuple[Tensor, ...]:
