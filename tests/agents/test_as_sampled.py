@@ -50,8 +50,6 @@ _CALLS = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model writes: a call of a tool with this text, or the text alone."""
-
     text: str
     called: str | None
 
@@ -81,7 +79,6 @@ def _prompts(answers: Sequence[str]) -> PromptBatch:
 def _roll_out(
     config: AgentConfig, prompts: PromptBatch, sampler: FakeSampler, *, limit: int
 ) -> RolloutBatch:
-    """Do what a rank does in its rollout phase."""
     stops = (sampler.tokenizer.eos_token_id,)
     rollout = AgentRollout(config, sampler.tokenizer, stop_token_ids=stops)
     sampling = SamplingParams(
@@ -103,8 +100,6 @@ def _requests_of(sampler: FakeSampler, prompts: PromptBatch, row: int) -> list[R
 
 @dataclass(slots=True)
 class Expected:
-    """What a row must be by the sampler's records alone."""
-
     sequences: list[list[int]]
     is_trained: list[bool]
     logprobs: list[float]

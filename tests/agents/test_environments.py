@@ -1,5 +1,3 @@
-"""Environments: what a user's class answers becomes turns and rewards; faults cost one row."""
-
 from __future__ import annotations
 
 import asyncio

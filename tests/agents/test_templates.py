@@ -1,5 +1,3 @@
-"""Increments of chat templates: equal to full renderings, and harmless."""
-
 from __future__ import annotations
 
 import pytest
