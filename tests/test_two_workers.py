@@ -18,7 +18,7 @@ SGLANG = Path(__file__).parent / "sglang"
         ("tests/contract/test_scores.py::test_a[fsdp2-2x2-True]", "fsdp2-2x2"),
         ("tests/contract/test_weights.py::test_a[fsdp2-2x2]", "fsdp2-2x2"),
         ("tests/contract/test_weights.py::test_a", "tests/contract/test_weights.py"),
-        ("tests/sglang/test_lora_sync.py::test_a", "shared servers"),
+        ("tests/sglang/test_lora.py::test_a", "shared servers"),
         ("tests/sglang/test_equality_greedy.py::test_a[qwen3]", "shared servers"),
         (
             "tests/sglang/test_equality_greedy.py::test_a[qwen3_moe]",

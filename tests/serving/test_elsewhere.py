@@ -1,5 +1,3 @@
-"""Servers of others: compared, asked, lost, back, never ended; the policy's get weights, too."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,7 @@ from hybridrl.workers.rollout.sglang.elsewhere import (
 from hybridrl.workers.sharding.manager_client import Answer
 from tests.config.values import config_of
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, ElsewhereServer, elsewhere, taking
-from tests.serving.test_frozen import with_tokenizer
+from tests.serving.test_manager import with_tokenizer
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import rollout_config

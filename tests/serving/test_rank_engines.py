@@ -1,5 +1,3 @@
-"""Engines that ranks lend: real requests over HTTP, and engines that are lost meanwhile."""
-
 from __future__ import annotations
 
 import asyncio
@@ -28,9 +26,7 @@ from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener, answer_body, read_answer
 from hybridrl.workers.rollout.single_turn import single_turn
-from tests.serving.pools import Pool
-from tests.serving.recording_handle import RecordingHandle, weights_in
-from tests.serving.server_rig import plan_of
+from tests.serving.engines import Pool, RecordingHandle, plan_of, weights_in
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import (

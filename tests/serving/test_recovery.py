@@ -1,5 +1,3 @@
-"""Recovery in a thread: engines are lost while a program samples, and their successors join in."""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,8 +18,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.recovery import Recovery
 from hybridrl.workers.sharding.states import State
-from tests.serving.recording_handle import RecordingHandle
-from tests.serving.server_rig import ServerRig, plan_of
+from tests.serving.engines import RecordingHandle, ServerRig, plan_of
 from tests.waiting import wait_until
 from tests.workers.sharding.recording import Journal
 

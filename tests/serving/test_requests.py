@@ -1,5 +1,3 @@
-"""The way of requests to engines without a router, and faults on purpose on that way."""
-
 from __future__ import annotations
 
 import asyncio
@@ -19,7 +17,7 @@ from hybridrl.serving.requests import FaultPlan, PolicyRequests
 from tests.config.values import config_of
 from tests.serving.echo import Addressed
 from tests.serving.elsewhere import elsewhere
-from tests.serving.pools import Pool, in_loop
+from tests.serving.engines import Pool
 
 PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
 
@@ -83,7 +81,6 @@ def requests() -> PolicyRequests:
 
 
 @pytest.mark.parametrize("interrupts", [False, True])
-@in_loop
 async def test_a_request_whose_server_is_being_opened_is_interrupted_as_well(
     requests: PolicyRequests, monkeypatch: pytest.MonkeyPatch, *, interrupts: bool
 ) -> None:
@@ -163,7 +160,6 @@ def test_an_engine_that_has_a_request_is_harmed(kind: FaultKind) -> None:
     assert sorted(engine.harms for engine in rig.engines) == [[], [kind]]
 
 
-@in_loop
 async def test_answers_of_a_cut_engine_are_lost_until_it_is_dropped() -> None:
     rig = Rig("cut", within=3)
     pool = Pool(*rig.engines)

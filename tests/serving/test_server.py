@@ -1,5 +1,3 @@
-"""Groups and server over recording engines: order between groups, failures, recovery."""
-
 from __future__ import annotations
 
 import logging
@@ -25,8 +23,7 @@ from hybridrl.serving.plan import ModelPlan, plan_own_engines
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
 from tests.config.values import config_of
-from tests.serving.recording_handle import RecordingHandle
-from tests.serving.server_rig import ServerRig, plan_of
+from tests.serving.engines import RecordingHandle, ServerRig, plan_of
 from tests.workers.sharding.recording import WEIGHTS, Policy
 from tests.workers.sharding.watched import CALLS
 

@@ -1,5 +1,3 @@
-"""What a start on a GPU makes of our arguments, by SGLang's own code; and what mode=check says."""
-
 from __future__ import annotations
 
 import json

@@ -1,10 +1,13 @@
-"""A whole run whose rollout engine is SGLang, started as a user starts it."""
-
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -12,7 +15,10 @@ import psutil
 import pytest
 
 from hybridrl.env import ROOT
-from tests.end_to_end.small import SMALL, read_metrics
+from tests.end_to_end.small import SMALL, VARIED, read_metrics
+from tests.serving.processes import wait_for_a_busy_process
+from tests.sglang.test_topologies import NO_MOONCAKE
+from tests.waiting import wait_until
 
 NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.33 -> 0.47 here
 TIMEOUT_S = 400  # 25 s of CPU for the server, 1 to 2 s a step
@@ -130,3 +136,173 @@ def processes_of(folder: Path, prefix: str) -> list[psutil.Process]:
         for process in psutil.process_iter(["name", "cwd"])
         if (process.info["name"] or "").startswith(prefix) and process.info["cwd"] == str(folder)
     ]
+
+
+NUM_FAULTY_STEPS, EVERY_NUM_STEPS = 20, 3
+NUM_KILLS = NUM_FAULTY_STEPS // EVERY_NUM_STEPS
+FAULTY_TIMEOUT_S = 1500
+"""After most kills a server starts beside one that samples, on two cores."""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(FAULTY_TIMEOUT_S + 20)
+@pytest.mark.shows("4.15")
+def test_a_run_loses_no_sample_to_killed_servers(tmp_path: Path) -> None:
+    lines = trained(tmp_path, fault_of("kill", every_num_phases=EVERY_NUM_STEPS))
+    assert sum(line["rollout/lost_engines"] for line in lines) == NUM_KILLS
+    replaced = sum(line["rollout/replaced_engines"] for line in lines)
+    assert NUM_KILLS - 1 <= replaced <= NUM_KILLS  # the last may come after the end
+    assert sum(line["rollout/repeated_requests"] for line in lines) >= NUM_KILLS
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(FAULTY_TIMEOUT_S + 20)
+def test_a_run_loses_no_sample_to_killed_managers(tmp_path: Path) -> None:
+    # Each new manager counts its phases anew. Its first is the step in which one was killed, or the
+    # step before, whose checkpoint was still being written: the next dies 3 or 2 steps later.
+    trained(tmp_path, fault_of("kill_manager", every_num_phases=EVERY_NUM_STEPS + 1))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    most = (NUM_FAULTY_STEPS - 2) // (EVERY_NUM_STEPS - 1)
+    assert NUM_KILLS <= log.count("workers are started again") <= most
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(FAULTY_TIMEOUT_S + 20)
+@pytest.mark.shows("4.22")
+def test_a_run_loses_no_sample_to_killed_routers(tmp_path: Path) -> None:
+    has_ended = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        killing = thread.submit(kill_routers, tmp_path, has_ended)
+        try:
+            lines = trained(tmp_path, "serving.router=sglang")
+        finally:
+            has_ended.set()
+    assert killing.result() == NUM_KILLS
+    restarts = sum(line["rollout/router_restarts"] for line in lines)
+    assert NUM_KILLS - 1 <= restarts <= NUM_KILLS  # one within a start of another counts once
+    assert sum(line["rollout/lost_engines"] for line in lines) == 0
+
+
+def fault_of(kind: str, *, every_num_phases: int) -> str:
+    each = f"kind: {kind}, every_num_phases: {every_num_phases}, within_requests: 4"
+    return f"serving.faults={{it: {{{each}}}}}"
+
+
+def trained(folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """The metrics of a run of which no prompt is lost or counts twice."""
+    lines = require_agreement(
+        folder,
+        *("serving=own", *SMALL, VARIED, "eval.every_num_steps=0"),
+        *("checkpoint.every_num_steps=1", "cluster.call_timeout_s=300", *overrides),
+        num_steps=NUM_FAULTY_STEPS,
+        timeout_s=FAULTY_TIMEOUT_S,
+    )
+    assert [line["data/prompts"] for line in lines] == [
+        4 * (n + 1) for n in range(NUM_FAULTY_STEPS)
+    ]
+    return lines
+
+
+def kill_routers(folder: Path, has_ended: threading.Event) -> int:
+    """Kill the router at a random moment of every third step; return how often."""
+    num_kills = 0
+    metrics = folder / "run" / "metrics.jsonl"
+    while num_kills < NUM_KILLS and not has_ended.wait(0.05):
+        num_steps = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+        if num_steps >= EVERY_NUM_STEPS * (num_kills + 1) - 1:
+            has_ended.wait(random.uniform(0.0, 2.0))
+            for process in processes_of(folder, "sglang::router"):
+                process.kill()
+                num_kills += 1
+    return num_kills
+
+
+SMALL_RUN = (
+    *(override for override in SMALL if override.startswith("model.")),
+    *("trainer.num_prompts_per_step=4", "eval.every_num_steps=0", "checkpoint.every_num_steps=0"),
+)
+
+
+COLOCATED = ("serving.colocated=true", "rollout.sleep=true", "rollout.num_slots=64")
+HALVES = "a: {num_devices: 1, worker_type: prefill}, b: {num_devices: 1, worker_type: decode}"
+WITHOUT_MOONCAKE = pytest.mark.skipif(find_spec("mooncake") is None, reason=NO_MOONCAKE)
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S + 20)
+@pytest.mark.shows("2.1", "2.2", "4.2", "4.3")
+@pytest.mark.parametrize(
+    ("groups", "num_devices", "num_ranks"),
+    [
+        pytest.param(
+            "one: {num_devices: 1}, two: {num_devices: 2, devices_per_engine: 2}",
+            *(3, 3),
+            id="engines of one and of two ranks",
+        ),
+        pytest.param(HALVES, 2, 2, id="a pair of the ranks", marks=WITHOUT_MOONCAKE),
+        pytest.param(
+            f"fused: {{num_devices: 1}}, {HALVES}",
+            *(3, 1),
+            id="a pair beside an engine of a rank",
+            marks=[WITHOUT_MOONCAKE, pytest.mark.nightly],
+        ),
+    ],
+)
+def test_groups_of_any_kind_sleep_with_the_trainer(
+    tmp_path: Path, groups: str, num_devices: int, num_ranks: int
+) -> None:
+    lines = require_agreement(
+        tmp_path,
+        *(*COLOCATED, *SMALL_RUN, "trainer.num_prompts_per_step=6"),
+        f"serving.models={{policy: {{groups: {{{groups}}}}}}}",
+        f"serving.num_devices_per_node={num_devices}",
+        f"cluster.num_ranks_per_node={num_ranks}",
+        num_steps=3,
+        timeout_s=2 * TIMEOUT_S,
+    )
+    assert [line["rollout/lost_engines"] for line in lines] == [0, 0, 0]
+    assert all("time/release_s" in line for line in lines)
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S + 20)
+@pytest.mark.nightly
+@pytest.mark.shows("4.1", "4.3")
+@pytest.mark.parametrize("recipe", ["cpu/colocated", "cpu/mixed"])
+def test_servers_of_ranks_agree_with_the_trainer(tmp_path: Path, recipe: str) -> None:
+    lines = require_agreement(
+        tmp_path, f"recipes={recipe}", *SMALL_RUN, num_steps=3, timeout_s=2 * TIMEOUT_S
+    )
+    assert [line["rollout/repeated_requests"] for line in lines] == [0, 0, 0]
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S + 20)
+@pytest.mark.nightly
+@pytest.mark.shows("4.12", "4.15")
+def test_a_killed_server_of_a_rank_restarts_after_the_phase(tmp_path: Path) -> None:
+    has_ended = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        killing = thread.submit(kill_one_server, tmp_path, has_ended)
+        try:
+            lines = require_agreement(
+                tmp_path,
+                "recipes=cpu/colocated",
+                *SMALL_RUN,
+                num_steps=6,
+                timeout_s=2 * TIMEOUT_S,
+            )
+        finally:
+            has_ended.set()
+    killing.result()
+    assert sum(line["rollout/lost_engines"] for line in lines) == 1
+    assert sum(line["rollout/replaced_engines"] for line in lines) == 1
+
+
+def kill_one_server(folder: Path, has_ended: threading.Event) -> None:
+    """Kill a server while it samples: after the first step, when a scheduler computes again."""
+
+    def has_stepped() -> bool:
+        metrics = folder / "run" / "metrics.jsonl"
+        return has_ended.is_set() or (metrics.exists() and bool(read_metrics(folder / "run")))
+
+    wait_until(has_stepped, deadline_s=2 * TIMEOUT_S)
+    if not has_ended.is_set():
+        wait_for_a_busy_process(partial(processes_of, folder, "sglang::scheduler")).kill()

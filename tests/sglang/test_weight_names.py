@@ -1,8 +1,3 @@
-"""Every tensor that is streamed has its place in SGLang's model, and every body its route.
-
-SGLang's own classes and loaders decide, on tensors without memory, in a single child process.
-"""
-
 from __future__ import annotations
 
 import json

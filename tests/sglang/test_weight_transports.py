@@ -1,5 +1,3 @@
-"""Each way for weights into a server, and what a failure in the middle leaves behind."""
-
 from __future__ import annotations
 
 import resource

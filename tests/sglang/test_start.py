@@ -1,8 +1,7 @@
-"""What an engine asks of each release, and refuses; servers answer as they were recorded."""
-
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,11 +21,78 @@ from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.process import free_port
-from tests.sglang.engines import running_engine, server_spec, sync, weights_of
+from tests.sglang.engines import running_engine, server_of, server_spec, sync, weights_of
 from tests.sglang.recorded_server import MODULE, calls_in
-from tests.sglang.strangers import server_of
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.lora_engines import LORA
+
+START_TIMEOUT_S = 150.0
+
+
+def fail_to_start(folder: Path, **keys: object) -> None:
+    """Start a server that must not come up; one that does is ended before the test fails."""
+    engine = SGLangEngine(
+        server_spec(folder, **{"start_timeout_s": START_TIMEOUT_S, **keys}), variables={}
+    )
+    engine.shutdown()
+
+
+@pytest.fixture
+def folder(served_model: Path, tmp_path: Path) -> Path:
+    """A copy of the model, to be spoilt."""
+    return Path(shutil.copytree(served_model, tmp_path / "model"))
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.timeout(200)
+def test_unknown_arguments_are_all_named_with_what_is_meant(served_model: Path) -> None:
+    with pytest.raises(EngineError) as raised:
+        fail_to_start(served_model, engine_args={"chunked_prefil_size": 512, "wrap_speed": 9})
+    reason = "the installed SGLang has no such argument"
+    text = str(raised.value)
+    assert f"rollout.engine_args.chunked_prefil_size: {reason}; did you mean" in text
+    assert "'chunked_prefill_size'" in text
+    assert f"rollout.engine_args.wrap_speed: {reason}" in text
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(200)
+def test_a_model_that_sglang_does_not_know_shows_its_log(folder: Path) -> None:
+    change_config(folder, model_type="nobody", architectures=["NobodyForCausalLM"])
+    with pytest.raises(EngineError, match=r"did not start: SGLang .*(was killed|ended)") as raised:
+        fail_to_start(folder)
+    assert "nobody" in str(raised.value)
+    assert "last lines of its log" in str(raised.value)
+
+
+@pytest.mark.timeout(200)
+def test_an_engine_that_dies_at_its_start_shows_why(served_model: Path) -> None:
+    with pytest.raises(EngineError, match=r"did not start: SGLang .*(was killed|ended)") as raised:
+        fail_to_start(served_model, engine_args={"attention_backend": "warp"})
+    assert "warp" in str(raised.value)
+
+
+def test_a_server_that_is_not_up_in_time_is_named_with_the_key(served_model: Path) -> None:
+    with pytest.raises(DeadlineError, match=r"rollout\.start_timeout_s=1 s; raise it"):
+        fail_to_start(served_model, start_timeout_s=1.0)
+
+
+def test_another_vocabulary_is_refused_before_a_start(folder: Path) -> None:
+    change_config(folder, vocab_size=70)
+    with pytest.raises(ModelError, match=r"has 64 rows, and config\.json says vocab_size=70"):
+        fail_to_start(folder)
+
+
+def test_a_broken_file_of_weights_is_refused_before_a_start(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ModelError, match="safetensors"):
+        fail_to_start(folder)
+
 
 Start = Callable[..., AbstractContextManager[SGLangEngine]]
 
