@@ -1,5 +1,3 @@
-"""The command line as a user types it, within this process where that makes no difference."""
-
 import os
 import shutil
 import subprocess

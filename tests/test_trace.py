@@ -1,5 +1,3 @@
-"""Spans, the file that each process writes of them, and the trace that they are joined to."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Runs whose responses are conversations: with tools, environments, and clients of OpenAI."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Runs on preference pairs: mode=dpo, mode=reward_model, and its model as a reward."""
-
 from __future__ import annotations
 
 import json

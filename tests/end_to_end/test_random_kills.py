@@ -1,5 +1,3 @@
-"""A run that samples ahead, while its processes are killed at random: each prompt counts once."""
-
 from __future__ import annotations
 
 import json

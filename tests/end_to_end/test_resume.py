@@ -1,5 +1,3 @@
-"""Runs that are broken off and go on as if they never had been."""
-
 from __future__ import annotations
 
 import json
@@ -15,6 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.child import to_yaml
+from hybridrl.checkpoint.compare import compare_runs
 from hybridrl.checkpoint.compare import main as compare
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.env import ROOT
@@ -22,13 +21,12 @@ from hybridrl.errors import (
     CheckpointError,
     DataError,
     RemoteCallError,
+    ReplayError,
     RewardError,
     RunFolderError,
 )
-from tests.end_to_end.runs import assert_same_run, assert_same_weights, train
+from tests.end_to_end.runs import TIMED, assert_same_run, assert_same_weights, metrics_of, train
 from tests.end_to_end.small import VARIED, change_one_bit, read_metrics, small_config
-
-pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 TWO_RANKS = (
     *("cluster.num_ranks_per_node=2", "rollout.sleep=true"),
@@ -57,6 +55,7 @@ def begun(made: Path, tmp_path: Path) -> Path:
     return shutil.copytree(made / "begun", tmp_path / "run")
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.1", "R6.1")
 def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(
     begun: Path, whole: Path, capsys: pytest.CaptureFixture[str]
@@ -76,6 +75,7 @@ def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(
         assert f"DIFFERENT: {name}, " in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R6.2")
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
@@ -85,6 +85,7 @@ def test_fifty_random_kills_in_a_row_end_bit_by_bit_or_with_a_named_error() -> N
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R3.1")
 def test_a_rank_that_is_killed_is_started_again_and_no_bit_is_different(tmp_path: Path) -> None:
     whole = _run(tmp_path / "whole", "trainer.num_steps=6", *TWO_RANKS)
@@ -99,6 +100,7 @@ def test_a_rank_that_is_killed_is_started_again_and_no_bit_is_different(tmp_path
     assert_same_run(folder, whole)
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.2")
 def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_differ(
     begun: Path, whole: Path
@@ -112,6 +114,7 @@ def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_diffe
     assert ours == theirs  # no prompt lost or doubled
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.11")
 def test_a_finished_run_says_so_and_starts_nothing(
     begun: Path, capsys: pytest.CaptureFixture[str]
@@ -140,6 +143,7 @@ def repeated(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _run(folder, "trainer.num_steps=5")
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.4")
 def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
     repeated: Path, whole: Path
@@ -148,6 +152,7 @@ def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
     assert_same_run(repeated, whole)
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R1.6")
 def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(repeated: Path) -> None:
     log = (repeated / "log.txt").read_text()
@@ -168,6 +173,7 @@ def accepted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _run(folder, *CHANGED, "checkpoint.accept_changes=true")
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.6")
 def test_other_settings_are_refused_key_by_key_unless_accepted(begun: Path, accepted: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weight_decay: 0.0 there, 0.5 here.*\n.*accept"):
@@ -176,6 +182,7 @@ def test_other_settings_are_refused_key_by_key_unless_accepted(begun: Path, acce
     assert "change that was accepted: actor.optimizer.weight_decay" in log
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.7")
 def test_other_rows_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
@@ -195,6 +202,7 @@ def loss(current_logprobs_T, advantages_T): return -advantages_T * current_logpr
 """
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.7")
 def test_changed_own_functions_and_teacher_are_refused(made: Path, tmp_path: Path) -> None:
     mine, teacher = tmp_path / "mine.py", shutil.copytree(made / "begun/hf", tmp_path / "teacher")
@@ -212,6 +220,7 @@ def test_changed_own_functions_and_teacher_are_refused(made: Path, tmp_path: Pat
     assert [name for name in names if f"{name}: " not in str(refused.value)] == []
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.5")
 def test_a_run_that_lost_lines_of_its_metrics_is_refused_unless_accepted(
     begun: Path, accepted: Path
@@ -226,6 +235,7 @@ def test_a_run_that_lost_lines_of_its_metrics_is_refused_unless_accepted(
     assert "change that was accepted: metrics.jsonl has" in (accepted / "log.txt").read_text()
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.8")
 def test_a_checkpoint_of_another_model_is_refused_by_tensor_names(begun: Path) -> None:
     other = ("trainer.num_steps=3", "model.starter.num_layers=2", "checkpoint.accept_changes=true")
@@ -233,6 +243,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor_names(begun: Path) -
         _run(begun, *other)
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.11")
 def test_a_run_without_checkpoints_is_never_taken_up(begun: Path) -> None:
     shutil.rmtree(begun / "checkpoints")
@@ -242,6 +253,7 @@ def test_a_run_without_checkpoints_is_never_taken_up(begun: Path) -> None:
         _run(begun, "trainer.num_steps=2")
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.11")
 def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(begun: Path) -> None:
     shutil.rmtree(begun / "checkpoints")
@@ -262,6 +274,7 @@ def scored(responses):
 """
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R1.3")
 def test_an_error_in_the_step_after_a_save_leaves_its_checkpoint_complete(tmp_path: Path) -> None:
     folder, mine = tmp_path / "run", tmp_path / "mine.py"
@@ -275,6 +288,7 @@ def test_an_error_in_the_step_after_a_save_leaves_its_checkpoint_complete(tmp_pa
 Lines = list[dict[str, float]]
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.1")
 @pytest.mark.parametrize(
     ("overrides", "is_meant"),
@@ -352,3 +366,86 @@ def _drawn(folder: Path) -> object:
 def _write_rows(path: Path, numbers: range) -> None:
     rows = [{"prompt": f"{n}=", "answer": str(n)} for n in numbers]
     path.write_text("\n".join(json.dumps(row) for row in rows))
+
+
+FILTERED = (
+    *("algorithm=dapo", "algorithm.max_sampling_rounds=3", VARIED, "cluster.num_ranks_per_node=2"),
+    *("rollout.num_responses_per_prompt=2", "trainer.num_prompts_per_step=8"),
+    *("rollout.sleep=true", "checkpoint.every_num_steps=1", "checkpoint.keep_last=3"),
+    *("actor.optimizer.lr=1e-2", "algorithm.old_logprobs=recompute"),
+)
+_OF_ENGINES = ("rollout/slot_occupancy", "rollout/decode_steps", "rollout/prefix_cache")
+
+
+def _metrics(folder: Path) -> list[dict[str, float]]:
+    return metrics_of(folder, without=(*TIMED, *_OF_ENGINES))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    """A run of 3 steps that may sample more than once a step, with evaluations."""
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    train(folder, *FILTERED, "rollout.dump=true")
+    return folder
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.shows("4.19")
+def test_a_replay_is_bit_by_bit_the_recordedtrain(recorded: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "replay"
+    train(folder, *FILTERED, f"rollout.replay={recorded}")
+    assert list(recorded.glob("rollouts/*-train-1.json")), "no step sampled twice"
+    assert not any(f.differences for f in compare_runs(recorded, folder) if f.what == "weights")
+    assert _metrics(folder) == _metrics(recorded)
+    assert (folder / "samples.jsonl").read_bytes() == (recorded / "samples.jsonl").read_bytes()
+    trace = (folder / "trace.json").read_text()
+    assert '"sample"' not in trace
+    assert '"sync"' not in trace
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.shows("4.20")
+def test_rates_of_a_step_count_devices_and_the_longest_response(recorded: Path) -> None:
+    for line in read_metrics(recorded)[1:]:
+        rate = line["throughput/tokens_per_s"]
+        assert line["throughput/tokens_per_device_s"] == pytest.approx(rate / 2)
+        longest = line["length/response_tokens/max"]
+        seconds = line["time/generate_s"]
+        assert line["throughput/longest_response_tokens_per_s"] == pytest.approx(longest / seconds)
+        seconds = line["time/sample_s"]
+        assert line["throughput/longest_sampled_tokens_per_s"] == pytest.approx(longest / seconds)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.shows("4.19")
+def test_a_smaller_step_learns_from_head_and_tail(recorded: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    train(
+        folder,
+        *FILTERED,
+        f"rollout.replay={recorded}",
+        "trainer.num_prompts_per_step=4",
+        "trainer.num_steps=1",
+        "eval.every_num_steps=0",
+    )
+    (metrics,) = read_metrics(folder)
+    assert metrics["groups/learned"] <= 4
+    assert metrics["data/prompts"] % 8 == 0
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.shows("4.19")
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.num_steps=5", r"no rollouts \(train\) of 2 steps: 4, 5; set trainer.num_steps=3"),
+        ("eval.every_num_steps=1", r"no rollouts \(eval\) of 1 steps: 1"),
+        ("trainer.num_prompts_per_step=16", "set trainer.num_prompts_per_step=8"),
+        ("agent.max_turns=3", "agent.max_turns: 8 there, 3 here"),
+    ],
+)
+def test_what_the_recorded_run_lacks_is_told_before_anything_starts(
+    recorded: Path, tmp_path: Path, override: str, told: str
+) -> None:
+    with pytest.raises(ReplayError, match=told):
+        train(tmp_path / "run", *FILTERED, f"rollout.replay={recorded}", override)

@@ -1,5 +1,3 @@
-"""``--multirun`` as a user types it."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Whole runs on real Ray workers: what a user gets from a configuration."""
-
 from __future__ import annotations
 
 import json

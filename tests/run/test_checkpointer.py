@@ -1,5 +1,3 @@
-"""When a run is saved, when that is a checkpoint, and what happens if it cannot be written."""
-
 from __future__ import annotations
 
 import logging

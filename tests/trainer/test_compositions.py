@@ -1,9 +1,3 @@
-"""Each ``algorithm=NAME``, as Hydra composes it, against its formula: advantage, loss and weights.
-
-A step of the product with a policy that is a table: a log-prob for each token. What is compared is
-the gradient of the step's loss by each of them, in plain Python on the other side.
-"""
-
 from __future__ import annotations
 
 import math

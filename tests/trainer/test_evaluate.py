@@ -1,5 +1,3 @@
-"""An evaluation through a policy that answers as the test says."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

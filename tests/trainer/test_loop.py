@@ -3,13 +3,24 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from statistics import fmean
+from typing import Any, cast
 
 import pytest
+import torch
 
+from hybridrl.batch import row_lengths
 from hybridrl.errors import TrainingError
-from hybridrl.metrics import Mean, Metrics, Sum
+from hybridrl.metrics import Mean, Metrics, Sum, check_declared
+from hybridrl.trainer.balance import balance_over_ranks
+from hybridrl.trainer.build_algorithm import Ingredients, build_policy_optimization
 from hybridrl.trainer.interrupt import Interrupt, RunInterrupted, RunStopped
 from hybridrl.trainer.loop import Loop, UpdateGuard
+from hybridrl.trainer.step_metrics import describe_lengths, effective_samples
+from hybridrl.trainer.train_batch import balance
+from tests.config.values import config_of
+from tests.trainer.rollouts import rollouts_of
+from tests.workers.train.engines import make_rows
 
 
 class Recorded:
@@ -144,3 +155,67 @@ def _interrupted_in_step(step: int, number: signal.Signals) -> Loop:
         return {}
 
     return replace(_loop(Recorded(), num_steps=9, eval_every=0), take_step=take_step)
+
+
+@pytest.mark.shows("4.20")
+def test_a_response_that_ends_in_a_loop_counts_as_repeating() -> None:
+    generator = torch.Generator().manual_seed(0)
+    varied = torch.randint(50_000, (600,), generator=generator)
+    looping = torch.cat([varied, varied[:100].repeat(6), torch.tensor([1])])
+    looping[-50] = 0  # not to the letter
+    short = varied[:10].repeat(20)
+    rows = [varied, looping, short, varied % 2]  # few different tokens
+    masks = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    rollouts = rollouts_of(rows, masks, [0] * 4)
+    metrics = describe_lengths(rollouts)
+    assert metrics["rollout/repetition_fraction"].value == 0.25
+    check_declared(metrics)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [([2.0, 2.0, 2.0], 1.0), ([1.0, 0.0, 0.0, 0.0], 0.25), ([3.0, 1.0], 0.8), ([0.0], 0.0)],
+)
+def test_effective_samples_are_a_fraction(weights: list[float], expected: float) -> None:
+    mean_square = fmean(weight**2 for weight in weights)
+    metrics = effective_samples(
+        {
+            "policy/sampler_ratio/mean": Mean(fmean(weights)),
+            "policy/sampler_chi_square/mean": Mean(mean_square - 1),
+        }
+    )
+    assert metrics["policy/effective_sample_fraction"].value == pytest.approx(expected)
+
+
+NOTHING = cast(Any, None)
+FOUR_RANKS = ("cluster.num_ranks_per_node=4",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_groups"),
+    [
+        ((), 4),
+        (("actor=megatron", "megatron.tensor_parallel_size=2"), 2),
+        (("actor=megatron", "megatron.pipeline_parallel_size=4"), 1),
+    ],
+)
+def test_rows_are_balanced_over_data_parallel_ranks(
+    overrides: tuple[str, ...], num_groups: int
+) -> None:
+    config = config_of(*FOUR_RANKS, *overrides)
+    given = Ingredients(
+        policy=NOTHING,
+        engines=NOTHING,
+        sampling=NOTHING,
+        reward=NOTHING,
+        kl=NOTHING,
+        batches=NOTHING,
+        on_phase=lambda _: None,
+    )
+    batches = build_policy_optimization(config, given).build_batch
+    rows = make_rows(32, max_half=30)
+    lengths = row_lengths(rows.token_ids_BL).tolist()
+    expected = balance_over_ranks(lengths, dp_size=num_groups, num_minibatches=1)
+    ordered = balance(rows, dp_size=batches.dp_size, num_minibatches=batches.num_minibatches)
+    arranged = row_lengths(ordered.token_ids_BL).tolist()
+    assert arranged == [lengths[row] for row in expected]

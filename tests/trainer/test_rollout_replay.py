@@ -1,5 +1,3 @@
-"""Files of rollouts: written whole, read whole, and refused where they are of another run."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
