@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,7 +28,8 @@ from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.server import StartedServer
 from hybridrl.workers.rollout.single_turn import single_turn
-from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
+from tests.sglang import recorded_server
+from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params, tokens_of
 
 Body = dict[str, Any]
 
@@ -46,18 +49,27 @@ def schedulers_of(engine: SGLangEngine) -> list[psutil.Process]:
 
 
 @contextmanager
-def stopped_scheduler(engine: SGLangEngine) -> Iterator[None]:
-    """Within this the server computes nothing, and answers HTTP all the same."""
-    processes = schedulers_of(engine)
+def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """All get SIGSTOP; they go on at the end, unless they are gone."""
     assert processes
     for process in processes:
-        process.send_signal(signal.SIGSTOP)
+        process.suspend()
     try:
         yield
     finally:
         for process in processes:
-            if process.is_running():
-                process.send_signal(signal.SIGCONT)
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def stopped_scheduler(engine: SGLangEngine) -> AbstractContextManager[None]:
+    """Within this the server computes nothing, and answers HTTP all the same."""
+    return stopped(schedulers_of(engine))
+
+
+def stopped_server(engine: SGLangEngine) -> AbstractContextManager[None]:
+    root = psutil.Process(server_of(engine).process.pid)
+    return stopped([root, *root.children(recursive=True)])
 
 
 def kill_server(engine: SGLangEngine) -> None:
@@ -218,3 +230,27 @@ def greedy_of_hugging_face(folder: Path, prompts: PromptBatch, *, num_tokens: in
         tokens = row[0, len(prompt) :]
         responses.append(Sample(tokens, torch.stack(logprobs), "length", weight_version=0))
     return responses
+
+
+def assert_samples(
+    found: Sequence[Sample], expected: Sequence[Sample], *, atol: float = 2e-4
+) -> None:
+    """The same tokens, and log-probs that are close, of the first token as of the others."""
+    assert tokens_of(found) == tokens_of(expected)
+    for sample, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(sample.logprobs, other.logprobs, atol=atol, rtol=0)
+
+
+@contextmanager
+def recorded_engine(
+    spec: ServingSpec,
+    calls: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: Mapping[str, object] | None = None,
+) -> Iterator[MortalEngine]:
+    """An engine on a recorded server, which writes down what it gets; ``changes`` of its answers."""
+    monkeypatch.setattr("hybridrl.workers.rollout.sglang.server._CHILD", recorded_server.MODULE)
+    monkeypatch.setenv("RECORDED_CALLS", str(calls))
+    monkeypatch.setenv("RECORDED_CHANGES", json.dumps(changes or {}))
+    with running_engine(spec) as engine:
+        yield engine

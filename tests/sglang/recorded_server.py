@@ -18,7 +18,7 @@ from typing import Any
 from hybridrl.workers.rollout.sglang.process import end_with_parent
 
 MODULE = "tests.sglang.recorded_server"
-ANSWERS = Path(__file__).parents[1] / "workers" / "rollout" / "sglang_answers"
+ANSWERS = Path(__file__).parents[1] / "workers/rollout/sglang_answers/0.5.21.json"
 
 
 def calls_in(file: Path) -> list[tuple[str, Any]]:
@@ -31,8 +31,7 @@ def serve(file: Path) -> None:
     """Answer until the parent is gone."""
     end_with_parent()
     arguments = json.loads(file.read_text())
-    version = os.environ["RECORDED_VERSION"]
-    recorded = json.loads((ANSWERS / f"{version}.json").read_text())
+    recorded = json.loads(ANSWERS.read_text())
     changes = json.loads(os.environ.get("RECORDED_CHANGES", "{}"))
     delays = json.loads(os.environ.get("RECORDED_DELAYS", "{}"))
     answers = {

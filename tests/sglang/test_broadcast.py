@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -31,6 +30,7 @@ from tests.sglang.engines import (
     running_engine,
     server_of,
     server_spec,
+    stopped_server,
     weights_of,
 )
 from tests.sglang.weights import GREEDY, PROMPTS, assert_serves, broken_off, stream
@@ -288,23 +288,6 @@ def test_what_a_transfer_or_a_phase_loses_is_replaced_with_the_newest_weights(
             next(each for each in schedulers() if each.pid in after).kill()
             require_sampled(2)  # by what came in its place
         rank.shutdown()
-
-
-class stopped_server:
-    """All processes of a server get SIGSTOP; they go on at the end, unless they are gone."""
-
-    def __init__(self, engine: SGLangEngine) -> None:
-        root = psutil.Process(server_of(engine).process.pid)
-        self._all = [root, *root.children(recursive=True)]
-
-    def __enter__(self) -> None:
-        for process in self._all:
-            os.kill(process.pid, signal.SIGSTOP)
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._all:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)
 
 
 def _one_core_each(num_ranks: int) -> dict[str, str]:

@@ -7,7 +7,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -17,7 +16,7 @@ import pytest
 from hybridrl.env import ROOT
 from tests.end_to_end.small import SMALL, VARIED, read_metrics
 from tests.serving.processes import wait_for_a_busy_process
-from tests.sglang.test_topologies import NO_MOONCAKE
+from tests.sglang.topologies import WITHOUT_MOONCAKE
 from tests.waiting import wait_until
 
 NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.33 -> 0.47 here
@@ -225,7 +224,6 @@ SMALL_RUN = (
 
 COLOCATED = ("serving.colocated=true", "rollout.sleep=true", "rollout.num_slots=64")
 HALVES = "a: {num_devices: 1, worker_type: prefill}, b: {num_devices: 1, worker_type: decode}"
-WITHOUT_MOONCAKE = pytest.mark.skipif(find_spec("mooncake") is None, reason=NO_MOONCAKE)
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S + 20)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -21,8 +21,14 @@ from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.process import free_port
-from tests.sglang.engines import running_engine, server_of, server_spec, sync, weights_of
-from tests.sglang.recorded_server import MODULE, calls_in
+from tests.sglang.engines import (
+    recorded_engine,
+    server_of,
+    server_spec,
+    sync,
+    weights_of,
+)
+from tests.sglang.recorded_server import calls_in
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.lora_engines import LORA
 
@@ -104,65 +110,42 @@ def calls(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(served_model: Path, calls: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts an engine on a recorded server of a version."""
-    monkeypatch.setattr(server, "_CHILD", MODULE)
+    """Starts an engine on a recorded server."""
 
-    @contextmanager
     def started(
-        version: str,
         changes: dict[str, object] | None = None,
         *,
         folder: Path = served_model,
         lora: LoraConfig | None = None,
         **keys: object,
-    ) -> Iterator[SGLangEngine]:
-        monkeypatch.setenv("RECORDED_VERSION", version)
-        monkeypatch.setenv("RECORDED_CALLS", str(calls))
-        monkeypatch.setenv("RECORDED_CHANGES", json.dumps(changes or {}))
-        with running_engine(replace(server_spec(folder, **keys), lora=lora)) as engine:
-            yield engine
+    ) -> AbstractContextManager[SGLangEngine]:
+        spec = replace(server_spec(folder, **keys), lora=lora)
+        return recorded_engine(spec, calls, monkeypatch, changes)
 
     return started
 
 
-@pytest.mark.shows("5.6")
-def test_an_update_is_bracketed_as_the_releases_want_it(
+@pytest.mark.shows("2.1", "2.11", "5.6")
+def test_a_cycle_asks_what_the_release_wants_in_its_order(
     start: Start, served_model: Path, calls: Path
 ) -> None:
-    with start("0.5.21") as engine:
-        for number in range(2):
-            sync(engine, weights_of(served_model), version=number)
-    paths = [path for path, _ in calls_in(calls)]
-    assert paths.count("/update_weights_from_tensor") == 4
-    assert paths.count("/begin_weight_update") == 2
-    assert paths.count("/end_weight_update") == 2
-
-
-def test_all_memory_is_released_part_by_part(start: Start, calls: Path) -> None:
-    with start("0.5.21") as engine:
+    stopped = ["/abort_request", "/flush_cache?timeout=1.00", "/pause_generation", "/flush_cache"]
+    with start() as engine:
+        engine.pause()
+        engine.drain(timeout_s=5.0)
+        assert [path for path, _ in calls_in(calls)] == stopped  # a flush behind a closed door
         for _ in range(2):
-            engine.pause()
-            engine.drain(timeout_s=5.0)
             for part in MemoryTag:
                 engine.release(part)
             for part in MemoryTag:
                 engine.resume(part)
+        for number in range(2):
+            sync(engine, weights_of(served_model), version=number)
     tags = [body["tags"][0] for path, body in calls_in(calls) if path.startswith("/release_")]
     assert tags == ["weights", "kv_cache", "cuda_graph"] * 2
-
-
-@pytest.mark.shows("2.1", "2.11")
-def test_a_drain_ends_in_a_flush_behind_a_closed_door(start: Start, calls: Path) -> None:
-    with start("0.5.21") as engine:
-        engine.pause()
-        engine.drain(timeout_s=5.0)
     paths = [path for path, _ in calls_in(calls)]
-    assert paths == [
-        "/abort_request",
-        "/flush_cache?timeout=1.00",
-        "/pause_generation",
-        "/flush_cache",
-    ]
+    assert paths.count("/update_weights_from_tensor") == 4
+    assert paths.count("/begin_weight_update") == paths.count("/end_weight_update") == 2
 
 
 class _OnDevice(Tensor):
@@ -180,7 +163,7 @@ def test_an_adapter_is_handed_over_from_the_host(
 ) -> None:
     shapes = adapter_shapes(base_shapes(served_model), LORA)
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
-    with start("0.5.21", lora=LORA) as engine:
+    with start(lora=LORA) as engine:
         engine.pause()
         engine.load_adapter({name: each.as_subclass(_OnDevice) for name, each in values.items()})
         ((path, body),) = calls_in(calls)
@@ -191,7 +174,7 @@ def test_an_adapter_is_handed_over_from_the_host(
 
 
 def test_each_server_gets_a_key_of_its_own(start: Start) -> None:
-    with start("0.5.21") as engine:
+    with start() as engine:
         first = server_of(engine).client.key
         engine.restart()
         assert len(first) >= 32
@@ -203,7 +186,7 @@ def test_all_answers_of_a_stage_together_get_its_time(
 ) -> None:
     delays = {"/resume_memory_occupation": 1.2, "/continue_generation": 0.0}
     monkeypatch.setenv("RECORDED_DELAYS", json.dumps(delays))
-    with start("0.5.21") as engine:
+    with start() as engine:
         engine.pause()
         engine.drain(timeout_s=5.0)
         for part in MemoryTag:
@@ -222,7 +205,7 @@ def test_two_servers_that_draw_the_same_port_end_on_two(
     drawn = free_port()
     ports = iter([drawn, drawn, free_port()])
     monkeypatch.setattr(server, "free_port", lambda: next(ports))
-    with start("0.5.21") as first, start("0.5.21") as second:
+    with start() as first, start() as second:
         assert next(ports, None) is None
         infos = [engine._server.info for engine in (first, second)]
         assert infos[0]["port"] == drawn != infos[1]["port"]
@@ -234,7 +217,7 @@ def test_two_servers_that_draw_the_same_port_end_on_two(
 def test_a_proof_scrambles_what_the_files_brought_after_it_was_copied(
     start: Start, served_model: Path, calls: Path
 ) -> None:
-    with start("0.5.21") as engine:
+    with start() as engine:
         engine.load_reference_weights(served_model)
     assert [(path, body.get("action", "")) for path, body in calls_in(calls)] == [
         ("/update_weights_from_disk", ""),
@@ -247,7 +230,7 @@ def test_a_proof_scrambles_what_the_files_brought_after_it_was_copied(
 def test_a_server_that_changed_its_arguments_is_refused(start: Start, name: str) -> None:
     with (
         pytest.raises(EngineError, match=f"{name}='other' instead of"),
-        start("0.5.21", {name: "other"}),
+        start({name: "other"}),
     ):
         raise AssertionError("it may not start")
 
@@ -255,17 +238,15 @@ def test_a_server_that_changed_its_arguments_is_refused(start: Start, name: str)
 def test_a_server_that_returns_no_routed_experts_is_refused(start: Start, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "moe", "qwen3_moe", tie_embeddings=False)
     changes = {"enable_return_routed_experts": True}
-    with start("0.5.21", changes, folder=folder, routed_experts=True):
+    with start(changes, folder=folder, routed_experts=True):
         pass
     expected = "enable_return_routed_experts=False instead of True"
     with (
         pytest.raises(EngineError, match=expected),
-        start(
-            "0.5.21", {"enable_return_routed_experts": False}, folder=folder, routed_experts=True
-        ),
+        start({"enable_return_routed_experts": False}, folder=folder, routed_experts=True),
     ):
         raise AssertionError("it may not start")
-    with pytest.raises(ModelError, match="has no experts"), start("0.5.21", routed_experts=True):
+    with pytest.raises(ModelError, match="has no experts"), start(routed_experts=True):
         raise AssertionError("it may not start")
 
 
@@ -280,7 +261,7 @@ def test_a_port_that_another_process_took_is_left_to_it(
         ports = iter([taken, taken, free_port()])
         monkeypatch.setattr(server, "free_port", lambda: next(ports))
         monkeypatch.setattr(server, "PROBE_TIMEOUT_S", 0.3)
-        with start("0.5.21") as engine:
+        with start() as engine:
             assert engine._server.info["port"] != taken
         assert next(ports, None) is None
 
@@ -295,6 +276,6 @@ def test_a_port_that_another_process_took_is_left_to_it(
 def test_a_tensor_that_the_server_would_drop_in_silence_is_refused(
     start: Start, calls: Path, tensor: tuple[str, torch.Tensor], word: str
 ) -> None:
-    with start("0.5.21") as engine, pytest.raises(EngineError, match=word):
+    with start() as engine, pytest.raises(EngineError, match=word):
         engine.stage([tensor])
     assert calls_in(calls) == []

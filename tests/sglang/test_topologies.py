@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -25,14 +24,19 @@ from tests.end_to_end.small import SMALL as SMALL_RUN
 from tests.end_to_end.small import read_metrics
 from tests.serving.processes import servers_below
 from tests.sglang.test_run import run_command
-from tests.sglang.topologies import GREEDY, PROMPTS, SMALL, assert_as_hugging_face, groups
+from tests.sglang.topologies import (
+    GREEDY,
+    PROMPTS,
+    SMALL,
+    WITHOUT_MOONCAKE,
+    assert_as_hugging_face,
+    groups,
+)
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import make_prompts, sampling_params
 
 pytestmark = pytest.mark.nightly
-
-NO_MOONCAKE = "needs mooncake-transfer-engine-non-cuda, and libibverbs1 and libnl-route-3-200"
 
 
 def require_hugging_faces_answers(config: ExperimentConfig, folders: Sequence[Path]) -> None:
@@ -73,10 +77,14 @@ def test_an_engine_of_two_nodes_answers_on_its_first(served_model: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     by_phase = json.loads(done.stdout.splitlines()[-1])  # the last after a follower was killed
     for answers, folder in zip(by_phase, [*folders, folders[1]], strict=True):
-        assert_as_hugging_face(answers, folder)
+        samples = [
+            Sample(torch.tensor(tokens), torch.tensor(logprobs), "length", 0)
+            for tokens, logprobs in answers
+        ]
+        assert_as_hugging_face(samples, folder)
 
 
-@pytest.mark.skipif(find_spec("mooncake") is None, reason=NO_MOONCAKE)
+@WITHOUT_MOONCAKE
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("4.2", "4.7")
 def test_a_pair_samples_as_one_engine(served_model: Path, tmp_path: Path) -> None:
@@ -91,7 +99,7 @@ def test_a_pair_samples_as_one_engine(served_model: Path, tmp_path: Path) -> Non
     require_hugging_faces_answers(config, [served_model, make_tiny_model(tmp_path / "b", seed=5)])
 
 
-@pytest.mark.skipif(find_spec("mooncake") is None, reason=NO_MOONCAKE)
+@WITHOUT_MOONCAKE
 @pytest.mark.timeout(300)
 def test_a_run_on_a_pair_agrees_with_its_trainer(tmp_path: Path) -> None:
     small = [override for override in SMALL_RUN if override.startswith("model.")]

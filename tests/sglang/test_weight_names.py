@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,17 +19,15 @@ from hybridrl.env import python_path
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import build_empty_model
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang import server
-from hybridrl.workers.rollout.sglang.arguments import ServingSpec, environment
+from hybridrl.workers.rollout.sglang.arguments import environment
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
-from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.transports import DiskTransport
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.train.protocol import WeightSet
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
-from tests.sglang.engines import running_engine, server_spec, sync, weights_of
-from tests.sglang.recorded_server import MODULE, calls_in
+from tests.sglang.engines import recorded_engine, server_spec, sync, weights_of
+from tests.sglang.recorded_server import calls_in
 from tests.tiny_models import TRAINED, Family, make_tiny_model
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.train.engines import build_fsdp2
@@ -157,27 +155,15 @@ BAD_CALLS: list[tuple[str, dict[str, object], str]] = [
 ]
 
 
-@contextmanager
-def recorded_engine(
-    spec: ServingSpec, calls: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SGLangEngine]:
-    """An engine whose server writes down what it gets."""
-    monkeypatch.setattr(server, "_CHILD", MODULE)
-    monkeypatch.setenv("RECORDED_VERSION", "0.5.21")
-    monkeypatch.setenv("RECORDED_CALLS", str(calls))
-    # It claims what a GPU would do, so that all is asked of it.
-    monkeypatch.setenv("RECORDED_CHANGES", json.dumps({"enable_return_routed_experts": True}))
-    with running_engine(spec) as engine:
-        yield engine
-
-
 def sent_by_a_run(
     folder: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, Any]]:
     """Every kind of call that an engine makes in a step, with adapter, proof and each transport."""
     spec = replace(server_spec(folder, routed_experts=True), lora=LORA)
     shapes = adapter_shapes(base_shapes(folder), LORA)
-    with recorded_engine(spec, calls, monkeypatch) as engine:
+    # It claims what a GPU would do, so that all is asked of it.
+    changes = {"enable_return_routed_experts": True}
+    with recorded_engine(spec, calls, monkeypatch, changes) as engine:
         engine.pause()
         engine.drain(timeout_s=5.0)
         for part in MemoryTag:
