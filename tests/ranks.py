@@ -106,7 +106,6 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """End the processes."""
         for process in self._processes:
             process.kill()
             process.join()

@@ -183,9 +183,7 @@ def test_what_hydra_refuses_and_what_the_rules_refuse_come_together(tmp_path: Pa
         assert key in message
 
 
-def test_what_hydra_cannot_read_is_explained_without_traceback(
-    tmp_path: Path,
-) -> None:
+def test_what_hydra_cannot_read_is_explained_without_traceback(tmp_path: Path) -> None:
     expected = {
         "trainer=5": "trainer='5': a section is chosen by the name of one of its files",
         "lora=true": "Fix: set lora=NAME; known: default, none",

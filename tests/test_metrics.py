@@ -70,8 +70,10 @@ def test_extreme_of_nan_is_none_in_any_order(kind: type[Max] | type[Min], place:
     assert math.isnan(merge({"a": kind(value)} for value in values)["a"].value)
 
 
-def test_of_a_rate_that_changes_within_a_step_the_last_counts() -> None:
+def test_a_rate_keeps_its_last_value_a_part_its_name_and_an_empty_mean_is_no_number() -> None:
     assert merge([{"lr": Last(2.0)}, {"lr": Last(3.0)}, {"lr": Last(1.0)}]) == {"lr": Last(1.0)}
+    assert merge([{"a": Sum(1.0)}, {"b": Sum(2.0)}]) == {"a": Sum(1.0), "b": Sum(2.0)}
+    assert math.isnan(Mean(0.0, 0).value)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1])
@@ -81,22 +83,11 @@ def test_metrics_come_back_from_json_that_any_reader_takes(value: float) -> None
     assert repr(from_json(json.loads(spelled))) == repr(metrics)  # a NaN equals nothing
 
 
-def test_a_name_that_only_some_parts_have_is_kept() -> None:
-    assert merge([{"a": Sum(1.0)}, {"b": Sum(2.0)}]) == {"a": Sum(1.0), "b": Sum(2.0)}
-
-
-def test_a_mean_over_nothing_is_no_number() -> None:
-    assert math.isnan(Mean(0.0, 0).value)
-
-
-def test_an_undeclared_name_is_refused_with_the_nearest_one() -> None:
+def test_an_undeclared_name_is_refused_with_the_nearest_one_and_braces_stand_for_a_word() -> None:
     with pytest.raises(
         MetricError, match="'reward/men' is not declared; did you mean 'reward/mean'"
     ):
         check_declared(["reward/max", "reward/men"])
-
-
-def test_a_word_in_braces_stands_for_one_word() -> None:
     check_declared(["eval/reward/gsm8k", "memory/make_room_peak_bytes/max"])
     with pytest.raises(MetricError):
         check_declared(["eval/reward/gsm8k/more"])

@@ -36,6 +36,5 @@ def wait_until(
 
 
 def wait_until_gone(pids: Iterable[int]) -> None:
-    """Return once none of the processes exists any more."""
     pids = list(pids)
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))

@@ -1,5 +1,3 @@
-"""A sampler that plays a script of texts and records all that it was asked and answered."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,8 +21,6 @@ from hybridrl.sampler import RequestParams, Sample
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, and the sample that answered it."""
-
     context: list[int]
     params: RequestParams
     key: int

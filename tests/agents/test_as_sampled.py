@@ -90,7 +90,6 @@ def _roll_out(
 
 
 def _requests_of(sampler: FakeSampler, prompts: PromptBatch, row: int) -> list[Request]:
-    """Return the sampler's records of one conversation, by their random streams."""
     seed, response_index = int(prompts.seed_P[row // GROUP]), row % GROUP
     by_key = {request.key: request for request in sampler.requests}
     assert len(by_key) == len(sampler.requests)
@@ -169,9 +168,7 @@ def test_rows_hold_what_the_sampler_returned(
     script = [turn.write(style) for turn in turns] * GROUP * NUM_PROMPTS * max_turns
     sampler = FakeSampler(TOKENIZERS[family], script, max_context_tokens=context)
     prompts = _prompts(answers)
-
     batch = _roll_out(config, prompts, sampler, limit=limit)
-
     requests_of = [_requests_of(sampler, prompts, row) for row in range(len(batch))]
     assert sum(map(len, requests_of)) == len(sampler.requests)
     for row, requests in enumerate(requests_of):

@@ -54,9 +54,7 @@ def test_the_model_reads_results_and_answers() -> None:
     broken = "<tool_call>\n{}\n</tool_call>"
     tokenizer = TOKENIZERS["qwen2.5"]
     sampler = FakeSampler(tokenizer, [call, broken, "It is 84."])
-
     trajectory = _hold(ToolCalls(), _setting(sampler))
-
     texts = [tokenizer.decode(turn.token_ids) for turn in trajectory.turns]
     assert texts[1] == (
         "\n<|im_start|>user\n<tool_response>\n84\n</tool_response><|im_end|>\n"
@@ -143,9 +141,7 @@ def test_a_limit_ends_a_conversation_as_truncated_and_an_error_as_failed(
 ) -> None:
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["Hello"] * 20)
     setting = limited(_setting(sampler))
-
     trajectory = _hold(ByFunction(function), setting)
-
     assert trajectory.ended == ended
     assert trajectory.to_sample().is_truncated == (ended != "error")
     assert trajectory.to_sample().is_failed == (ended == "error")
@@ -172,9 +168,7 @@ async def _rewarding(conversation: Conversation) -> None:
 def test_rewards_come_with_their_turn(history: History) -> None:
     sampler = FakeSampler(TOKENIZERS["qwen3"], ["Hello", "Hi"])
     setting = replace(_setting(sampler), history=history)
-
     sample = _hold(ByFunction(_rewarding), setting).to_sample()
-
     assert sample.rewards is not None
     assert sample.is_sampled is not None
     first, second = len(sampler.requests[0].sample.token_ids), 3
@@ -183,22 +177,12 @@ def test_rewards_come_with_their_turn(history: History) -> None:
     assert not sample.rewards[~sample.is_sampled].any()
 
 
-def test_the_engine_context_is_a_limit() -> None:
-    sampler = FakeSampler(TOKENIZERS["llama3"], ["Hello"] * 20, max_context_tokens=50)
-
-    trajectory = _hold(ByFunction(_forever), _setting(sampler))
-
-    assert trajectory.ended == "tokens"
-    assert len(PROMPT.token_ids) + len(trajectory.to_sample().token_ids) <= 50
-
-
 def test_an_error_of_the_engine_is_not_the_agents() -> None:
     class Failing(FakeSampler):
         async def sample(self, *_: object, **__: object) -> Sample:
             raise EngineError("the engine is gone")
 
     sampler = Failing(TOKENIZERS["qwen2.5"], [])
-
     for function in (_forever, _forever_and_deaf):
         with pytest.raises(EngineError, match="the engine is gone"):
             _hold(ByFunction(function), _setting(sampler))
@@ -238,9 +222,7 @@ class LosesItsConnection:
 )
 def test_an_agent_that_never_stops_or_exits_ends_alone(agent: Agent, ended: str) -> None:
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["one", "two", "three"])
-
     trajectory = _hold(agent, _setting(sampler, max_turns=3))
-
     assert trajectory.ended == ended
     require_as_sampled(trajectory, sampler)
 
@@ -289,20 +271,13 @@ def _append_all(
     max_new_tokens=st.integers(1, 900),
 )
 def test_each_sampled_token_is_in_one_sequence(
-    *,
-    family: str,
-    texts: list[str],
-    thinks: list[bool],
-    roles: list[str],
-    max_new_tokens: int,
+    *, family: str, texts: list[str], thinks: list[bool], roles: list[str], max_new_tokens: int
 ) -> None:
     spoken = zip(thinks, [*texts, "42"], strict=False)
     turns = [THOUGHT * thought + text for thought, text in spoken]
     sampler = FakeSampler(TOKENIZERS[family], turns)
     script = [Message(role, text) for role, text in zip(roles, texts, strict=False)]
-
     trajectory = _append_all(sampler, script, max_new_tokens=max_new_tokens)
-
     require_as_sampled(trajectory, sampler)
     sample = trajectory.to_sample()
     assert len(sample.token_ids) <= max_new_tokens
@@ -313,9 +288,7 @@ def test_a_new_sequence_begins_with_the_rendered_history() -> None:
     tokenizer = TOKENIZERS["qwen3"]
     sampler = FakeSampler(tokenizer, [THOUGHT + "a", THOUGHT + "b", THOUGHT + "c"])
     script = [Message("tool", "1"), Message("user", "more<|im_end|>")]
-
     trajectory = _append_all(sampler, script)
-
     first, second = trajectory.sequences
     assert [turn.logprobs is None for turn in first.turns] == [False, True, False]
     assert tokenizer.decode(second.context) == (
@@ -329,9 +302,7 @@ def test_a_new_sequence_begins_with_the_rendered_history() -> None:
 
 def test_all_sequences_count_in_the_token_limit() -> None:
     sampler = FakeSampler(TOKENIZERS["qwen3"], [THOUGHT + "a"] * 9)
-
     trajectory = _append_all(sampler, [Message("user", "more")] * 8, max_new_tokens=250)
-
     assert trajectory.ended == "tokens"
     assert len(trajectory.sequences) > 1
     assert len(trajectory.to_sample().token_ids) <= 250
@@ -351,7 +322,6 @@ def test_an_agent_holds_sequences_side_by_side() -> None:
         return conversation.to_trajectory()
 
     trajectory = asyncio.run(interleave())
-
     assert [sequence.context.tolist() for sequence in trajectory.sequences] == [[65, 67], [65, 66]]
     assert trajectory.ended == "answer"
     assert len({request.key for request in sampler.requests}) == 3
@@ -370,7 +340,6 @@ def test_a_reward_behind_new_messages_is_of_the_turn_before() -> None:
         return conversation.to_trajectory()
 
     trajectory = asyncio.run(play())
-
     first, second = trajectory.turns
     assert first.rewards is not None
     assert (first.rewards.sum().item(), second.rewards) == (0.5, None)

@@ -40,8 +40,6 @@ CALL = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": 1}}\n</t
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client with the key of a conversation."""
-
     session: aiohttp.ClientSession
     server: ProxyServer
     key: str
@@ -59,7 +57,6 @@ class Client:
         return {"Authorization": f"Bearer {self.key}"}
 
     async def choose(self, *messages: Mapping[str, object], **fields: object) -> Any:
-        """Return the only choice of the answer to a chat."""
         status, answer = await self.post(messages=messages, **fields)
         assert status == 200, answer
         (choice,) = answer["choices"]
@@ -78,7 +75,6 @@ class Client:
 
 @asynccontextmanager
 async def served(sampler: FakeSampler, **changes: Any) -> AsyncIterator[Client]:
-    """Serve the chats of one conversation."""
     setting = conversation_setting(sampler, temperature=0.8, **changes)
     conversation = Conversation(PROMPT, setting)
     chats = Chats(conversation, setting.template, setting.tokenizer, history=setting.history)
@@ -101,13 +97,11 @@ def tool(text: str) -> Mapping[str, object]:
 
 async def test_a_chat_that_goes_on_is_one_sequence_of_tokens() -> None:
     sampler = FakeSampler(STARTER, ["Hé", " 42 "])
-
     async with served(sampler) as client:
         first = await client.ask({"role": "system", "content": "S"}, user("Q"))
         assert first == {"role": "assistant", "refusal": None, "content": "Hé"}
         system = {"role": "system", "content": [{"type": "text", "text": "S"}]}
         await client.ask(system, user("Q"), first, user("More"))
-
     require_as_sampled(client.conversation.to_trajectory(), sampler)
     assert client.texts() == [
         ["s:S<|end|>u:Q<|end|>a:", "Hé<|end|>", "u:More<|end|>a:", " 42 <|end|>"]
@@ -117,14 +111,12 @@ async def test_a_chat_that_goes_on_is_one_sequence_of_tokens() -> None:
 @pytest.mark.parametrize("max_tokens", [None, 9])
 async def test_an_answer_ends_before_a_stop_string(max_tokens: int | None) -> None:
     sampler = FakeSampler(STARTER, ["Hé\nObs: made up", "42"])
-
     async with served(sampler) as client:
         stops = {"stop": ["Obs", "up"], "max_tokens": max_tokens}
         choice = await client.choose(user("Q"), logprobs=True, **stops)
         assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "Hé")
         assert "".join(each["token"] for each in choice["logprobs"]["content"])[-4:] == "\nObs"
         await client.ask(user("Q"), choice["message"], user("Seen"), stop="x")
-
     trajectory = client.conversation.to_trajectory()
     assert trajectory.ended == "answer"
     assert client.texts() == [["u:Q<|end|>a:", "Hé\nObs", "<|end|>u:Seen<|end|>a:", "42<|end|>"]]
@@ -135,10 +127,8 @@ async def test_an_answer_ends_before_a_stop_string(max_tokens: int | None) -> No
 
 async def test_an_answer_has_usage_and_logprobs() -> None:
     sampler = FakeSampler(STARTER, ["é"])
-
     async with served(sampler) as client:
         _, answer = await client.post(messages=[user("Q")], logprobs=True, temperature=0.8)
-
     assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 3, "total_tokens": 9}
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "stop"
@@ -149,7 +139,6 @@ async def test_an_answer_has_usage_and_logprobs() -> None:
 
 async def test_calls_of_tools_are_read_and_answered() -> None:
     sampler = FakeSampler(QWEN, [CALL, "3"])
-
     async with served(sampler) as client:
         first = await client.ask(user("1+2?"), tools=[TOOL])
         (call,) = first["tool_calls"]
@@ -159,7 +148,6 @@ async def test_calls_of_tools_are_read_and_answered() -> None:
         call["function"]["arguments"] = '{"a":1, "b":2}'
         again = {"role": "assistant", "content": "I add.\n", "tool_calls": [call]}
         await client.ask(user("1+2?"), again, tool("3<|im_end|>"), tools=[TOOL])
-
     trajectory = client.conversation.to_trajectory()
     assert (trajectory.num_tool_calls, trajectory.num_tool_errors) == (1, 0)
     require_as_sampled(trajectory, sampler)
@@ -180,14 +168,12 @@ async def test_a_call_that_cannot_be_read_is_text(text: str) -> None:
 
 async def test_an_edited_history_begins_a_sequence() -> None:
     sampler = FakeSampler(STARTER, ["1", "2", "3", "4"])
-
     async with served(sampler) as client:
         first = await client.ask(user("Q"))
         second = await client.ask(user("Q"), first, user("More"))
         await client.ask(user("Summary"))
         # Goes on from the first answer once more, whose tokens are not rendered again.
         await client.ask(user("Q"), first, user("Else"))
-
     assert second["content"] == "2"
     require_as_sampled(client.conversation.to_trajectory(), sampler)
     assert client.texts() == [
@@ -211,11 +197,9 @@ async def test_history_that_a_template_rewrites_may_branch(
 
 async def test_requests_at_the_same_time_have_sequences_of_their_own() -> None:
     sampler = FakeSampler(STARTER, ["1", "1", "1", "2", "2", "2"])
-
     async with served(sampler) as client:
         firsts = await asyncio.gather(*(client.ask(user("Q")) for _ in range(3)))
         await asyncio.gather(*(client.ask(user("Q"), first, user("M")) for first in firsts))
-
     require_as_sampled(client.conversation.to_trajectory(), sampler)
     assert client.texts() == [["u:Q<|end|>a:", "1<|end|>", "u:M<|end|>a:", "2<|end|>"]] * 3
 
@@ -237,7 +221,6 @@ async def test_a_client_that_hangs_up_may_ask_again() -> None:
             return await super().sample(token_ids, params, key=key)
 
     sampler = Slow(STARTER, ["1", "2"])
-
     async with served(sampler) as client:
         first = await client.ask(user("Q"))
         again = (user("Q"), first, user("M"))
@@ -245,7 +228,6 @@ async def test_a_client_that_hangs_up_may_ask_again() -> None:
             await asyncio.wait_for(client.ask(*again), timeout=0.1)
         await asyncio.sleep(0.2)
         await client.ask(*again)
-
     require_as_sampled(client.conversation.to_trajectory(), sampler)
     assert client.texts() == [
         ["u:Q<|end|>a:", "1<|end|>"],
@@ -285,7 +267,6 @@ async def test_a_bad_request_is_answered_with_what_is_wrong() -> None:
 async def test_a_chat_that_has_no_tokens_is_refused() -> None:
     sampler = FakeSampler(build_tokenizer("qwen2.5", template=""), [])
     lone_surrogate = {"type": "function", "function": {"name": "\ud800"}}
-
     async with served(sampler) as client:
         assert (await client.post(messages=[user("Q")]))[0] == 400
     async with served(FakeSampler(QWEN, [])) as client:
@@ -337,7 +318,6 @@ async def test_a_turn_that_fills_the_conversation_ends_it() -> None:
 async def test_a_client_library_of_openai_is_served() -> None:
     openai = pytest.importorskip("openai", reason="comes with SGLang")
     sampler = FakeSampler(QWEN, [CALL, "3"])
-
     async with served(sampler) as client:
         api = openai.AsyncOpenAI(base_url=client.server.address, api_key=client.key)
         chat = [user("1+2?")]
@@ -351,7 +331,6 @@ async def test_a_client_library_of_openai_is_served() -> None:
         with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
             await ask(messages=chat, extra_headers={"Authorization": "Bearer no"})
         await api.close()
-
     require_as_sampled(client.conversation.to_trajectory(), sampler)
     assert len(client.texts()) == 1
     assert text.choices[0].delta.content == "3"
@@ -361,7 +340,6 @@ async def test_a_client_library_of_openai_is_served() -> None:
 
 async def test_a_stream_has_calls_and_usage() -> None:
     sampler = FakeSampler(QWEN, [CALL])
-
     async with served(sampler) as client:
         fields = {"stream": True, "stream_options": {"include_usage": True}, "tools": [TOOL]}
         body = {"model": "policy", "messages": [user("Q")], **fields}
@@ -369,7 +347,6 @@ async def test_a_stream_has_calls_and_usage() -> None:
         async with client.session.post(url, json=body, headers=client.headers) as response:
             assert response.content_type == "text/event-stream"
             *events, done, empty = (await response.text()).split("\n\n")
-
     first, end, usage = (json.loads(event.removeprefix("data: ")) for event in events)
     assert (done, empty) == ("data: [DONE]", "")
     assert first["choices"][0]["delta"]["tool_calls"][0]["function"]["name"] == "add"
@@ -421,9 +398,7 @@ def test_trained_tokens_of_chats_are_the_sampled_tokens(
 ) -> None:
     script = [text if len(text) % 2 else TOOL_CALL.replace("TEXT", text) for text in answers]
     sampler = FakeSampler(TOKENIZERS[family], script)
-
     trajectory = asyncio.run(_play(sampler, steps))
-
     if sampler.requests:
         require_as_sampled(trajectory, sampler)
     row = trajectory.to_sample()

@@ -73,9 +73,7 @@ def _run(config: AgentConfig, sampler: FakeSampler) -> tuple[list[Sample], Agent
 def test_every_response_is_a_conversation_of_its_own() -> None:
     script = ["[calculator(expression='6*7')]", "[calculator()]", "No.", "No.", "42", "42"]
     sampler = FakeSampler(STARTER, script)
-
     samples, rollout = _run(CONFIG, sampler)
-
     texts = [STARTER.decode(sample.token_ids) for sample in samples]
     assert texts[0] == "[calculator(expression='6*7')]<|end|>t:42<|end|>a:42<|end|>"
     assert "t:Error: calculator needs the argument 'expression'" in texts[1]
@@ -95,32 +93,16 @@ def test_one_at_a_time_gives_the_same_streams() -> None:
         sampler = FakeSampler(STARTER, ["No."] * 4)
         _run(replace(CONFIG, num_conversations=num_conversations), sampler)
         keys.append([request.key for request in sampler.requests])
-
     assert keys[0] == keys[1]
 
 
 def test_an_agent_of_a_user_holds_conversations() -> None:
     sampler = FakeSampler(STARTER, ["x"] * 12)
-
     samples, rollout = _run(replace(CONFIG, loop=f"{OWN}:AsksTwice"), sampler)
-
     assert STARTER.decode(samples[3].token_ids) == (
         "x<|end|>t:7<|end|>a:x<|end|>t:8<|end|>a:x<|end|>"
     )
     assert rollout.take_metrics()["agent/turns/mean"] == Mean(12, 4)
-
-
-def test_an_agent_reads_the_row_of_its_prompt() -> None:
-    sampler = FakeSampler(STARTER, ["x"] * 8)
-
-    samples, _ = _run(replace(CONFIG, loop=f"{OWN}:TellsTheAnswer"), sampler)
-
-    texts = [STARTER.decode(sample.token_ids) for sample in samples]
-    assert (
-        texts
-        == ["x<|end|>u:42 of é<|end|>a:x<|end|>"] * 2
-        + ["x<|end|>u:7 of (Message(role='user', content='Q'),)<|end|>a:x<|end|>"] * 2
-    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +121,6 @@ def test_a_class_that_is_no_agent_is_refused(spelled: str, message: str) -> None
 def test_the_chat_template_is_checked_before_the_run() -> None:
     qwen3 = build_tokenizer("qwen3")
     stops = (qwen3.eos_token_id,)
-
     with pytest.raises(AgentError, match=r"set agent\.history=keep"):
         require_usable_agent(CONFIG, qwen3, stop_token_ids=stops)
     require_usable_agent(replace(CONFIG, history="keep"), qwen3, stop_token_ids=stops)
@@ -176,7 +157,6 @@ def _sample_with(
 @pytest.mark.parametrize("kind", ["answers", "floods"])
 def test_the_last_turn_of_a_program_is_the_answer(kind: str) -> None:
     samples, metrics = _run_program(kind)
-
     assert [STARTER.decode(sample.context) for sample in samples[1:3]] == [
         "u:é 42<|end|>a:",
         "u:[{'role': 'user', 'content': 'Q'}] 7<|end|>a:",
@@ -200,7 +180,6 @@ def test_a_program_without_an_answer_is_counted(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         samples, metrics = _run_program(kind)
-
     assert message in caplog.text
     assert metrics["agent/ended_by_error_fraction"] == Mean(4, 4)
     assert all(sample.is_failed for sample in samples)
@@ -219,9 +198,7 @@ def test_a_program_gets_no_key_of_a_server(tmp_path: Path, monkeypatch: pytest.M
     config = replace(config, serving=replace(config.serving, models={"judge": judge}))
     rollout = build_agent_rollout(config, model)
     assert rollout is not None
-
     _sample_with(rollout)
-
     environments = [json.loads(path.read_text()) for path in tmp_path.glob("[0-9]*")]
     assert len(environments) == 4
     for environment in environments:
@@ -232,7 +209,6 @@ def test_a_program_gets_no_key_of_a_server(tmp_path: Path, monkeypatch: pytest.M
 
 def test_no_process_of_a_program_is_left(tmp_path: Path) -> None:
     _run_program("leaves_a_process", str(tmp_path))
-
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 4
     assert not any(map(process_name, pids))
@@ -245,28 +221,24 @@ def test_an_error_of_the_engine_ends_the_programs(tmp_path: Path) -> None:
 
     with pytest.raises(EngineError, match="the engine failed"):
         _run_program("leaves_a_process", str(tmp_path), sampler=Broken(STARTER, []))
-
     assert not any(process_name(int(path.name)) for path in tmp_path.iterdir())
 
 
 def test_a_program_that_hangs_is_killed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         _, metrics = _run_program("hangs", timeout_s=1.0)
-
     assert metrics["agent/ended_by_time_fraction"] == Mean(4, 4)
     assert "ran for too long: waiting" in caplog.text
 
 
 def test_a_program_that_asks_for_nonsense_does_not_end_the_run() -> None:
     _, metrics = _run_program("asks_for_nonsense")
-
     assert metrics["agent/refused_requests"] == Sum(4)
     assert metrics["agent/turns/mean"] == Mean(8, 4)
 
 
 def test_an_endless_program_meets_a_limit() -> None:
     _, metrics = _run_program("endless", max_turns=3)
-
     assert metrics["agent/ended_by_turns_fraction"] == Mean(4, 4)
     assert metrics["agent/ended_by_error_fraction"] == Mean(0, 4)
     assert metrics["agent/refused_requests"] == Sum(4)
@@ -296,10 +268,8 @@ def _held(loop: str, *script: str) -> RolloutBatch:
 def test_roles_messages_and_calls_of_a_conversation() -> None:
     call = "[calculator(expression='6*7'), f()]"
     rollouts = _held("tool_calls", call, *["No."] * 3, "42")
-
     said = messages_of(rollouts, 0, STARTER)
     (first, _), (second, at), _ = turns_of(rollouts, 0)
-
     assert [message["role"] for message in said] == ["assistant", "tool", "tool", "assistant"]
     assert [message["text"] for message in said][::3] == [call, "42"]
     assert said[1]["text"] == "42"
@@ -329,9 +299,7 @@ def test_history_that_was_rendered_anew_is_no_message() -> None:
         tool_seconds=0.0,
     )
     rollouts = assemble_rollouts(PROMPTS, [trajectory.to_sample()] * 2, policy_version=0)
-
     turns = [(turn.role, turn.num_tokens) for turn, _ in turns_of(rollouts, 1)]
-
     assert turns == [("assistant", 1), ("history", 3), ("assistant", 1)]
     said = messages_of(rollouts, 1, STARTER)
     assert said == [{"role": "assistant", "text": STARTER.decode([n])} for n in (65, 66)]
@@ -349,10 +317,8 @@ def test_a_sample_shows_calls_and_the_rewards_of_turns() -> None:
     rows = tuple(TokenizedRow(row, "p", torch.tensor([1])) for row in ROWS)
     failed_B1 = torch.zeros(len(rollouts), 1, dtype=torch.bool)
     scores = Scores(("r",), torch.ones(1), torch.zeros(len(rollouts), 1), failed_B1)
-
     taker = SampleTaker(STARTER, num_samples=2, split="train")
     first, second = taker.take(PromptStep(PROMPTS, rows), rollouts, scores)
-
     assert [(turn.role, turn.reward) for turn in first.turns] == [
         ("assistant", 0.25),
         ("tool", None),

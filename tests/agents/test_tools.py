@@ -66,7 +66,6 @@ def test_an_answer_holds_no_call(style: str, text: str) -> None:
 )
 def test_a_broken_call_is_explained(style: str, text: str, reason: str) -> None:
     (broken,) = PARSERS[style](text)
-
     assert isinstance(broken, BrokenCall)
     assert reason in broken.reason
     assert len(broken.reason) < 400
@@ -99,7 +98,6 @@ def _call(toolbox: Toolbox, name: str, **arguments: object) -> ToolResult:
 
 def test_a_schema_follows_from_hints_and_docstring() -> None:
     (tool,) = load_tools([f"{FILE}:double"])
-
     assert tool.schema == {
         "type": "function",
         "function": {
@@ -144,7 +142,6 @@ def test_tools_run_side_by_side_in_processes(toolbox: Toolbox) -> None:
         return await asyncio.gather(*map(toolbox.call, calls))
 
     results = asyncio.run(call_all())
-
     assert [result.text for result in results] == ["0", "2", "4", "6", "8"]
     assert not any(result.is_error for result in results)
 
@@ -176,7 +173,6 @@ def test_a_failure_is_told_to_the_model(
     toolbox: Toolbox, call: ToolCall | BrokenCall, text: str
 ) -> None:
     result = asyncio.run(toolbox.call(call))
-
     assert text in result.text
     assert result.is_error
     assert _call(toolbox, "double", number=4).text == "8"
@@ -184,7 +180,6 @@ def test_a_failure_is_told_to_the_model(
 
 def test_a_result_is_bounded_and_can_be_encoded(toolbox: Toolbox) -> None:
     flood = _call(toolbox, "misbehave", how="flood")
-
     assert "(999999800 characters left out)" in flood.text
     assert len(flood.text) < 250
     assert _call(toolbox, "misbehave", how="unencodable").text == "?é"
@@ -205,9 +200,7 @@ def test_a_tool_that_never_returns_is_given_up(call: ToolCall) -> None:
     tools = load_tools([f"{FILE}:{name}" for name in ("misbehave", "wait_for", "persist")])
     limits = ToolLimits(timeout_s=0.5, max_chars=100)
     toolbox = Toolbox(tools, limits=limits, num_processes=1)
-
     result = asyncio.run(toolbox.call(call))
-
     toolbox.close()
     assert result.is_error
     assert result.text.endswith("took longer than 0.5 s")
@@ -223,7 +216,6 @@ def test_the_calculator_computes(toolbox: Toolbox, expression: str, value: str) 
 
 def test_python_runs_in_the_sandbox() -> None:
     toolbox = Toolbox(load_tools(["python"]), limits=LIMITS, num_processes=1)
-
     assert _call(toolbox, "python", code="print(6 * 7)").text == "42\n"
     failed = _call(
         toolbox, "python", code="import socket; socket.create_connection(('1.1.1.1', 1))"

@@ -95,34 +95,6 @@ def test_a_rank_that_hangs_ends_the_run_at_its_deadline_by_name(tmp_path: Path) 
     assert find_ranks(os.getpid()) == []
 
 
-@pytest.mark.nightly  # by day run/test_supervise.py kills the parent of a driver
-@pytest.mark.shows("R7.6")
-def test_ranks_end_soon_after_their_driver_was_killed(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = [
-        *(sys.executable, "-m", "hybridrl.main"),
-        *small_overrides(folder, "trainer.num_steps=100000"),
-    ]
-    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    family: list[psutil.Process] = []
-    try:
-        wait_until(
-            lambda: (folder / "metrics.jsonl").is_file() and len(read_metrics(folder)) >= 2,
-            deadline_s=180,
-        )
-        ranks = find_ranks(driver.pid)
-        assert ranks
-        family = psutil.Process(driver.pid).children(recursive=True)
-        driver.kill()
-        wait_until(lambda: not any(rank.is_running() for rank in ranks), deadline_s=60)
-    finally:
-        driver.kill()
-        driver.wait()
-        for one in family:  # two of Ray's own processes stay for a minute, and do nothing
-            if one.is_running():
-                one.kill()
-
-
 _DEADLINE_S = 200.0
 
 

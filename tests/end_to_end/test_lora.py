@@ -174,7 +174,6 @@ def test_experts_train_sleep_resume_and_are_exported(tmp_path: Path) -> None:
         *(VARIED, "rollout.sleep=true", "checkpoint.every_num_steps=1", "eval.every_num_steps=0"),
         *("rollout.canary_every_steps=1", "rollout.canary_max_drift_nats=1e-3"),
     )
-
     train(run_folder, *still, "cluster.num_ranks_per_node=2", "trainer.num_steps=2")
     lines = train(run_folder, *still, "trainer.num_steps=3")
     assert [line["policy/updates"] for line in lines] == [1, 1, 1]

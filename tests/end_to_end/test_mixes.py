@@ -125,7 +125,6 @@ def test_open_prompts_continue_and_are_learned_from_once(tmp_path: Path) -> None
     assert steps[1]["rollout/staleness_steps/max"] == 0
     assert max(line.get("rollout/staleness_steps/max", 0) for line in steps.values()) >= 1
     assert sum(line.get("rollout/interrupted_tokens", 0) for line in steps.values()) > 0
-
     for step in range(4, NUM_STEPS + 1):  # as if it had died in step 4
         shutil.rmtree(folder / "checkpoints" / f"step-{step:09}")
     newest = CheckpointStore(folder / "checkpoints").newest()

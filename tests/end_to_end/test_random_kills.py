@@ -61,7 +61,6 @@ class KilledRun:
         assert status == 0, self._child.tail(60)
 
     def end(self) -> None:
-        """Kill what is left. Idempotent."""
         self._child.kill()
 
     def _start(self) -> Child:
@@ -132,7 +131,6 @@ class KilledRun:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process is there, and no zombie."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -71,7 +71,6 @@ def test_engines_beside_the_ranks_change_no_bit_of_a_run(undisturbed: Path, tmp_
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
-    """Folder of a run that loses two engines."""
     folder = tmp_path_factory.mktemp("killed") / "run"
     faults = f"serving.faults={{kills: {{kind: kill, {EACH_THIRD}}}}}"
     train(folder, *SIX_STEPS, faults)
@@ -195,7 +194,6 @@ def test_a_killed_rank_ends_the_run_by_name(
 
 
 def processes_of_the_run() -> list[str]:
-    """The ranks, the manager and own engines of this test."""
     titles = []
     for one in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

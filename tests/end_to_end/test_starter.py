@@ -64,7 +64,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def make(config: ExperimentConfig, cache: Path, record: Record | None = None) -> Path:
-    """Make the starter of a run in ``cache`` and return its folder."""
     return ensure_starter(config, cache=cache, record=cast(Any, record or Record()))
 
 

@@ -34,7 +34,6 @@ OWN_FILES = (
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
-    """The folder of a run of one rank."""
     folder = tmp_path_factory.mktemp("plain") / "run"
     run(small_config(folder), resolved_yaml="mode: train\n")
     return folder
@@ -136,9 +135,7 @@ def test_counters_follow_the_metrics(asleep: Path, events: list[Event]) -> None:
     assert values[0] == read_metrics(asleep)[0]["eval/reward/mean"]
 
 
-def test_samples_of_steps_and_evaluations_carry_the_log_probs_of_their_tokens(
-    asleep: Path,
-) -> None:
+def test_samples_of_steps_and_evaluations_carry_the_log_probs_of_their_tokens(asleep: Path) -> None:
     assert {s["step"] for s in samples_of(asleep, "train")} == {1, 2, 3}
     held_out = samples_of(asleep, "eval")
     assert {s["step"] for s in held_out} == {0, 2, 3}
@@ -256,10 +253,6 @@ def test_a_bad_row_is_named_before_a_worker_starts(
     assert "start workers" not in (tmp_path / "run" / "trace.json").read_text()
 
 
-def _spoil_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
-
-
 def _spoil_stop_tokens(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [256, 999]}')
 
@@ -270,18 +263,10 @@ def _spoil_types(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def _spoil_head(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
-    save_file(weights, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("mode", "spoil", "words"),
     [
-        ("train", _spoil_index, "weight_map is"),
         ("sft", _spoil_types, r"model\.norm\.weight is I8"),
-        ("train", _spoil_head, "contain another lm_head"),
         ("train", _spoil_stop_tokens, "eos_token_id=999 is not in the vocabulary of 512"),
     ],
 )

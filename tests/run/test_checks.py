@@ -163,14 +163,13 @@ def test_an_untested_version_of_a_package_that_the_run_needs_is_a_note(
     assert all(f"pip install '{package}" in note for note in notes)
 
 
-def test_a_folder_that_was_saved_whole_is_accepted(tmp_path: Path) -> None:
+def test_a_whole_folder_is_accepted_and_a_tensor_of_another_shape_named_with_both(
+    tmp_path: Path,
+) -> None:
     assert find_bad_weights(make_tiny_model(tmp_path / "dense")) == []
     for family in SPARSE:
         assert find_bad_weights(make_tiny_model(tmp_path / family, family)) == []
-
-
-def test_a_tensor_of_another_shape_is_named_with_both(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path)
+    folder = tmp_path / "dense"
     set_sizes(folder, intermediate_size=72)
     (error,) = find_bad_weights(folder)
     assert "mlp" in error.rule
@@ -211,20 +210,14 @@ def drawn(num_rows: int, *overrides: str) -> list[str]:
     return [str(rows.rows[index].row.prompt) for index in rows.sampler.draw(num_rows)]
 
 
-def test_a_mix_has_columns_and_weights_of_its_own() -> None:
+def test_rows_are_mixed_counted_and_ordered_by_difficulty() -> None:
     b = "b: {files: [b.jsonl], prompt_key: question, weight: 3}"
     prompts = drawn(1000, f"data.sources={{a: {{files: [a.jsonl]}}, {b}}}")
     assert sum(prompt.startswith("a") for prompt in prompts) == 250
-
-
-def test_progress_counts_the_rows() -> None:
     notes: list[str] = []
     config = config_of(*FILES, "data.train_files=[a.jsonl]")
     load_train_rows(config, TOKENIZER, on_progress=notes.append)
     assert notes == ["3 rows"]
-
-
-def test_a_curriculum_begins_with_easy_or_hard_rows() -> None:
     level = ("data.train_files=[a.jsonl]", "data.difficulty_key=level")
     assert drawn(4, *level, "data.curriculum=easy_first") == ["a2", "a1", "a0", "a2"]
     assert drawn(3, *level, "data.curriculum=hard_first") == ["a0", "a1", "a2"]

@@ -48,12 +48,17 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-def test_a_line_shows_the_mean_of_ten_steps_beside_the_last_one() -> None:
+def test_a_line_is_written_for_each_step_with_means_and_none_if_live_is_off() -> None:
     stream = io.StringIO()
     with open_live("lines", num_steps=20, stream=stream) as view:
         for step in range(1, 13):
             view.step(step, {"reward/mean": float(step), "policy/grad_norm": 2.0})
     assert "reward/mean 12 (mean of 10: 7.5)  policy/grad_norm 2\n" in stream.getvalue()
+    terminal = Terminal()
+    with open_live("off", num_steps=1, stream=terminal) as view:
+        view.phase("generate")
+        view.step(1, {"reward/mean": 1.0})
+    assert terminal.getvalue() == ""
 
 
 def test_the_step_shown_is_the_step_that_runs() -> None:
@@ -118,14 +123,6 @@ def test_a_terminal_gets_a_table_with_progress_phase_and_trends(
     assert "\x1b" in stream.getvalue()
     for text in ("step 3/3: update", "reward/mean", "0.75", "mean of 10", "0.5 ", "▁█", "12,345"):
         assert text in stream.getvalue()
-
-
-def test_off_is_silent() -> None:
-    stream = Terminal()
-    with open_live("off", num_steps=1, stream=stream) as view:
-        view.phase("generate")
-        view.step(1, {"reward/mean": 1.0})
-    assert stream.getvalue() == ""
 
 
 def test_a_view_ends_with_an_error_of_the_run() -> None:

@@ -77,11 +77,7 @@ def test_a_run_starts_without_heavy_imports(module: str, heavy: set[str]) -> Non
 
 @pytest.mark.shows("R3.5")
 @pytest.mark.parametrize(
-    "death",
-    [
-        pytest.param("os._exit(1)", marks=pytest.mark.nightly),
-        "os.kill(os.getpid(), 9)",
-    ],
+    "death", [pytest.param("os._exit(1)", marks=pytest.mark.nightly), "os.kill(os.getpid(), 9)"]
 )
 def test_a_driver_that_dies_is_named_kept_and_started_again(tmp_path: Path, death: str) -> None:
     done = _run(tmp_path, f"print(has_begun, flush=True)\nif not has_begun:\n    {death}")
@@ -254,10 +250,7 @@ def test_lost_workers_restart_and_survived_errors_are_explained(
 
     with nullcontext() if error is None else pytest.raises(error):
         with_restarts(
-            attempt,
-            explain=explained.append,
-            newest_step=lambda: step,
-            max_in_a_row=max_in_a_row,
+            attempt, explain=explained.append, newest_step=lambda: step, max_in_a_row=max_in_a_row
         )
     assert len(remaining) == num_left
     assert len(explained) == len(outcomes) - num_left - 1
@@ -379,9 +372,7 @@ def test_reports_of_all_groups_stay_on_an_error() -> None:
         assert reports_on(another) == RANKS
 
 
-def test_each_error_is_explained_with_its_own_ranks(
-    tmp_path: Path,
-) -> None:
+def test_each_error_is_explained_with_its_own_ranks(tmp_path: Path) -> None:
     with open_record(small_config(tmp_path / "run"), resolved_yaml="") as record:
         record.begin_step(1)
         record.phase("generate")
@@ -441,9 +432,6 @@ def test_a_start_that_somebody_stops_leaves_no_post_mortem(tmp_path: Path) -> No
 def test_a_refusal_that_says_it_all_leaves_no_post_mortem(tmp_path: Path) -> None:
     refusal = ConfigError("a.b", 1, rule="must be 2", fix="set a.b=2")
     assert not is_crash(refusal)
-    with (
-        pytest.raises(ConfigError),
-        open_record(small_config(tmp_path / "run"), resolved_yaml=""),
-    ):
+    with pytest.raises(ConfigError), open_record(small_config(tmp_path / "run"), resolved_yaml=""):
         raise refusal
     assert not (tmp_path / "run" / "postmortem").exists()

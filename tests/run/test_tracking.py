@@ -357,10 +357,7 @@ def test_what_came_after_a_checkpoint_is_taken_back_from_lines_and_curves(tmp_pa
     ],
 )
 def test_lines_that_are_lost_are_named_and_no_line_is_glued_to_another(
-    tmp_path: Path,
-    spoil: Callable[[bytes], bytes],
-    num_left: int,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, spoil: Callable[[bytes], bytes], num_left: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_log(tmp_path / "run", trackers=()) as run:
         for step in (1, 2, 3):

@@ -63,7 +63,6 @@ class Pool(EnginePool):
 
 
 def weights_in(folder: Path, version: int) -> Path:
-    """Write the weights of a version into a folder."""
     folder.mkdir(exist_ok=True)
     weights = {name: torch.tensor(Policy.WHOLE.truth(name, version)) for name in WEIGHTS}
     save_file(weights, folder / "model.safetensors")
@@ -114,7 +113,6 @@ class RecordingHandle(EngineHandle):
         return not self._is_dead.is_set()
 
     def kill(self) -> None:
-        """End the process, as a loss of power does."""
         self._is_dead.set()
 
     def end(self) -> None:
@@ -139,7 +137,6 @@ MOST_TOKENS = 40
 
 
 def length_of(key: int) -> int:
-    """Tokens of the response with this key: a long tail."""
     return 1 + key % 5 if key % 7 else MOST_TOKENS - key % 3
 
 
@@ -273,17 +270,13 @@ def plan_of(*groups: tuple[WorkerType, int]) -> ModelPlan:
         for number, (kind, count) in enumerate(groups)
     }
     serving = ServingConfig(
-        num_devices_per_node=64,
-        colocated=False,
-        models={"policy": ServedModelConfig(groups=named)},
+        num_devices_per_node=64, colocated=False, models={"policy": ServedModelConfig(groups=named)}
     )
     (plan,) = lay_out(serving.placed_groups, num_devices_per_node=64, num_shared_per_node=0)
     return plan
 
 
 class ServerRig(Generic[H]):
-    """A server of engines of one kind; ``settings`` are those of its rollout."""
-
     def __init__(self, kind: type[H], plan: ModelPlan, **settings: Any) -> None:
         self.plan = plan
         self.journal = Journal()

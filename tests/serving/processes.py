@@ -1,5 +1,3 @@
-"""The processes of rollout engines that a test has started."""
-
 from __future__ import annotations
 
 import math

@@ -54,8 +54,6 @@ def prompts_at(indices: range) -> PromptBatch | None:
 
 
 class Rig(ServerRig[DecodingHandle]):
-    """Two engines, and all that samples ahead with them."""
-
     def __init__(
         self,
         *,

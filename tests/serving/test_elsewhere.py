@@ -524,7 +524,7 @@ def test_it_stops_when_attached_and_serves_when_left(folder: Path) -> None:
                 assert server.info["weight_version"] == own.version_name(3)
             own.end()
             assert server.controlled[len(ATTACHED) :] == [
-                *("/update_weight_version", "/update_weight_version", "/continue_generation"),
+                *("/update_weight_version", "/update_weight_version", "/continue_generation")
             ]
             assert not server.is_paused
 

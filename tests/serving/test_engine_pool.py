@@ -48,7 +48,6 @@ class OpenEngine(EngineHandle):
 
     @property
     def contexts(self) -> list[int]:
-        """The first token of each."""
         return [context[0] for context, _, _ in self.asked]
 
     def probe(self) -> Future[object]:
@@ -57,7 +56,6 @@ class OpenEngine(EngineHandle):
     def end(self) -> None: ...
 
     def answer(self, *, version: int = 3) -> None:
-        """Answer the oldest open request."""
         size, future = self.open.pop(0)
         future.set_result([sample(version)] * size)
 
@@ -83,7 +81,6 @@ pool_of = partial(Pool, vocab_size=10, version=3)
 
 
 async def settle() -> None:
-    """Let all tasks do what they can."""
     for _ in range(20):
         await asyncio.sleep(0)
 

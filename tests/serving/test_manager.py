@@ -59,7 +59,6 @@ def expected(folder: Path) -> Sequence[Sample]:
 
 
 def changed_model(model: Path, folder: Path) -> Path:
-    """The same model with other weights."""
     folder.mkdir()
     (folder / "config.json").write_bytes((model / "config.json").read_bytes())
     weights = load_file(model / "model.safetensors")
@@ -132,8 +131,6 @@ def with_tokenizer(folder: Path) -> Path:
 
 
 class RecordingLaunch:
-    """Launches recording engines of a model, and keeps them."""
-
     def __init__(self) -> None:
         self.launched: list[RecordingHandle] = []
 

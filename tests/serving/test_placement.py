@@ -29,13 +29,7 @@ from hybridrl.serving.launching import (
     look_at,
     place_engines,
 )
-from hybridrl.serving.plan import (
-    ModelPlan,
-    PlannedDevices,
-    lay_out,
-    plan_own_engines,
-    plan_servers,
-)
+from hybridrl.serving.plan import ModelPlan, PlannedDevices, lay_out, plan_own_engines, plan_servers
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.build import led_engines
 from hybridrl.workers.engine_settings import driver_variables

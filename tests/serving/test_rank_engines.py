@@ -79,7 +79,6 @@ def recovery_of(*, num_own: int = 0, health_timeout_s: float = 60.0) -> Recovery
 
 
 def new_pool() -> EnginePool:
-    """A pool without engines of the manager's own."""
     return Pool(num_slots=4, vocab_size=VOCAB_SIZE)
 
 
@@ -145,17 +144,12 @@ def test_an_engine_of_other_weights_ends_the_phase_and_is_not_taken_for_lost(
     monkeypatch.setattr(engine, "run", run)
     pool = new_pool()
     lent.lend([listener.open()])
-    with (
-        lent.filling(pool),
-        pytest.raises(DriftError, match="by weights of version 7"),
-    ):
+    with lent.filling(pool), pytest.raises(DriftError, match="by weights of version 7"):
         sample(pool)
     assert lent.lost() == ()
 
 
 class RefusingSampler(Sampler):
-    """Refuses each request with one error."""
-
     max_context_tokens = 32
 
     def __init__(self, error: Exception) -> None:

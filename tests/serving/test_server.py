@@ -29,8 +29,6 @@ from tests.workers.sharding.watched import CALLS
 
 
 class Rig(ServerRig[RecordingHandle]):
-    """A server of recording engines, and the stages that it goes through."""
-
     def __init__(self, plan: ModelPlan, **settings: Any) -> None:
         super().__init__(RecordingHandle, plan, **settings)
         self.silent: set[int] = set()
@@ -337,9 +335,8 @@ class RandomFaults(RuleBasedStateMachine):
 
     @initialize(
         groups=st.lists(
-            st.tuples(st.sampled_from(["regular", "placeholder"]), st.integers(1, 3)),
-            max_size=3,
-        ),
+            st.tuples(st.sampled_from(["regular", "placeholder"]), st.integers(1, 3)), max_size=3
+        )
     )
     def boot(self, groups: list[tuple[WorkerType, int]]) -> None:
         self.version = 0

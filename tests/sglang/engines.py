@@ -43,7 +43,6 @@ def server_of(engine: SGLangEngine) -> StartedServer:
 
 
 def schedulers_of(engine: SGLangEngine) -> list[psutil.Process]:
-    """The processes that compute; the server's own one only answers HTTP."""
     children = psutil.Process(server_of(engine).process.pid).children(recursive=True)
     return [child for child in children if "scheduler" in child.name()]
 
@@ -95,7 +94,6 @@ def stranger_asks(engine: SGLangEngine, *, num_requests: int) -> list[Body]:
 
 
 def wait_until_running(engine: SGLangEngine, call: Future[Any]) -> None:
-    """Return once a request of a call has been given its place on the server, or it has ended."""
     while not call.done():
         state = server_of(engine).client.call("/v1/loads", timeout_s=10.0, method="GET")
         if any(load["num_running_reqs"] for load in state["loads"]):
@@ -130,7 +128,6 @@ def sglang_config(**changes: object) -> RolloutConfig:
 
 
 def server_spec(folder: Path, **changes: object) -> ServingSpec:
-    """What a server of the tests serves; ``changes`` are keys of the rollout section."""
     return ServingSpec(
         model_folder=folder,
         rollout=sglang_config(**changes),
@@ -174,7 +171,6 @@ class MortalEngine(SGLangEngine):
 def running_engine(
     spec: ServingSpec, *, variables: Mapping[str, str] | None = None
 ) -> Iterator[MortalEngine]:
-    """An engine as it boots; its server is gone afterwards."""
     engine = MortalEngine(spec, variables=variables or {})
     try:
         yield engine
@@ -187,7 +183,6 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def send(engine: SGLangEngine, bucket: Bucket) -> None:
-    """Load one bucket."""
     staged = engine.stage(bucket)
     try:
         engine.load(staged, [staged.make_handle()])
@@ -216,7 +211,6 @@ def make_ready(engine: SGLangEngine, folder: Path) -> None:
 
 
 def greedy_of_hugging_face(folder: Path, prompts: PromptBatch, *, num_tokens: int) -> list[Sample]:
-    """Continue each prompt by itself with transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     responses = []
     for prompt in prompts.token_ids_PL.unbind():
@@ -248,7 +242,7 @@ def recorded_engine(
     monkeypatch: pytest.MonkeyPatch,
     changes: Mapping[str, object] | None = None,
 ) -> Iterator[MortalEngine]:
-    """An engine on a recorded server, which writes down what it gets; ``changes`` of its answers."""
+    """An engine on a recorded server, which writes down what it gets."""
     monkeypatch.setattr("hybridrl.workers.rollout.sglang.server._CHILD", recorded_server.MODULE)
     monkeypatch.setenv("RECORDED_CALLS", str(calls))
     monkeypatch.setenv("RECORDED_CHANGES", json.dumps(changes or {}))

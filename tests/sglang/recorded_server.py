@@ -22,22 +22,17 @@ ANSWERS = Path(__file__).parents[1] / "workers/rollout/sglang_answers/0.5.21.jso
 
 
 def calls_in(file: Path) -> list[tuple[str, Any]]:
-    """The control calls that a server has got: path and body."""
     lines = file.read_text().splitlines() if file.exists() else []
     return [(call["path"], call["body"]) for call in map(json.loads, lines)]
 
 
 def serve(file: Path) -> None:
-    """Answer until the parent is gone."""
     end_with_parent()
     arguments = json.loads(file.read_text())
     recorded = json.loads(ANSWERS.read_text())
     changes = json.loads(os.environ.get("RECORDED_CHANGES", "{}"))
     delays = json.loads(os.environ.get("RECORDED_DELAYS", "{}"))
-    answers = {
-        "/server_info": recorded["server_info"] | arguments | changes,
-        "/health": {},
-    }
+    answers = {"/server_info": recorded["server_info"] | arguments | changes, "/health": {}}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -222,7 +222,6 @@ class FolderTrainer(RecordingTrainEngine):
 
 
 def schedulers() -> list[psutil.Process]:
-    """Those of the engines that the manager has."""
     found = []
     for one in engine_processes():
         for each in one.children(recursive=True):
@@ -334,9 +333,7 @@ def _serve_or_offer(rank: int, folders: list[Path]) -> list[str]:
 
 @pytest.mark.shows("3.10")
 @pytest.mark.nightly
-def test_two_ranks_feed_a_server_after_a_stream_that_broke_off(
-    tmp_path: Path,
-) -> None:
+def test_two_ranks_feed_a_server_after_a_stream_that_broke_off(tmp_path: Path) -> None:
     folders = [make_tiny_model(tmp_path / str(seed), seed=seed) for seed in range(2)]
     answers = run_ranks(2, _serve_or_offer, folders, deadline_s=220.0)
     assert answers == [["OSError: gathering failed"] * 2] * 2

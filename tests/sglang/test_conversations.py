@@ -104,7 +104,6 @@ def test_conversations_are_trained_as_the_server_sampled_them(
         return await asyncio.gather(*(hold_one(number, sampler, toolbox) for number in range(24)))
 
     trajectories = engine.run(program)
-
     assert {t.ended for t in trajectories} <= {"answer", "tokens"}
     assert sum(t.num_sampled_turns for t in trajectories) > 2 * len(trajectories)
     model = AutoModelForCausalLM.from_pretrained(served_model)

@@ -117,10 +117,7 @@ def test_a_real_server_that_differs_is_named(
         ({"key": "wrong"}, "it refuses the key (status 401)"),
         ({"key": key, "max_context_tokens": 99}, "max_req_input_len=98 tokens, must be at least"),
     ):
-        with (
-            pytest.raises(ExternalServersError) as refused,
-            judge_at(url, judge_folder, **changes),
-        ):
+        with pytest.raises(ExternalServersError) as refused, judge_at(url, judge_folder, **changes):
             pass
         assert line in str(refused.value)
         assert key not in str(refused.value)
@@ -206,7 +203,6 @@ def trained(folder: Path, policy: Path, url: str, *overrides: str) -> list[dict[
 
 
 def version_at(url: str, key: str) -> str:
-    """The name of the weights with which a server answers now."""
     answer = httpx.post(
         f"{url}/generate",
         json={"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 2}},
@@ -277,7 +273,6 @@ def test_a_run_goes_on_while_one_of_two_servers_is_away(
 
 
 def wait_for_lines(file: Path, count: int, has_ended: Callable[[], bool]) -> None:
-    """Return when a run has written so many lines of metrics, or has ended."""
     while not (file.exists() and len(file.read_text().splitlines()) >= count):
         if has_ended():
             return

@@ -56,7 +56,6 @@ def managed(engine: SGLangEngine, *, drain_timeout_s: float) -> ManagedEngine:
 
 
 def require_serving(engine: SGLangEngine) -> None:
-    """The engine answers as it did: the same tokens, twice."""
     found = [tokens_of(engine.run(single_turn(FEW, GREEDY))) for _ in range(2)]
     assert found[0] == found[1]
     assert all(len(tokens) == 6 for tokens in found[0])
@@ -64,9 +63,7 @@ def require_serving(engine: SGLangEngine) -> None:
 
 @pytest.mark.shows("2.9")
 @pytest.mark.timeout(200)
-def test_all_200_requests_under_drain_are_answered_or_reported(
-    engine: SGLangEngine,
-) -> None:
+def test_all_200_requests_under_drain_are_answered_or_reported(engine: SGLangEngine) -> None:
     for _ in range(2):
         impatient = managed(engine, drain_timeout_s=0.3)
         with generating(engine, PROMPTS, sampling_params(group=8, tokens=80)) as call:
@@ -81,7 +78,6 @@ def test_all_200_requests_under_drain_are_answered_or_reported(
         assert impatient.take_metrics()["memory/noop_releases"] == Sum(2)
         impatient.resume_cache()
         impatient.continue_generation()
-
         patient = managed(engine, drain_timeout_s=100.0)
         with generating(engine, PROMPTS, sampling_params(group=8, tokens=20)) as call:
             patient.pause()
@@ -93,9 +89,7 @@ def test_all_200_requests_under_drain_are_answered_or_reported(
 
 @pytest.mark.shows("1.19")
 @pytest.mark.timeout(150)
-def test_requests_that_a_stranger_cuts_off_are_asked_for_again(
-    engine: SGLangEngine,
-) -> None:
+def test_requests_that_a_stranger_cuts_off_are_asked_for_again(engine: SGLangEngine) -> None:
     for _ in range(2):
         with generating(engine, PROMPTS, sampling_params(group=8, tokens=40)) as call:
             server_of(engine).post("/abort_request", abort_all=True)
@@ -185,11 +179,7 @@ def device(engine: MortalEngine, served_model: Path) -> Iterator[Device]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield Device(
-            engine,
-            build_fsdp2(served_model),
-            config=sglang_config(),
-            prompts=FEW,
-            sampling=GREEDY,
+            engine, build_fsdp2(served_model), config=sglang_config(), prompts=FEW, sampling=GREEDY
         )
     finally:
         dist.destroy_process_group()
@@ -261,9 +251,7 @@ def stopped(engine: SGLangEngine) -> None:
 
 
 @pytest.mark.shows("3.6")
-def test_generate_is_refused_while_a_part_is_released(
-    engine: SGLangEngine,
-) -> None:
+def test_generate_is_refused_while_a_part_is_released(engine: SGLangEngine) -> None:
     before = tokens_of(engine.run(single_turn(FEW, GREEDY)))
     for part in [*MemoryTag] * NUM_CYCLES:
         stopped(engine)
@@ -283,9 +271,7 @@ def test_generate_is_refused_while_a_part_is_released(
 @pytest.mark.shows("3.7")
 @pytest.mark.nightly
 @pytest.mark.timeout(200)
-def test_only_released_parts_are_resumed(
-    served_model: Path,
-) -> None:
+def test_only_released_parts_are_resumed(served_model: Path) -> None:
     """The bug of a cycle that forgets what the one before did: the first cycle looks well."""
     with running_engine(server_spec(served_model)) as engine:
         make_ready(engine, served_model)
@@ -303,7 +289,6 @@ def test_only_released_parts_are_resumed(
 
 @contextmanager
 def stranger(engine: SGLangEngine, key: str) -> Iterator[ControlClient]:
-    """Somebody else on this machine who found the port."""
     server = server_of(engine)
     url = f"http://127.0.0.1:{server.info['port']}"
     client = ControlClient(url, name="it", require_alive=server.process.require_alive, key=key)

@@ -32,7 +32,6 @@ _CACHE = (MemoryTag.KV_CACHE.value, MemoryTag.CUDA_GRAPH.value)
 
 
 def greedy_of_the_embedded_engine(device: ServedDevice, folder: Path) -> list[Sample]:
-    """What the embedded engine samples with the trainer's weights and adapter."""
     lora = device.lora if device.lora.sends_adapters else None
     engine = HFRolloutEngine(
         folder, config=rollout_config(), max_context_tokens=64, device=CPU, lora=lora
@@ -140,14 +139,12 @@ def test_a_server_that_died_gets_base_and_adapter_first(
 
 @pytest.fixture
 def loaded(lora_engine: ForgetfulEngine, served_model: Path) -> ForgetfulEngine:
-    """With the base of ``served_model`` and no adapter."""
     sync(lora_engine, weights_of(served_model), version=0)
     return lora_engine
 
 
 @pytest.fixture(scope="module")
 def adapter(served_model: Path) -> dict[str, Tensor]:
-    """One that changes what is sampled."""
     trainer = build_lora(served_model)
     randomize(trainer)
     return adapter_of(trainer)

@@ -50,14 +50,12 @@ ARCHITECTURES = {
 
 
 def recipes_on_sglang() -> list[str]:
-    """Recipes whose rollout engine is a server on a GPU."""
     texts = {path.stem: path.read_text() for path in (ROOT / "recipes/gpu").glob("*.yaml")}
     on_gpus = {name for name, text in texts.items() if "override /cluster: one_gpu" in text}
     return sorted(name for name in on_gpus if "override /rollout: sglang" in texts[name])
 
 
 def model_of(recipe: str) -> str:
-    """The family of the model that a recipe names."""
     text = (ROOT / "recipes" / "gpu" / f"{recipe}.yaml").read_text()
     path = yaml.safe_load(text)["model"]["path"]
     sizes = {"Qwen2.5-0.5B-Instruct": "qwen2", "Qwen3-8B": "qwen3", "Qwen3-32B": "qwen3"}
@@ -81,7 +79,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, model: str, *overrides: str) -> ExperimentConfig:
-    """A configuration with one of the models in the place of its own."""
     return load_config(compose(["model=hf_folder", f"model.path={folder / model}", *overrides]))
 
 
@@ -169,7 +166,6 @@ REFUSED: dict[str, dict[str, ArgumentValue]] = {
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, dict[str, Any]]:
-    """What became of all in one process, which imports SGLang once."""
     base = config_of(folder, *_flat()["asleep"])
     configs = configs_of_recipes(folder)
     configs |= {name: _with_arguments(base, each) for name, each in REFUSED.items()}

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -15,9 +14,7 @@ import pytest
 
 from hybridrl.env import ROOT
 from tests.end_to_end.small import SMALL, VARIED, read_metrics
-from tests.serving.processes import wait_for_a_busy_process
 from tests.sglang.topologies import WITHOUT_MOONCAKE
-from tests.waiting import wait_until
 
 NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.33 -> 0.47 here
 TIMEOUT_S = 400  # 25 s of CPU for the server, 1 to 2 s a step
@@ -73,9 +70,7 @@ def test_two_servers_agree_with_the_trainer(tmp_path: Path, task: tuple[str, ...
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
-def test_a_short_run_on_sglang_agrees_with_its_trainer(
-    tmp_path: Path,
-) -> None:
+def test_a_short_run_on_sglang_agrees_with_its_trainer(tmp_path: Path) -> None:
     small = [override for override in SMALL if override.startswith("model.")]
     small += ["trainer.num_prompts_per_step=4", "eval.num_prompts=4"]
     run_on_sglang(tmp_path, *small, num_steps=3)
@@ -124,12 +119,10 @@ def run_command(
 
 
 def servers_started_in(folder: Path) -> list[str]:
-    """The processes of SGLang that came from a command in this folder; they name themselves."""
     return [process.info["name"] for process in processes_of(folder, "sglang::")]
 
 
 def processes_of(folder: Path, prefix: str) -> list[psutil.Process]:
-    """The processes with such a name that came from a command in this folder."""
     return [
         process
         for process in psutil.process_iter(["name", "cwd"])
@@ -152,17 +145,6 @@ def test_a_run_loses_no_sample_to_killed_servers(tmp_path: Path) -> None:
     replaced = sum(line["rollout/replaced_engines"] for line in lines)
     assert NUM_KILLS - 1 <= replaced <= NUM_KILLS  # the last may come after the end
     assert sum(line["rollout/repeated_requests"] for line in lines) >= NUM_KILLS
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(FAULTY_TIMEOUT_S + 20)
-def test_a_run_loses_no_sample_to_killed_managers(tmp_path: Path) -> None:
-    # Each new manager counts its phases anew. Its first is the step in which one was killed, or the
-    # step before, whose checkpoint was still being written: the next dies 3 or 2 steps later.
-    trained(tmp_path, fault_of("kill_manager", every_num_phases=EVERY_NUM_STEPS + 1))
-    log = (tmp_path / "run" / "log.txt").read_text()
-    most = (NUM_FAULTY_STEPS - 2) // (EVERY_NUM_STEPS - 1)
-    assert NUM_KILLS <= log.count("workers are started again") <= most
 
 
 @pytest.mark.nightly
@@ -270,37 +252,3 @@ def test_servers_of_ranks_agree_with_the_trainer(tmp_path: Path, recipe: str) ->
         tmp_path, f"recipes={recipe}", *SMALL_RUN, num_steps=3, timeout_s=2 * TIMEOUT_S
     )
     assert [line["rollout/repeated_requests"] for line in lines] == [0, 0, 0]
-
-
-@pytest.mark.timeout(2 * TIMEOUT_S + 20)
-@pytest.mark.nightly
-@pytest.mark.shows("4.12", "4.15")
-def test_a_killed_server_of_a_rank_restarts_after_the_phase(tmp_path: Path) -> None:
-    has_ended = threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        killing = thread.submit(kill_one_server, tmp_path, has_ended)
-        try:
-            lines = require_agreement(
-                tmp_path,
-                "recipes=cpu/colocated",
-                *SMALL_RUN,
-                num_steps=6,
-                timeout_s=2 * TIMEOUT_S,
-            )
-        finally:
-            has_ended.set()
-    killing.result()
-    assert sum(line["rollout/lost_engines"] for line in lines) == 1
-    assert sum(line["rollout/replaced_engines"] for line in lines) == 1
-
-
-def kill_one_server(folder: Path, has_ended: threading.Event) -> None:
-    """Kill a server while it samples: after the first step, when a scheduler computes again."""
-
-    def has_stepped() -> bool:
-        metrics = folder / "run" / "metrics.jsonl"
-        return has_ended.is_set() or (metrics.exists() and bool(read_metrics(folder / "run")))
-
-    wait_until(has_stepped, deadline_s=2 * TIMEOUT_S)
-    if not has_ended.is_set():
-        wait_for_a_busy_process(partial(processes_of, folder, "sglang::scheduler")).kill()

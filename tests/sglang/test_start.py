@@ -21,13 +21,7 @@ from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.process import free_port
-from tests.sglang.engines import (
-    recorded_engine,
-    server_of,
-    server_spec,
-    sync,
-    weights_of,
-)
+from tests.sglang.engines import recorded_engine, server_of, server_spec, sync, weights_of
 from tests.sglang.recorded_server import calls_in
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.lora_engines import LORA
@@ -45,7 +39,6 @@ def fail_to_start(folder: Path, **keys: object) -> None:
 
 @pytest.fixture
 def folder(served_model: Path, tmp_path: Path) -> Path:
-    """A copy of the model, to be spoilt."""
     return Path(shutil.copytree(served_model, tmp_path / "model"))
 
 
@@ -110,8 +103,6 @@ def calls(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(served_model: Path, calls: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts an engine on a recorded server."""
-
     def started(
         changes: dict[str, object] | None = None,
         *,
@@ -228,10 +219,7 @@ def test_a_proof_scrambles_what_the_files_brought_after_it_was_copied(
 
 @pytest.mark.parametrize("name", ["dtype", "context_length", "tp_size"])
 def test_a_server_that_changed_its_arguments_is_refused(start: Start, name: str) -> None:
-    with (
-        pytest.raises(EngineError, match=f"{name}='other' instead of"),
-        start({name: "other"}),
-    ):
+    with pytest.raises(EngineError, match=f"{name}='other' instead of"), start({name: "other"}):
         raise AssertionError("it may not start")
 
 

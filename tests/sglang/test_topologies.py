@@ -20,8 +20,6 @@ from hybridrl.env import ROOT, python_path
 from hybridrl.sampler import Sample
 from hybridrl.serving.launching import start_servers
 from tests.config.values import config_of
-from tests.end_to_end.small import SMALL as SMALL_RUN
-from tests.end_to_end.small import read_metrics
 from tests.serving.processes import servers_below
 from tests.sglang.test_run import run_command
 from tests.sglang.topologies import (
@@ -97,29 +95,6 @@ def test_a_pair_samples_as_one_engine(served_model: Path, tmp_path: Path) -> Non
         "serving.num_devices_per_node=2",
     )
     require_hugging_faces_answers(config, [served_model, make_tiny_model(tmp_path / "b", seed=5)])
-
-
-@WITHOUT_MOONCAKE
-@pytest.mark.timeout(300)
-def test_a_run_on_a_pair_agrees_with_its_trainer(tmp_path: Path) -> None:
-    small = [override for override in SMALL_RUN if override.startswith("model.")]
-    small += ["trainer.num_prompts_per_step=4", "trainer.num_steps=2", "eval.every_num_steps=0"]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "hybridrl.main", "recipes=cpu/prefill_decode"),
-            *(*small, "tracking.live=off", f"trainer.run_dir={tmp_path / 'run'}"),
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": python_path()},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = read_metrics(tmp_path / "run")
-    mismatch = "policy/sampler_mismatch_nats/max"  # of the first tokens, which prefill engines drew
-    assert len([line for line in lines if line.get(mismatch, 1.0) < 1e-3]) == 2
 
 
 ROW = 128

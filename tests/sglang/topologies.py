@@ -1,5 +1,3 @@
-"""What the tests of topologies share: groups, prompts, and Hugging Face's answers to them."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

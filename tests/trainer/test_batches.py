@@ -186,27 +186,9 @@ def test_each_prompt_that_stays_open_is_learned_from_once_by_its_engine_over_kil
     learn_over_kills(build, check, num_prompts=num_prompts, num_steps=num_steps, kills=kills)
 
 
-def ahead(source: PromptSource, *, num_open: int) -> AheadBatches:
-    engines = BackgroundEngines(Random(0), num_prompts=2)
-    return AheadBatches(
-        source=source, engines=engines, num_prompts=2, num_open=num_open, num_steps=4
-    )
-
-
-def test_as_many_prompts_are_drawn_as_steps_are_left() -> None:
-    source, drawn = source_of_prompts(2), []
-    batches = ahead(source, num_open=6)
-    for step in range(1, 5):
-        batches.begin(step)
-        batches(SAMPLING)
-        drawn.append(source.num_drawn)
-    assert drawn == [6, 8, 8, 8]
-    assert len(source.open) == 0
-
-
 def test_a_further_batch_of_a_step_draws_further_prompts() -> None:
-    source = source_of_prompts(2)
-    batches = ahead(source, num_open=4)
+    source, engines = source_of_prompts(2), BackgroundEngines(Random(0), num_prompts=2)
+    batches = AheadBatches(source=source, engines=engines, num_prompts=2, num_open=4, num_steps=4)
     batches.begin(1)
     batches(SAMPLING)
     batches(SAMPLING)
@@ -315,14 +297,6 @@ def test_groups_without_signal_are_replaced_by_further_prompts() -> None:
         "groups/learned": 3,
         "groups/surplus": 1,
     }
-
-
-def test_sampling_ends_after_the_last_round() -> None:
-    collected, policy, _ = collect(frozenset({4}), group_filter=DIFFERS, max_rounds=2)
-    assert len(policy.asked) == 2
-    assert prompts_of(collected.batch) == [0, 1, 4]  # as many as a step has
-    assert collected.is_kept_B.tolist() == [False] * 4 + [True] * 2
-    assert values(collected)["groups/learned"] == 1
 
 
 def test_rows_tokens_and_rewards_of_a_prompt_stay_together() -> None:

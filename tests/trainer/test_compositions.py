@@ -64,7 +64,6 @@ GROUP_OF = [n // GROUP_SIZE for n in range(len(REWARDS))]
 
 
 def table(seed: int, low: float, high: float) -> Rows:
-    """A number for each response token."""
     generator = torch.Generator().manual_seed(seed)
     draw = torch.rand(sum(LENGTHS), generator=generator) * (high - low) + low
     return [row.tolist() for row in draw.split(LENGTHS)]
@@ -169,8 +168,6 @@ class TablePolicy:
 
 @dataclass(frozen=True)
 class Done:
-    """A call that is over."""
-
     result: Any
 
     def get(self) -> Any:
@@ -195,8 +192,6 @@ class TableCritic:
 
 @dataclass(frozen=True)
 class TableReward:
-    """Rewards from a table."""
-
     rows: list[int]
     left_out: list[int]
 

@@ -116,33 +116,38 @@ def rewards_of(
     return rewards
 
 
-def text_of(conversation: list[int]) -> str:
-    text: str = build_starter_tokenizer().decode(conversation)
-    return text
-
-
-def test_text_follows_the_prompt_and_ends_without_a_template(tmp_path: Path) -> None:
-    config, ranks = reward_config(scorer_folder(tmp_path)), Ranks()
-    rewards_of(config, ranks, [row_of("3 1="), row_of("9=")], ["13", ""])
-    end = build_starter_tokenizer().eos_token
-    assert {text_of(row) for row in ranks.conversations} == {f"3 1=13{end}", f"9={end}"}
-
-
-def test_a_chat_is_rendered_by_the_template_of_the_reward_model(tmp_path: Path) -> None:
-    ranks = Ranks()
-    chat = (Message("system", "sort"), Message("user", "31"))
-    config = reward_config(scorer_folder(tmp_path, chat_template=CHAT))
-    rewards_of(config, ranks, [row_of("21"), row_of(chat)], ["12", ""])
-    texts = {"<user>21<assistant>12", "<system>sort<user>31<assistant>"}
-    assert {text_of(row) for row in ranks.conversations} == texts
-
-
-def test_padding_at_the_end_does_not_count(tmp_path: Path) -> None:
-    end = build_starter_tokenizer().eos_token_id
-    ranks = Ranks()
-    config = reward_config(scorer_folder(tmp_path, pad_token_id=end))
-    rewards_of(config, ranks, [row_of("1="), row_of("2=")], ["1", "2"])
-    assert {text_of(row) for row in ranks.conversations} == {"1=1", "2=2"}
+@pytest.mark.parametrize(
+    ("folder", "prompts", "responses", "texts"),
+    [
+        pytest.param(
+            *({}, ["3 1=", "9="], ["13", ""], {"3 1=13<|end|>", "9=<|end|>"}),
+            id="text follows the prompt and ends without a template",
+        ),
+        pytest.param(
+            {"chat_template": CHAT},
+            ["21", (Message("system", "sort"), Message("user", "31"))],
+            ["12", ""],
+            {"<user>21<assistant>12", "<system>sort<user>31<assistant>"},
+            id="a chat is rendered by the template of the reward model",
+        ),
+        pytest.param(
+            {"pad_token_id": build_starter_tokenizer().eos_token_id},
+            *(["1=", "2="], ["1", "2"], {"1=1", "2=2"}),
+            id="padding at the end does not count",
+        ),
+    ],
+)
+def test_a_reward_model_reads_prompt_and_response(
+    tmp_path: Path,
+    folder: dict[str, Any],
+    prompts: list[str | tuple[Message, ...]],
+    responses: list[str],
+    texts: set[str],
+) -> None:
+    config, ranks = reward_config(scorer_folder(tmp_path, **folder)), Ranks()
+    rewards_of(config, ranks, [row_of(prompt) for prompt in prompts], responses)
+    decode = build_starter_tokenizer().decode
+    assert {decode(row) for row in ranks.conversations} == texts
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 6])
@@ -249,7 +254,6 @@ def sample_of(text: str | None) -> Sample | str:
 
 
 def judged(folder: Path, *overrides: str, chat_template: str | None = None) -> ExperimentConfig:
-    """A run whose reward is a judge."""
     with_tokenizer(make_tiny_model(folder, vocab_size=260), chat_template)
     return config_of(
         f"serving.models={{p: {{groups: {{m: {{num_devices: 1}}}}}}, "
@@ -436,16 +440,12 @@ WORDS = st.sampled_from(["", "1", "12", "123", "raise", "die", "77"])
     reported=st.lists(st.tuples(st.integers(0, 8), st.none() | WORDS), max_size=12),
 )
 def test_scores_are_those_without_reports(
-    open_reward: Callable[..., TextReward],
-    texts: list[str],
-    reported: list[tuple[int, str | None]],
+    open_reward: Callable[..., TextReward], texts: list[str], reported: list[tuple[int, str | None]]
 ) -> None:
     """Reports may be missing, repeated, of other texts and of rows that do not exist."""
     reward = open_reward()
     reports = [(row, texts[row % 6] if text is None else text) for row, text in reported]
-
     early = _score(reward, texts, reports)
-
     assert _same(early, _score(replace(reward, early=None), texts, []))
 
 
@@ -465,7 +465,6 @@ def test_a_reported_row_is_scored_once_and_in_the_block(
             time.sleep(0.01)
         assert sorted(notes.read_text().split()) == ["401", "404"]
     reward(_rollouts(task, texts), task)
-
     assert sorted(notes.read_text().split()) == texts
 
 
@@ -473,7 +472,6 @@ def test_a_reported_row_is_scored_once_and_in_the_block(
 def test_errors_name_the_row_of_the_step(open_reward: Callable[..., TextReward]) -> None:
     reward = open_reward(on_error="stop")
     texts = ["1", "1", "1", "raise", "1", "1"]
-
     with pytest.raises(RewardError, match=r"response 3 'raise' to prompt '1='.*KeyError"):
         _score(reward, texts, [(3, "raise"), (0, "1")])
 
@@ -485,7 +483,6 @@ def test_a_function_that_sees_several_rows_sees_its_siblings(
     reward, texts = open_reward(SLICE), ["1", "2", "1", "1", "2", "2"]
     with reward.while_sampling(_task(), SAMPLING) as sampling:
         assert sampling.reporter is None
-
     assert _same(_score(reward, texts, []), _score(replace(reward, early=None), texts, []))
 
 
@@ -500,7 +497,6 @@ def test_reports_of_an_earlier_call_are_not_used(open_reward: Callable[..., Text
         _report(sampling.reporter, 0, texts[0])
     rows = [row for row in task.rows for _ in range(NUM_RESPONSES)]
     inputs = reward_inputs(_rollouts(task, texts), rows, TOKENIZER)
-
     assert reward.early is not None
     assert set(reward.early.take(inputs) or ()) == {0}
 
@@ -521,7 +517,6 @@ def test_a_lost_channel_costs_no_score(
         with reward.while_sampling(task, SAMPLING) as sampling:
             assert sampling.reporter is None
         again = reward(_rollouts(task, texts), task)
-
     assert "responses are scored after all are sampled" in caplog.text
     assert _same(lost, _score(replace(reward, early=None), texts, []))
     assert _same(again, lost)
@@ -542,5 +537,4 @@ def test_rows_that_wait_when_the_channel_is_lost_end_no_step(
                 time.sleep(0.01)
             early._lose("a test")
         lost = reward(_rollouts(task, texts), task)
-
     assert _same(lost, _score(replace(reward, early=None), texts, []))

@@ -15,13 +15,7 @@ from hybridrl.errors import ReplayError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.rollout_files import RolloutFiles
-from hybridrl.trainer.rollouts import (
-    Dump,
-    Origin,
-    ReplayedRollouts,
-    SampledRollouts,
-    head_and_tail,
-)
+from hybridrl.trainer.rollouts import Dump, Origin, ReplayedRollouts, SampledRollouts, head_and_tail
 from tests.trainer.rollouts import ScoredAfterwards, rollouts_of, scores_of
 
 SAMPLING = SamplingParams(num_responses_per_prompt=2, max_response_tokens=4, temperature=1.0)
@@ -136,11 +130,7 @@ def test_a_smaller_step_has_the_head_and_the_tail_of_the_recorded_one(
 )
 @pytest.mark.usefixtures("sampled")
 def test_rollouts_of_another_run_are_refused(
-    files: RolloutFiles,
-    task: PromptStep,
-    sampling: SamplingParams,
-    origin: Origin,
-    names: str,
+    files: RolloutFiles, task: PromptStep, sampling: SamplingParams, origin: Origin, names: str
 ) -> None:
     with pytest.raises(ReplayError, match="step-000000002-train-0.*" + names):
         _replay(files, origin=origin).generate(task.prompts, sampling)

@@ -135,9 +135,11 @@ def test_groups_count_the_tokens_and_rows_that_are_learned() -> None:
     assert batch.group_rows_B.tolist() == [2, 2, 1, 0]
 
 
-def test_a_correction_without_old_log_probs_is_refused() -> None:
+def test_corrections_and_charges_without_old_log_probs_are_refused() -> None:
     with pytest.raises(TrainingError, match=r"set algorithm\.old_logprobs=recompute"):
         batch_of(correction=Part.of(importance), logprobs=LogprobBatch(batch_size=[4]))
+    with pytest.raises(TrainingError, match=r"set algorithm\.old_logprobs=recompute"):
+        targets_of(Part.of(rewards_of_rows), kl=0.5)
 
 
 TWO_MASK_BL = jagged([torch.tensor([False, True, True]), torch.tensor([False, True])])
@@ -203,11 +205,6 @@ def test_a_reward_comes_at_the_end_and_values_are_subtracted() -> None:
     assert targets.returns_BL.values().tolist() == [0.0, 1.0, 1.0, 0.0, 0.5]
 
 
-def test_one_number_a_row_is_given_to_its_response_tokens() -> None:
-    advantages_BL = targets_of(Part.of(rewards_of_rows)).advantages_BL
-    assert advantages_BL.values().tolist() == [0.0, 1.0, 1.0, 0.0, 0.5]
-
-
 def test_kl_charge_falls_on_the_token_that_moved() -> None:
     targets = targets_of(Part.of(rewards_of_tokens), TWO_LOGPROBS, kl=0.5)
     # Half of (0, 1) and of -1, off a reward that comes with the last token.
@@ -245,11 +242,6 @@ def test_rewards_of_an_agent_stay_with_their_turns() -> None:
             agent_names=("own",),
         )
         assert targets.advantages_BL.values().tolist() == expected
-
-
-def test_a_charge_without_log_probs_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"set algorithm\.old_logprobs=recompute"):
-        targets_of(Part.of(rewards_of_rows), kl=0.5)
 
 
 @pytest.mark.parametrize(
@@ -338,10 +330,7 @@ def _sequences_of(batch: RolloutBatch | TrainBatch, row: int) -> list[list[int]]
 
 
 @cases(by_day=15, by_night=60)
-@given(
-    drawn=trajectories,
-    rewards=st.lists(st.floats(-1, 1, width=32), min_size=8, max_size=8),
-)
+@given(drawn=trajectories, rewards=st.lists(st.floats(-1, 1, width=32), min_size=8, max_size=8))
 def test_each_sampled_token_gets_the_advantage_of_its_response(
     drawn: list[Drawn], rewards: list[float]
 ) -> None:
@@ -400,8 +389,6 @@ def test_a_critic_learns_from_the_same_sequences() -> None:
     sample = _trajectory(1, [(2, []), (3, [(False, 2)])]).to_sample()
     rollouts = assemble_rollouts(PROMPTS[:1], [sample], policy_version=0)
     zeros_BL = torch.zeros_like(rollouts.sampler_logprobs_BL)
-
     batch = build_critic_batch(rollouts, zeros_BL, Targets(zeros_BL, zeros_BL, {}))
-
     assert batch.sequence_lengths_BQ is not None
     assert batch.sequence_lengths_BQ.values().tolist() == [5, 8]
