@@ -11,6 +11,8 @@ from tests.end_to_end import runs
 from tests.end_to_end.runs import train
 from tests.end_to_end.small import VARIED
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
 ALGORITHMS = sorted(file.stem for file in (ROOT / "hydra_configs/algorithm").glob("*.yaml"))
 # One for each part that a step may have: a critic, a critic by turns, a greedy baseline, a teacher,
 # groups sampled again, weights of the sampler, covariances, several rewards, a token baseline.
@@ -40,7 +42,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path
     return folder / "hf"
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     "name",
     [
@@ -56,7 +57,6 @@ def test_an_algorithm_takes_its_steps(name: str, tmp_path: Path, teacher: Path) 
     assert max(step["policy/grad_norm"] for step in steps) > 0
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_own_parts_are_loaded_by_path_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     own = [
@@ -87,7 +87,6 @@ def train_ppo(folder: Path, *overrides: str) -> list[dict[str, float]]:
     return runs.train(folder, *PPO, VARIED, *overrides)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_in_the_warm_up_the_critic_learns_alone_and_then_both_do(tmp_path: Path) -> None:
     metrics = train_ppo(
         tmp_path / "run",
@@ -110,7 +109,6 @@ def test_in_the_warm_up_the_critic_learns_alone_and_then_both_do(tmp_path: Path)
     assert 2 * distances[0] < distances[1]
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_critic_on_ranks_of_its_own_learns_what_a_fused_one_does(tmp_path: Path) -> None:
     fused = train_ppo(tmp_path / "fused")
     apart = train_ppo(tmp_path / "apart", "critic.num_ranks_per_node=2")
@@ -122,7 +120,6 @@ def test_a_critic_on_ranks_of_its_own_learns_what_a_fused_one_does(tmp_path: Pat
     assert apart[3]["critic/updates"] == fused[3]["critic/updates"] == 4
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.nightly
 def test_a_critic_that_leaves_the_device_with_the_policy_trains_what_one_that_stays_does(
     tmp_path: Path,
@@ -147,7 +144,6 @@ README = ROOT / "README.md"
 FILE = "mine.py"
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_run_takes_the_functions_of_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,9 @@ from tests.end_to_end.small import read_metrics, small_overrides
 from tests.end_to_end.two_machines import ADDRESSES, Machines, Started, can_be_made, two_machines
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.nightly
 
-@pytest.mark.nightly  # by day test_sweep.py has a job with such an address
+
 @pytest.mark.shows("R11.3")
 @pytest.mark.parametrize("way", ["", "ray://", "RAY_ADDRESS"])
 def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path, way: str) -> None:
@@ -38,7 +39,6 @@ def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path, way: s
     assert "cluster.ray_address=null" in done.stderr
 
 
-@pytest.mark.nightly
 def test_a_cluster_with_another_token_is_named(tmp_path: Path) -> None:
     with ray_head() as head:
         environment = {**head.environment, "RAY_AUTH_TOKEN": "0" * 32}
@@ -50,7 +50,6 @@ def test_a_cluster_with_another_token_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("R11.3")
-@pytest.mark.nightly
 def test_a_killed_head_ends_the_run_with_one_named_error(tmp_path: Path) -> None:
     with ray_head() as head:
         folder = tmp_path / "run"
@@ -114,7 +113,6 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path / "checkout"
 
 
-@pytest.mark.nightly
 def test_a_submitted_job_trains_on_the_cluster_it_was_submitted_to(
     head: RayHead, checkout: Path, tmp_path: Path
 ) -> None:
@@ -128,7 +126,6 @@ def test_a_submitted_job_trains_on_the_cluster_it_was_submitted_to(
     assert (folder / "hf" / "config.json").is_file()
 
 
-@pytest.mark.nightly
 def test_a_job_on_two_raylets_of_one_machine_uses_a_checkout_that_both_see(
     head: RayHead, checkout: Path, tmp_path: Path
 ) -> None:
@@ -141,7 +138,6 @@ def test_a_job_on_two_raylets_of_one_machine_uses_a_checkout_that_both_see(
     assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2, 3]
 
 
-@pytest.mark.nightly
 def test_a_job_that_fails_says_why_and_has_failed(
     head: RayHead, checkout: Path, tmp_path: Path
 ) -> None:
@@ -196,7 +192,6 @@ def start_run(machines: Machines, *overrides: str) -> tuple[Started, Started]:
     return head, worker
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(not can_be_made(), reason="may not make network namespaces")
 @pytest.mark.timeout(600)
 def test_the_scripts_train_across_two_machines(machines: Machines) -> None:
@@ -207,7 +202,6 @@ def test_the_scripts_train_across_two_machines(machines: Machines) -> None:
     assert worker.process.wait(timeout=120) is not None  # the head has ended: so does the worker
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(not can_be_made(), reason="may not make network namespaces")
 @pytest.mark.timeout(600)
 def test_a_machine_that_falls_silent_is_named(machines: Machines) -> None:
@@ -237,23 +231,16 @@ def run_script(folder: Path, subject: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.nightly
-def test_nodes_of_a_run_are_different_nodes_and_ranks_count_node_by_node(seen: Any) -> None:
+def test_nodes_of_a_run_are_different_nodes_whose_ranks_are_told_and_have_its_environment(
+    seen: Any,
+) -> None:
     # All three entries would have found room on the first node.
     assert seen["3 x 1"]["nodes"] == [0, 1, 2]
     assert seen["3 x 1"]["local_ranks"] == [0, 0, 0]
     assert seen["3 x 2"]["nodes"] == [0, 0, 1, 1, 2, 2]
     assert seen["3 x 2"]["local_ranks"] == [0, 1, 0, 1, 0, 1]
     assert seen["3 x 2"]["local_world_sizes"] == [2] * 6
-
-
-@pytest.mark.nightly
-def test_the_environment_of_a_run_reaches_ranks_on_every_node(seen: Any) -> None:
     assert seen["3 x 1"]["threads"] == ["3"]
-
-
-@pytest.mark.nightly
-def test_it_is_said_which_rank_is_where(seen: Any) -> None:
     first, _, second, _, third, _ = seen["3 x 2"]["node_ids"]
     assert seen["3 x 2"]["described"] == (
         f"ranks 0, 1 on HOST (node {first}); ranks 2, 3 on HOST (node {second}); "
@@ -261,7 +248,6 @@ def test_it_is_said_which_rank_is_where(seen: Any) -> None:
     )
 
 
-@pytest.mark.nightly
 @pytest.mark.shows("R11.2")
 @pytest.mark.parametrize(
     ("case", "words"),
@@ -277,7 +263,6 @@ def test_what_a_cluster_lacks_is_named(seen: Any, case: str, words: str) -> None
     assert "cluster.num_nodes" in seen[case]
 
 
-@pytest.mark.nightly
 @pytest.mark.shows("R11.1")
 def test_a_run_across_three_nodes_trains_what_three_ranks_of_one_node_train(trained: Any) -> None:
     assert "rank 0 on " in trained["across"]["log"]

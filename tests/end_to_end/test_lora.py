@@ -20,6 +20,8 @@ from tests.end_to_end.runs import train
 from tests.end_to_end.small import VARIED, small_config
 from tests.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
 LORA = ("lora=default", "lora.rank=4", "actor.optimizer.lr=1e-2")
 
 
@@ -39,7 +41,6 @@ def _check_exports(folder: Path) -> None:
     assert not torch.allclose(adapted, started_from, atol=1e-4)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("1.4", "1.8")
 @pytest.mark.parametrize(
     ("sync", "sleep", "num_ranks"),
@@ -78,7 +79,6 @@ def test_a_run_trains_an_adapter_and_leaves_it_alone_and_merged(
     assert sent == expected
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_run_goes_on_from_the_adapter_of_another(tmp_path: Path) -> None:
     tuning = ("mode=sft", "trainer.num_steps=4", "trainer.num_prompts_per_step=8")
     train(tmp_path / "one", *LORA, *tuning)
@@ -109,7 +109,6 @@ def made(
     return folder, request.param
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_checkpoint_of_two_ranks_becomes_the_folders_that_the_run_itself_wrote(
     made: tuple[Path, bool], tmp_path: Path
 ) -> None:
@@ -129,7 +128,6 @@ def test_a_checkpoint_of_two_ranks_becomes_the_folders_that_the_run_itself_wrote
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_the_command_names_the_folder_it_wrote_and_what_it_cannot_do(
     made: tuple[Path, bool],
     tmp_path: Path,
@@ -164,7 +162,6 @@ def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_experts_train_sleep_resume_and_are_exported(tmp_path: Path) -> None:
     folder, run_folder = tmp_path / "model", tmp_path / "run"
     make_tiny_model(folder, "qwen3_moe", vocab_size=258, num_layers=3, mlp_only_layers=[1])

@@ -18,6 +18,8 @@ from hybridrl.workers.build import build_train_engine
 from tests.end_to_end.runs import STAND_INS, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
 
 def _write_rows(folder: Path) -> None:
     for name, size in (("a", 6), ("b", 3)):
@@ -25,7 +27,6 @@ def _write_rows(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_mix_resumes_with_the_rows_of_an_unbroken_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +56,6 @@ def test_a_mix_resumes_with_the_rows_of_an_unbroken_run(
         train(tmp_path / "resumed", *mixed, *more)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_all_turns_of_conversations_are_learned(tmp_path: Path) -> None:
     turns = [("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "d")]
     messages = [{"role": role, "content": content} for role, content in turns]
@@ -114,7 +114,6 @@ def learned_once(folder: Path) -> list[str]:
     return sorted(prompts)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_open_prompts_continue_and_are_learned_from_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(folder, *OVERSAMPLED)
@@ -158,8 +157,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path
     return folder
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_sets_of_a_run_are_measured_before_during_and_after(trained: Path) -> None:
+def test_sets_are_measured_before_during_and_after_and_one_chooses_checkpoints(
+    trained: Path,
+) -> None:
     metrics = read_metrics(trained)
     assert len(metrics) == 4
     for line in metrics:
@@ -171,18 +171,13 @@ def test_sets_of_a_run_are_measured_before_during_and_after(trained: Path) -> No
         assert "eval/greedy/majority_at_1" in line
     samples = samples_of(trained)
     assert {sample.get("eval_set") for sample in samples} == {None, "sampled", "greedy"}
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_checkpoints_are_kept_by_the_metric_of_a_set(trained: Path) -> None:
-    scores = {line["step"]: line["eval/sampled/reward/mean"] for line in read_metrics(trained)[1:]}
+    scores = {line["step"]: line["eval/sampled/reward/mean"] for line in metrics[1:]}
     others = {step: score for step, score in scores.items() if step != 3}
     best = {min(scores, key=lambda step: scores[step])}
     kept = {int(p.name[-9:]) for p in (trained / "checkpoints").glob("step-*")}
     assert kept == {3} | best, others
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_checkpoint_is_evaluated_as_the_run_did(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "eval"
     config = small_config(
@@ -203,7 +198,6 @@ def test_a_checkpoint_is_evaluated_as_the_run_did(trained: Path, tmp_path: Path)
         run(config, resolved_yaml="")
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_megatron_ranks_evaluate_as_one_fsdp2_rank_does(trained: Path, tmp_path: Path) -> None:
     of_run = read_metrics(trained)[-1]
     checkpoint = ("mode=eval", f"eval.checkpoint={trained}", *SETS, VARIED)
@@ -212,7 +206,6 @@ def test_megatron_ranks_evaluate_as_one_fsdp2_rank_does(trained: Path, tmp_path:
         assert line[name] == pytest.approx(of_run[name])
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_checkpoint_of_megatron_ranks_is_evaluated(tmp_path: Path) -> None:
     learning = (VARIED, "actor.optimizer.lr=1e-2", "trainer.num_steps=1")
     *_, of_run = train(tmp_path / "run", *MEGATRON, *learning)
@@ -221,7 +214,6 @@ def test_a_checkpoint_of_megatron_ranks_is_evaluated(tmp_path: Path) -> None:
     assert line["eval/reward/mean"] == pytest.approx(of_run["eval/reward/mean"])
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_checkpoint_that_is_not_there_is_named(trained: Path, tmp_path: Path) -> None:
     step = trained / "checkpoints" / "step-000000077"
     config = small_config(tmp_path / "eval", "mode=eval", f"eval.checkpoint={step}")
@@ -229,7 +221,6 @@ def test_a_checkpoint_that_is_not_there_is_named(trained: Path, tmp_path: Path) 
         run(config, resolved_yaml="")
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_model_with_an_adapter_is_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,7 +238,6 @@ def test_a_model_with_an_adapter_is_evaluated(
     assert [line.split()[0] for line in lines] == ["set", "eval"] * 3
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_no_optimizer_is_built_for_an_evaluation(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run", "mode=eval", "algorithm.kl.placement=loss")
     assert config.model.starter is not None

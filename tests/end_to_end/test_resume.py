@@ -28,6 +28,8 @@ from hybridrl.errors import (
 from tests.end_to_end.runs import TIMED, assert_same_run, assert_same_weights, metrics_of, train
 from tests.end_to_end.small import VARIED, change_one_bit, read_metrics, small_config
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
 TWO_RANKS = (
     *("cluster.num_ranks_per_node=2", "rollout.sleep=true"),
     *("algorithm.num_minibatches=2", "algorithm.old_logprobs=recompute"),
@@ -55,7 +57,6 @@ def begun(made: Path, tmp_path: Path) -> Path:
     return shutil.copytree(made / "begun", tmp_path / "run")
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.1", "R6.1")
 def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(
     begun: Path, whole: Path, capsys: pytest.CaptureFixture[str]
@@ -75,7 +76,6 @@ def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(
         assert f"DIFFERENT: {name}, " in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R6.2")
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
@@ -85,7 +85,6 @@ def test_fifty_random_kills_in_a_row_end_bit_by_bit_or_with_a_named_error() -> N
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R3.1")
 def test_a_rank_that_is_killed_is_started_again_and_no_bit_is_different(tmp_path: Path) -> None:
     whole = _run(tmp_path / "whole", "trainer.num_steps=6", *TWO_RANKS)
@@ -100,7 +99,6 @@ def test_a_rank_that_is_killed_is_started_again_and_no_bit_is_different(tmp_path
     assert_same_run(folder, whole)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.2")
 def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_differ(
     begun: Path, whole: Path
@@ -114,7 +112,6 @@ def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_diffe
     assert ours == theirs  # no prompt lost or doubled
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.11")
 def test_a_finished_run_says_so_and_starts_nothing(
     begun: Path, capsys: pytest.CaptureFixture[str]
@@ -128,10 +125,11 @@ def test_a_finished_run_says_so_and_starts_nothing(
     assert (begun / "hf" / "config.json").is_file()
 
 
-@pytest.fixture(scope="module")
-def repeated(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of 5 steps, its last checkpoint torn and killed while it wrote, run to its end."""
-    folder = shutil.copytree(made / "whole", tmp_path_factory.mktemp("repeated") / "run")
+@pytest.mark.shows("R1.6", "R2.4")
+def test_a_torn_checkpoint_is_named_and_what_came_after_the_one_before_it_is_done_again(
+    whole: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(folder / "hf")  # it ended before its export, or nobody would look
     torn = folder / "checkpoints" / "step-000000005"
     shard = next(torn.glob("actor/*.safetensors"))
@@ -140,22 +138,10 @@ def repeated(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shard.write_bytes(data)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "reward/me')
-    return _run(folder, "trainer.num_steps=5")
-
-
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.shows("R2.4")
-def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
-    repeated: Path, whole: Path
-) -> None:
-    assert [line["step"] for line in read_metrics(repeated)] == [0, 1, 2, 3, 4, 5]
-    assert_same_run(repeated, whole)
-
-
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.shows("R1.6")
-def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(repeated: Path) -> None:
-    log = (repeated / "log.txt").read_text()
+    _run(folder, "trainer.num_steps=5")
+    assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2, 3, 4, 5]
+    assert_same_run(folder, whole)
+    log = (folder / "log.txt").read_text()
     assert "step-000000005 is corrupt: the bytes of actor/rank-00000" in log
     assert "going on from the checkpoint of step 4" in log
 
@@ -173,7 +159,6 @@ def accepted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _run(folder, *CHANGED, "checkpoint.accept_changes=true")
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.6")
 def test_other_settings_are_refused_key_by_key_unless_accepted(begun: Path, accepted: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weight_decay: 0.0 there, 0.5 here.*\n.*accept"):
@@ -182,7 +167,6 @@ def test_other_settings_are_refused_key_by_key_unless_accepted(begun: Path, acce
     assert "change that was accepted: actor.optimizer.weight_decay" in log
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.7")
 def test_other_rows_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
@@ -202,7 +186,6 @@ def loss(current_logprobs_T, advantages_T): return -advantages_T * current_logpr
 """
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.7")
 def test_changed_own_functions_and_teacher_are_refused(made: Path, tmp_path: Path) -> None:
     mine, teacher = tmp_path / "mine.py", shutil.copytree(made / "begun/hf", tmp_path / "teacher")
@@ -220,7 +203,6 @@ def test_changed_own_functions_and_teacher_are_refused(made: Path, tmp_path: Pat
     assert [name for name in names if f"{name}: " not in str(refused.value)] == []
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.5")
 def test_a_run_that_lost_lines_of_its_metrics_is_refused_unless_accepted(
     begun: Path, accepted: Path
@@ -235,7 +217,6 @@ def test_a_run_that_lost_lines_of_its_metrics_is_refused_unless_accepted(
     assert "change that was accepted: metrics.jsonl has" in (accepted / "log.txt").read_text()
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.8")
 def test_a_checkpoint_of_another_model_is_refused_by_tensor_names(begun: Path) -> None:
     other = ("trainer.num_steps=3", "model.starter.num_layers=2", "checkpoint.accept_changes=true")
@@ -243,7 +224,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor_names(begun: Path) -
         _run(begun, *other)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.11")
 def test_a_run_without_checkpoints_is_never_taken_up(begun: Path) -> None:
     shutil.rmtree(begun / "checkpoints")
@@ -253,7 +233,6 @@ def test_a_run_without_checkpoints_is_never_taken_up(begun: Path) -> None:
         _run(begun, "trainer.num_steps=2")
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.11")
 def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(begun: Path) -> None:
     shutil.rmtree(begun / "checkpoints")
@@ -274,7 +253,6 @@ def scored(responses):
 """
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R1.3")
 def test_an_error_in_the_step_after_a_save_leaves_its_checkpoint_complete(tmp_path: Path) -> None:
     folder, mine = tmp_path / "run", tmp_path / "mine.py"
@@ -288,7 +266,6 @@ def test_an_error_in_the_step_after_a_save_leaves_its_checkpoint_complete(tmp_pa
 Lines = list[dict[str, float]]
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("R2.1")
 @pytest.mark.parametrize(
     ("overrides", "is_meant"),
@@ -389,7 +366,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Pat
     return folder
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("4.19")
 def test_a_replay_is_bit_by_bit_the_recordedtrain(recorded: Path, tmp_path: Path) -> None:
     folder = tmp_path / "replay"
@@ -403,7 +379,6 @@ def test_a_replay_is_bit_by_bit_the_recordedtrain(recorded: Path, tmp_path: Path
     assert '"sync"' not in trace
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("4.20")
 def test_rates_of_a_step_count_devices_and_the_longest_response(recorded: Path) -> None:
     for line in read_metrics(recorded)[1:]:
@@ -416,7 +391,6 @@ def test_rates_of_a_step_count_devices_and_the_longest_response(recorded: Path) 
         assert line["throughput/longest_sampled_tokens_per_s"] == pytest.approx(longest / seconds)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("4.19")
 def test_a_smaller_step_learns_from_head_and_tail(recorded: Path, tmp_path: Path) -> None:
     folder = tmp_path / "small"
@@ -433,7 +407,6 @@ def test_a_smaller_step_learns_from_head_and_tail(recorded: Path, tmp_path: Path
     assert metrics["data/prompts"] % 8 == 0
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("4.19")
 @pytest.mark.parametrize(
     ("override", "told"),

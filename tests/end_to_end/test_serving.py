@@ -18,6 +18,8 @@ from tests.end_to_end.test_faults import find_ranks, run_into
 from tests.serving.processes import engine_processes
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
 SIX_STEPS = (
     *("serving=own", "trainer.num_steps=6", "eval.every_num_steps=0", "rollout.num_slots=4"),
     VARIED,
@@ -51,7 +53,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> 
     return folder
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_engines_beside_the_ranks_change_no_bit_of_a_run(undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(folder, *SIX_STEPS, "serving=none")
@@ -69,26 +70,17 @@ def test_engines_beside_the_ranks_change_no_bit_of_a_run(undisturbed: Path, tmp_
     assert [line["rollout/lost_engines"] for line in of_engines] == [0] * 6
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
-    folder = tmp_path_factory.mktemp("killed") / "run"
-    faults = f"serving.faults={{kills: {{kind: kill, {EACH_THIRD}}}}}"
-    train(folder, *SIX_STEPS, faults)
-    return folder
-
-
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("4.15")
-def test_a_run_whose_engines_are_killed_learns_the_same(undisturbed: Path, killed: Path) -> None:
+def test_a_run_whose_engines_are_killed_learns_the_same_and_tells_why(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    killed = tmp_path / "run"
+    train(killed, *SIX_STEPS, f"serving.faults={{kills: {{kind: kill, {EACH_THIRD}}}}}")
     require_equal(killed, undisturbed)
     assert [line["rollout/lost_engines"] for line in read_metrics(killed)] == [0, 0, 1, 0, 0, 1]
     assert total(killed, "rollout/repeated_requests") > 0
     assert 1 <= total(killed, "rollout/replaced_engines") <= 2  # the last may come after the end
     assert total(killed, "time/replace_engine_s") > 0
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_the_run_folder_tells_why_an_engine_was_lost(killed: Path) -> None:
     log = (killed / "servers" / "manager.txt").read_text()
     assert len(re.findall(r"an engine was lost: model=policy engine=\d reason=.*gone", log)) == 2
     assert re.search(r"an engine was replaced: model=policy engine=\d took_s=\d+\.\d", log)
@@ -103,7 +95,6 @@ def test_the_run_folder_tells_why_an_engine_was_lost(killed: Path) -> None:
     assert "an engine was lost: model=policy" in page
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["stop", "cut", "error", "tokens", "logprobs"])
 def test_a_run_whose_engines_hang_or_err_learns_the_same(
@@ -118,7 +109,6 @@ def test_a_run_whose_engines_hang_or_err_learns_the_same(
     wait_until(lambda: not engine_processes())
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_run_whose_manager_is_killed_learns_the_same(undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     faults = "serving.faults={it: {kind: kill_manager, every_num_phases: 4, within_requests: 4}}"
@@ -147,7 +137,6 @@ def require_good(lines: list[dict[str, float]], *, num_steps: int) -> None:
     assert [line["policy/version"] for line in lines] == list(range(1, num_steps + 1))
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("4.1", "4.15")
 def test_a_lost_engine_of_a_rank_is_back_in_the_next_phase(tmp_path: Path) -> None:
     lines = train(tmp_path / "run", *COLOCATED, faults("error", every=2))
@@ -158,7 +147,6 @@ def test_a_lost_engine_of_a_rank_is_back_in_the_next_phase(tmp_path: Path) -> No
     assert all(line["time/restart_s"] > 0 for line in lines[1::2])
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("4.3")
 def test_own_engines_serve_beside_those_of_the_ranks(tmp_path: Path) -> None:
     lines = train(tmp_path / "run", *MIXED)
@@ -167,7 +155,6 @@ def test_own_engines_serve_beside_those_of_the_ranks(tmp_path: Path) -> None:
     wait_until(lambda: not engine_processes())
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", [COLOCATED, MIXED], ids=["colocated", "mixed"])
 def test_a_killed_manager_starts_the_workers_again(recipe: tuple[str, ...], tmp_path: Path) -> None:
@@ -179,7 +166,6 @@ def test_a_killed_manager_starts_the_workers_again(recipe: tuple[str, ...], tmp_
     assert "workers are started again" in log
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.nightly
 @pytest.mark.shows("4.22")
 @pytest.mark.parametrize("phase", ["generate", "update"])
@@ -235,7 +221,6 @@ def require_bounded(folder: Path, max_staleness: int) -> None:
         )
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     ("max_staleness", "on_update"),
     [(2, "interrupt"), pytest.param(1, "finish", marks=pytest.mark.nightly)],
@@ -257,7 +242,6 @@ def test_a_run_samples_ahead_while_its_engines_are_killed(
     assert [line["step"] for line in lines if "eval/reward/mean" in line] == [4, 6]
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.nightly
 def test_open_responses_lose_their_tokens_to_new_weights(tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -273,7 +257,6 @@ def test_open_responses_lose_their_tokens_to_new_weights(tmp_path: Path) -> None
     assert all("rollout/aborted_tokens" in line for line in lines)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.nightly
 def test_a_rank_that_dies_while_engines_sample_leaves_no_process(tmp_path: Path) -> None:
     folder = tmp_path / "run"

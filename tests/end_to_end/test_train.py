@@ -89,8 +89,8 @@ def test_sleeping_engines_on_two_ranks_train_what_waking_ones_and_nearly_what_on
     assert one[1]["policy/grad_norm"] == pytest.approx(two[1]["policy/grad_norm"], rel=1e-4)
 
 
-def test_the_trace_has_every_phase_and_every_edge_of_the_life_cycle_on_every_rank(
-    events: list[Event],
+def test_the_trace_has_every_phase_and_edge_of_the_life_cycle_on_every_rank_and_the_metrics(
+    events: list[Event], asleep: Path
 ) -> None:
     names = names_of(events)
     assert names[1].startswith("driver on ")
@@ -106,6 +106,10 @@ def test_the_trace_has_every_phase_and_every_edge_of_the_life_cycle_on_every_ran
     for stage, bytes_name in (("sync", "synced_bytes"), ("release", "released_bytes")):
         assert max(e["args"].get(bytes_name, 0) for e in spans_of(events, stage)) > 1000
     assert all(e["args"]["host_bytes"] > 2**20 for e in spans_of(events, "update") if e["pid"] > 1)
+    counted = {e["name"] for e in events if e["ph"] == "C"}
+    assert counted >= {"host memory, MiB", "eval/reward/mean"}
+    values = [e["args"]["value"] for e in events if e["name"] == "eval/reward/mean"]
+    assert values[0] == read_metrics(asleep)[0]["eval/reward/mean"]
 
 
 @pytest.mark.parametrize(
@@ -126,13 +130,6 @@ def test_what_a_rank_does_in_a_call_lies_within_the_drivers_call(
         begin, end = span["ts"], span["ts"] + span["dur"]
         around = [e for e in driver if e["ts"] <= begin and end <= e["ts"] + e["dur"]]
         assert len(around) == 1
-
-
-def test_counters_follow_the_metrics(asleep: Path, events: list[Event]) -> None:
-    counted = {e["name"] for e in events if e["ph"] == "C"}
-    assert counted >= {"host memory, MiB", "eval/reward/mean"}
-    values = [e["args"]["value"] for e in events if e["name"] == "eval/reward/mean"]
-    assert values[0] == read_metrics(asleep)[0]["eval/reward/mean"]
 
 
 def test_samples_of_steps_and_evaluations_carry_the_log_probs_of_their_tokens(asleep: Path) -> None:

@@ -68,15 +68,10 @@ def changed_model(model: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return changed_model(model, tmp_path_factory.mktemp("changed") / "other")
-
-
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("4.1", "4.12", "4.15")
-def test_a_killed_engine_costs_no_sample_and_is_replaced(
-    servers: ManagerClient, model: Path
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_killed_engine_costs_no_sample_and_new_weights_are_sampled_with(
+    servers: ManagerClient, model: Path, tmp_path: Path
 ) -> None:
     assert servers.need_weights(version=0)
     servers.update(model, version=0)
@@ -96,12 +91,7 @@ def test_a_killed_engine_costs_no_sample_and_is_replaced(
     assert metrics["rollout/lost_engines"] == Sum(0)
     assert tokens_of(samples) == tokens_of(expected(model))
     assert len({process.pid for process in engine_processes()} - before) == 1
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_new_weights_are_sampled_with_and_versions_compared(
-    servers: ManagerClient, other: Path
-) -> None:
+    other = changed_model(model, tmp_path / "other")
     servers.update(other, version=7)
     samples, _ = servers.sample(PROMPTS, SAMPLING, version=7)
     assert tokens_of(samples) == tokens_of(expected(other))

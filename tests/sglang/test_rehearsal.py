@@ -34,18 +34,12 @@ from tests.planning.models import (
 
 ON_CUDA = "tests.sglang.on_cuda"
 MODELS = {
-    **{"qwen2": QWEN2_5_0_5B, "qwen3": QWEN3_8B, "qwen3_moe": QWEN3_30B_A3B},
-    "glm4_moe": GLM4_5_AIR,
-    "gpt_oss": GPT_OSS_20B,
-    "qwen3_5": QWEN3_5_9B,
-}
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen2": ("Qwen2ForCausalLM", QWEN2_5_0_5B),
+    "qwen3": ("Qwen3ForCausalLM", QWEN3_8B),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", QWEN3_30B_A3B),
+    "glm4_moe": ("Glm4MoeForCausalLM", GLM4_5_AIR),
+    "gpt_oss": ("GptOssForCausalLM", GPT_OSS_20B),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", QWEN3_5_9B),
 }
 
 
@@ -68,9 +62,9 @@ def model_of(recipe: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models of real sizes as far as their config.json, and a file of rows."""
     folder = tmp_path_factory.mktemp("models")
-    for name, values in MODELS.items():
+    for name, (architecture, values) in MODELS.items():
         (folder / name).mkdir()
-        whole = values | {"architectures": [ARCHITECTURES[name]], "dtype": "bfloat16"}
+        whole = values | {"architectures": [architecture], "dtype": "bfloat16"}
         (folder / name / "config.json").write_text(json.dumps(whole))
         (folder / name / "tokenizer.json").write_text("{}")
         save_file({}, folder / name / "model.safetensors")
