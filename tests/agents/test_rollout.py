@@ -6,6 +6,7 @@ import logging
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,22 +168,47 @@ def test_the_last_turn_of_a_program_is_the_answer(kind: str) -> None:
     assert metrics["agent/refused_requests"] == Sum(0)
 
 
+FAILED = {"ended_by_error_fraction": Mean(4, 4)}
+
+
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kind", "limits", "counted", "message"),
     [
-        ("dies", "ended with exit status 1; its last line: no more"),
-        ("is_killed", "was killed by SIGKILL"),
-        ("never_asks", "sampled nothing"),
+        ("dies", {}, FAILED, "ended with exit status 1; its last line: no more"),
+        ("is_killed", {}, FAILED, "was killed by SIGKILL"),
+        ("never_asks", {}, FAILED, "sampled nothing"),
+        (
+            *("hangs", {"timeout_s": 1.0}, {"ended_by_time_fraction": Mean(4, 4)}),
+            "ran for too long: waiting",
+        ),
+        (
+            *("asks_for_nonsense", {}),
+            {"refused_requests": Sum(4), "turns/mean": Mean(8, 4)},
+            "",
+        ),
+        (
+            *("endless", {"max_turns": 3}),
+            {
+                "ended_by_turns_fraction": Mean(4, 4),
+                "ended_by_error_fraction": Mean(0, 4),
+                "refused_requests": Sum(4),
+            },
+            "",
+        ),
     ],
 )
-def test_a_program_without_an_answer_is_counted(
-    kind: str, message: str, caplog: pytest.LogCaptureFixture
+def test_a_program_that_fails_or_meets_a_limit_is_counted_and_ends_no_run(
+    kind: str,
+    limits: dict[str, Any],
+    counted: Metrics,
+    message: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        samples, metrics = _run_program(kind)
+        samples, metrics = _run_program(kind, **limits)
     assert message in caplog.text
-    assert metrics["agent/ended_by_error_fraction"] == Mean(4, 4)
-    assert all(sample.is_failed for sample in samples)
+    assert {name: metrics[f"agent/{name}"] for name in counted} == counted
+    assert counted is not FAILED or all(sample.is_failed for sample in samples)
 
 
 def test_a_program_gets_no_key_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,26 +248,6 @@ def test_an_error_of_the_engine_ends_the_programs(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="the engine failed"):
         _run_program("leaves_a_process", str(tmp_path), sampler=Broken(STARTER, []))
     assert not any(process_name(int(path.name)) for path in tmp_path.iterdir())
-
-
-def test_a_program_that_hangs_is_killed(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        _, metrics = _run_program("hangs", timeout_s=1.0)
-    assert metrics["agent/ended_by_time_fraction"] == Mean(4, 4)
-    assert "ran for too long: waiting" in caplog.text
-
-
-def test_a_program_that_asks_for_nonsense_does_not_end_the_run() -> None:
-    _, metrics = _run_program("asks_for_nonsense")
-    assert metrics["agent/refused_requests"] == Sum(4)
-    assert metrics["agent/turns/mean"] == Mean(8, 4)
-
-
-def test_an_endless_program_meets_a_limit() -> None:
-    _, metrics = _run_program("endless", max_turns=3)
-    assert metrics["agent/ended_by_turns_fraction"] == Mean(4, 4)
-    assert metrics["agent/ended_by_error_fraction"] == Mean(0, 4)
-    assert metrics["agent/refused_requests"] == Sum(4)
 
 
 TEXT = st.text(st.characters())

@@ -13,32 +13,24 @@ from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, ToolResult, load_tools
 from hybridrl.errors import AgentError
 
-READ = [
-    ("hermes", 'I ask.\n<tool_call>\n{"name": "f", "arguments": {"a": [1, "é"]}}\n</tool_call>'),
+F, TWO = (ToolCall("f", {"a": [1, "é"]}),), (ToolCall("f", {}), ToolCall("g", {}))
+READ: list[tuple[str, str, tuple[ToolCall, ...]]] = [
+    ("hermes", 'I ask.\n<tool_call>\n{"name": "f", "arguments": {"a": [1, "é"]}}\n</tool_call>', F),
     ("hermes", '<think>a <tool_call></think><tool_call>{"name": "f", "arguments": "{\\"a\\": '
-     '[1, \\"é\\"]}"}</tool_call>'),
-    ("llama3_json", '{"name": "f", "parameters": {"a": [1, "é"]}}'),
-    ("llama3_json", ' <|python_tag|>{"name": "f", "parameters": {"a": [1, "é"]}}\n'),
-    ("pythonic", "[f(a=[1, 'é'])]"),
-    ("pythonic", "<|python_tag|>[ f( a = [1, 'é'] ) ]"),
+     '[1, \\"é\\"]}"}</tool_call>', F),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call> <tool_call>{"name": "g"}</tool_call>', TWO),
+    ("llama3_json", '{"name": "f", "parameters": {"a": [1, "é"]}}', F),
+    ("llama3_json", ' <|python_tag|>{"name": "f", "parameters": {"a": [1, "é"]}}\n', F),
+    ("llama3_json", '{"name": "f"}; {"name": "g", "parameters": {}}', TWO),
+    ("pythonic", "[f(a=[1, 'é'])]", F),
+    ("pythonic", "<|python_tag|>[ f( a = [1, 'é'] ) ]", F),
+    ("pythonic", "[f(), g()]", TWO),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("style", "text"), READ)
-def test_a_call_is_read(style: str, text: str) -> None:
-    assert PARSERS[style](text) == (ToolCall("f", {"a": [1, "é"]}),)
-
-
-@pytest.mark.parametrize(
-    ("style", "text"),
-    [
-        ("hermes", '<tool_call>{"name": "f"}</tool_call> <tool_call>{"name": "g"}</tool_call>'),
-        ("llama3_json", '{"name": "f"}; {"name": "g", "parameters": {}}'),
-        ("pythonic", "[f(), g()]"),
-    ],
-)
-def test_several_calls_are_read_in_order(style: str, text: str) -> None:
-    assert PARSERS[style](text) == (ToolCall("f", {}), ToolCall("g", {}))
+@pytest.mark.parametrize(("style", "text", "calls"), READ)
+def test_calls_are_read_in_order(style: str, text: str, calls: tuple[ToolCall, ...]) -> None:
+    assert PARSERS[style](text) == calls
 
 
 @pytest.mark.parametrize("style", sorted(PARSERS))
@@ -116,24 +108,22 @@ def test_a_schema_follows_from_hints_and_docstring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("names", "message"),
     [
-        (f"{FILE}:paint", "an argument colour of .*Colour.*, which JSON cannot hold"),
-        (f"{FILE}:sum_all", r"takes \*numbers; list its arguments by name"),
-        (f"{FILE}:undocumented", "has no schema: .* docstring"),
-        (f"{FILE}:nothing", "no function 'nothing'"),
-        ("calculater", "calculator"),
-        ("/no/such/file.py:f", "cannot be loaded: FileNotFoundError"),
+        ([f"{FILE}:paint"], "an argument colour of .*Colour.*, which JSON cannot hold"),
+        ([f"{FILE}:sum_all"], r"takes \*numbers; list its arguments by name"),
+        ([f"{FILE}:undocumented"], "has no schema: .* docstring"),
+        ([f"{FILE}:nothing"], "no function 'nothing'"),
+        (["calculater"], "calculator"),
+        (["/no/such/file.py:f"], "cannot be loaded: FileNotFoundError"),
+        ([f"{FILE}:double"] * 2, "two tools 'double'"),
     ],
 )
-def test_a_function_that_is_no_tool_is_refused(name: str, message: str) -> None:
+def test_a_function_that_is_no_tool_or_comes_twice_is_refused(
+    names: list[str], message: str
+) -> None:
     with pytest.raises(AgentError, match=message):
-        load_tools([name])
-
-
-def test_two_tools_of_a_name_are_refused() -> None:
-    with pytest.raises(AgentError, match="two tools 'double'"):
-        load_tools([f"{FILE}:double"] * 2)
+        load_tools(names)
 
 
 def test_tools_run_side_by_side_in_processes(toolbox: Toolbox) -> None:

@@ -18,6 +18,7 @@ from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, is_
 from hybridrl.run.record import RunFolder, open_record
 from hybridrl.run.train import train
 from tests.end_to_end.small import read_metrics, small_config, small_overrides
+from tests.serving.processes import processes_with
 from tests.waiting import wait_until
 
 PHASES = ("evaluate", "generate", "logprobs", "update", "export")
@@ -38,8 +39,7 @@ class Ambush(RunFolder):
 
 
 def find_ranks(driver: int) -> list[psutil.Process]:
-    family = psutil.Process(driver).children(recursive=True)
-    return [child for child in family if "ActorRolloutWorker" in " ".join(child.cmdline())]
+    return processes_with("ActorRolloutWorker", below=driver)
 
 
 def run_into(folder: Path, *overrides: str, at: str, number: int) -> BaseException:
@@ -130,7 +130,7 @@ def test_a_killed_worker_ends_the_run_by_name_and_leaves_no_process(tmp_path: Pa
     with _started(folder, *endless, "checkpoint.max_restarts=0") as process:
         wait_until(lambda: _num_steps(folder) >= 2, deadline_s=_DEADLINE_S, process=process)
         family = psutil.Process(process.pid).children(recursive=True)
-        ranks = [child for child in family if "ActorRolloutWorker" in " ".join(child.cmdline())]
+        ranks = find_ranks(process.pid)
         assert len(ranks) == 2
         ranks[1].kill()
         output, _ = process.communicate(timeout=_DEADLINE_S)

@@ -5,17 +5,15 @@ import os
 import re
 import signal
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hybridrl.errors import WorkerDiedError
 from tests.end_to_end.runs import assert_same_weights, prompts_in_order, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 from tests.end_to_end.test_faults import find_ranks, run_into
-from tests.serving.processes import engine_processes
+from tests.serving.processes import engine_processes, processes_with
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -176,16 +174,8 @@ def test_a_killed_rank_ends_the_run_by_name(
     error = run_into(tmp_path / "run", *recipe, at=phase, number=signal.SIGKILL)
     assert isinstance(error, WorkerDiedError)
     assert "killed by signal 9" in str(error) or "without a word" in str(error)
-    wait_until(lambda: not processes_of_the_run())
-
-
-def processes_of_the_run() -> list[str]:
-    titles = []
-    for one in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            titles.append(" ".join(one.cmdline()))
-    names = ("ActorRolloutWorker", "RolloutManager", "RolloutProcess")
-    return [title for title in titles if any(name in title for name in names)]
+    of_the_run = ("ActorRolloutWorker", "RolloutManager", "RolloutProcess")
+    wait_until(lambda: not processes_with(*of_the_run))
 
 
 NUM_STEPS, NUM_PROMPTS = 6, 4

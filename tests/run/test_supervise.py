@@ -332,19 +332,19 @@ def test_crashes_of_the_same_second_do_not_overwrite_each_other(run_folder: Path
     assert len(folders) == 3
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_is_no_error(run_folder: Path) -> None:
-    (run_folder / "postmortem").write_text("a file is in the way")
-    outcome = _write(run_folder)
-    assert outcome.startswith("not written, ")
-    assert (run_folder / "postmortem").read_text() == "a file is in the way"
-
-
 @pytest.mark.shows("R7.5")
-def test_half_a_post_mortem_is_none(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_post_mortem_that_cannot_be_written_is_told_and_half_of_one_is_none(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "fsync", _full_disk)  # the disk of a test cannot be filled
     outcome = _write(run_folder)
     assert outcome == "not written, [Errno 28] No space left on device"
     assert list((run_folder / "postmortem").iterdir()) == []
+    (run_folder / "postmortem").rmdir()
+    (run_folder / "postmortem").write_text("a file is in the way")
+    outcome = _write(run_folder)
+    assert outcome.startswith("not written, ")
+    assert (run_folder / "postmortem").read_text() == "a file is in the way"
 
 
 def _full_disk(_: int) -> None:
@@ -416,7 +416,9 @@ def test_a_resumed_run_names_its_step_before_it_begins(tmp_path: Path) -> None:
     assert caught.value.__notes__[0].startswith("before step 3 of 3, start workers, ")
 
 
-def test_a_start_that_somebody_stops_leaves_no_post_mortem(tmp_path: Path) -> None:
+def test_a_stopped_start_or_a_refusal_that_says_it_all_leaves_no_post_mortem(
+    tmp_path: Path,
+) -> None:
     for name, has_begun in (("start", False), ("step", True)):
         with (
             pytest.raises(RunInterrupted),
@@ -427,9 +429,6 @@ def test_a_start_that_somebody_stops_leaves_no_post_mortem(tmp_path: Path) -> No
                 record.begin_step(1)
             raise RunInterrupted(signal.SIGINT)
         assert (tmp_path / name / "postmortem").exists() == has_begun
-
-
-def test_a_refusal_that_says_it_all_leaves_no_post_mortem(tmp_path: Path) -> None:
     refusal = ConfigError("a.b", 1, rule="must be 2", fix="set a.b=2")
     assert not is_crash(refusal)
     with pytest.raises(ConfigError), open_record(small_config(tmp_path / "run"), resolved_yaml=""):

@@ -530,7 +530,7 @@ def test_it_stops_when_attached_and_serves_when_left(folder: Path) -> None:
 
 
 @pytest.mark.shows("4.23")
-def test_versions_of_two_runs_are_never_equal(folder: Path) -> None:
+def test_versions_of_two_runs_are_never_equal_and_another_update_is_noticed(folder: Path) -> None:
     with taking() as server, attached(folder, server) as one, attached(folder, server) as two:
         assert one.version_name(1) != two.version_name(1)
         one.begin_update()
@@ -540,9 +540,6 @@ def test_versions_of_two_runs_are_never_equal(folder: Path) -> None:
         one.finish_update(1)
         with pytest.raises(DriftError, match=f"weight_version={one.version_name(1)}, must be"):
             two.begin_update()
-
-
-def test_a_server_updated_or_started_again_meanwhile_is_noticed(folder: Path) -> None:
     with taking() as server, attached(folder, server) as own:
         own.begin_update()
         own.begin_update()
@@ -551,15 +548,9 @@ def test_a_server_updated_or_started_again_meanwhile_is_noticed(folder: Path) ->
             own.finish_update(1)
 
 
-def test_a_folder_that_it_does_not_see_is_named(folder: Path) -> None:
-    with taking() as server, attached(folder, server) as own:
-        own.load_folder(Path("/here"), load_format="auto")
-        server.sees_folder = False
-        with pytest.raises(EngineError, match=r"the same folder \(/here\): point TMPDIR at"):
-            own.load_folder(Path("/here"), load_format="auto")
-
-
-def test_a_folder_of_weights_may_take_longer_than_a_stage(folder: Path) -> None:
+def test_a_folder_of_weights_may_take_longer_than_a_stage_and_one_not_seen_is_named(
+    folder: Path,
+) -> None:
     short = {"stage_timeout_s": 0.5, "start_timeout_s": 1.5}
     with taking() as server, attached(folder, server, **short) as own:
         server.load_s = 1.0
@@ -567,6 +558,10 @@ def test_a_folder_of_weights_may_take_longer_than_a_stage(folder: Path) -> None:
         server.load_s = 2.0
         with pytest.raises(DeadlineError, match=r"did not answer within 1\.5 s"):
             own.load_folder(folder, load_format="auto")
+    with taking() as server, attached(folder, server) as own:
+        server.sees_folder = False
+        with pytest.raises(EngineError, match=r"the same folder \(/here\): point TMPDIR at"):
+            own.load_folder(Path("/here"), load_format="auto")
 
 
 @pytest.mark.shows("4.14")

@@ -191,6 +191,12 @@ async def test_without_any_engine_left_the_reasons_are_named() -> None:
     for task in tasks:
         with pytest.raises(ServerDiedError, match="engine 0: out of memory"):
             await task
+    pool = pool_of(OpenEngine())
+    pool.suspend(0)
+    (task,) = await asked(pool, 5)
+    pool.give_up(0, "it could not load the weights")
+    with pytest.raises(ServerDiedError, match="engine 0: it could not load the weights"):
+        await task
 
 
 async def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> None:
@@ -331,15 +337,6 @@ async def test_an_engine_that_joins_twice_keeps_its_open_requests() -> None:
     assert drained.done()
     assert task.done()
     waiting.cancel()
-
-
-async def test_a_suspended_engine_that_is_given_up_is_named() -> None:
-    pool = pool_of(OpenEngine())
-    pool.suspend(0)
-    (task,) = await asked(pool, 5)
-    pool.give_up(0, "it could not load the weights")
-    with pytest.raises(ServerDiedError, match="engine 0: it could not load the weights"):
-        await task
 
 
 class Cutting(OpenEngine):

@@ -185,7 +185,7 @@ class Reservation:
 
 
 @pytest.mark.shows("4.12")
-def test_an_engine_whose_node_is_lost_for_good_names_it() -> None:
+def test_an_engine_is_built_on_its_nodes_and_names_one_that_is_lost_for_good() -> None:
     actor, lost = Actor(), Reservation(has_node=False)
     kept = Reservation(has_node=True)
     nodes = [ReservedNode(kept, "10.0.0.1", 4.5), ReservedNode(lost, "10.0.0.2", 4.5)]
@@ -193,10 +193,7 @@ def test_an_engine_whose_node_is_lost_for_good_names_it() -> None:
     with pytest.raises(ResourceError, match=r"node 10\.0\.0\.2 is lost.*start_timeout_s=4\.5 s"):
         built.result(60)
     assert lost.waited_s == [5]  # Ray counts full seconds
-
-
-def test_an_engine_on_a_node_is_built_when_its_process_says_so() -> None:
-    actor, kept = Actor(), Reservation(has_node=True)
+    actor = Actor()
     built = ProcessHandle(actor, nodes=[ReservedNode(kept, "10.0.0.1", 5.0)]).build()
     assert not built.done()
     actor.build.calls[-1].set_result(None)

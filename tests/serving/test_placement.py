@@ -281,15 +281,12 @@ def arguments_of(*overrides: str) -> Iterator[dict[str, object]]:
 
 
 @pytest.mark.shows("4.3")
-def test_an_engine_that_never_sleeps_saves_no_memory() -> None:
+def test_arguments_follow_from_sleep_and_from_the_kind_of_an_engine() -> None:
     cuda = ("cluster=one_gpu", "rollout=sglang", "rollout.dtype=bfloat16")
     mixed = groups(wide="num_devices: 2, devices_per_engine: 2", narrow="num_devices: 2")
     wide, narrow = arguments_of(*cuda, mixed, "serving.num_devices_per_node=4")
     assert (wide["tp_size"], narrow["tp_size"]) == (2, 1)
     assert wide["enable_memory_saver"] is narrow["enable_memory_saver"] is False
-
-
-def test_a_decode_engine_reserves_no_more_than_a_response() -> None:
     halves = groups(
         a="num_devices: 1, worker_type: prefill", b="num_devices: 1, worker_type: decode"
     )

@@ -180,10 +180,7 @@ async def test_answers_of_a_cut_engine_are_lost_until_it_is_dropped() -> None:
     assert pool.take_metrics()["rollout/repeated_requests"] == Sum(2)  # one from before the cut
 
 
-def test_faults_come_in_their_phases_at_drawn_requests() -> None:
+def test_faults_come_in_their_phases_at_drawn_requests_if_any_are_planned() -> None:
     rig = Rig("error", every_num_phases=3, within=5)
     assert [rig.sample() for _ in range(9)] == [0, 0, 1] * 3
-
-
-def test_without_faults_no_request_passes_through_the_plan() -> None:
     assert FaultPlan({}, seed=7).spoil(answer) is answer

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import string
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.serving.test_manager import with_tokenizer
 from tests.sglang.engines import greedy_of_hugging_face, server_of, server_spec
 from tests.sglang.test_run import run_command
 from tests.tiny_models import make_tiny_model
+from tests.waiting import wait_until
 from tests.workers.rollout.engines import make_prompts
 
 GREEDY = RequestParams(max_new_tokens=12, temperature=0.0)
@@ -261,7 +261,12 @@ def test_a_run_goes_on_while_one_of_two_servers_is_away(
             timeout_s=TIMEOUT_S,
         )
         metrics = tmp_path / "run" / "metrics.jsonl"
-        wait_for_lines(metrics, 3, training.done)
+        wait_until(
+            lambda: (
+                training.done() or (metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
+            ),
+            deadline_s=TIMEOUT_S,
+        )
         killed.close()
         lines = training.result()
         assert version_at(staying, KEY).endswith(f"-{NUM_STEPS - 1}")
@@ -270,10 +275,3 @@ def test_a_run_goes_on_while_one_of_two_servers_is_away(
     assert all(step["policy/sampler_mismatch_nats/max"] < 1e-3 for step in steps)
     assert [step["data/prompts"] for step in steps] == [4 * (n + 1) for n in range(NUM_STEPS)]
     assert sum(step["rollout/lost_engines"] for step in steps) == 1
-
-
-def wait_for_lines(file: Path, count: int, has_ended: Callable[[], bool]) -> None:
-    while not (file.exists() and len(file.read_text().splitlines()) >= count):
-        if has_ended():
-            return
-        threading.Event().wait(0.1)
