@@ -178,7 +178,9 @@ def test_sets_are_measured_before_during_and_after_and_one_chooses_checkpoints(
     assert kept == {3} | best, others
 
 
-def test_a_checkpoint_is_evaluated_as_the_run_did(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_evaluated_as_the_run_did_and_one_that_is_not_there_is_named(
+    trained: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "eval"
     config = small_config(
         folder, "mode=eval", f"eval.checkpoint={trained}", *SETS, VARIED, "eval.every_num_steps=0"
@@ -196,6 +198,10 @@ def test_a_checkpoint_is_evaluated_as_the_run_did(trained: Path, tmp_path: Path)
     assert not (folder / "exported").exists()
     with pytest.raises(RunFolderError, match="exists"):
         run(config, resolved_yaml="")
+    step = trained / "checkpoints" / "step-000000077"
+    config = small_config(tmp_path / "none", "mode=eval", f"eval.checkpoint={step}")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 77"):
+        run(config, resolved_yaml="")
 
 
 def test_megatron_ranks_evaluate_as_one_fsdp2_rank_does(trained: Path, tmp_path: Path) -> None:
@@ -212,13 +218,6 @@ def test_a_checkpoint_of_megatron_ranks_is_evaluated(tmp_path: Path) -> None:
     checkpoint = ("mode=eval", f"eval.checkpoint={tmp_path / 'run'}", VARIED)
     (line,) = train(tmp_path / "eval", *checkpoint)
     assert line["eval/reward/mean"] == pytest.approx(of_run["eval/reward/mean"])
-
-
-def test_a_checkpoint_that_is_not_there_is_named(trained: Path, tmp_path: Path) -> None:
-    step = trained / "checkpoints" / "step-000000077"
-    config = small_config(tmp_path / "eval", "mode=eval", f"eval.checkpoint={step}")
-    with pytest.raises(CheckpointError, match="no checkpoint of step 77"):
-        run(config, resolved_yaml="")
 
 
 def test_a_model_with_an_adapter_is_evaluated(

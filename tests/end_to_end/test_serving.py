@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from collections import Counter
@@ -12,7 +11,7 @@ import pytest
 from hybridrl.errors import WorkerDiedError
 from tests.end_to_end.runs import assert_same_weights, prompts_in_order, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
-from tests.end_to_end.test_faults import find_ranks, run_into
+from tests.end_to_end.test_faults import run_into
 from tests.serving.processes import engine_processes, processes_with
 from tests.waiting import wait_until
 
@@ -164,20 +163,6 @@ def test_a_killed_manager_starts_the_workers_again(recipe: tuple[str, ...], tmp_
     assert "workers are started again" in log
 
 
-@pytest.mark.nightly
-@pytest.mark.shows("4.22")
-@pytest.mark.parametrize("phase", ["generate", "update"])
-@pytest.mark.parametrize("recipe", [COLOCATED, MIXED], ids=["colocated", "mixed"])
-def test_a_killed_rank_ends_the_run_by_name(
-    recipe: tuple[str, ...], phase: str, tmp_path: Path
-) -> None:
-    error = run_into(tmp_path / "run", *recipe, at=phase, number=signal.SIGKILL)
-    assert isinstance(error, WorkerDiedError)
-    assert "killed by signal 9" in str(error) or "without a word" in str(error)
-    of_the_run = ("ActorRolloutWorker", "RolloutManager", "RolloutProcess")
-    wait_until(lambda: not processes_with(*of_the_run))
-
-
 NUM_STEPS, NUM_PROMPTS = 6, 4
 AHEAD = (
     *("serving=own", "rollout.num_slots=4", f"trainer.num_steps={NUM_STEPS}"),
@@ -248,12 +233,22 @@ def test_open_responses_lose_their_tokens_to_new_weights(tmp_path: Path) -> None
 
 
 @pytest.mark.nightly
-def test_a_rank_that_dies_while_engines_sample_leaves_no_process(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    keys = (*AHEAD, "trainer.max_staleness=2", "rollout.max_response_tokens=24")
-    error = run_into(folder, *keys, at="update", number=signal.SIGKILL)
+@pytest.mark.shows("4.22")
+@pytest.mark.parametrize(
+    ("recipe", "phase"),
+    [
+        *((COLOCATED, phase) for phase in ("generate", "update")),
+        *((MIXED, phase) for phase in ("generate", "update")),
+        ((*AHEAD, "trainer.max_staleness=2", "rollout.max_response_tokens=24"), "update"),
+    ],
+    ids=["colocated", "colocated-update", "mixed", "mixed-update", "ahead-update"],
+)
+def test_a_killed_rank_ends_the_run_by_name_and_leaves_no_process(
+    recipe: tuple[str, ...], phase: str, tmp_path: Path
+) -> None:
+    error = run_into(tmp_path / "run", *recipe, at=phase, number=signal.SIGKILL)
     assert isinstance(error, WorkerDiedError)
-    assert "update" in error.__notes__[-2]
-    assert steps_of(folder)[-1]["rollout/open_groups"] == 2 * NUM_PROMPTS
-    assert find_ranks(os.getpid()) == []
-    wait_until(lambda: not engine_processes())
+    assert "killed by signal 9" in str(error) or "without a word" in str(error)
+    assert phase in error.__notes__[-2]
+    of_the_run = ("ActorRolloutWorker", "RolloutManager", "RolloutProcess")
+    wait_until(lambda: not processes_with(*of_the_run))

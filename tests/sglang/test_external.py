@@ -95,8 +95,8 @@ def test_a_judge_elsewhere_answers_as_hugging_face(
     assert server_of(engine).info["status"] == "ready"
 
 
-@pytest.mark.shows("4.24")
-def test_weights_of_real_servers_are_compared_on_demand(
+@pytest.mark.shows("4.23", "4.24")
+def test_weights_of_real_servers_are_compared_and_one_that_differs_is_named(
     engine: SGLangEngine, url: str, judge_folder: Path
 ) -> None:
     urls = f"{url}, {url.replace('127.0.0.1', 'localhost')}"  # the same one twice
@@ -105,13 +105,6 @@ def test_weights_of_real_servers_are_compared_on_demand(
         sums = [each.checksums().result() for each in judge._handles.values()]
     assert sums[0] == sums[1]
     assert "rank 0: model.norm.weight" in sums[0]
-
-
-@pytest.mark.shows("4.23")
-def test_a_real_server_that_differs_is_named(
-    engine: SGLangEngine, url: str, judge_folder: Path
-) -> None:
-    key = server_of(engine).client.key
     for changes, line in (
         ({"key": ""}, "it requires a key: set serving.models.judge.key_variable"),
         ({"key": "wrong"}, "it refuses the key (status 401)"),

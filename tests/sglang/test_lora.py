@@ -13,7 +13,6 @@ from hybridrl.sampler import Sample
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import ProgramCall
-from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.sampling import Group, HttpSampler, ServedModel
 from hybridrl.workers.rollout.single_turn import single_turn
@@ -43,33 +42,27 @@ def greedy_of_the_embedded_engine(device: ServedDevice, folder: Path) -> list[Sa
     return engine.run(single_turn(PROMPTS, GREEDY))
 
 
-def assert_samples_as_the_trainer_for_three_cycles(device: ServedDevice, folder: Path) -> None:
+@pytest.mark.shows("1.4")
+@pytest.mark.parametrize(
+    ("sync", "way"),
+    [*(("adapter", way) for way in WAYS), ("merged", "awake"), ("merged", "backup")],
+)
+def test_samples_with_an_adapter_apart_or_merged_are_the_trainers_in_three_cycles(
+    request: pytest.FixtureRequest, served_model: Path, sync: str, way: str
+) -> None:
+    engine = request.getfixturevalue("lora_engine" if sync == "adapter" else "engine")
+    lora = LORA if sync == "adapter" else with_lora(sync="merged")
+    device = ServedDevice(engine, served_model, way, lora=lora)
     answers = []
     for version in range(3):
         assert device.mismatch_nats() < 1e-4
         greedy = device.sample(GREEDY)
         assert device.apart_nats(greedy, temperature=1.0) < 1e-4
-        assert tokens_of(greedy) == tokens_of(greedy_of_the_embedded_engine(device, folder))
+        assert tokens_of(greedy) == tokens_of(greedy_of_the_embedded_engine(device, served_model))
         assert device.engine.version == version
         answers.append(tokens_of(greedy))
         device.train()
     assert answers[0] != answers[1] != answers[2]
-
-
-@pytest.mark.shows("1.4")
-@pytest.mark.parametrize("way", WAYS)
-def test_adapter_samples_are_the_trainers_in_three_cycles(
-    lora_engine: ForgetfulEngine, served_model: Path, way: str
-) -> None:
-    device = ServedDevice(lora_engine, served_model, way)
-    assert_samples_as_the_trainer_for_three_cycles(device, served_model)
-
-
-@pytest.mark.shows("1.4")
-@pytest.mark.parametrize("way", ["awake", "backup"])
-def test_with_merged_weights_too(engine: SGLangEngine, served_model: Path, way: str) -> None:
-    device = ServedDevice(engine, served_model, way, lora=with_lora(sync="merged"))
-    assert_samples_as_the_trainer_for_three_cycles(device, served_model)
 
 
 @pytest.mark.shows("1.7", "1.8")

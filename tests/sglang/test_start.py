@@ -80,13 +80,12 @@ def test_a_server_that_is_not_up_in_time_is_named_with_the_key(served_model: Pat
         fail_to_start(served_model, start_timeout_s=1.0)
 
 
-def test_another_vocabulary_is_refused_before_a_start(folder: Path) -> None:
+def test_another_vocabulary_or_a_broken_file_of_weights_is_refused_before_a_start(
+    folder: Path,
+) -> None:
     change_config(folder, vocab_size=70)
     with pytest.raises(ModelError, match=r"has 64 rows, and config\.json says vocab_size=70"):
         fail_to_start(folder)
-
-
-def test_a_broken_file_of_weights_is_refused_before_a_start(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ModelError, match="safetensors"):

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hybridrl.batch import PromptBatch
-from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import OnUpdate
 from hybridrl.env import ROOT, python_path
 from hybridrl.sampler import Sample
@@ -37,8 +35,30 @@ from tests.workers.rollout.engines import make_prompts, sampling_params
 pytestmark = pytest.mark.nightly
 
 
-def require_hugging_faces_answers(config: ExperimentConfig, folders: Sequence[Path]) -> None:
-    """Start servers, and sample twice with the weights of each folder."""
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.shows("4.2", "4.7")
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param(
+            {"wide": "num_devices: 2, devices_per_engine: 2", "small": "num_devices: 1"},
+            id="an engine of two devices",
+        ),
+        pytest.param(
+            {
+                "first": "num_devices: 1, worker_type: prefill",
+                "second": "num_devices: 1, worker_type: decode",
+            },
+            id="a pair",
+            marks=WITHOUT_MOONCAKE,
+        ),
+    ],
+)
+def test_engines_of_several_devices_sample_as_one(
+    sections: dict[str, str], served_model: Path, tmp_path: Path
+) -> None:
+    config = config_of(*SMALL, groups(**sections), "serving.num_devices_per_node=3")
+    folders = [served_model, make_tiny_model(tmp_path / "b", seed=5)]
     with start_servers(config, folders[0], variables={}) as servers:
         for version, folder in enumerate(folders):
             servers.update(folder, version=version)
@@ -46,17 +66,6 @@ def require_hugging_faces_answers(config: ExperimentConfig, folders: Sequence[Pa
                 samples, _ = servers.sample(PROMPTS, GREEDY, version=version)
                 assert_as_hugging_face(samples, folder)
     wait_until(lambda: not servers_below())
-
-
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.shows("4.2")
-def test_an_engine_of_two_devices_samples_as_one(served_model: Path, tmp_path: Path) -> None:
-    config = config_of(
-        *SMALL,
-        groups(wide="num_devices: 2, devices_per_engine: 2", small="num_devices: 1"),
-        "serving.num_devices_per_node=3",
-    )
-    require_hugging_faces_answers(config, [served_model, make_tiny_model(tmp_path / "b", seed=5)])
 
 
 @pytest.mark.timeout(420)
@@ -80,21 +89,6 @@ def test_an_engine_of_two_nodes_answers_on_its_first(served_model: Path, tmp_pat
             for tokens, logprobs in answers
         ]
         assert_as_hugging_face(samples, folder)
-
-
-@WITHOUT_MOONCAKE
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.shows("4.2", "4.7")
-def test_a_pair_samples_as_one_engine(served_model: Path, tmp_path: Path) -> None:
-    config = config_of(
-        *SMALL,
-        groups(
-            first="num_devices: 1, worker_type: prefill",
-            second="num_devices: 1, worker_type: decode",
-        ),
-        "serving.num_devices_per_node=2",
-    )
-    require_hugging_faces_answers(config, [served_model, make_tiny_model(tmp_path / "b", seed=5)])
 
 
 ROW = 128
@@ -132,15 +126,12 @@ def test_each_token_has_the_log_prob_of_its_version(
                 assert versions <= {version - 1, version}
                 assert on_update == "interrupt" or len(versions) == 1
                 num_mixed += len(versions) > 1
-                prompt = prompt_of(answered.prompts, number // SAMPLING.num_responses_per_prompt)
+                of_prompt = number // SAMPLING.num_responses_per_prompt
+                prompt = answered.prompts.token_ids_PL.unbind()[of_prompt]
                 require_log_probs(prompt, sample, folders)
     assert sorted(taken) == list(range(len(AHEAD_PROMPTS)))
     assert (num_mixed > 0) is (on_update == "interrupt")
     wait_until(lambda: not servers_below())
-
-
-def prompt_of(prompts: PromptBatch, index: int) -> Tensor:
-    return prompts.token_ids_PL.unbind()[index]
 
 
 def require_log_probs(prompt: Tensor, sample: Sample, folders: Sequence[Path]) -> None:
