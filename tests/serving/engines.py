@@ -150,7 +150,6 @@ class _Open:
     keys: Sequence[int]
     answer: Future[list[Sample]]
     tokens: list[list[int]] = field(default_factory=list)
-    num_sampled: int = 0
 
 
 class DecodingHandle(RecordingHandle):
