@@ -129,10 +129,6 @@ class RecordingLaunch:
         return self.launched[-1]
 
 
-def is_serving(handle: RecordingHandle) -> bool:
-    return handle.engine.version == 0 and handle.engine.is_admitting
-
-
 @pytest.mark.shows("4.1", "4.11")
 def test_only_the_policy_gets_weights_of_the_trainer(tmp_path: Path) -> None:
     launches = {"policy": RecordingLaunch(), "judge": RecordingLaunch()}
@@ -148,7 +144,9 @@ def test_only_the_policy_gets_weights_of_the_trainer(tmp_path: Path) -> None:
         manager.update(folder, version)
     launched["judge"][0].kill()
     assert manager.ask("judge", [], GREEDY, 5.0) == []  # whose engine is replaced before
-    wait_until(lambda: len(launched["judge"]) == 2 and is_serving(launched["judge"][1]))
+    wait_until(lambda: len(launched["judge"]) == 2)
+    new = launched["judge"][1].engine
+    wait_until(lambda: new.version == 0 and new.is_admitting)
     truths = {m: [each.engine.serve() for each in engines] for m, engines in launched.items()}
     for name in WEIGHTS:
         assert [t[name].tolist() for t in truths["policy"]] == [Policy.WHOLE.truth(name, 1)]
@@ -158,37 +156,30 @@ def test_only_the_policy_gets_weights_of_the_trainer(tmp_path: Path) -> None:
     manager.shutdown()
 
 
-class AnsweringLaunch:
-    """Launches engines that keep requests open; the second one answers."""
-
-    def __init__(self) -> None:
-        self.launched: list[AnsweringHandle] = []
-
-    def __call__(self, group: GroupPlan, engine: PlannedDevices) -> AnsweringHandle:
-        number = len(self.launched)
-        handle = AnsweringHandle(0, Journal(), process=number)
-        handle.is_open = number == 1
-        self.launched.append(handle)
-        return handle
-
-
 @pytest.mark.shows("4.14")
 def test_a_frozen_engine_is_watched_while_it_is_asked(tmp_path: Path) -> None:
     judge = with_tokenizer(make_tiny_model(tmp_path / "judge"))
     config = two_models(judge)
     config = replace(config, serving=replace(config.serving, health_timeout_s=0.2))
     weights_in(judge, 7)
-    launch = AnsweringLaunch()
+    launched: list[AnsweringHandle] = []
+
+    def launch(group: GroupPlan, engine: PlannedDevices) -> AnsweringHandle:
+        """The first keeps its requests open; the second one answers."""
+        launched.append(AnsweringHandle(0, Journal(), process=len(launched)))
+        launched[-1].is_open = len(launched) == 2
+        return launched[-1]
+
     plan = next(each for each in plan_servers(config) if each.model == "judge")
     model = FrozenModel(config, plan, launch, key="")
     model.start()
     assert model.ask([], GREEDY, timeout_s=60) == []
-    num_probes = len(launch.launched[0].probes)
+    num_probes = len(launched[0].probes)
     time.sleep(0.2)
-    assert len(launch.launched[0].probes) == num_probes  # nobody asks
+    assert len(launched[0].probes) == num_probes  # nobody asks
     answers = model.ask([torch.tensor([1, 2])], GREEDY, timeout_s=60)  # the first engine hangs
     assert tokens_in(answers) == [[1]]
-    assert [each.is_alive() for each in launch.launched] == [False, True]
+    assert [each.is_alive() for each in launched] == [False, True]
     model.shutdown()
 
 

@@ -6,7 +6,6 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -234,19 +233,13 @@ def test_requests_of_a_lost_engine_go_to_another(
         assert lent.take_metrics()["rollout/replaced_engines"] == Sum(1)
 
 
-@contextmanager
-def silent_server() -> Iterator[str]:
-    """A port that takes connections and answers nothing, as a stopped process does."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
 @pytest.mark.shows("4.14")
 def test_a_hung_engine_is_waited_for_no_longer() -> None:
     lent = recovery_of(health_timeout_s=0.3)
     pool = new_pool()
-    with silent_server() as hung:
-        lent.lend([hung])
+    # A port that takes connections and answers nothing, as a stopped process does.
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        lent.lend([f"http://127.0.0.1:{hung.getsockname()[1]}"])
         with (
             pytest.raises(ServerDiedError, match=r"serves; engine 0: no progress within"),
             lent.filling(pool),
