@@ -273,7 +273,9 @@ def scores_of(config: ExperimentConfig, servers: Servers, inputs: RewardInputs) 
 
 
 @pytest.mark.shows("4.1")
-def test_a_judge_is_asked_about_each_response_and_scores_it(tmp_path: Path) -> None:
+def test_a_judge_is_asked_about_each_response_in_its_chat_template_and_scores_it(
+    tmp_path: Path,
+) -> None:
     config, servers = judged(tmp_path / "big"), Servers(["Score: 7", "score=2, no: Score: 3.5"])
     scores = scores_of(config, servers, inputs_of("{answer}", "b"))
     assert servers.asked == ["p|{answer}|a|s{x}", "p|b|a|s{x}"]
@@ -282,10 +284,7 @@ def test_a_judge_is_asked_about_each_response_and_scores_it(tmp_path: Path) -> N
     assert params.stop_token_ids == (TOKENIZER.eos_token_id,)
     assert scores.rewards_B.tolist() == [7.0, 3.5]
     assert reward_metrics(scores, num_responses=1)["reward/unreadable_fraction"] == Mean(0.0, 2)
-
-
-def test_a_judge_with_a_chat_template_is_asked_by_a_user(tmp_path: Path) -> None:
-    config, servers = judged(tmp_path / "big", chat_template=CHAT), Servers(["Score: 1"])
+    config, servers = judged(tmp_path / "chat", chat_template=CHAT), Servers(["Score: 1"])
     scores_of(config, servers, inputs_of("r"))
     assert servers.asked == ["<user>p|r|a|s{x}"]
 
