@@ -309,54 +309,42 @@ def test_all_sequences_count_in_the_token_limit() -> None:
     require_as_sampled(trajectory, sampler)
 
 
-def test_an_agent_holds_sequences_side_by_side() -> None:
+async def test_an_agent_holds_sequences_side_by_side() -> None:
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["a", "b", "c"])
-
-    async def interleave() -> Trajectory:
-        conversation = Conversation(_question(sampler), _branching(sampler))
-        one, other = (conversation.begin(torch.tensor([65, 66 + n])) for n in range(2))
-        await asyncio.gather(conversation.sample_turn(other), conversation.sample_turn(one))
-        conversation.append_tokens(one, torch.tensor([70]))
-        await conversation.sample_turn(one)
-        conversation.begin(torch.tensor([80]))  # nothing is sampled behind it
-        return conversation.to_trajectory()
-
-    trajectory = asyncio.run(interleave())
+    conversation = Conversation(_question(sampler), _branching(sampler))
+    one, other = (conversation.begin(torch.tensor([65, 66 + n])) for n in range(2))
+    await asyncio.gather(conversation.sample_turn(other), conversation.sample_turn(one))
+    conversation.append_tokens(one, torch.tensor([70]))
+    await conversation.sample_turn(one)
+    conversation.begin(torch.tensor([80]))  # nothing is sampled behind it
+    trajectory = conversation.to_trajectory()
     assert [sequence.context.tolist() for sequence in trajectory.sequences] == [[65, 67], [65, 66]]
     assert trajectory.ended == "answer"
     assert len({request.key for request in sampler.requests}) == 3
     require_as_sampled(trajectory, sampler)
 
 
-def test_a_reward_behind_new_messages_is_of_the_turn_before() -> None:
+async def test_a_reward_behind_new_messages_is_of_the_turn_before() -> None:
     sampler = FakeSampler(TOKENIZERS["qwen3"], [THOUGHT + "a", THOUGHT + "b"])
-
-    async def play() -> Trajectory:
-        conversation = Conversation(_question(sampler), _branching(sampler))
-        await conversation.sample()
-        conversation.append([Message("user", "more")])
-        conversation.reward(0.5)
-        await conversation.sample()
-        return conversation.to_trajectory()
-
-    trajectory = asyncio.run(play())
+    conversation = Conversation(_question(sampler), _branching(sampler))
+    await conversation.sample()
+    conversation.append([Message("user", "more")])
+    conversation.reward(0.5)
+    await conversation.sample()
+    trajectory = conversation.to_trajectory()
     first, second = trajectory.turns
     assert first.rewards is not None
     assert (first.rewards.sum().item(), second.rewards) == (0.5, None)
     assert len(trajectory.sequences) == 2
 
 
-def test_a_history_that_leaves_no_token_ends_it() -> None:
+async def test_a_history_that_leaves_no_token_ends_it() -> None:
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["a"])
-
-    async def fill() -> Trajectory:
-        conversation = Conversation(_question(sampler), _branching(sampler, max_new_tokens=20))
-        await conversation.sample()
-        with pytest.raises(ConversationEnded):
-            conversation.begin(torch.arange(18))
-        return conversation.to_trajectory()
-
-    assert asyncio.run(fill()).ended == "tokens"
+    conversation = Conversation(_question(sampler), _branching(sampler, max_new_tokens=20))
+    await conversation.sample()
+    with pytest.raises(ConversationEnded):
+        conversation.begin(torch.arange(18))
+    assert conversation.to_trajectory().ended == "tokens"
 
 
 def test_templates_are_checked_for_rendered_histories() -> None:

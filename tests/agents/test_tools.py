@@ -126,12 +126,9 @@ def test_a_function_that_is_no_tool_or_comes_twice_is_refused(
         load_tools(names)
 
 
-def test_tools_run_side_by_side_in_processes(toolbox: Toolbox) -> None:
-    async def call_all() -> list[ToolResult]:
-        calls = [ToolCall("double", {"number": n}) for n in range(5)]
-        return await asyncio.gather(*map(toolbox.call, calls))
-
-    results = asyncio.run(call_all())
+async def test_tools_run_side_by_side_in_processes(toolbox: Toolbox) -> None:
+    calls = [ToolCall("double", {"number": n}) for n in range(5)]
+    results = await asyncio.gather(*map(toolbox.call, calls))
     assert [result.text for result in results] == ["0", "2", "4", "6", "8"]
     assert not any(result.is_error for result in results)
 

@@ -117,21 +117,19 @@ def test_engines_are_watched_in_the_block_alone() -> None:
     assert not any(thread.name == "health" for thread in threading.enumerate())
 
 
-def test_the_call_of_a_life_ends_with_the_engines_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_call_of_a_life_ends_with_the_engines_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engine_process, "_LOOK_S", 0.001)
     engine = RecordingEngine(0, Journal())
-
-    async def program() -> None:
-        process = RolloutProcess(config_of("serving=own"), Path())
-        life = asyncio.ensure_future(process.live())
-        for has_engine in (False, True):
-            process._engine = cast(RolloutEngine, engine) if has_engine else None
-            await asyncio.wait((life,), timeout=0.05)
-            assert not life.done()
-        engine.is_alive = False
-        await life
-
-    asyncio.run(program())
+    process = RolloutProcess(config_of("serving=own"), Path())
+    life = asyncio.ensure_future(process.live())
+    for has_engine in (False, True):
+        process._engine = cast(RolloutEngine, engine) if has_engine else None
+        await asyncio.wait((life,), timeout=0.05)
+        assert not life.done()
+    engine.is_alive = False
+    await life
 
 
 class Call:

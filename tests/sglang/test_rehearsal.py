@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,25 +88,32 @@ GPU = (
 )
 ASLEEP, LORA = "rollout.sleep=true", "lora=default"
 TP2 = ("cluster.num_ranks_per_node=2", "rollout.tensor_parallel_size=2")
-COMBINATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "asleep": ("qwen3", (*GPU, ASLEEP)),
-    "awake": ("qwen3", GPU),
-    "without graphs": ("qwen3", (*GPU, ASLEEP, "rollout.cuda_graphs=false")),
-    "adapter": ("qwen3", (*GPU, ASLEEP, LORA)),
-    "adapter with a backup": ("qwen3", (*GPU, ASLEEP, LORA, "lora.base=backup", *TP2)),
-    "tensor parallel": ("qwen2", (*GPU, ASLEEP, *TP2)),
+COMBINATIONS: dict[str, tuple[str, ...]] = {
+    "asleep": ("qwen3", *GPU, ASLEEP),
+    "awake": ("qwen3", *GPU),
+    "without graphs": ("qwen3", *GPU, ASLEEP, "rollout.cuda_graphs=false"),
+    "adapter": ("qwen3", *GPU, ASLEEP, LORA),
+    "adapter with a backup": ("qwen3", *GPU, ASLEEP, LORA, "lora.base=backup", *TP2),
+    "tensor parallel": ("qwen2", *GPU, ASLEEP, *TP2),
     "deterministic": (
         "qwen3",
-        (*GPU, ASLEEP, "+rollout.engine_args.enable_deterministic_inference=true"),
+        *GPU,
+        ASLEEP,
+        "+rollout.engine_args.enable_deterministic_inference=true",
     ),
     "deterministic, tensor parallel": (
         "qwen3",
-        (*GPU, ASLEEP, *TP2, "+rollout.engine_args.enable_deterministic_inference=true"),
+        *GPU,
+        ASLEEP,
+        *TP2,
+        "+rollout.engine_args.enable_deterministic_inference=true",
     ),
-    "triton": ("qwen3", (*GPU, ASLEEP, "+rollout.engine_args.attention_backend=triton")),
+    "triton": ("qwen3", *GPU, ASLEEP, "+rollout.engine_args.attention_backend=triton"),
     "float32": (
         "qwen3",
-        (*GPU, "rollout.dtype=float32", "+rollout.engine_args.attention_backend=triton"),
+        *GPU,
+        "rollout.dtype=float32",
+        "+rollout.engine_args.attention_backend=triton",
     ),
 }
 
@@ -142,11 +149,7 @@ def configs_of_recipes(folder: Path) -> dict[str, ExperimentConfig]:
         for name, config in served.items()
         for group, of_engine in rehearsed_configs(config)
     }
-    return configs | {name: config_of(folder, *given) for name, given in _flat().items()}
-
-
-def _flat() -> dict[str, tuple[str, ...]]:
-    return {name: (model, *given) for name, (model, given) in COMBINATIONS.items()}
+    return configs | {name: config_of(folder, *given) for name, given in COMBINATIONS.items()}
 
 
 REFUSED: dict[str, dict[str, ArgumentValue]] = {
@@ -160,9 +163,10 @@ REFUSED: dict[str, dict[str, ArgumentValue]] = {
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, dict[str, Any]]:
-    base = config_of(folder, *_flat()["asleep"])
+    base = config_of(folder, *COMBINATIONS["asleep"])
     configs = configs_of_recipes(folder)
-    configs |= {name: _with_arguments(base, each) for name, each in REFUSED.items()}
+    for name, given in REFUSED.items():  # past our own rules, so that SGLang's are asked
+        configs[name] = replace(base, rollout=replace(base.rollout, engine_args=given))
     return dict(zip(configs, rehearsed(list(configs.values()), folder), strict=True))
 
 
@@ -183,19 +187,8 @@ def test_what_sglang_refuses_at_its_start_is_found_with_the_argument(
     refused = {name: results[name] for name in REFUSED}
     names = {name: [r["names"] for r in result["refusals"]] for name, result in refused.items()}
     assert names == {name: [list(given)] for name, given in REFUSED.items()}
-    assert "fa3" in _reason(refused["no such attention"])
+    assert "fa3" in str(refused["no such attention"]["refusals"][0]["reason"])
     assert "chunked_prefill_size" in refused["no such argument"]["refusals"][0]["fix"]
-
-
-def _with_arguments(
-    config: ExperimentConfig, given: Mapping[str, ArgumentValue]
-) -> ExperimentConfig:
-    """Past our own rules, so that SGLang's are asked."""
-    return replace(config, rollout=replace(config.rollout, engine_args=given))
-
-
-def _reason(result: dict[str, Any]) -> str:
-    return str(result["refusals"][0]["reason"])
 
 
 PAGES = "+rollout.engine_args={chunked_prefill_size: 100, page_size: 7}"
@@ -204,7 +197,7 @@ PAGES = "+rollout.engine_args={chunked_prefill_size: 100, page_size: 7}"
 def remedy_of_pages(folder: Path) -> tuple[str, ...]:
     """The only remedy of the only violation of PAGES."""
     with pytest.raises(ConfigErrors, match="must be divisible by page_size") as raised:
-        rehearse_server(config_of(folder, *_flat()["asleep"], PAGES))
+        rehearse_server(config_of(folder, *COMBINATIONS["asleep"], PAGES))
     (violation,) = raised.value.violations
     assert violation.key.startswith("rollout.engine_args.")
     (remedy,) = violation.remedies
@@ -225,14 +218,14 @@ def test_the_remedy_for_what_sglang_refuses_is_accepted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_rehearsal, "_CHILD", ON_CUDA)
-    mended = config_of(folder, *_flat()["asleep"], PAGES, *remedy_of_pages(folder))
+    mended = config_of(folder, *COMBINATIONS["asleep"], PAGES, *remedy_of_pages(folder))
     assert "accepts the arguments" in rehearse_server(mended)
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.nightly
 def test_where_there_is_no_gpu_check_says_what_it_did_not_see(folder: Path) -> None:
-    line = rehearse_server(config_of(folder, *_flat()["asleep"]))
+    line = rehearse_server(config_of(folder, *COMBINATIONS["asleep"]))
     assert "rehearsed where there is a GPU" in line
 
 

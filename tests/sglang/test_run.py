@@ -114,12 +114,8 @@ def run_command(
         env=os.environ | {"PYTHONPATH": str(ROOT)},  # stand-ins lie in the test tree
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert servers_started_in(folder) == []
+    assert processes_of(folder, "sglang::") == []
     return read_metrics(folder / "run")
-
-
-def servers_started_in(folder: Path) -> list[str]:
-    return [process.info["name"] for process in processes_of(folder, "sglang::")]
 
 
 def processes_of(folder: Path, prefix: str) -> list[psutil.Process]:
@@ -140,7 +136,8 @@ FAULTY_TIMEOUT_S = 1500
 @pytest.mark.timeout(FAULTY_TIMEOUT_S + 20)
 @pytest.mark.shows("4.15")
 def test_a_run_loses_no_sample_to_killed_servers(tmp_path: Path) -> None:
-    lines = trained(tmp_path, fault_of("kill", every_num_phases=EVERY_NUM_STEPS))
+    fault = f"kind: kill, every_num_phases: {EVERY_NUM_STEPS}, within_requests: 4"
+    lines = trained(tmp_path, f"serving.faults={{it: {{{fault}}}}}")
     assert sum(line["rollout/lost_engines"] for line in lines) == NUM_KILLS
     replaced = sum(line["rollout/replaced_engines"] for line in lines)
     assert NUM_KILLS - 1 <= replaced <= NUM_KILLS  # the last may come after the end
@@ -162,11 +159,6 @@ def test_a_run_loses_no_sample_to_killed_routers(tmp_path: Path) -> None:
     restarts = sum(line["rollout/router_restarts"] for line in lines)
     assert NUM_KILLS - 1 <= restarts <= NUM_KILLS  # one within a start of another counts once
     assert sum(line["rollout/lost_engines"] for line in lines) == 0
-
-
-def fault_of(kind: str, *, every_num_phases: int) -> str:
-    each = f"kind: {kind}, every_num_phases: {every_num_phases}, within_requests: 4"
-    return f"serving.faults={{it: {{{each}}}}}"
 
 
 def trained(folder: Path, *overrides: str) -> list[dict[str, float]]:
