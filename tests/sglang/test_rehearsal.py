@@ -88,6 +88,8 @@ GPU = (
 )
 ASLEEP, LORA = "rollout.sleep=true", "lora=default"
 TP2 = ("cluster.num_ranks_per_node=2", "rollout.tensor_parallel_size=2")
+DETERMINISTIC = "+rollout.engine_args.enable_deterministic_inference=true"
+TRITON = "+rollout.engine_args.attention_backend=triton"
 COMBINATIONS: dict[str, tuple[str, ...]] = {
     "asleep": ("qwen3", *GPU, ASLEEP),
     "awake": ("qwen3", *GPU),
@@ -95,26 +97,10 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
     "adapter": ("qwen3", *GPU, ASLEEP, LORA),
     "adapter with a backup": ("qwen3", *GPU, ASLEEP, LORA, "lora.base=backup", *TP2),
     "tensor parallel": ("qwen2", *GPU, ASLEEP, *TP2),
-    "deterministic": (
-        "qwen3",
-        *GPU,
-        ASLEEP,
-        "+rollout.engine_args.enable_deterministic_inference=true",
-    ),
-    "deterministic, tensor parallel": (
-        "qwen3",
-        *GPU,
-        ASLEEP,
-        *TP2,
-        "+rollout.engine_args.enable_deterministic_inference=true",
-    ),
-    "triton": ("qwen3", *GPU, ASLEEP, "+rollout.engine_args.attention_backend=triton"),
-    "float32": (
-        "qwen3",
-        *GPU,
-        "rollout.dtype=float32",
-        "+rollout.engine_args.attention_backend=triton",
-    ),
+    "deterministic": ("qwen3", *GPU, ASLEEP, DETERMINISTIC),
+    "deterministic, tensor parallel": ("qwen3", *GPU, ASLEEP, *TP2, DETERMINISTIC),
+    "triton": ("qwen3", *GPU, ASLEEP, TRITON),
+    "float32": ("qwen3", *GPU, "rollout.dtype=float32", TRITON),
 }
 
 
