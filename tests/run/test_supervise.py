@@ -340,6 +340,7 @@ def test_a_post_mortem_that_cannot_be_written_is_told_and_half_of_one_is_none(
     outcome = _write(run_folder)
     assert outcome == "not written, [Errno 28] No space left on device"
     assert list((run_folder / "postmortem").iterdir()) == []
+    monkeypatch.undo()
     (run_folder / "postmortem").rmdir()
     (run_folder / "postmortem").write_text("a file is in the way")
     outcome = _write(run_folder)
