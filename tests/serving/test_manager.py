@@ -145,8 +145,8 @@ def test_only_the_policy_gets_weights_of_the_trainer(tmp_path: Path) -> None:
     launched["judge"][0].kill()
     assert manager.ask("judge", [], GREEDY, 5.0) == []  # whose engine is replaced before
     wait_until(lambda: len(launched["judge"]) == 2)
-    new = launched["judge"][1].engine
-    wait_until(lambda: new.version == 0 and new.is_admitting)
+    successor = launched["judge"][1].engine
+    wait_until(lambda: successor.version == 0 and successor.is_admitting)
     truths = {m: [each.engine.serve() for each in engines] for m, engines in launched.items()}
     for name in WEIGHTS:
         assert [t[name].tolist() for t in truths["policy"]] == [Policy.WHOLE.truth(name, 1)]
