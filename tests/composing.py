@@ -17,12 +17,7 @@ _GROUPS = {folder.name for folder in (ROOT / "hydra_configs").iterdir() if folde
 
 
 def composed(*overrides: str, base: tuple[str, ...] = ()) -> Mapping[str, object]:
-    """What `hybridrl.main.compose` returns for ``base`` and then ``overrides``.
-
-    Args:
-        overrides: those that choose no file are applied as Hydra does it, to a copy.
-        base: overrides that many calls have.
-    """
+    """What `hybridrl.main.compose` returns for ``base``, which many calls have, and overrides."""
     chosen = tuple(override for override in overrides if _chooses_file(override))
     config = copy.deepcopy(_unresolved((*base, *chosen)))
     apply([override for override in overrides if override not in chosen], config)

@@ -4,6 +4,8 @@ two workers divide the tests.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import signal
 import sys
@@ -88,6 +90,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(not_run)
     if not Path.home().joinpath(".ray", "auth_token").exists():
         keep_token_private()  # workers that began at once would each make one
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 _LONG = ("tests/end_to_end", "tests/benchmarks", "tests/single_controller", "tests/run")

@@ -51,17 +51,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``fn(rank, *args)`` in ``num_ranks`` processes joined in one gloo process group.
 
-    Args:
-        num_ranks: world size.
-        fn: a function of a module (it travels by reference), not a lambda or a local function.
-        args: picklable; every rank gets the same.
-        deadline_s: seconds from the start of the processes to the last answer.
-
-    Returns:
-        What each rank returned, by rank. Tensors come back as copies.
-
-    Raises:
-        RankFailed: a rank raised (with its traceback), died (with its exit code) or was late.
+    ``fn`` is a function of a module (it travels by reference). Tensors come back as copies. A rank
+    that raised, died or was late is a RankFailed.
     """
     with RankPool(num_ranks, deadline_s=deadline_s) as pool:
         return pool.run(fn, *args)
@@ -72,10 +63,6 @@ class RankPool:
 
     After a call that failed the ranks are gone, since they may be out of step; the next call starts
     new ones.
-
-    Args:
-        num_ranks: world size.
-        deadline_s: seconds that one call may take, a start included.
     """
 
     def __init__(self, num_ranks: int, *, deadline_s: float = 90.0) -> None:
@@ -106,7 +93,6 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """End the processes."""
         for process in self._processes:
             process.kill()
             process.join()

@@ -1,5 +1,3 @@
-"""Which errors new processes can get past, and which names are meant."""
-
 from __future__ import annotations
 
 import pickle

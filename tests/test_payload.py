@@ -54,14 +54,13 @@ def test_tensors_arrive_with_value_shape_and_type(tensor: torch.Tensor) -> None:
     assert arrived.untyped_storage().nbytes() == math.prod(tensor.shape) * tensor.itemsize
 
 
-def test_gradients_do_not_travel() -> None:
+def test_gradients_do_not_travel_and_sparse_or_mixed_tensors_do_as_with_torch() -> None:
     weight = torch.ones(2, requires_grad=True)
     assert not _through_ray(weight * 2).requires_grad
-
-
-def test_sparse_tensors_travel_as_torch_sends_them() -> None:
     arrived = _through_ray(torch.eye(2).to_sparse())
     torch.testing.assert_close(arrived.to_dense(), torch.eye(2))
+    joined = concat_rows([torch.ones(1), torch.ones(1, dtype=torch.float64)])
+    assert joined.dtype == torch.float64
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.data())
@@ -116,11 +115,6 @@ def test_jagged_rows_with_gaps_are_sent_without_them() -> None:
     arrived = _through_ray(gappy)
     assert arrived.values().tolist() == [0, 1, 5, 6, 7]
     assert take_rows(gappy, 1, 2).values().tolist() == [5, 6, 7]
-
-
-def test_tensors_of_different_type_join_as_torch_joins_them() -> None:
-    joined = concat_rows([torch.ones(1), torch.ones(1, dtype=torch.float64)])
-    assert joined.dtype == torch.float64
 
 
 def test_what_has_no_rows_is_no_payload() -> None:

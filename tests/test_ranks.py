@@ -35,18 +35,12 @@ def _rank_zero_hangs(rank: int) -> None:
         time.sleep(600)
 
 
-def test_each_rank_answers_and_the_group_communicates() -> None:
+def test_each_rank_answers_and_one_that_fails_or_is_killed_is_named() -> None:
     for offset in (0.0, 1.0):
         sums = run_ranks(2, _sum_of_ranks, offset)
         assert [s.item() for s in sums] == [1.0 + 2 * offset] * 2
-
-
-def test_the_traceback_of_the_rank_that_failed_is_shown() -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1 failed:.*_rank_one_raises.*is unhappy"):
         run_ranks(2, _rank_one_raises)
-
-
-def test_a_killed_rank_is_named_with_its_exit_code() -> None:
     with pytest.raises(RankFailed, match="rank 1 died: exit code -9"):
         run_ranks(2, _rank_one_is_killed)
 

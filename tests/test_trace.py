@@ -1,5 +1,3 @@
-"""Spans, the file that each process writes of them, and the trace that they are joined to."""
-
 from __future__ import annotations
 
 import json
@@ -47,7 +45,11 @@ def test_spans_lie_in_one_another_on_the_wall_clock() -> None:
     assert recorder.take() == []
 
 
-def test_the_oldest_spans_that_nobody_writes_are_forgotten() -> None:
+def test_a_span_ends_when_its_body_raises_and_the_oldest_unwritten_ones_are_forgotten() -> None:
+    recorder = SpanRecorder()
+    with pytest.raises(ValueError, match="boom"), recorder.span("update"):
+        raise ValueError("boom")
+    assert _names(recorder) == ["update"]
     recorder = SpanRecorder(capacity=3)
     for number in range(5):
         with recorder.span(str(number)):
@@ -55,23 +57,12 @@ def test_the_oldest_spans_that_nobody_writes_are_forgotten() -> None:
     assert _names(recorder) == ["2", "3", "4"]
 
 
-def test_a_span_ends_when_its_body_raises() -> None:
-    recorder = SpanRecorder()
-    with pytest.raises(ValueError, match="boom"), recorder.span("update"):
-        raise ValueError("boom")
-    assert _names(recorder) == ["update"]
-
-
-def test_each_turn_of_a_loop_is_a_span_the_last_one_too() -> None:
+def test_each_turn_of_a_loop_is_a_span_and_an_unfinished_one_ends_with_the_span_around_it() -> None:
     recorder = SpanRecorder()
     for step in recorder.each("step", range(5, 9)):
         if step == 7:
             break
     assert [event["args"] for event in recorder.take()] == [{"item": n} for n in (5, 6, 7)]
-
-
-def test_an_unfinished_loop_ends_with_the_span_around_it() -> None:
-    recorder = SpanRecorder()
     with recorder.span("update"):
         turns = recorder.each("microbatch", ["a", "b"])
         next(turns)

@@ -273,7 +273,7 @@ def make_seeing_model(folder: Path, kind: str) -> Path:
     """Save a tiny model of images and text, as such are published."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
     vision: dict[str, object] = {
-        **{"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16},
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
     }
     if kind == "qwen3_5":
         vision = {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}

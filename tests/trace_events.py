@@ -48,10 +48,8 @@ def check_nesting(spans: list[Event]) -> None:
 
 
 def spans_of(events: list[Event], name: str | None = None) -> list[Event]:
-    """Return the complete events, of one name if given."""
     return [e for e in events if e["ph"] == "X" and name in (None, e["name"])]
 
 
 def names_of(events: list[Event]) -> dict[int, str]:
-    """Return the name of each process row."""
     return {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}

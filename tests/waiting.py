@@ -18,13 +18,7 @@ def wait_until(
     deadline_s: float = 60.0,
     process: subprocess.Popen[Any] | None = None,
 ) -> None:
-    """Return once ``condition()`` is true.
-
-    Args:
-        condition: asked 50 times a second.
-        deadline_s: long, for a machine that others load.
-        process: whose end makes waiting pointless.
-    """
+    """Return once ``condition()`` is true; the end of ``process`` makes waiting pointless."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if process is not None and process.poll() is not None:
@@ -36,6 +30,5 @@ def wait_until(
 
 
 def wait_until_gone(pids: Iterable[int]) -> None:
-    """Return once none of the processes exists any more."""
     pids = list(pids)
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))

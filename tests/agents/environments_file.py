@@ -82,7 +82,6 @@ class Gym:
 
 
 def make_gym() -> Gym:
-    """A function that makes an environment."""
     return Gym()
 
 

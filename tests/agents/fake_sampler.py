@@ -1,5 +1,3 @@
-"""A sampler that plays a script of texts and records all that it was asked and answered."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,14 +15,13 @@ from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox
+from hybridrl.agents.trajectory import Trajectory
 from hybridrl.images import Images
 from hybridrl.sampler import RequestParams, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, and the sample that answered it."""
-
     context: list[int]
     params: RequestParams
     key: int
@@ -79,7 +76,6 @@ class FakeSampler:
 def conversation_setting(
     sampler: FakeSampler, *, max_new_tokens: int = 2000, temperature: float = 1.0, **changes: Any
 ) -> Setting:
-    """The setting of conversations with a script, without tools; ``changes`` differ."""
     tokenizer = sampler.tokenizer
     setting = Setting(
         sampler=sampler,
@@ -92,3 +88,31 @@ def conversation_setting(
         timeout_s=60.0,
     )
     return replace(setting, **changes)
+
+
+def require_as_sampled(trajectory: Trajectory, sampler: FakeSampler) -> None:
+    """Compare the row that is trained with the sampler's records, position by position."""
+    requests = [*sampler.requests]
+    token_ids: list[int] = []
+    logprobs: list[float | None] = []
+    begins = []
+    for sequence in trajectory.sequences:
+        begins.append(len(token_ids))
+        token_ids += sequence.context.tolist()
+        logprobs += [None] * len(sequence.context)
+        for turn in sequence.turns:
+            sampled = [r for r in requests if r.sample.logprobs is turn.logprobs]
+            for request in sampled:
+                requests.remove(request)
+                assert request.context == token_ids[begins[-1] :]
+                assert torch.equal(request.sample.token_ids, turn.token_ids)
+                logprobs += request.sample.logprobs.tolist()
+            token_ids += turn.token_ids.tolist()
+            logprobs += [None] * (len(token_ids) - len(logprobs))
+    assert requests == []
+    row, first = trajectory.to_sample(), len(trajectory.sequences[0].context)
+    assert row.is_sampled is not None
+    assert row.token_ids.tolist() == token_ids[first:]
+    assert row.is_sampled.tolist() == [value is not None for value in logprobs[first:]]
+    assert row.logprobs.tolist() == [value or 0.0 for value in logprobs[first:]]
+    assert [*row.sequence_begins] == [begin - first for begin in begins[1:]]

@@ -1,5 +1,3 @@
-"""Agents of a user."""
-
 from __future__ import annotations
 
 from hybridrl.agents.conversation import Conversation

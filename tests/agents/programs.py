@@ -16,7 +16,6 @@ from typing import Any
 
 
 def ask(messages: list[Any]) -> Any:
-    """Return the message that answers a chat."""
     body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": 16}
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",

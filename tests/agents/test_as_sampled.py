@@ -50,8 +50,6 @@ _CALLS = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model writes: a call of a tool with this text, or the text alone."""
-
     text: str
     called: str | None
 
@@ -81,7 +79,6 @@ def _prompts(answers: Sequence[str]) -> PromptBatch:
 def _roll_out(
     config: AgentConfig, prompts: PromptBatch, sampler: FakeSampler, *, limit: int
 ) -> RolloutBatch:
-    """Do what a rank does in its rollout phase."""
     stops = (sampler.tokenizer.eos_token_id,)
     rollout = AgentRollout(config, sampler.tokenizer, stop_token_ids=stops)
     sampling = SamplingParams(
@@ -93,7 +90,6 @@ def _roll_out(
 
 
 def _requests_of(sampler: FakeSampler, prompts: PromptBatch, row: int) -> list[Request]:
-    """Return the sampler's records of one conversation, by their random streams."""
     seed, response_index = int(prompts.seed_P[row // GROUP]), row % GROUP
     by_key = {request.key: request for request in sampler.requests}
     assert len(by_key) == len(sampler.requests)
@@ -101,46 +97,33 @@ def _requests_of(sampler: FakeSampler, prompts: PromptBatch, row: int) -> list[R
     return [by_key[key] for key in keys if key in by_key]
 
 
-@dataclass(slots=True)
-class Expected:
-    """What a row must be by the sampler's records alone."""
-
-    sequences: list[list[int]]
-    is_trained: list[bool]
-    logprobs: list[float]
-
-    @classmethod
-    def of(cls, prompt: list[int], requests: Sequence[Request], lengths: Sequence[int]) -> Expected:
-        """A request continues the last sequence, or begins one when that has its length."""
-        row = cls([prompt[:]], [False] * len(prompt), [0.0] * len(prompt))
-        for number, request in enumerate(requests):
-            latest = row.sequences[-1]
-            if number and len(latest) == lengths[len(row.sequences) - 1]:
-                latest = []
-                row.sequences.append(latest)
-            assert request.context[: len(latest)] == latest
-            new, sampled = request.context[len(latest) :], request.sample.token_ids.tolist()
-            latest += new + sampled
-            row.is_trained += [False] * len(new) + [True] * len(sampled)
-            row.logprobs += [0.0] * len(new) + request.sample.logprobs.tolist()
-        return row
-
-
 def _assert_as_sampled(
     batch: RolloutBatch, row: int, prompt: list[int], requests: Sequence[Request]
 ) -> int:
-    """Compare a row with the records; returns the number of its sequences."""
-    token_ids, is_trained, logprobs = (
-        column.unbind()[row].tolist()
-        for column in (batch.token_ids_BL, batch.response_mask_BL, batch.sampler_logprobs_BL)
-    )
+    """Compare a row with the records; returns the number of its sequences.
+
+    A request continues the last sequence, or begins one when that has its length.
+    """
     assert batch.sequence_lengths_BQ is not None
     lengths = batch.sequence_lengths_BQ.unbind()[row].tolist()
-    expected = Expected.of(prompt, requests, lengths)
-    assert token_ids == [token for sequence in expected.sequences for token in sequence]
-    assert lengths == [len(sequence) for sequence in expected.sequences]
-    assert is_trained == expected.is_trained
-    assert logprobs == expected.logprobs
+    sequences = [prompt[:]]
+    is_trained, logprobs = [False] * len(prompt), [0.0] * len(prompt)
+    for number, request in enumerate(requests):
+        if number and len(sequences[-1]) == lengths[len(sequences) - 1]:
+            sequences.append([])
+        latest, sampled = sequences[-1], request.sample.token_ids.tolist()
+        assert request.context[: len(latest)] == latest
+        new = request.context[len(latest) :]
+        latest += new + sampled
+        is_trained += [False] * len(new) + [True] * len(sampled)
+        logprobs += [0.0] * len(new) + request.sample.logprobs.tolist()
+    assert lengths == [len(sequence) for sequence in sequences]
+    for column, expected in (
+        (batch.token_ids_BL, [token for sequence in sequences for token in sequence]),
+        (batch.response_mask_BL, is_trained),
+        (batch.sampler_logprobs_BL, logprobs),
+    ):
+        assert column.unbind()[row].tolist() == expected
     return len(lengths)
 
 
@@ -174,9 +157,7 @@ def test_rows_hold_what_the_sampler_returned(
     script = [turn.write(style) for turn in turns] * GROUP * NUM_PROMPTS * max_turns
     sampler = FakeSampler(TOKENIZERS[family], script, max_context_tokens=context)
     prompts = _prompts(answers)
-
     batch = _roll_out(config, prompts, sampler, limit=limit)
-
     requests_of = [_requests_of(sampler, prompts, row) for row in range(len(batch))]
     assert sum(map(len, requests_of)) == len(sampler.requests)
     for row, requests in enumerate(requests_of):

@@ -1,5 +1,3 @@
-"""Conversations: the tokens that are trained are those that were sampled."""
-
 from __future__ import annotations
 
 import asyncio
@@ -10,19 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hybridrl.agents.conversation import Agent, Conversation, Prompt, Setting, hold
+from hybridrl.agents.conversation import (
+    Agent,
+    Conversation,
+    ConversationEnded,
+    Prompt,
+    Setting,
+    hold,
+)
 from hybridrl.agents.rollout import ToolCalls
-from hybridrl.agents.templates import History
+from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools
 from hybridrl.agents.trajectory import Trajectory
+from hybridrl.data.prompts import render_chat
 from hybridrl.data.rows import Message, Row
-from hybridrl.errors import EngineError
+from hybridrl.errors import AgentError, EngineError
 from hybridrl.sampler import RequestParams, Sample
-from tests.agents.chat_templates import FAMILIES, build_tokenizer
-from tests.agents.fake_sampler import FakeSampler, conversation_setting
+from tests.agents.chat_templates import FAMILIES, QWEN3, build_tokenizer
+from tests.agents.fake_sampler import FakeSampler, conversation_setting, require_as_sampled
 
 TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}
 ROW = Row(prompt="Q", answer="42", source="s", origin="o")
@@ -41,34 +49,12 @@ def _hold(agent: Agent, setting: Setting) -> Trajectory:
     return asyncio.run(hold(agent, PROMPT, setting))
 
 
-def _require_as_sampled(trajectory: Trajectory, sampler: FakeSampler) -> None:
-    """Compare the row that is trained with the sampler's records, position by position."""
-    row = trajectory.to_sample()
-    token_ids, logprobs = row.token_ids.tolist(), row.logprobs.tolist()
-    assert row.is_sampled is not None
-    is_sampled = row.is_sampled.tolist()
-    assert len(token_ids) == len(logprobs) == len(is_sampled)
-    prompt = PROMPT.token_ids.tolist()
-    known: set[int] = set()
-    for request in sampler.requests:
-        begin = len(request.context) - len(prompt)
-        end = begin + len(request.sample.token_ids)
-        assert prompt + token_ids[:begin] == request.context
-        assert token_ids[begin:end] == request.sample.token_ids.tolist()
-        assert logprobs[begin:end] == request.sample.logprobs.tolist()
-        known.update(range(begin, end))
-    assert [index in known for index in range(len(token_ids))] == is_sampled
-    assert all(logprobs[index] == 0.0 for index in range(len(token_ids)) if index not in known)
-
-
 def test_the_model_reads_results_and_answers() -> None:
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12*7"}}\n</tool_call>'
     broken = "<tool_call>\n{}\n</tool_call>"
     tokenizer = TOKENIZERS["qwen2.5"]
     sampler = FakeSampler(tokenizer, [call, broken, "It is 84."])
-
     trajectory = _hold(ToolCalls(), _setting(sampler))
-
     texts = [tokenizer.decode(turn.token_ids) for turn in trajectory.turns]
     assert texts[1] == (
         "\n<|im_start|>user\n<tool_response>\n84\n</tool_response><|im_end|>\n"
@@ -83,8 +69,6 @@ def test_the_model_reads_results_and_answers() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ByFunction:
-    """An agent that is one function."""
-
     function: Callable[[Conversation], Awaitable[None]]
     appended_roles: Sequence[str] = ("user",)
 
@@ -108,7 +92,6 @@ async def _forever_and_deaf(conversation: Conversation) -> None:
 
 
 async def _verbose(conversation: Conversation) -> None:
-    """Appends more than may follow, and asks for no answer."""
     await conversation.sample()
     conversation.append([Message("user", "on " * 40)])
 
@@ -158,14 +141,12 @@ def test_a_limit_ends_a_conversation_as_truncated_and_an_error_as_failed(
 ) -> None:
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["Hello"] * 20)
     setting = limited(_setting(sampler))
-
     trajectory = _hold(ByFunction(function), setting)
-
     assert trajectory.ended == ended
     assert trajectory.to_sample().is_truncated == (ended != "error")
     assert trajectory.to_sample().is_failed == (ended == "error")
     assert trajectory.num_sampled_turns == num_turns
-    _require_as_sampled(trajectory, sampler)
+    require_as_sampled(trajectory, sampler)
 
 
 async def _rewarding(conversation: Conversation) -> None:
@@ -187,9 +168,7 @@ async def _rewarding(conversation: Conversation) -> None:
 def test_rewards_come_with_their_turn(history: History) -> None:
     sampler = FakeSampler(TOKENIZERS["qwen3"], ["Hello", "Hi"])
     setting = replace(_setting(sampler), history=history)
-
     sample = _hold(ByFunction(_rewarding), setting).to_sample()
-
     assert sample.rewards is not None
     assert sample.is_sampled is not None
     first, second = len(sampler.requests[0].sample.token_ids), 3
@@ -198,30 +177,18 @@ def test_rewards_come_with_their_turn(history: History) -> None:
     assert not sample.rewards[~sample.is_sampled].any()
 
 
-def test_the_engine_context_is_a_limit() -> None:
-    sampler = FakeSampler(TOKENIZERS["llama3"], ["Hello"] * 20, max_context_tokens=50)
-
-    trajectory = _hold(ByFunction(_forever), _setting(sampler))
-
-    assert trajectory.ended == "tokens"
-    assert len(PROMPT.token_ids) + len(trajectory.to_sample().token_ids) <= 50
-
-
 def test_an_error_of_the_engine_is_not_the_agents() -> None:
     class Failing(FakeSampler):
         async def sample(self, *_: object, **__: object) -> Sample:
             raise EngineError("the engine is gone")
 
     sampler = Failing(TOKENIZERS["qwen2.5"], [])
-
     for function in (_forever, _forever_and_deaf):
         with pytest.raises(EngineError, match="the engine is gone"):
             _hold(ByFunction(function), _setting(sampler))
 
 
 class TriesForEver:
-    """Catches all errors, and asks again."""
-
     appended_roles = ("user",)
 
     async def run(self, conversation: Conversation) -> None:
@@ -234,8 +201,6 @@ class TriesForEver:
 
 
 class Exits:
-    """Ends its process."""
-
     appended_roles = ("user",)
 
     async def run(self, conversation: Conversation) -> None:
@@ -244,8 +209,6 @@ class Exits:
 
 
 class LosesItsConnection:
-    """Raises what clients raise where a connection closes."""
-
     appended_roles = ("user",)
 
     async def run(self, conversation: Conversation) -> None:
@@ -259,8 +222,138 @@ class LosesItsConnection:
 )
 def test_an_agent_that_never_stops_or_exits_ends_alone(agent: Agent, ended: str) -> None:
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["one", "two", "three"])
-
     trajectory = _hold(agent, _setting(sampler, max_turns=3))
-
     assert trajectory.ended == ended
-    _require_as_sampled(trajectory, sampler)
+    require_as_sampled(trajectory, sampler)
+
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+class Appends:
+    appended_roles = ("tool", "user")
+
+    def __init__(self, script: Sequence[Message]) -> None:
+        self._script = script
+
+    async def run(self, conversation: Conversation) -> None:
+        for message in self._script:
+            await conversation.sample()
+            conversation.append([message])
+        await conversation.sample()
+
+
+def _question(sampler: FakeSampler) -> Prompt:
+    text = render_chat([Message("user", "Q")], sampler.tokenizer, origin="o")
+    token_ids = sampler.tokenizer.encode(text, add_special_tokens=False)
+    return replace(PROMPT, token_ids=torch.tensor(token_ids))
+
+
+def _branching(sampler: FakeSampler, max_new_tokens: int = 4000) -> Setting:
+    return conversation_setting(
+        sampler, max_new_tokens=max_new_tokens, history="branch", max_turns=8
+    )
+
+
+def _append_all(
+    sampler: FakeSampler, script: Sequence[Message], max_new_tokens: int = 4000
+) -> Trajectory:
+    agent, setting = Appends(script), _branching(sampler, max_new_tokens)
+    return asyncio.run(hold(agent, _question(sampler), setting))
+
+
+@settings(max_examples=100)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    texts=st.lists(st.text(max_size=6), min_size=1, max_size=5),
+    thinks=st.lists(st.booleans(), min_size=6, max_size=6),
+    roles=st.lists(st.sampled_from(["tool", "user"]), min_size=5, max_size=5),
+    max_new_tokens=st.integers(1, 900),
+)
+def test_each_sampled_token_is_in_one_sequence(
+    *, family: str, texts: list[str], thinks: list[bool], roles: list[str], max_new_tokens: int
+) -> None:
+    spoken = zip(thinks, [*texts, "42"], strict=False)
+    turns = [THOUGHT * thought + text for thought, text in spoken]
+    sampler = FakeSampler(TOKENIZERS[family], turns)
+    script = [Message(role, text) for role, text in zip(roles, texts, strict=False)]
+    trajectory = _append_all(sampler, script, max_new_tokens=max_new_tokens)
+    require_as_sampled(trajectory, sampler)
+    sample = trajectory.to_sample()
+    assert len(sample.token_ids) <= max_new_tokens
+    assert len(trajectory.sequences) == 1 or family == "qwen3"
+
+
+def test_a_new_sequence_begins_with_the_rendered_history() -> None:
+    tokenizer = TOKENIZERS["qwen3"]
+    sampler = FakeSampler(tokenizer, [THOUGHT + "a", THOUGHT + "b", THOUGHT + "c"])
+    script = [Message("tool", "1"), Message("user", "more<|im_end|>")]
+    trajectory = _append_all(sampler, script)
+    first, second = trajectory.sequences
+    assert [turn.logprobs is None for turn in first.turns] == [False, True, False]
+    assert tokenizer.decode(second.context) == (
+        "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\n1\n</tool_response><|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>user\nmore< |im_end|><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(second.turns[0].token_ids) == THOUGHT + "c<|im_end|>"
+    require_as_sampled(trajectory, sampler)
+
+
+def test_all_sequences_count_in_the_token_limit() -> None:
+    sampler = FakeSampler(TOKENIZERS["qwen3"], [THOUGHT + "a"] * 9)
+    trajectory = _append_all(sampler, [Message("user", "more")] * 8, max_new_tokens=250)
+    assert trajectory.ended == "tokens"
+    assert len(trajectory.sequences) > 1
+    assert len(trajectory.to_sample().token_ids) <= 250
+    require_as_sampled(trajectory, sampler)
+
+
+async def test_an_agent_holds_sequences_side_by_side() -> None:
+    sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["a", "b", "c"])
+    conversation = Conversation(_question(sampler), _branching(sampler))
+    one, other = (conversation.begin(torch.tensor([65, 66 + n])) for n in range(2))
+    await asyncio.gather(conversation.sample_turn(other), conversation.sample_turn(one))
+    conversation.append_tokens(one, torch.tensor([70]))
+    await conversation.sample_turn(one)
+    conversation.begin(torch.tensor([80]))  # nothing is sampled behind it
+    trajectory = conversation.to_trajectory()
+    assert [sequence.context.tolist() for sequence in trajectory.sequences] == [[65, 67], [65, 66]]
+    assert trajectory.ended == "answer"
+    assert len({request.key for request in sampler.requests}) == 3
+    require_as_sampled(trajectory, sampler)
+
+
+async def test_a_reward_behind_new_messages_is_of_the_turn_before() -> None:
+    sampler = FakeSampler(TOKENIZERS["qwen3"], [THOUGHT + "a", THOUGHT + "b"])
+    conversation = Conversation(_question(sampler), _branching(sampler))
+    await conversation.sample()
+    conversation.append([Message("user", "more")])
+    conversation.reward(0.5)
+    await conversation.sample()
+    trajectory = conversation.to_trajectory()
+    first, second = trajectory.turns
+    assert first.rewards is not None
+    assert (first.rewards.sum().item(), second.rewards) == (0.5, None)
+    assert len(trajectory.sequences) == 2
+
+
+async def test_a_history_that_leaves_no_token_ends_it() -> None:
+    sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["a"])
+    conversation = Conversation(_question(sampler), _branching(sampler, max_new_tokens=20))
+    await conversation.sample()
+    with pytest.raises(ConversationEnded):
+        conversation.begin(torch.arange(18))
+    assert conversation.to_trajectory().ended == "tokens"
+
+
+def test_templates_are_checked_for_rendered_histories() -> None:
+    silent = QWEN3.replace("{{- text }}", "")
+    for template, message in ((QWEN3, None), (silent, "leaves the text of the assistant's turn")):
+        tokenizer = build_tokenizer("qwen3", template=template)
+        turns = TurnTemplate(tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
+        if message is None:
+            turns.require_increments(history="branch", roles=("tool", "user"))
+            continue
+        with pytest.raises(AgentError, match=message):
+            turns.require_increments(history="branch", roles=("tool",))

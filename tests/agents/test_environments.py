@@ -1,5 +1,3 @@
-"""Environments: what a user's class answers becomes turns and rewards; faults cost one row."""
-
 from __future__ import annotations
 
 import asyncio
@@ -50,8 +48,6 @@ def play(
 def play_all(
     environments: Environments, scripts: Sequence[Sequence[str]], *, row: Row, num_turns: int
 ) -> list[Trajectory]:
-    """Play several conversations at the same time, each with turns of its own."""
-
     async def all_of_them() -> list[Trajectory]:
         return await asyncio.gather(
             *(
@@ -95,7 +91,6 @@ def asked(text: str) -> str:
 def test_an_environment_answers_and_rewards_each_turn(name: str) -> None:
     with playing(name) as environments:
         trajectory = play(environments, ["1000", "?", str(NUMBER)])
-
     texts = texts_of(trajectory)
     assert texts[0].endswith(asked("Q\n\nI think of a number. 42"))
     assert texts[1:] == [
@@ -116,7 +111,6 @@ def test_environments_of_gymnasium_fit() -> None:
     for name in ("Gym", "make_gym"):
         with playing(name) as environments:
             trajectory = play(environments, ["left", "right", "up"])
-
         texts = texts_of(trajectory)
         assert texts[0].endswith(asked('Q\n\n[1, "42"]'))
         assert texts[2] == f"\n{asked('1')}"
@@ -128,7 +122,6 @@ def test_environments_of_gymnasium_fit() -> None:
 def test_messages_take_the_place_of_the_prompt() -> None:
     with playing("Chat") as environments:
         trajectory = play(environments, ["a", "end"])
-
     texts = texts_of(trajectory)
     assert texts[0] == f"<|im_start|>system\nS< |im_end|><|im_end|>\n{asked('U')}"
     assert "<tool_response>\nT\n</tool_response>" in texts[2]
@@ -142,7 +135,6 @@ def test_a_limit_ends_the_conversation_and_closes(
     with playing("GuessNumber") as environments:
         trajectory = play(environments, ["?"] * 9, num_turns=3)
         num_closed = len(list(tmp_path.iterdir()))
-
     assert trajectory.ended == "turns"
     assert rewards_of(trajectory) == [-0.5] * 3
     assert num_closed == 1
@@ -151,7 +143,6 @@ def test_a_limit_ends_the_conversation_and_closes(
 def test_siblings_meet_the_same_environment() -> None:
     with playing("GuessNumber") as environments:
         both = play_all(environments, [[str(NUMBER)]] * 2, row=ROW, num_turns=3)
-
     assert [trajectory.ended for trajectory in both] == ["answer"] * 2
 
 
@@ -171,7 +162,6 @@ def test_a_fault_of_a_process_costs_its_conversation(caplog: pytest.LogCaptureFi
     with playing("Bad") as environments:
         *failed, fine = play_all(environments, scripts, row=ROW, num_turns=3)
         again = play(environments, ["x"] * 9, num_turns=3)
-
     for trajectory in failed:
         assert trajectory.ended == "error"
         assert rewards_of(trajectory) == [1.0, 0.0]
@@ -184,7 +174,6 @@ def test_a_fault_of_a_process_costs_its_conversation(caplog: pytest.LogCaptureFi
 def test_one_that_forks_in_a_turn_answers_once() -> None:
     with playing("Forks") as environments:
         trajectory = play(environments, ["x"] * 9, num_turns=4)
-
     assert rewards_of(trajectory) == [1.0, 2.0, 3.0, 4.0]
 
 
@@ -193,7 +182,6 @@ def test_one_that_hangs_or_cannot_begin_ends(answer: str, turns: list[str]) -> N
     with playing("Bad", replace(LIMITS, timeout_s=0.5)) as environments:
         trajectory = play(environments, turns, row=replace(ROW, answer=answer))
         other = play(environments, ["hang"])
-
     assert trajectory.ended == other.ended == "error"
     assert rewards_of(trajectory) == [0.0]
 
@@ -202,7 +190,6 @@ def test_one_that_hangs_or_cannot_begin_ends(answer: str, turns: list[str]) -> N
 def test_a_fault_of_a_coroutine_costs_its_conversation(fault: str) -> None:
     with playing("AsyncBad", replace(LIMITS, timeout_s=0.5)) as environments:
         trajectory = play(environments, ["x", fault])
-
     assert trajectory.ended == "error"
     assert rewards_of(trajectory) == [1.0, 0.0]
 
@@ -225,7 +212,6 @@ def test_the_built_in_calculator_rewards_call_and_answer() -> None:
     call = "[calculator(expression='6*7')]"
     with playing("Calculator") as environments:
         trajectory = play(environments, [call, call, "[calculator(expression='1/0')]", "42"])
-
     assert "\n42\n" in texts_of(trajectory)[2]
     assert "Error: " in texts_of(trajectory)[6]
     assert rewards_of(trajectory) == [0.5, 0.0, 0.0, 1.0]

@@ -1,5 +1,3 @@
-"""The tool search: passages of a folder, best first."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Tools: schemas from hints, and failures that the model reads."""
-
 from __future__ import annotations
 
 import asyncio
@@ -7,11 +5,69 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hybridrl.agents.tool_calls import BrokenCall, ToolCall
+from hybridrl.agents.tool_calls import PARSERS, BrokenCall, ToolCall
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, ToolResult, load_tools
 from hybridrl.errors import AgentError
+
+F, TWO = (ToolCall("f", {"a": [1, "é"]}),), (ToolCall("f", {}), ToolCall("g", {}))
+READ: list[tuple[str, str, tuple[ToolCall, ...]]] = [
+    ("hermes", 'I ask.\n<tool_call>\n{"name": "f", "arguments": {"a": [1, "é"]}}\n</tool_call>', F),
+    ("hermes", '<think>a <tool_call></think><tool_call>{"name": "f", "arguments": "{\\"a\\": '
+     '[1, \\"é\\"]}"}</tool_call>', F),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call> <tool_call>{"name": "g"}</tool_call>', TWO),
+    ("llama3_json", '{"name": "f", "parameters": {"a": [1, "é"]}}', F),
+    ("llama3_json", ' <|python_tag|>{"name": "f", "parameters": {"a": [1, "é"]}}\n', F),
+    ("llama3_json", '{"name": "f"}; {"name": "g", "parameters": {}}', TWO),
+    ("pythonic", "[f(a=[1, 'é'])]", F),
+    ("pythonic", "<|python_tag|>[ f( a = [1, 'é'] ) ]", F),
+    ("pythonic", "[f(), g()]", TWO),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("style", "text", "calls"), READ)
+def test_calls_are_read_in_order(style: str, text: str, calls: tuple[ToolCall, ...]) -> None:
+    assert PARSERS[style](text) == calls
+
+
+@pytest.mark.parametrize("style", sorted(PARSERS))
+@pytest.mark.parametrize("text", ["", "The answer is 42.", '{"answer": 42}', "[1, 2]"])
+def test_an_answer_holds_no_call(style: str, text: str) -> None:
+    assert PARSERS[style](text) == ()
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "reason"),
+    [
+        ("hermes", "<tool_call>{}", "<tool_call> has no </tool_call>"),
+        ("hermes", "<tool_call>{</tool_call>", "Expecting property name"),
+        ("hermes", '<tool_call>{"name": 1}</tool_call>', 'not an object with a text "name"'),
+        ("hermes", '<tool_call>{"name": "f"} x</tool_call>', "'x' stands behind the object"),
+        ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "nested too deep"),
+        ("llama3_json", '{"name": "f", "parameters": [1]}', '"parameters" is not an object'),
+        ("llama3_json", '{"name": "f", "parameters": {"a": NaN}}', "NaN is not JSON"),
+        ("pythonic", "[f(a=1]", "does not match"),
+        ("pythonic", "[f(1)]", "f takes arguments by name alone"),
+        ("pythonic", "[f(a=open('x'))]", "malformed node"),
+        ("pythonic", "[f(a=1), 2]", "'2' is not a call"),
+        ("pythonic", f"[f(a={'(' * 100_000})]", "write [NAME(KEY=VALUE)]"),
+    ],
+)
+def test_a_broken_call_is_explained(style: str, text: str, reason: str) -> None:
+    (broken,) = PARSERS[style](text)
+    assert isinstance(broken, BrokenCall)
+    assert reason in broken.reason
+    assert len(broken.reason) < 400
+
+
+@given(style=st.sampled_from(sorted(PARSERS)), text=st.text())
+def test_any_text_is_read(style: str, text: str) -> None:
+    for begin in ("", "<tool_call>", "{", "[f("):
+        PARSERS[style](begin + text)
+
 
 FILE = Path(__file__).with_name("tools_file.py")
 LIMITS = ToolLimits(timeout_s=5.0, max_chars=200)
@@ -34,7 +90,6 @@ def _call(toolbox: Toolbox, name: str, **arguments: object) -> ToolResult:
 
 def test_a_schema_follows_from_hints_and_docstring() -> None:
     (tool,) = load_tools([f"{FILE}:double"])
-
     assert tool.schema == {
         "type": "function",
         "function": {
@@ -53,33 +108,27 @@ def test_a_schema_follows_from_hints_and_docstring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("names", "message"),
     [
-        (f"{FILE}:paint", "an argument colour of .*Colour.*, which JSON cannot hold"),
-        (f"{FILE}:sum_all", r"takes \*numbers; list its arguments by name"),
-        (f"{FILE}:undocumented", "has no schema: .* docstring"),
-        (f"{FILE}:nothing", "no function 'nothing'"),
-        ("calculater", "calculator"),
-        ("/no/such/file.py:f", "cannot be loaded: FileNotFoundError"),
+        ([f"{FILE}:paint"], "an argument colour of .*Colour.*, which JSON cannot hold"),
+        ([f"{FILE}:sum_all"], r"takes \*numbers; list its arguments by name"),
+        ([f"{FILE}:undocumented"], "has no schema: .* docstring"),
+        ([f"{FILE}:nothing"], "no function 'nothing'"),
+        (["calculater"], "calculator"),
+        (["/no/such/file.py:f"], "cannot be loaded: FileNotFoundError"),
+        ([f"{FILE}:double"] * 2, "two tools 'double'"),
     ],
 )
-def test_a_function_that_is_no_tool_is_refused(name: str, message: str) -> None:
+def test_a_function_that_is_no_tool_or_comes_twice_is_refused(
+    names: list[str], message: str
+) -> None:
     with pytest.raises(AgentError, match=message):
-        load_tools([name])
+        load_tools(names)
 
 
-def test_two_tools_of_a_name_are_refused() -> None:
-    with pytest.raises(AgentError, match="two tools 'double'"):
-        load_tools([f"{FILE}:double"] * 2)
-
-
-def test_tools_run_side_by_side_in_processes(toolbox: Toolbox) -> None:
-    async def call_all() -> list[ToolResult]:
-        calls = [ToolCall("double", {"number": n}) for n in range(5)]
-        return await asyncio.gather(*map(toolbox.call, calls))
-
-    results = asyncio.run(call_all())
-
+async def test_tools_run_side_by_side_in_processes(toolbox: Toolbox) -> None:
+    calls = [ToolCall("double", {"number": n}) for n in range(5)]
+    results = await asyncio.gather(*map(toolbox.call, calls))
     assert [result.text for result in results] == ["0", "2", "4", "6", "8"]
     assert not any(result.is_error for result in results)
 
@@ -111,7 +160,6 @@ def test_a_failure_is_told_to_the_model(
     toolbox: Toolbox, call: ToolCall | BrokenCall, text: str
 ) -> None:
     result = asyncio.run(toolbox.call(call))
-
     assert text in result.text
     assert result.is_error
     assert _call(toolbox, "double", number=4).text == "8"
@@ -119,7 +167,6 @@ def test_a_failure_is_told_to_the_model(
 
 def test_a_result_is_bounded_and_can_be_encoded(toolbox: Toolbox) -> None:
     flood = _call(toolbox, "misbehave", how="flood")
-
     assert "(999999800 characters left out)" in flood.text
     assert len(flood.text) < 250
     assert _call(toolbox, "misbehave", how="unencodable").text == "?é"
@@ -140,9 +187,7 @@ def test_a_tool_that_never_returns_is_given_up(call: ToolCall) -> None:
     tools = load_tools([f"{FILE}:{name}" for name in ("misbehave", "wait_for", "persist")])
     limits = ToolLimits(timeout_s=0.5, max_chars=100)
     toolbox = Toolbox(tools, limits=limits, num_processes=1)
-
     result = asyncio.run(toolbox.call(call))
-
     toolbox.close()
     assert result.is_error
     assert result.text.endswith("took longer than 0.5 s")
@@ -158,7 +203,6 @@ def test_the_calculator_computes(toolbox: Toolbox, expression: str, value: str) 
 
 def test_python_runs_in_the_sandbox() -> None:
     toolbox = Toolbox(load_tools(["python"]), limits=LIMITS, num_processes=1)
-
     assert _call(toolbox, "python", code="print(6 * 7)").text == "42\n"
     failed = _call(
         toolbox, "python", code="import socket; socket.create_connection(('1.1.1.1', 1))"

@@ -20,9 +20,7 @@ def double(number: int, times: int = 1) -> int:
     return number * 2**times
 
 
-def misbehave(
-    how: Literal["hang", "raise", "flood", "unencodable", "object", "die"],
-) -> object:
+def misbehave(how: Literal["hang", "raise", "flood", "unencodable", "object", "die"]) -> object:
     """Do something bad.
 
     Args:

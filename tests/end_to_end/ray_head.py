@@ -24,8 +24,6 @@ _START_S = 120.0
 
 @dataclass(frozen=True)
 class RayHead:
-    """Where it is reached, and its processes."""
-
     process: subprocess.Popen[bytes]
     address: str
     dashboard: str
@@ -44,11 +42,7 @@ def ray_head(*, has_dashboard: bool = False, num_cpus: int = 2) -> Iterator[RayH
     # Not in tmp_path: Ray puts sockets there, and their names may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     port, dashboard_port = _free_port(), _free_port()
-    environment = {
-        **os.environ,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": uuid.uuid4().hex,
-    }
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     command = [
         *(str(_RAY), "start", "--head", "--block", f"--port={port}", f"--num-cpus={num_cpus}"),
         *(f"--temp-dir={folder}", f"--include-dashboard={str(has_dashboard).lower()}"),

@@ -1,5 +1,3 @@
-"""Whole runs within this process, and what they leave."""
-
 from __future__ import annotations
 
 import json
@@ -25,7 +23,6 @@ STAND_INS = "cluster.worker_setup_hook=tests.megatron.stand_ins.install"
 
 
 def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    """Do a small run in ``folder``; return its metrics."""
     config = small_config(folder, *overrides)
     run(config, resolved_yaml=to_yaml(config))
     return read_metrics(folder)
@@ -49,7 +46,6 @@ def turns_of(folder: Path, split: str | None = None) -> list[Mapping[str, Any]]:
 
 
 def prompts_in_order(config: ExperimentConfig, number: int) -> list[str]:
-    """The prompts that a synchronous run draws first."""
     rows = load_train_rows(config, build_starter_tokenizer())
     source = PromptSource(rows.rows, num_prompts=number, seed=config.seed, sampler=rows.sampler)
     return [row.prompt_text for row in source.next().rows]

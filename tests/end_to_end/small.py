@@ -38,7 +38,6 @@ VARIED = f"reward.function={Path(__file__).with_name('varied_reward.py')}:varied
 
 
 def small_overrides(folder: Path, *overrides: str) -> list[str]:
-    """The overrides of a small run in ``folder``; later ones win."""
     return [*SMALL, f"trainer.run_dir={folder}", *overrides]
 
 

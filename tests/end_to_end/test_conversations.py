@@ -1,5 +1,3 @@
-"""Runs whose responses are conversations: with tools, environments, and clients of OpenAI."""
-
 from __future__ import annotations
 
 import json
@@ -72,7 +70,6 @@ def test_conversations_are_trained_and_can_be_read(tmp_path: Path) -> None:
 def test_conversations_that_break_off_are_not_learned_from(tmp_path: Path) -> None:
     breaking = f"agent.loop={OWN}:BreaksOff"
     steps = _train(tmp_path / "run", breaking, "algorithm=ppo", "agent.max_failed_fraction=0.9")
-
     for step in steps:
         assert 0 < step["agent/ended_by_error_fraction"] == step["reward/left_out_fraction"] < 1
         assert step["rollout/truncated_fraction"] < 1
@@ -81,7 +78,6 @@ def test_conversations_that_break_off_are_not_learned_from(tmp_path: Path) -> No
     assert {reason.partition(" (")[0] for reason in reasons} == {
         "ConnectionError: the tool's server is away"
     }
-
     with pytest.raises(AgentError, match=r"the tool's server is away.*max_failed_fraction=0\.1"):
         _train(tmp_path / "ended", breaking, "agent.max_failed_fraction=0.1")
 
@@ -99,7 +95,6 @@ def test_conversations_that_break_off_are_not_learned_from(tmp_path: Path) -> No
 )
 def test_conversations_train_with(overrides: tuple[str, ...], tmp_path: Path) -> None:
     steps = _train(tmp_path, *overrides)
-
     assert steps[-1]["agent/appended_tokens/mean"] > 0
     assert steps[-1]["policy/sampler_mismatch_nats/mean"] < 1e-5
     assert max(step["policy/grad_norm"] for step in steps) > 0
@@ -139,7 +134,6 @@ def test_rewritten_histories_are_trained_as_the_model_read_them(
         *("cluster.num_ranks_per_node=2", "rollout.max_response_tokens=96"),
         *("algorithm.num_minibatches=2", "algorithm.old_logprobs=recompute", "trainer.num_steps=3"),
     )
-
     assert len(steps) == 3
     for step in steps:
         assert step["agent/turns/mean"] == step["agent/sequences/mean"] > 1
@@ -153,7 +147,6 @@ def test_rewritten_histories_are_trained_as_the_model_read_them(
 def test_an_environment_rewards_turns(algorithm: str, tmp_path: Path) -> None:
     played = ("agent.loop=environment", f"agent.environment={ENVIRONMENT}:Counts", "agent.tools=[]")
     steps = _train(tmp_path, *played, f"algorithm={algorithm}", "reward.function=agent")
-
     assert all(step["agent/ended_by_error_fraction"] == 0 for step in steps)
     assert max(step["agent/turns/mean"] for step in steps) > 1
     assert max(step["reward/mean"] for step in steps) > 1
@@ -186,7 +179,6 @@ def learned(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path
 @pytest.mark.nightly
 def test_a_small_model_learns_to_call_its_tool(learned: Path) -> None:
     before, *steps = read_metrics(learned)
-
     assert steps[-1]["eval/reward/mean"] > before["eval/reward/mean"] + 0.25
     assert steps[-1]["agent/tool_calls/mean"] > steps[0]["agent/tool_calls/mean"] + 0.25
     assert max(step["policy/sampler_mismatch_nats/max"] for step in steps) < 1e-4

@@ -1,5 +1,3 @@
-"""Runs in which a second model, which keeps its weights, judges the responses of the policy."""
-
 from __future__ import annotations
 
 from pathlib import Path

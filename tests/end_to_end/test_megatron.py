@@ -1,5 +1,3 @@
-"""Whole runs that train on megatron-core, cut over two ranks; stand-ins take CUDA's place."""
-
 from __future__ import annotations
 
 import signal

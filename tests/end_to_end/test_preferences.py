@@ -1,5 +1,3 @@
-"""Runs on preference pairs: mode=dpo, mode=reward_model, and its model as a reward."""
-
 from __future__ import annotations
 
 import json
@@ -40,7 +38,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, pairs: Pairs, ray_cluster: None) -> Path:
-    """The folder of a run of each mode."""
     folder = tmp_path_factory.mktemp("trained")
     for mode, overrides in MODES.items():
         train(folder / mode, *overrides, *TRAINING, *pairs, "trainer.num_steps=8")

@@ -1,5 +1,3 @@
-"""A run that samples ahead, while its processes are killed at random: each prompt counts once."""
-
 from __future__ import annotations
 
 import json
@@ -63,7 +61,6 @@ class KilledRun:
         assert status == 0, self._child.tail(60)
 
     def end(self) -> None:
-        """Kill what is left. Idempotent."""
         self._child.kill()
 
     def _start(self) -> Child:
@@ -134,7 +131,6 @@ class KilledRun:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process is there, and no zombie."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

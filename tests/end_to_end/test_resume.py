@@ -1,5 +1,3 @@
-"""Runs that are broken off and go on as if they never had been."""
-
 from __future__ import annotations
 
 import json
@@ -15,6 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.child import to_yaml
+from hybridrl.checkpoint.compare import compare_runs
 from hybridrl.checkpoint.compare import main as compare
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.env import ROOT
@@ -22,10 +21,11 @@ from hybridrl.errors import (
     CheckpointError,
     DataError,
     RemoteCallError,
+    ReplayError,
     RewardError,
     RunFolderError,
 )
-from tests.end_to_end.runs import assert_same_run, assert_same_weights, train
+from tests.end_to_end.runs import TIMED, assert_same_run, assert_same_weights, metrics_of, train
 from tests.end_to_end.small import VARIED, change_one_bit, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -125,10 +125,11 @@ def test_a_finished_run_says_so_and_starts_nothing(
     assert (begun / "hf" / "config.json").is_file()
 
 
-@pytest.fixture(scope="module")
-def repeated(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of 5 steps, its last checkpoint torn and killed while it wrote, run to its end."""
-    folder = shutil.copytree(made / "whole", tmp_path_factory.mktemp("repeated") / "run")
+@pytest.mark.shows("R1.6", "R2.4")
+def test_a_torn_checkpoint_is_named_and_what_came_after_the_one_before_it_is_done_again(
+    whole: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(folder / "hf")  # it ended before its export, or nobody would look
     torn = folder / "checkpoints" / "step-000000005"
     shard = next(torn.glob("actor/*.safetensors"))
@@ -137,20 +138,10 @@ def repeated(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shard.write_bytes(data)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "reward/me')
-    return _run(folder, "trainer.num_steps=5")
-
-
-@pytest.mark.shows("R2.4")
-def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
-    repeated: Path, whole: Path
-) -> None:
-    assert [line["step"] for line in read_metrics(repeated)] == [0, 1, 2, 3, 4, 5]
-    assert_same_run(repeated, whole)
-
-
-@pytest.mark.shows("R1.6")
-def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(repeated: Path) -> None:
-    log = (repeated / "log.txt").read_text()
+    _run(folder, "trainer.num_steps=5")
+    assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2, 3, 4, 5]
+    assert_same_run(folder, whole)
+    log = (folder / "log.txt").read_text()
     assert "step-000000005 is corrupt: the bytes of actor/rank-00000" in log
     assert "going on from the checkpoint of step 4" in log
 
@@ -352,3 +343,82 @@ def _drawn(folder: Path) -> object:
 def _write_rows(path: Path, numbers: range) -> None:
     rows = [{"prompt": f"{n}=", "answer": str(n)} for n in numbers]
     path.write_text("\n".join(json.dumps(row) for row in rows))
+
+
+FILTERED = (
+    *("algorithm=dapo", "algorithm.max_sampling_rounds=3", VARIED, "cluster.num_ranks_per_node=2"),
+    *("rollout.num_responses_per_prompt=2", "trainer.num_prompts_per_step=8"),
+    *("rollout.sleep=true", "checkpoint.every_num_steps=1", "checkpoint.keep_last=3"),
+    *("actor.optimizer.lr=1e-2", "algorithm.old_logprobs=recompute"),
+)
+_OF_ENGINES = ("rollout/slot_occupancy", "rollout/decode_steps", "rollout/prefix_cache")
+
+
+def _metrics(folder: Path) -> list[dict[str, float]]:
+    return metrics_of(folder, without=(*TIMED, *_OF_ENGINES))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    """A run of 3 steps that may sample more than once a step, with evaluations."""
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    train(folder, *FILTERED, "rollout.dump=true")
+    return folder
+
+
+@pytest.mark.shows("4.19")
+def test_a_replay_is_bit_by_bit_the_recordedtrain(recorded: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "replay"
+    train(folder, *FILTERED, f"rollout.replay={recorded}")
+    assert list(recorded.glob("rollouts/*-train-1.json")), "no step sampled twice"
+    assert not any(f.differences for f in compare_runs(recorded, folder) if f.what == "weights")
+    assert _metrics(folder) == _metrics(recorded)
+    assert (folder / "samples.jsonl").read_bytes() == (recorded / "samples.jsonl").read_bytes()
+    trace = (folder / "trace.json").read_text()
+    assert '"sample"' not in trace
+    assert '"sync"' not in trace
+
+
+@pytest.mark.shows("4.20")
+def test_rates_of_a_step_count_devices_and_the_longest_response(recorded: Path) -> None:
+    for line in read_metrics(recorded)[1:]:
+        rate = line["throughput/tokens_per_s"]
+        assert line["throughput/tokens_per_device_s"] == pytest.approx(rate / 2)
+        longest = line["length/response_tokens/max"]
+        seconds = line["time/generate_s"]
+        assert line["throughput/longest_response_tokens_per_s"] == pytest.approx(longest / seconds)
+        seconds = line["time/sample_s"]
+        assert line["throughput/longest_sampled_tokens_per_s"] == pytest.approx(longest / seconds)
+
+
+@pytest.mark.shows("4.19")
+def test_a_smaller_step_learns_from_head_and_tail(recorded: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    train(
+        folder,
+        *FILTERED,
+        f"rollout.replay={recorded}",
+        "trainer.num_prompts_per_step=4",
+        "trainer.num_steps=1",
+        "eval.every_num_steps=0",
+    )
+    (metrics,) = read_metrics(folder)
+    assert metrics["groups/learned"] <= 4
+    assert metrics["data/prompts"] % 8 == 0
+
+
+@pytest.mark.shows("4.19")
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.num_steps=5", r"no rollouts \(train\) of 2 steps: 4, 5; set trainer.num_steps=3"),
+        ("eval.every_num_steps=1", r"no rollouts \(eval\) of 1 steps: 1"),
+        ("trainer.num_prompts_per_step=16", "set trainer.num_prompts_per_step=8"),
+        ("agent.max_turns=3", "agent.max_turns: 8 there, 3 here"),
+    ],
+)
+def test_what_the_recorded_run_lacks_is_told_before_anything_starts(
+    recorded: Path, tmp_path: Path, override: str, told: str
+) -> None:
+    with pytest.raises(ReplayError, match=told):
+        train(tmp_path / "run", *FILTERED, f"rollout.replay={recorded}", override)

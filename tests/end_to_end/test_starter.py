@@ -1,22 +1,28 @@
-"""The made model depends on few keys of the run, and on all of those."""
-
 from __future__ import annotations
 
 import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
+import torch
+import transformers
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data import drawn_numbers, examples, sampler, starter_tokenizer, tasks
+from hybridrl.models import seeing
+from hybridrl.run import rows, starter
+from hybridrl.run.modes import offline
 from hybridrl.run.starter import find_model
 from hybridrl.trainer.interrupt import RunStopped
+from hybridrl.workers.train import optimizer
+from tests.config.values import config_of
 from tests.end_to_end.small import small_config
-
-pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 OTHERWISE = (
     *("data.task=null", "data.train_files=[no.jsonl]", "eval.every_num_steps=0"),
@@ -65,6 +71,7 @@ def make(config: ExperimentConfig, cache: Path, record: Record | None = None) ->
         return find_model(config, cast(Any, record or Record()))
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_run_on_own_files_makes_the_very_model_of_the_default_run(here: Path) -> None:
     default = small_config(
         here / "run",
@@ -78,6 +85,7 @@ def test_a_run_on_own_files_makes_the_very_model_of_the_default_run(here: Path) 
     assert (one / _WEIGHTS).read_bytes() == (two / _WEIGHTS).read_bytes()
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_making_that_is_interrupted_leaves_no_half_taught_model(here: Path) -> None:
     config = small_config(here / "run")
     stop = Record(lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -85,3 +93,71 @@ def test_a_making_that_is_interrupted_leaves_no_half_taught_model(here: Path) ->
         make(config, here / "cache", stop)
     [lock] = (here / "cache").iterdir()
     assert make(config, here / "cache").name == lock.stem
+
+
+DECIDING = [
+    *(examples, sampler, starter_tokenizer, tasks),  # rows, their order and their tokens
+    *(drawn_numbers, seeing),
+    *(starter, offline, rows, optimizer),  # first weights, batches and steps
+]
+
+
+def name_with(*overrides: str) -> str:
+    config = config_of(*overrides)
+    assert config.model.starter is not None
+    return starter.starter_name(starter.warmup_config(config, config.model.starter))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("seed=1", "data.max_digits=19", "cluster.num_threads_per_rank=3"),
+        *(f"model.starter.{key}" for key in ("warmup_lr=0.0001", "num_warmup_steps=60")),
+        *(f"model.starter.{key}" for key in ("hidden_size=96", "intermediate_size=64")),
+        *(f"model.starter.{key}" for key in ("max_position_embeddings=100", "num_layers=3")),
+        *("cluster=one_gpu", "data=calculator"),
+    ],
+)
+def test_each_key_that_decides_the_weights_names_the_model(override: str) -> None:
+    assert name_with(override) != name_with()
+
+
+@pytest.mark.parametrize("section", ["actor", "sft", "model"])
+def test_a_setting_of_the_warm_up_names_the_model(section: str) -> None:
+    config = config_of()
+    assert config.model.starter is not None
+    warmup = starter.warmup_config(config, config.model.starter)
+    other = {
+        "actor": replace(warmup.actor, compute_dtype="bfloat16"),
+        "sft": replace(warmup.sft, turns="all"),
+        "model": replace(warmup.model, dtype="bfloat16"),
+    }
+    values: dict[str, Any] = {section: other[section]}
+    assert starter.starter_name(replace(warmup, **values)) != starter.starter_name(warmup)
+
+
+@pytest.mark.parametrize("package", [torch, transformers])
+def test_the_version_of_a_package_names_the_model(
+    package: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = name_with()
+    used = vars(starter)[package.__name__]  # another one where a test has imported it anew
+    monkeypatch.setattr(used, "__version__", f"{package.__version__}.post1")
+    assert name_with() != before
+
+
+@pytest.mark.parametrize("module", DECIDING, ids=lambda module: module.__name__)
+def test_the_code_that_decides_is_in_the_name(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = name_with()
+    package = starter._PACKAGE
+    names = {*starter._CODE, str(Path(str(module.__file__)).relative_to(package))}
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((package / name).read_bytes())
+    monkeypatch.setattr(starter, "_PACKAGE", tmp_path)
+    assert name_with() == before
+    with (tmp_path / Path(str(module.__file__)).relative_to(package)).open("a") as file:
+        file.write("# changed\n")
+    assert name_with() != before

@@ -1,5 +1,3 @@
-"""``--multirun`` as a user types it."""
-
 from __future__ import annotations
 
 import json
@@ -53,14 +51,13 @@ def test_a_job_of_a_sweep_that_failed_is_named(tmp_path: Path) -> None:
     assert (sweep / "sweep.md").read_text().rstrip() in done.stdout
 
 
-def test_a_mistake_in_any_job_is_told_before_the_first_begins(tmp_path: Path) -> None:
+def test_a_mistake_in_any_job_or_a_shared_folder_is_told_before_the_first_begins(
+    tmp_path: Path,
+) -> None:
     done = _multirun(tmp_path, "rollout.num_responses_per_prompt=4,1")
     assert done.returncode == 2, done.stderr
     assert "responses to the same prompt" in done.stderr
     assert not list(tmp_path.rglob("metrics.jsonl"))
-
-
-def test_jobs_may_not_share_a_run_folder(tmp_path: Path) -> None:
     done = _multirun(tmp_path, "seed=0,1", "trainer.run_dir=mine")
     assert done.returncode == 2
     assert "hydra.sweep.dir=FOLDER" in done.stderr

@@ -18,7 +18,6 @@ ADDRESSES = ("10.99.0.1", "10.99.0.2")
 
 
 def can_be_made() -> bool:
-    """Whether this process may make network namespaces."""
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return False
     return subprocess.run(["unshare", "-nm", "true"], capture_output=True).returncode == 0
@@ -26,14 +25,11 @@ def can_be_made() -> bool:
 
 @dataclass(frozen=True)
 class Machines:
-    """Both, with a cable between them."""
-
     folder: Path
     names: tuple[str, str]
     started: list[Started] = field(default_factory=list)
 
     def start(self, machine: int, *command: str, **variables: str) -> Started:
-        """Start a command on a machine, from the checkout."""
         name, home = self.names[machine], self.folder / f"home{machine}"
         home.mkdir(exist_ok=True)
         hosts = [f"{address} machine{i}" for i, address in enumerate(ADDRESSES)]
@@ -69,17 +65,13 @@ class Machines:
 
 @dataclass(frozen=True)
 class Started:
-    """A command that runs on a machine."""
-
     process: subprocess.Popen[bytes]
     output: Path
 
     def text(self) -> str:
-        """Return what it has printed."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, words: str, deadline_s: float) -> None:
-        """Wait until it has printed something."""
         wait_until(
             lambda: words in self.text() or self.process.poll() is not None, deadline_s=deadline_s
         )

@@ -7,5 +7,4 @@ from typing import Any
 
 
 def varied(responses: Sequence[str], **_: Any) -> list[float]:
-    """Score by the number of different characters, modulo 3."""
     return [len(set(text)) % 3 for text in responses]

@@ -105,22 +105,19 @@ def test_a_former_run_is_never_overwritten_without_being_asked(tmp_path: Path) -
         assert read_lines(tmp_path / "run" / "metrics.jsonl") == []
 
 
-def test_a_folder_that_is_no_run_is_not_deleted_even_when_asked(tmp_path: Path) -> None:
+def test_an_empty_folder_is_taken_and_one_that_is_no_run_or_cannot_be_made_is_refused(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with open_log(tmp_path / "empty"):
+        assert (tmp_path / "empty" / "config.yaml").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=r"cannot write run folder .*set trainer\.run_dir"):
+        open_log(tmp_path / "file" / "run")
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(RunFolderError, match="it is no run folder and will not be replaced"):
         open_log(tmp_path, overwrite=True)
     assert (tmp_path / "thesis.tex").read_text() == "precious"
-
-
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    with open_log(tmp_path):
-        assert (tmp_path / "config.yaml").exists()
-
-
-def test_a_folder_that_cannot_be_made_is_named_with_the_key(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match=r"cannot write run folder .*set trainer\.run_dir"):
-        open_log(tmp_path / "file" / "run")
 
 
 @contextmanager
@@ -356,10 +353,7 @@ def test_what_came_after_a_checkpoint_is_taken_back_from_lines_and_curves(tmp_pa
     ],
 )
 def test_lines_that_are_lost_are_named_and_no_line_is_glued_to_another(
-    tmp_path: Path,
-    spoil: Callable[[bytes], bytes],
-    num_left: int,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, spoil: Callable[[bytes], bytes], num_left: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_log(tmp_path / "run", trackers=()) as run:
         for step in (1, 2, 3):

@@ -1,5 +1,3 @@
-"""Servers that echo, for tests of the router."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""The processes of rollout engines that a test has started."""
-
 from __future__ import annotations
 
 import math
@@ -12,17 +10,18 @@ from tests.waiting import wait_until
 
 def engine_processes() -> list[psutil.Process]:
     """The actors of this test's engines."""
-    return _processes_with("RolloutProcess")
+    return processes_with("RolloutProcess")
 
 
 def servers_below() -> list[psutil.Process]:
     """The processes in which SGLang's servers of this test began."""
-    return _processes_with("hybridrl.workers.rollout.sglang.child")
+    return processes_with("hybridrl.workers.rollout.sglang.child")
 
 
-def _processes_with(word: str) -> list[psutil.Process]:
-    processes = psutil.Process().children(recursive=True)
-    return [one for one in processes if any(word in each for each in _words_of(one))]
+def processes_with(*words: str, below: int | None = None) -> list[psutil.Process]:
+    """The processes below one whose command lines have one of the words."""
+    processes = psutil.Process(below).children(recursive=True)
+    return [one for one in processes if any(w in each for each in _words_of(one) for w in words)]
 
 
 def _words_of(process: psutil.Process) -> list[str]:

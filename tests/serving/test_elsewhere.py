@@ -1,5 +1,3 @@
-"""Servers of others: compared, asked, lost, back, never ended; the policy's get weights, too."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,7 @@ from hybridrl.workers.rollout.sglang.elsewhere import (
 from hybridrl.workers.sharding.manager_client import Answer
 from tests.config.values import config_of
 from tests.serving.elsewhere import INFO, VOCAB_SIZE, ElsewhereServer, elsewhere, taking
-from tests.serving.test_frozen import with_tokenizer
+from tests.serving.test_manager import with_tokenizer
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import rollout_config
@@ -526,13 +524,13 @@ def test_it_stops_when_attached_and_serves_when_left(folder: Path) -> None:
                 assert server.info["weight_version"] == own.version_name(3)
             own.end()
             assert server.controlled[len(ATTACHED) :] == [
-                *("/update_weight_version", "/update_weight_version", "/continue_generation"),
+                *("/update_weight_version", "/update_weight_version", "/continue_generation")
             ]
             assert not server.is_paused
 
 
 @pytest.mark.shows("4.23")
-def test_versions_of_two_runs_are_never_equal(folder: Path) -> None:
+def test_versions_of_two_runs_are_never_equal_and_another_update_is_noticed(folder: Path) -> None:
     with taking() as server, attached(folder, server) as one, attached(folder, server) as two:
         assert one.version_name(1) != two.version_name(1)
         one.begin_update()
@@ -542,9 +540,6 @@ def test_versions_of_two_runs_are_never_equal(folder: Path) -> None:
         one.finish_update(1)
         with pytest.raises(DriftError, match=f"weight_version={one.version_name(1)}, must be"):
             two.begin_update()
-
-
-def test_a_server_updated_or_started_again_meanwhile_is_noticed(folder: Path) -> None:
     with taking() as server, attached(folder, server) as own:
         own.begin_update()
         own.begin_update()
@@ -553,15 +548,9 @@ def test_a_server_updated_or_started_again_meanwhile_is_noticed(folder: Path) ->
             own.finish_update(1)
 
 
-def test_a_folder_that_it_does_not_see_is_named(folder: Path) -> None:
-    with taking() as server, attached(folder, server) as own:
-        own.load_folder(Path("/here"), load_format="auto")
-        server.sees_folder = False
-        with pytest.raises(EngineError, match=r"the same folder \(/here\): point TMPDIR at"):
-            own.load_folder(Path("/here"), load_format="auto")
-
-
-def test_a_folder_of_weights_may_take_longer_than_a_stage(folder: Path) -> None:
+def test_a_folder_of_weights_may_take_longer_than_a_stage_and_one_not_seen_is_named(
+    folder: Path,
+) -> None:
     short = {"stage_timeout_s": 0.5, "start_timeout_s": 1.5}
     with taking() as server, attached(folder, server, **short) as own:
         server.load_s = 1.0
@@ -569,6 +558,10 @@ def test_a_folder_of_weights_may_take_longer_than_a_stage(folder: Path) -> None:
         server.load_s = 2.0
         with pytest.raises(DeadlineError, match=r"did not answer within 1\.5 s"):
             own.load_folder(folder, load_format="auto")
+    with taking() as server, attached(folder, server) as own:
+        server.sees_folder = False
+        with pytest.raises(EngineError, match=r"the same folder \(/here\): point TMPDIR at"):
+            own.load_folder(Path("/here"), load_format="auto")
 
 
 @pytest.mark.shows("4.14")

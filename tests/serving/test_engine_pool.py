@@ -1,5 +1,3 @@
-"""Requests to several engines: who gets the next one, and what becomes of lost ones."""
-
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +24,7 @@ from hybridrl.sampler import FinishReason, RequestParams, Sample
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool, Member, RequestQueue
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
-from tests.serving.pools import Pool, in_loop
+from tests.serving.engines import Pool
 
 PARAMS = RequestParams(max_new_tokens=4, temperature=1.0)
 CUT: FinishReason = "interrupted"
@@ -56,7 +54,6 @@ class OpenEngine(EngineHandle):
 
     @property
     def contexts(self) -> list[int]:
-        """The first token of each."""
         return [context[0] for context, _, _ in self.asked]
 
     def probe(self) -> Future[object]:
@@ -65,7 +62,6 @@ class OpenEngine(EngineHandle):
     def end(self) -> None: ...
 
     def answer(self, *, version: int = 3) -> None:
-        """Answer the oldest open request."""
         size, future = self.open.pop(0)
         future.set_result([sample(version)] * size)
 
@@ -91,7 +87,6 @@ pool_of = partial(Pool, vocab_size=10, version=3)
 
 
 async def settle() -> None:
-    """Let all tasks do what they can."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -112,7 +107,6 @@ async def answer_all(*engines: OpenEngine) -> None:
         await settle()
 
 
-@in_loop
 async def test_work_is_handed_to_engines_as_they_become_free() -> None:
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
     tasks = await asked(pool, *range(7))
@@ -125,7 +119,6 @@ async def test_work_is_handed_to_engines_as_they_become_free() -> None:
     assert [len(task.result()) for task in tasks] == [1] * 7
 
 
-@in_loop
 async def test_open_requests_of_a_dropped_engine_go_elsewhere_at_once() -> None:
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
     tasks = await asked(pool, *range(3), num_keys=2)
@@ -148,7 +141,6 @@ async def test_open_requests_of_a_dropped_engine_go_elsewhere_at_once() -> None:
 
 
 @pytest.mark.parametrize("num_open", [STAY, STAY + 1])
-@in_loop
 async def test_a_later_turn_returns_to_the_engine_with_its_prefix(num_open: int) -> None:
     holder, other = OpenEngine(), OpenEngine()
     pool = pool_of(holder, other, num_slots=20)
@@ -175,7 +167,6 @@ def test_the_longest_known_beginning_counts() -> None:
 
 
 @pytest.mark.shows("1.19")
-@in_loop
 async def test_requests_of_a_lost_engine_are_repeated_and_answered_once() -> None:
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
     tasks = await asked(pool, *range(4), num_keys=2)
@@ -188,7 +179,6 @@ async def test_requests_of_a_lost_engine_are_repeated_and_answered_once() -> Non
     assert pool.take_metrics()["rollout/repeated_requests"] == Sum(2)
 
 
-@in_loop
 async def test_a_refused_request_is_not_repeated() -> None:
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
     (task,) = await asked(pool, 0)
@@ -199,7 +189,6 @@ async def test_a_refused_request_is_not_repeated() -> None:
     assert pool.reasons == {}
 
 
-@in_loop
 async def test_without_any_engine_left_the_reasons_are_named() -> None:
     pool = pool_of(one := OpenEngine())
     tasks = await asked(pool, *range(4))
@@ -208,9 +197,14 @@ async def test_without_any_engine_left_the_reasons_are_named() -> None:
     for task in tasks:
         with pytest.raises(ServerDiedError, match="engine 0: out of memory"):
             await task
+    pool = pool_of(OpenEngine())
+    pool.suspend(0)
+    (task,) = await asked(pool, 5)
+    pool.give_up(0, "it could not load the weights")
+    with pytest.raises(ServerDiedError, match="engine 0: it could not load the weights"):
+        await task
 
 
-@in_loop
 async def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> None:
     pool, new = pool_of(one := OpenEngine()), OpenEngine()
     (task,) = await asked(pool, 0)
@@ -222,7 +216,6 @@ async def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> No
     assert pool.reasons == {}
 
 
-@in_loop
 async def test_a_request_that_loses_every_engine_is_not_sent_forever() -> None:
     engines = [OpenEngine() for _ in range(6)]
     pool = pool_of(*engines)
@@ -234,7 +227,6 @@ async def test_a_request_that_loses_every_engine_is_not_sent_forever() -> None:
     assert set(pool.reasons) == {0, 1, 2, 3}
 
 
-@in_loop
 async def test_interrupted_responses_continue_on_other_engines() -> None:
     """Of a group of four, one sibling has ended, one has tokens, and two have none."""
     pool = pool_of(one := OpenEngine(), other := OpenEngine(), num_slots=8)
@@ -262,7 +254,6 @@ async def test_interrupted_responses_continue_on_other_engines() -> None:
     assert metrics["rollout/interrupted_tokens"] == Sum(3)
 
 
-@in_loop
 async def test_interrupted_responses_may_lose_their_tokens_instead() -> None:
     """Of a group of three, one sibling has ended, one has tokens, and one has none."""
     pool = pool_of(one := OpenEngine(), num_slots=8)
@@ -288,7 +279,6 @@ async def test_interrupted_responses_may_lose_their_tokens_instead() -> None:
     }
 
 
-@in_loop
 async def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
     """It was handed out just before the engine was suspended, and is asked again."""
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
@@ -311,7 +301,6 @@ async def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
     assert pool.reasons == {}
 
 
-@in_loop
 async def test_an_answer_of_before_the_update_has_its_version() -> None:
     """The answer arrives after the engine has new weights; the next one must have these."""
     pool = pool_of(one := OpenEngine())
@@ -327,7 +316,6 @@ async def test_an_answer_of_before_the_update_has_its_version() -> None:
         await task
 
 
-@in_loop
 async def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
     pool, new = pool_of(one := OpenEngine()), OpenEngine()
     pool.suspend(0)
@@ -340,7 +328,6 @@ async def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
         await task
 
 
-@in_loop
 async def test_an_engine_that_joins_twice_keeps_its_open_requests() -> None:
     pool = pool_of(engine := OpenEngine(), num_slots=1)
     (task,) = await asked(pool, 5)
@@ -356,16 +343,6 @@ async def test_an_engine_that_joins_twice_keeps_its_open_requests() -> None:
     assert drained.done()
     assert task.done()
     waiting.cancel()
-
-
-@in_loop
-async def test_a_suspended_engine_that_is_given_up_is_named() -> None:
-    pool = pool_of(OpenEngine())
-    pool.suspend(0)
-    (task,) = await asked(pool, 5)
-    pool.give_up(0, "it could not load the weights")
-    with pytest.raises(ServerDiedError, match="engine 0: it could not load the weights"):
-        await task
 
 
 class Cutting(OpenEngine):
@@ -415,8 +392,11 @@ def require_uncut(responses: Sequence[Sample]) -> None:
 
 @settings(max_examples=40)
 @given(st.data())
-@in_loop
-async def test_updates_at_any_moment_lose_and_double_no_token(data: st.DataObject) -> None:
+def test_updates_at_any_moment_lose_and_double_no_token(data: st.DataObject) -> None:
+    asyncio.run(update_at_any_moment(data))
+
+
+async def update_at_any_moment(data: st.DataObject) -> None:
     engines = [Cutting(3), Cutting(3)]
     pool = pool_of(*engines, num_slots=data.draw(st.integers(1, 4)))
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
@@ -448,7 +428,6 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("reason", IMPOSSIBLE)
-@in_loop
 async def test_an_engine_that_answers_garbage_is_lost(reason: str) -> None:
     pool = pool_of(one := OpenEngine(), other := OpenEngine())
     (task,) = await asked(pool, 0)
@@ -459,7 +438,6 @@ async def test_an_engine_that_answers_garbage_is_lost(reason: str) -> None:
     assert reason in pool.reasons[0]
 
 
-@in_loop
 async def test_an_engine_of_a_cancelled_request_goes_to_the_next() -> None:
     pool = pool_of(one := OpenEngine(), num_slots=1)
     first, before, after, last = await asked(pool, *range(4))
@@ -511,7 +489,6 @@ def num_calls(*, num_engines: int, num_requests: int) -> int:
     return count
 
 
-@in_loop
 async def test_a_refusal_reaches_those_that_wait_behind_a_cancelled_one() -> None:
     queue = RequestQueue(num_slots=1)
     cancelled, waiting = [asyncio.ensure_future(queue.take(1)) for _ in range(2)]
@@ -523,7 +500,6 @@ async def test_a_refusal_reaches_those_that_wait_behind_a_cancelled_one() -> Non
         await waiting
 
 
-@in_loop
 async def test_a_queue_keeps_nothing_of_requests_that_ended() -> None:
     queue = RequestQueue(num_slots=4)
     members = [Member(index, OpenEngine(), 0) for index in range(2)]
@@ -568,7 +544,6 @@ def test_the_start_of_the_engines_is_not_idleness(monkeypatch: pytest.MonkeyPatc
     assert pool.idle_s() == 2
 
 
-@in_loop
 async def test_engines_are_idle_while_no_request_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two requests at a time the union counts."""
     pool = Idle(monkeypatch)

@@ -1,5 +1,3 @@
-"""Engines that ranks lend: real requests over HTTP, and engines that are lost meanwhile."""
-
 from __future__ import annotations
 
 import asyncio
@@ -8,7 +6,6 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,9 +25,7 @@ from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestListener, answer_body, read_answer
 from hybridrl.workers.rollout.single_turn import single_turn
-from tests.serving.pools import Pool
-from tests.serving.recording_handle import RecordingHandle, weights_in
-from tests.serving.server_rig import plan_of
+from tests.serving.engines import Pool, RecordingHandle, plan_of, weights_in
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import (
@@ -83,7 +78,6 @@ def recovery_of(*, num_own: int = 0, health_timeout_s: float = 60.0) -> Recovery
 
 
 def new_pool() -> EnginePool:
-    """A pool without engines of the manager's own."""
     return Pool(num_slots=4, vocab_size=VOCAB_SIZE)
 
 
@@ -149,17 +143,12 @@ def test_an_engine_of_other_weights_ends_the_phase_and_is_not_taken_for_lost(
     monkeypatch.setattr(engine, "run", run)
     pool = new_pool()
     lent.lend([listener.open()])
-    with (
-        lent.filling(pool),
-        pytest.raises(DriftError, match="by weights of version 7"),
-    ):
+    with lent.filling(pool), pytest.raises(DriftError, match="by weights of version 7"):
         sample(pool)
     assert lent.lost() == ()
 
 
 class RefusingSampler(Sampler):
-    """Refuses each request with one error."""
-
     max_context_tokens = 32
 
     def __init__(self, error: Exception) -> None:
@@ -244,19 +233,13 @@ def test_requests_of_a_lost_engine_go_to_another(
         assert lent.take_metrics()["rollout/replaced_engines"] == Sum(1)
 
 
-@contextmanager
-def silent_server() -> Iterator[str]:
-    """A port that takes connections and answers nothing, as a stopped process does."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
 @pytest.mark.shows("4.14")
 def test_a_hung_engine_is_waited_for_no_longer() -> None:
     lent = recovery_of(health_timeout_s=0.3)
     pool = new_pool()
-    with silent_server() as hung:
-        lent.lend([hung])
+    # A port that takes connections and answers nothing, as a stopped process does.
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        lent.lend([f"http://127.0.0.1:{hung.getsockname()[1]}"])
         with (
             pytest.raises(ServerDiedError, match=r"serves; engine 0: no progress within"),
             lent.filling(pool),

@@ -1,5 +1,3 @@
-"""Recovery in a thread: engines are lost while a program samples, and their successors join in."""
-
 from __future__ import annotations
 
 import asyncio
@@ -21,8 +19,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.recovery import Recovery
 from hybridrl.workers.sharding.lifecycle import State
-from tests.serving.recording_handle import RecordingHandle
-from tests.serving.server_rig import ServerRig, plan_of
+from tests.serving.engines import RecordingHandle, ServerRig, plan_of
 from tests.waiting import wait_until
 from tests.workers.sharding.recording import Journal
 
@@ -77,8 +74,6 @@ class AnsweringHandle(RecordingHandle):
 
 
 class Rig(ServerRig[AnsweringHandle]):
-    """A server of such engines with its recovery."""
-
     def __init__(
         self,
         num_engines: int = 2,
@@ -145,17 +140,6 @@ def test_a_replacement_joins_the_pool_of_the_running_phase() -> None:
     counts = rig.server.take_metrics()
     assert counts["rollout/lost_engines"] == counts["rollout/replaced_engines"] == Sum(1)
     assert counts["time/replace_engine_s"].value > 0
-
-
-def test_if_all_engines_die_at_once_the_phase_goes_on_with_new_ones() -> None:
-    rig = Rig(3)
-    answers = rig.sample(6)
-    for handle in rig.launched[:3]:
-        handle.kill()
-    wait_until(lambda: sum(len(handle.open) for handle in rig.launched[3:]) == 6)
-    rig.answer(3, 4, 5)
-    assert sorted(answers.result(60)) == [3, 3, 4, 4, 5, 5]
-    assert rig.server.take_metrics()["rollout/replaced_engines"] == Sum(3)
 
 
 def test_a_replacement_that_comes_after_the_phase_serves_the_next() -> None:

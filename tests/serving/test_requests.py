@@ -1,5 +1,3 @@
-"""The way of requests to engines without a router, and faults on purpose on that way."""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,7 +18,7 @@ from hybridrl.serving.requests import FaultPlan, PolicyRequests
 from tests.config.values import config_of
 from tests.serving.echo import Addressed
 from tests.serving.elsewhere import elsewhere
-from tests.serving.pools import Pool, in_loop
+from tests.serving.engines import Pool
 
 PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
 
@@ -86,7 +84,6 @@ def requests() -> PolicyRequests:
 
 
 @pytest.mark.parametrize("interrupts", [False, True])
-@in_loop
 async def test_a_request_whose_server_is_being_opened_is_interrupted_as_well(
     requests: PolicyRequests, monkeypatch: pytest.MonkeyPatch, *, interrupts: bool
 ) -> None:
@@ -166,7 +163,6 @@ def test_an_engine_that_has_a_request_is_harmed(kind: FaultKind) -> None:
     assert sorted(engine.harms for engine in rig.engines) == [[], [kind]]
 
 
-@in_loop
 async def test_answers_of_a_cut_engine_are_lost_until_it_is_dropped() -> None:
     rig = Rig("cut", within=3)
     pool = Pool(*rig.engines)
@@ -187,10 +183,7 @@ async def test_answers_of_a_cut_engine_are_lost_until_it_is_dropped() -> None:
     assert pool.take_metrics()["rollout/repeated_requests"] == Sum(2)  # one from before the cut
 
 
-def test_faults_come_in_their_phases_at_drawn_requests() -> None:
+def test_faults_come_in_their_phases_at_drawn_requests_if_any_are_planned() -> None:
     rig = Rig("error", every_num_phases=3, within=5)
     assert [rig.sample() for _ in range(9)] == [0, 0, 1] * 3
-
-
-def test_without_faults_no_request_passes_through_the_plan() -> None:
     assert FaultPlan({}, seed=7).spoil(answer) is answer

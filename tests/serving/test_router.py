@@ -1,5 +1,3 @@
-"""The real router between a program and servers that echo; both may die."""
-
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +24,7 @@ from hybridrl.serving.router_process import RouterProcess
 from hybridrl.workers.rollout.sglang.process import ChildProcess
 from tests.config.values import config_of
 from tests.serving.echo import Addressed, echo_server
-from tests.serving.pools import Pool
+from tests.serving.engines import Pool
 
 KEY = "a-key"
 PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)

@@ -1,5 +1,3 @@
-"""Groups and server over recording engines: order between groups, failures, recovery."""
-
 from __future__ import annotations
 
 import logging
@@ -25,15 +23,12 @@ from hybridrl.serving.plan import ModelPlan, plan_own_engines
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.lifecycle import State
 from tests.config.values import config_of
-from tests.serving.recording_handle import RecordingHandle
-from tests.serving.server_rig import ServerRig, plan_of
+from tests.serving.engines import RecordingHandle, ServerRig, plan_of
 from tests.workers.sharding.recording import WEIGHTS, Policy
 from tests.workers.sharding.watched import CALLS
 
 
 class Rig(ServerRig[RecordingHandle]):
-    """A server of recording engines, and the stages that it goes through."""
-
     def __init__(self, plan: ModelPlan, **settings: Any) -> None:
         super().__init__(RecordingHandle, plan, **settings)
         self.silent: set[int] = set()
@@ -287,7 +282,11 @@ def test_a_server_of_others_lost_in_an_update_is_left_out_of_the_next(call: str)
     rig.check_stages()
 
 
-def test_with_all_servers_of_others_lost_any_that_is_back_is_enough() -> None:
+def test_at_the_start_all_servers_of_others_must_be_there_and_later_any_is_enough() -> None:
+    rig = Rig(elsewhere_plan(2))
+    rig.journal.fail(1, "restart")
+    with pytest.raises(StageError, match="start failed on engine 1"):
+        rig.server.start()
     rig = started(elsewhere_plan(2))
     for index in (0, 1):
         rig.newest[index].kill()
@@ -299,13 +298,6 @@ def test_with_all_servers_of_others_lost_any_that_is_back_is_enough() -> None:
     assert rig.server.states == (State.BROKEN, State.READY)
     assert rig.recover() == {0: True}
     rig.check_served(1)
-
-
-def test_at_the_start_all_servers_of_others_must_be_there() -> None:
-    rig = Rig(elsewhere_plan(2))
-    rig.journal.fail(1, "restart")
-    with pytest.raises(StageError, match="start failed on engine 1"):
-        rig.server.start()
 
 
 def test_a_load_from_files_may_take_as_long_as_a_start() -> None:
@@ -340,9 +332,8 @@ class RandomFaults(RuleBasedStateMachine):
 
     @initialize(
         groups=st.lists(
-            st.tuples(st.sampled_from(["regular", "placeholder"]), st.integers(1, 3)),
-            max_size=3,
-        ),
+            st.tuples(st.sampled_from(["regular", "placeholder"]), st.integers(1, 3)), max_size=3
+        )
     )
     def boot(self, groups: list[tuple[WorkerType, int]]) -> None:
         self.version = 0

@@ -25,7 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Qwen3 of the server that tests share."""
     return make_tiny_model(tmp_path_factory.mktemp("served"))
 
 
@@ -49,7 +48,6 @@ def engine(shared_engine: MortalEngine, served_model: Path) -> MortalEngine:
 
 @pytest.fixture(scope="session")
 def shared_lora_engine(served_model: Path) -> Iterator[ForgetfulEngine]:
-    """An engine that takes adapters, as long as the session lives."""
     engine = ForgetfulEngine(replace(server_spec(served_model), lora=LORA), variables={})
     engine.forget_journal()
     try:

@@ -1,12 +1,18 @@
-"""Engines on real SGLang servers, and Hugging Face's answers to the same prompts."""
-
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -15,13 +21,96 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
-from hybridrl.sampler import Program, Sample, T
+from hybridrl.sampler import Program, Sample, SamplingParams, T
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from tests.sglang.strangers import generating, kill_server
-from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
+from hybridrl.workers.rollout.sglang.server import StartedServer
+from hybridrl.workers.rollout.single_turn import single_turn
+from tests.sglang import recorded_server
+from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params, tokens_of
+
+Body = dict[str, Any]
+
+_POLL_S = 0.05
+
+
+def server_of(engine: SGLangEngine) -> StartedServer:
+    server = engine._server
+    assert isinstance(server, StartedServer)
+    return server
+
+
+def schedulers_of(engine: SGLangEngine) -> list[psutil.Process]:
+    children = psutil.Process(server_of(engine).process.pid).children(recursive=True)
+    return [child for child in children if "scheduler" in child.name()]
+
+
+@contextmanager
+def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """All get SIGSTOP; they go on at the end, unless they are gone."""
+    assert processes
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def stopped_scheduler(engine: SGLangEngine) -> AbstractContextManager[None]:
+    """Within this the server computes nothing, and answers HTTP all the same."""
+    return stopped(schedulers_of(engine))
+
+
+def stopped_server(engine: SGLangEngine) -> AbstractContextManager[None]:
+    root = psutil.Process(server_of(engine).process.pid)
+    return stopped([root, *root.children(recursive=True)])
+
+
+def kill_server(engine: SGLangEngine) -> None:
+    """As the out-of-memory killer does: one process, without a word."""
+    os.kill(server_of(engine).process.pid, signal.SIGKILL)
+
+
+def kill_scheduler(engine: SGLangEngine) -> None:
+    schedulers_of(engine)[0].kill()
+
+
+def stranger_asks(engine: SGLangEngine, *, num_requests: int) -> list[Body]:
+    """Requests that the engine knows nothing of, long ones; returns their answers."""
+    answers: list[Body] = server_of(engine).client.call(
+        "/generate",
+        {
+            "input_ids": [[1, 2, 3]] * num_requests,
+            "sampling_params": {"max_new_tokens": 90, "ignore_eos": True},
+        },
+        timeout_s=60.0,
+    )
+    return answers
+
+
+def wait_until_running(engine: SGLangEngine, call: Future[Any]) -> None:
+    while not call.done():
+        state = server_of(engine).client.call("/v1/loads", timeout_s=10.0, method="GET")
+        if any(load["num_running_reqs"] for load in state["loads"]):
+            return
+        time.sleep(_POLL_S)
+
+
+@contextmanager
+def generating(
+    engine: SGLangEngine, prompts: PromptBatch, sampling: SamplingParams
+) -> Iterator[Future[list[Sample]]]:
+    """A generate call in another thread, as Ray and evaluation may have one; it runs on entry."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        call = pool.submit(engine.run, single_turn(prompts, sampling))
+        wait_until_running(engine, call)
+        yield call
+
 
 MAX_CONTEXT_TOKENS = 96
 _LONG = sampling_params(group=8, tokens=80)
@@ -39,7 +128,6 @@ def sglang_config(**changes: object) -> RolloutConfig:
 
 
 def server_spec(folder: Path, **changes: object) -> ServingSpec:
-    """What a server of the tests serves; ``changes`` are keys of the rollout section."""
     return ServingSpec(
         model_folder=folder,
         rollout=sglang_config(**changes),
@@ -83,7 +171,6 @@ class MortalEngine(SGLangEngine):
 def running_engine(
     spec: ServingSpec, *, variables: Mapping[str, str] | None = None
 ) -> Iterator[MortalEngine]:
-    """An engine as it boots; its server is gone afterwards."""
     engine = MortalEngine(spec, variables=variables or {})
     try:
         yield engine
@@ -96,7 +183,6 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def send(engine: SGLangEngine, bucket: Bucket) -> None:
-    """Load one bucket."""
     staged = engine.stage(bucket)
     try:
         engine.load(staged, [staged.make_handle()])
@@ -125,7 +211,6 @@ def make_ready(engine: SGLangEngine, folder: Path) -> None:
 
 
 def greedy_of_hugging_face(folder: Path, prompts: PromptBatch, *, num_tokens: int) -> list[Sample]:
-    """Continue each prompt by itself with transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     responses = []
     for prompt in prompts.token_ids_PL.unbind():
@@ -139,3 +224,27 @@ def greedy_of_hugging_face(folder: Path, prompts: PromptBatch, *, num_tokens: in
         tokens = row[0, len(prompt) :]
         responses.append(Sample(tokens, torch.stack(logprobs), "length", weight_version=0))
     return responses
+
+
+def assert_samples(
+    found: Sequence[Sample], expected: Sequence[Sample], *, atol: float = 2e-4
+) -> None:
+    """The same tokens, and log-probs that are close, of the first token as of the others."""
+    assert tokens_of(found) == tokens_of(expected)
+    for sample, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(sample.logprobs, other.logprobs, atol=atol, rtol=0)
+
+
+@contextmanager
+def recorded_engine(
+    spec: ServingSpec,
+    calls: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: Mapping[str, object] | None = None,
+) -> Iterator[MortalEngine]:
+    """An engine on a recorded server, which writes down what it gets."""
+    monkeypatch.setattr("hybridrl.workers.rollout.sglang.server._CHILD", recorded_server.MODULE)
+    monkeypatch.setenv("RECORDED_CALLS", str(calls))
+    monkeypatch.setenv("RECORDED_CHANGES", json.dumps(changes or {}))
+    with running_engine(spec) as engine:
+        yield engine

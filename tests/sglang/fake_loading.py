@@ -74,7 +74,6 @@ class SeenCopies(TorchDispatchMode):
         self.read[_storage_of(source), begin] += source.nbytes
 
     def bytes_from(self, storage: int, begin: int, end: int) -> int:
-        """How many bytes of a range were copied."""
         return sum(
             num_bytes
             for (each, first), num_bytes in self.read.items()
@@ -87,8 +86,6 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 class Server:
-    """What a server's scheduler has made when it builds its model."""
-
     def __init__(self, folder: Path) -> None:
         spec = server_spec(folder, dtype="bfloat16")
         record = load_server_args()(
@@ -110,7 +107,6 @@ class Server:
         self._encode = weights.encode
 
     def model(self, folder: Path, dtype: torch.dtype) -> nn.Module:
-        """Build the model as a start does, without memory."""
         config = import_module("sglang.srt.configs.model_config").ModelConfig
         loader = import_module("sglang.srt.model_loader.loader")
         load_config = import_module("sglang.srt.configs.load_config").LoadConfig
@@ -148,7 +144,6 @@ class Server:
 
 
 def loaded(server: Server, case: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the weights of a case."""
     dtype = DTYPES[case["dtype"]]
     model = server.model(Path(case["folder"]), dtype)
     sent = DTYPES[case.get("sent", case["dtype"])]

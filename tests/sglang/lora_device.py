@@ -29,7 +29,6 @@ class ForgetfulEngine(Journalling, SGLangEngine):
             self.scramble()
 
     def scramble(self) -> None:
-        """Fill all of the server's weights with random numbers."""
         self._server.require_success("/weights_checker", action="reset_tensors")
 
 
@@ -43,8 +42,6 @@ def wake_up(engine: SGLangEngine) -> None:
 
 
 class ServedDevice(LoraDevice):
-    """A LoRA trainer, and an engine on a server that tests share."""
-
     def __init__(
         self,
         engine: SGLangEngine,

@@ -18,27 +18,21 @@ from typing import Any
 from hybridrl.workers.rollout.sglang.process import end_with_parent
 
 MODULE = "tests.sglang.recorded_server"
-ANSWERS = Path(__file__).parents[1] / "workers" / "rollout" / "sglang_answers"
+ANSWERS = Path(__file__).parents[1] / "workers/rollout/sglang_answers/0.5.21.json"
 
 
 def calls_in(file: Path) -> list[tuple[str, Any]]:
-    """The control calls that a server has got: path and body."""
     lines = file.read_text().splitlines() if file.exists() else []
     return [(call["path"], call["body"]) for call in map(json.loads, lines)]
 
 
 def serve(file: Path) -> None:
-    """Answer until the parent is gone."""
     end_with_parent()
     arguments = json.loads(file.read_text())
-    version = os.environ["RECORDED_VERSION"]
-    recorded = json.loads((ANSWERS / f"{version}.json").read_text())
+    recorded = json.loads(ANSWERS.read_text())
     changes = json.loads(os.environ.get("RECORDED_CHANGES", "{}"))
     delays = json.loads(os.environ.get("RECORDED_DELAYS", "{}"))
-    answers = {
-        "/server_info": recorded["server_info"] | arguments | changes,
-        "/health": {},
-    }
+    answers = {"/server_info": recorded["server_info"] | arguments | changes, "/health": {}}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,5 +1,3 @@
-"""Conversations on a real server: tokens, log-probs, cached prefixes, deadlines."""
-
 from __future__ import annotations
 
 import asyncio
@@ -25,7 +23,7 @@ from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.rows import Row
 from hybridrl.sampler import RequestParams, Sampler
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from tests.sglang.strangers import server_of
+from tests.sglang.engines import server_of
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<|end|>{% endfor %}"
@@ -106,7 +104,6 @@ def test_conversations_are_trained_as_the_server_sampled_them(
         return await asyncio.gather(*(hold_one(number, sampler, toolbox) for number in range(24)))
 
     trajectories = engine.run(program)
-
     assert {t.ended for t in trajectories} <= {"answer", "tokens"}
     assert sum(t.num_sampled_turns for t in trajectories) > 2 * len(trajectories)
     model = AutoModelForCausalLM.from_pretrained(served_model)

@@ -1,5 +1,3 @@
-"""What SGLang answers is what Hugging Face answers, with the weights of every sync."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -9,26 +7,30 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import LogprobBatch, RolloutBatch, spread_over_tokens
+from hybridrl.metrics import Sum
 from hybridrl.models.load import ModelFiles, WeightFiles, load_model_config
 from hybridrl.sampler import Sample
 from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.single_turn import single_turn
+from hybridrl.workers.rollout.single_turn import OpenResponses, single_turn
 from tests.contract.ranks_under_test import Rank, take_step
 from tests.sglang.engines import (
+    assert_samples,
     greedy_of_hugging_face,
     running_engine,
     server_spec,
+    sglang_config,
     sync,
     weights_of,
 )
 from tests.tiny_models import SEEING, Family, make_mxfp4_model, make_seeing_model, make_tiny_model
-from tests.workers.device import largest_mismatch_nats
+from tests.workers.device import Device, largest_mismatch_nats
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 from tests.workers.train.engines import build_fsdp2, make_rows, update
 from tests.workers.train.megatron.expert_layouts import running
@@ -109,9 +111,7 @@ def test_a_folder_in_mxfp4_is_served_with_the_weights_that_come(tmp_path: Path) 
         sync(engine, dict(model.named_parameters()), version=0)
         found = engine.run(single_turn(PROMPTS, GREEDY))
     expected = greedy_of_hugging_face(tmp_path / "unpacked", PROMPTS, num_tokens=8)
-    assert tokens_of(found) == tokens_of(expected)
-    for response, reference in zip(found, expected, strict=True):
-        torch.testing.assert_close(response.logprobs, reference.logprobs, atol=2e-4, rtol=0)
+    assert_samples(found, expected)
 
 
 @pytest.mark.nightly
@@ -139,9 +139,7 @@ def test_greedy_tokens_are_those_of_hugging_face_after_each_sync(
         sync(family_engine, weights_of(folder), version=version)
         found = family_engine.run(single_turn(PROMPTS, GREEDY))
         expected = greedy_of_hugging_face(folder, PROMPTS, num_tokens=8)
-        assert tokens_of(found) == tokens_of(expected)
-        for response, reference in zip(found, expected, strict=True):
-            torch.testing.assert_close(response.logprobs, reference.logprobs, atol=2e-4, rtol=0)
+        assert_samples(found, expected)
         pairs = zip(found, expected, strict=True)
         record_property(
             "sglang", float(max((a.logprobs - b.logprobs).abs().max() for a, b in pairs))
@@ -224,3 +222,70 @@ def check_experts(folder: Path, responses: list[Sample]) -> None:
         found = response.routed_experts_LJK
         assert found is not None
         assert torch.equal(found.long().sort(-1).values, chosen.sort(-1).values)
+
+
+CYCLED = make_prompts((4, 9, 40))
+CYCLED_SAMPLING = replace(sampling_params(group=4, tokens=8), temperature=0.7)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.shows("3.7", "3.9", "5.3")
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("sleep", [True, False])
+def test_sampled_log_probs_are_the_trainers_in_each_of_three_cycles(
+    engine: SGLangEngine, served_model: Path, sleep: bool
+) -> None:
+    device = Device(
+        engine,
+        build_fsdp2(served_model),
+        config=sglang_config(sleep=sleep),
+        prompts=CYCLED,
+        sampling=CYCLED_SAMPLING,
+    )
+    sampled = []
+    for version in range(3):
+        responses = device.sample()
+        assert device.apart_nats(responses, temperature=CYCLED_SAMPLING.temperature) < 1e-4
+        assert engine.version == version
+        sampled.append(tokens_of(responses))
+        device.train()
+    assert sampled[0] != sampled[1]
+
+
+CUT = make_prompts((4, 30, 5, 60, 6, 85))  # the context of 96 tokens ends each response
+CUT_SAMPLING = sampling_params(group=2, tokens=90, temperature=0.0)
+
+
+@pytest.mark.timeout(200)
+def test_phases_of_a_server_give_what_one_phase_gives(engine: SGLangEngine) -> None:
+    uncut = engine.run(single_turn(CUT, CUT_SAMPLING))
+    engine.take_metrics()
+    responses, is_open, num_interrupted = OpenResponses(), list(range(len(CUT))), 0.0
+    samples: dict[int, list[Sample]] = {}
+    while is_open:
+        sampling = replace(CUT_SAMPLING, num_complete=2)
+        program = responses.program(CUT[is_open], sampling, interrupt=engine.interrupt)
+        answered = engine.run(program)
+        for number, index in enumerate(answered.prompts.prompt_index_P.tolist()):
+            samples[index] = answered.samples[2 * number : 2 * number + 2]
+            is_open.remove(index)
+        engine.pause()
+        assert engine.drain(timeout_s=10.0) == 0
+        engine.continue_generation()
+        interrupted = responses.metrics()["rollout/interrupted_tokens"]
+        assert isinstance(interrupted, Sum)
+        num_interrupted += interrupted.value
+    assert num_interrupted > 0
+    assert engine.take_metrics()["rollout/retried_requests"] == Sum(0)
+    for index, group in samples.items():
+        for sibling, sample in enumerate(group):
+            expected = uncut[2 * index + sibling]
+            assert sample.token_ids.tolist() == expected.token_ids.tolist()
+            assert sample.finish_reason == expected.finish_reason == "length"
+            torch.testing.assert_close(sample.logprobs, expected.logprobs, atol=1e-4, rtol=0)

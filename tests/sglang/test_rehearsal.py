@@ -1,12 +1,10 @@
-"""What a start on a GPU makes of our arguments, by SGLang's own code; and what mode=check says."""
-
 from __future__ import annotations
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,30 +34,22 @@ from tests.planning.models import (
 
 ON_CUDA = "tests.sglang.on_cuda"
 MODELS = {
-    **{"qwen2": QWEN2_5_0_5B, "qwen3": QWEN3_8B, "qwen3_moe": QWEN3_30B_A3B},
-    "glm4_moe": GLM4_5_AIR,
-    "gpt_oss": GPT_OSS_20B,
-    "qwen3_5": QWEN3_5_9B,
-}
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen2": ("Qwen2ForCausalLM", QWEN2_5_0_5B),
+    "qwen3": ("Qwen3ForCausalLM", QWEN3_8B),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", QWEN3_30B_A3B),
+    "glm4_moe": ("Glm4MoeForCausalLM", GLM4_5_AIR),
+    "gpt_oss": ("GptOssForCausalLM", GPT_OSS_20B),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", QWEN3_5_9B),
 }
 
 
 def recipes_on_sglang() -> list[str]:
-    """Recipes whose rollout engine is a server on a GPU."""
     texts = {path.stem: path.read_text() for path in (ROOT / "recipes/gpu").glob("*.yaml")}
     on_gpus = {name for name, text in texts.items() if "override /cluster: one_gpu" in text}
     return sorted(name for name in on_gpus if "override /rollout: sglang" in texts[name])
 
 
 def model_of(recipe: str) -> str:
-    """The family of the model that a recipe names."""
     text = (ROOT / "recipes" / "gpu" / f"{recipe}.yaml").read_text()
     path = yaml.safe_load(text)["model"]["path"]
     sizes = {"Qwen2.5-0.5B-Instruct": "qwen2", "Qwen3-8B": "qwen3", "Qwen3-32B": "qwen3"}
@@ -72,9 +62,9 @@ def model_of(recipe: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models of real sizes as far as their config.json, and a file of rows."""
     folder = tmp_path_factory.mktemp("models")
-    for name, values in MODELS.items():
+    for name, (architecture, values) in MODELS.items():
         (folder / name).mkdir()
-        whole = values | {"architectures": [ARCHITECTURES[name]], "dtype": "bfloat16"}
+        whole = values | {"architectures": [architecture], "dtype": "bfloat16"}
         (folder / name / "config.json").write_text(json.dumps(whole))
         (folder / name / "tokenizer.json").write_text("{}")
         save_file({}, folder / name / "model.safetensors")
@@ -83,7 +73,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, model: str, *overrides: str) -> ExperimentConfig:
-    """A configuration with one of the models in the place of its own."""
     return load_config(compose(["model=hf_folder", f"model.path={folder / model}", *overrides]))
 
 
@@ -99,26 +88,19 @@ GPU = (
 )
 ASLEEP, LORA = "rollout.sleep=true", "lora=default"
 TP2 = ("cluster.num_ranks_per_node=2", "rollout.tensor_parallel_size=2")
-COMBINATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "asleep": ("qwen3", (*GPU, ASLEEP)),
-    "awake": ("qwen3", GPU),
-    "without graphs": ("qwen3", (*GPU, ASLEEP, "rollout.cuda_graphs=false")),
-    "adapter": ("qwen3", (*GPU, ASLEEP, LORA)),
-    "adapter with a backup": ("qwen3", (*GPU, ASLEEP, LORA, "lora.base=backup", *TP2)),
-    "tensor parallel": ("qwen2", (*GPU, ASLEEP, *TP2)),
-    "deterministic": (
-        "qwen3",
-        (*GPU, ASLEEP, "+rollout.engine_args.enable_deterministic_inference=true"),
-    ),
-    "deterministic, tensor parallel": (
-        "qwen3",
-        (*GPU, ASLEEP, *TP2, "+rollout.engine_args.enable_deterministic_inference=true"),
-    ),
-    "triton": ("qwen3", (*GPU, ASLEEP, "+rollout.engine_args.attention_backend=triton")),
-    "float32": (
-        "qwen3",
-        (*GPU, "rollout.dtype=float32", "+rollout.engine_args.attention_backend=triton"),
-    ),
+DETERMINISTIC = "+rollout.engine_args.enable_deterministic_inference=true"
+TRITON = "+rollout.engine_args.attention_backend=triton"
+COMBINATIONS: dict[str, tuple[str, ...]] = {
+    "asleep": ("qwen3", *GPU, ASLEEP),
+    "awake": ("qwen3", *GPU),
+    "without graphs": ("qwen3", *GPU, ASLEEP, "rollout.cuda_graphs=false"),
+    "adapter": ("qwen3", *GPU, ASLEEP, LORA),
+    "adapter with a backup": ("qwen3", *GPU, ASLEEP, LORA, "lora.base=backup", *TP2),
+    "tensor parallel": ("qwen2", *GPU, ASLEEP, *TP2),
+    "deterministic": ("qwen3", *GPU, ASLEEP, DETERMINISTIC),
+    "deterministic, tensor parallel": ("qwen3", *GPU, ASLEEP, *TP2, DETERMINISTIC),
+    "triton": ("qwen3", *GPU, ASLEEP, TRITON),
+    "float32": ("qwen3", *GPU, "rollout.dtype=float32", TRITON),
 }
 
 
@@ -153,11 +135,7 @@ def configs_of_recipes(folder: Path) -> dict[str, ExperimentConfig]:
         for name, config in served.items()
         for group, of_engine in rehearsed_configs(config)
     }
-    return configs | {name: config_of(folder, *given) for name, given in _flat().items()}
-
-
-def _flat() -> dict[str, tuple[str, ...]]:
-    return {name: (model, *given) for name, (model, given) in COMBINATIONS.items()}
+    return configs | {name: config_of(folder, *given) for name, given in COMBINATIONS.items()}
 
 
 REFUSED: dict[str, dict[str, ArgumentValue]] = {
@@ -171,10 +149,10 @@ REFUSED: dict[str, dict[str, ArgumentValue]] = {
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, dict[str, Any]]:
-    """What became of all in one process, which imports SGLang once."""
-    base = config_of(folder, *_flat()["asleep"])
+    base = config_of(folder, *COMBINATIONS["asleep"])
     configs = configs_of_recipes(folder)
-    configs |= {name: _with_arguments(base, each) for name, each in REFUSED.items()}
+    for name, given in REFUSED.items():  # past our own rules, so that SGLang's are asked
+        configs[name] = replace(base, rollout=replace(base.rollout, engine_args=given))
     return dict(zip(configs, rehearsed(list(configs.values()), folder), strict=True))
 
 
@@ -195,19 +173,8 @@ def test_what_sglang_refuses_at_its_start_is_found_with_the_argument(
     refused = {name: results[name] for name in REFUSED}
     names = {name: [r["names"] for r in result["refusals"]] for name, result in refused.items()}
     assert names == {name: [list(given)] for name, given in REFUSED.items()}
-    assert "fa3" in _reason(refused["no such attention"])
+    assert "fa3" in str(refused["no such attention"]["refusals"][0]["reason"])
     assert "chunked_prefill_size" in refused["no such argument"]["refusals"][0]["fix"]
-
-
-def _with_arguments(
-    config: ExperimentConfig, given: Mapping[str, ArgumentValue]
-) -> ExperimentConfig:
-    """Past our own rules, so that SGLang's are asked."""
-    return replace(config, rollout=replace(config.rollout, engine_args=given))
-
-
-def _reason(result: dict[str, Any]) -> str:
-    return str(result["refusals"][0]["reason"])
 
 
 PAGES = "+rollout.engine_args={chunked_prefill_size: 100, page_size: 7}"
@@ -216,7 +183,7 @@ PAGES = "+rollout.engine_args={chunked_prefill_size: 100, page_size: 7}"
 def remedy_of_pages(folder: Path) -> tuple[str, ...]:
     """The only remedy of the only violation of PAGES."""
     with pytest.raises(ConfigErrors, match="must be divisible by page_size") as raised:
-        rehearse_server(config_of(folder, *_flat()["asleep"], PAGES))
+        rehearse_server(config_of(folder, *COMBINATIONS["asleep"], PAGES))
     (violation,) = raised.value.violations
     assert violation.key.startswith("rollout.engine_args.")
     (remedy,) = violation.remedies
@@ -237,14 +204,14 @@ def test_the_remedy_for_what_sglang_refuses_is_accepted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_rehearsal, "_CHILD", ON_CUDA)
-    mended = config_of(folder, *_flat()["asleep"], PAGES, *remedy_of_pages(folder))
+    mended = config_of(folder, *COMBINATIONS["asleep"], PAGES, *remedy_of_pages(folder))
     assert "accepts the arguments" in rehearse_server(mended)
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.nightly
 def test_where_there_is_no_gpu_check_says_what_it_did_not_see(folder: Path) -> None:
-    line = rehearse_server(config_of(folder, *_flat()["asleep"]))
+    line = rehearse_server(config_of(folder, *COMBINATIONS["asleep"]))
     assert "rehearsed where there is a GPU" in line
 
 

@@ -1,10 +1,11 @@
-"""A whole run whose rollout engine is SGLang, started as a user starts it."""
-
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
@@ -12,7 +13,8 @@ import psutil
 import pytest
 
 from hybridrl.env import ROOT
-from tests.end_to_end.small import SMALL, read_metrics
+from tests.end_to_end.small import SMALL, VARIED, read_metrics
+from tests.sglang.topologies import WITHOUT_MOONCAKE
 
 NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.33 -> 0.47 here
 TIMEOUT_S = 400  # 25 s of CPU for the server, 1 to 2 s a step
@@ -68,9 +70,7 @@ def test_two_servers_agree_with_the_trainer(tmp_path: Path, task: tuple[str, ...
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
-def test_a_short_run_on_sglang_agrees_with_its_trainer(
-    tmp_path: Path,
-) -> None:
+def test_a_short_run_on_sglang_agrees_with_its_trainer(tmp_path: Path) -> None:
     small = [override for override in SMALL if override.startswith("model.")]
     small += ["trainer.num_prompts_per_step=4", "eval.num_prompts=4"]
     run_on_sglang(tmp_path, *small, num_steps=3)
@@ -114,19 +114,133 @@ def run_command(
         env=os.environ | {"PYTHONPATH": str(ROOT)},  # stand-ins lie in the test tree
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert servers_started_in(folder) == []
+    assert processes_of(folder, "sglang::") == []
     return read_metrics(folder / "run")
 
 
-def servers_started_in(folder: Path) -> list[str]:
-    """The processes of SGLang that came from a command in this folder; they name themselves."""
-    return [process.info["name"] for process in processes_of(folder, "sglang::")]
-
-
 def processes_of(folder: Path, prefix: str) -> list[psutil.Process]:
-    """The processes with such a name that came from a command in this folder."""
     return [
         process
         for process in psutil.process_iter(["name", "cwd"])
         if (process.info["name"] or "").startswith(prefix) and process.info["cwd"] == str(folder)
     ]
+
+
+NUM_FAULTY_STEPS, EVERY_NUM_STEPS = 20, 3
+NUM_KILLS = NUM_FAULTY_STEPS // EVERY_NUM_STEPS
+FAULTY_TIMEOUT_S = 1500
+"""After most kills a server starts beside one that samples, on two cores."""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(FAULTY_TIMEOUT_S + 20)
+@pytest.mark.shows("4.15")
+def test_a_run_loses_no_sample_to_killed_servers(tmp_path: Path) -> None:
+    fault = f"kind: kill, every_num_phases: {EVERY_NUM_STEPS}, within_requests: 4"
+    lines = trained(tmp_path, f"serving.faults={{it: {{{fault}}}}}")
+    assert sum(line["rollout/lost_engines"] for line in lines) == NUM_KILLS
+    replaced = sum(line["rollout/replaced_engines"] for line in lines)
+    assert NUM_KILLS - 1 <= replaced <= NUM_KILLS  # the last may come after the end
+    assert sum(line["rollout/repeated_requests"] for line in lines) >= NUM_KILLS
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(FAULTY_TIMEOUT_S + 20)
+@pytest.mark.shows("4.22")
+def test_a_run_loses_no_sample_to_killed_routers(tmp_path: Path) -> None:
+    has_ended = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        killing = thread.submit(kill_routers, tmp_path, has_ended)
+        try:
+            lines = trained(tmp_path, "serving.router=sglang")
+        finally:
+            has_ended.set()
+    assert killing.result() == NUM_KILLS
+    restarts = sum(line["rollout/router_restarts"] for line in lines)
+    assert NUM_KILLS - 1 <= restarts <= NUM_KILLS  # one within a start of another counts once
+    assert sum(line["rollout/lost_engines"] for line in lines) == 0
+
+
+def trained(folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """The metrics of a run of which no prompt is lost or counts twice."""
+    lines = require_agreement(
+        folder,
+        *("serving=own", *SMALL, VARIED, "eval.every_num_steps=0"),
+        *("checkpoint.every_num_steps=1", "cluster.call_timeout_s=300", *overrides),
+        num_steps=NUM_FAULTY_STEPS,
+        timeout_s=FAULTY_TIMEOUT_S,
+    )
+    assert [line["data/prompts"] for line in lines] == [
+        4 * (n + 1) for n in range(NUM_FAULTY_STEPS)
+    ]
+    return lines
+
+
+def kill_routers(folder: Path, has_ended: threading.Event) -> int:
+    """Kill the router at a random moment of every third step; return how often."""
+    num_kills = 0
+    metrics = folder / "run" / "metrics.jsonl"
+    while num_kills < NUM_KILLS and not has_ended.wait(0.05):
+        num_steps = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+        if num_steps >= EVERY_NUM_STEPS * (num_kills + 1) - 1:
+            has_ended.wait(random.uniform(0.0, 2.0))
+            for process in processes_of(folder, "sglang::router"):
+                process.kill()
+                num_kills += 1
+    return num_kills
+
+
+SMALL_RUN = (
+    *(override for override in SMALL if override.startswith("model.")),
+    *("trainer.num_prompts_per_step=4", "eval.every_num_steps=0", "checkpoint.every_num_steps=0"),
+)
+
+
+COLOCATED = ("serving.colocated=true", "rollout.sleep=true", "rollout.num_slots=64")
+HALVES = "a: {num_devices: 1, worker_type: prefill}, b: {num_devices: 1, worker_type: decode}"
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S + 20)
+@pytest.mark.shows("2.1", "2.2", "4.2", "4.3")
+@pytest.mark.parametrize(
+    ("groups", "num_devices", "num_ranks"),
+    [
+        pytest.param(
+            "one: {num_devices: 1}, two: {num_devices: 2, devices_per_engine: 2}",
+            *(3, 3),
+            id="engines of one and of two ranks",
+        ),
+        pytest.param(HALVES, 2, 2, id="a pair of the ranks", marks=WITHOUT_MOONCAKE),
+        pytest.param(
+            f"fused: {{num_devices: 1}}, {HALVES}",
+            *(3, 1),
+            id="a pair beside an engine of a rank",
+            marks=[WITHOUT_MOONCAKE, pytest.mark.nightly],
+        ),
+    ],
+)
+def test_groups_of_any_kind_sleep_with_the_trainer(
+    tmp_path: Path, groups: str, num_devices: int, num_ranks: int
+) -> None:
+    lines = require_agreement(
+        tmp_path,
+        *(*COLOCATED, *SMALL_RUN, "trainer.num_prompts_per_step=6"),
+        f"serving.models={{policy: {{groups: {{{groups}}}}}}}",
+        f"serving.num_devices_per_node={num_devices}",
+        f"cluster.num_ranks_per_node={num_ranks}",
+        num_steps=3,
+        timeout_s=2 * TIMEOUT_S,
+    )
+    assert [line["rollout/lost_engines"] for line in lines] == [0, 0, 0]
+    assert all("time/release_s" in line for line in lines)
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S + 20)
+@pytest.mark.nightly
+@pytest.mark.shows("4.1", "4.3")
+@pytest.mark.parametrize("recipe", ["cpu/colocated", "cpu/mixed"])
+def test_servers_of_ranks_agree_with_the_trainer(tmp_path: Path, recipe: str) -> None:
+    lines = require_agreement(
+        tmp_path, f"recipes={recipe}", *SMALL_RUN, num_steps=3, timeout_s=2 * TIMEOUT_S
+    )
+    assert [line["rollout/repeated_requests"] for line in lines] == [0, 0, 0]

@@ -1,5 +1,3 @@
-"""What stands in for SGLang's kernels on a CPU answers as SGLang's own does, or raises."""
-
 import os
 import subprocess
 import sys

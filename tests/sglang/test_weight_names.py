@@ -1,16 +1,11 @@
-"""Every tensor that is streamed has its place in SGLang's model, and every body its route.
-
-SGLang's own classes and loaders decide, on tensors without memory, in a single child process.
-"""
-
 from __future__ import annotations
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,17 +19,15 @@ from hybridrl.env import python_path
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import build_empty_model
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang import server
-from hybridrl.workers.rollout.sglang.arguments import ServingSpec, environment
+from hybridrl.workers.rollout.sglang.arguments import environment
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
-from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.transports import DiskTransport
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.train.protocol import WeightSet
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
-from tests.sglang.engines import running_engine, server_spec, sync, weights_of
-from tests.sglang.recorded_server import MODULE, calls_in
+from tests.sglang.engines import recorded_engine, server_spec, sync, weights_of
+from tests.sglang.recorded_server import calls_in
 from tests.tiny_models import TRAINED, Family, make_tiny_model
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.train.engines import build_fsdp2
@@ -162,27 +155,15 @@ BAD_CALLS: list[tuple[str, dict[str, object], str]] = [
 ]
 
 
-@contextmanager
-def recorded_engine(
-    spec: ServingSpec, calls: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SGLangEngine]:
-    """An engine whose server writes down what it gets."""
-    monkeypatch.setattr(server, "_CHILD", MODULE)
-    monkeypatch.setenv("RECORDED_VERSION", "0.5.21")
-    monkeypatch.setenv("RECORDED_CALLS", str(calls))
-    # It claims what a GPU would do, so that all is asked of it.
-    monkeypatch.setenv("RECORDED_CHANGES", json.dumps({"enable_return_routed_experts": True}))
-    with running_engine(spec) as engine:
-        yield engine
-
-
 def sent_by_a_run(
     folder: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, Any]]:
     """Every kind of call that an engine makes in a step, with adapter, proof and each transport."""
     spec = replace(server_spec(folder, routed_experts=True), lora=LORA)
     shapes = adapter_shapes(base_shapes(folder), LORA)
-    with recorded_engine(spec, calls, monkeypatch) as engine:
+    # It claims what a GPU would do, so that all is asked of it.
+    changes = {"enable_return_routed_experts": True}
+    with recorded_engine(spec, calls, monkeypatch, changes) as engine:
         engine.pause()
         engine.drain(timeout_s=5.0)
         for part in MemoryTag:
@@ -269,32 +250,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.timeout(150)
-def test_every_streamed_tensor_has_its_place_in_the_model_of_sglang(found: Found) -> None:
+def test_every_streamed_tensor_has_its_place_and_one_missing_misnamed_or_misshapen_is_found(
+    found: Found,
+) -> None:
     faults = {name: found.faults[name] for name in (*SERVED, *REAL)}
     assert {name: each for name, each in faults.items() if each} == {}
-
-
-@pytest.mark.timeout(150)
-def test_models_that_checks_refuse_would_be_served_with_random_weights(found: Found) -> None:
     for name in NOT_SERVED:
         assert any(": 0 of" in line for line in found.faults[name]), (name, found.faults[name])
-
-
-@pytest.mark.timeout(150)
-def test_a_tensor_that_is_missing_misnamed_or_misshapen_is_found(found: Found) -> None:
     for name, (_, _, fault) in FAULTS.items():
         assert any(fault in line for line in found.faults[name]), (name, found.faults[name])
 
 
 @pytest.mark.timeout(150)
-def test_sglang_takes_every_body_that_an_engine_sends(found: Found) -> None:
+def test_sglang_takes_every_body_that_an_engine_sends_and_would_refuse_others(found: Found) -> None:
     sent = found.calls[: -len(BAD_CALLS)]
     assert {path.partition("?")[0] for path, _ in sent} == ROUTES
     assert [each for each in found.refused[: len(sent)] if each] == []
-
-
-@pytest.mark.timeout(150)
-def test_a_body_that_sglang_would_refuse_or_half_ignore_is_found(found: Found) -> None:
     lines = found.refused[-len(BAD_CALLS) :]
     for (path, _, fault), faults in zip(BAD_CALLS, lines, strict=True):
         assert any(fault in line for line in faults), (path, faults)

@@ -1,5 +1,3 @@
-"""Each way for weights into a server, and what a failure in the middle leaves behind."""
-
 from __future__ import annotations
 
 import resource
@@ -99,11 +97,7 @@ def test_a_status_400_in_a_stream_leaves_nobody_waiting(
 
     for version, folder in enumerate(folders):
         num_loaded = 0
-        report = stream(
-            engine,
-            iter(weights_of(folder).items()),
-            load=after_the_update_was_closed,
-        )
+        report = stream(engine, iter(weights_of(folder).items()), load=after_the_update_was_closed)
         assert num_loaded == 2
         (first, *_) = buckets(weights_of(folder).items(), bucket_bytes=BUCKET_BYTES)
         assert report.num_bytes == sum(tensor.nbytes for _, tensor in first)

@@ -1,16 +1,19 @@
-"""What the tests of topologies share: groups, prompts, and Hugging Face's answers to them."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
+import pytest
 
 from hybridrl.sampler import Sample
-from tests.sglang.engines import greedy_of_hugging_face
+from tests.sglang.engines import assert_samples, greedy_of_hugging_face
 from tests.workers.rollout.engines import make_prompts, sampling_params
 
+WITHOUT_MOONCAKE = pytest.mark.skipif(
+    find_spec("mooncake") is None,
+    reason="needs mooncake-transfer-engine-non-cuda, and libibverbs1 and libnl-route-3-200",
+)
 NUM_TOKENS = 16
 PROMPTS = make_prompts([3, 9, 5, 12])
 GREEDY = sampling_params(group=1, tokens=NUM_TOKENS, top_k=1)
@@ -27,18 +30,6 @@ def groups(**sections: str) -> str:
     return f"serving.models={{policy: {{groups: {{{text}}}}}}}"
 
 
-def assert_as_hugging_face(
-    samples: Sequence[Sample | tuple[list[int], list[float]]], folder: Path
-) -> None:
-    """Tokens and log-probs, of the first token as of the others."""
+def assert_as_hugging_face(samples: Sequence[Sample], folder: Path) -> None:
     expected = greedy_of_hugging_face(folder, PROMPTS, num_tokens=NUM_TOKENS)
-    for sample, answer in zip(samples, expected, strict=True):
-        token_ids, logprobs = _as_lists(sample)
-        assert token_ids == answer.token_ids.tolist()
-        torch.testing.assert_close(torch.tensor(logprobs), answer.logprobs, atol=2e-5, rtol=0)
-
-
-def _as_lists(sample: Sample | tuple[list[int], list[float]]) -> tuple[list[int], list[float]]:
-    if isinstance(sample, Sample):
-        return sample.token_ids.tolist(), sample.logprobs.tolist()
-    return sample
+    assert_samples(samples, expected, atol=2e-5)

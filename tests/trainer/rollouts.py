@@ -1,5 +1,3 @@
-"""Rows, rollouts and scores of a step, without a model."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,14 +1,7 @@
-"""Each ``algorithm=NAME``, as Hydra composes it, against its formula: advantage, loss and weights.
-
-A step of the product with a policy that is a table: a log-prob for each token. What is compared is
-the gradient of the step's loss by each of them, in plain Python on the other side.
-"""
-
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
@@ -27,15 +20,12 @@ from hybridrl.batch import (
     TrainBatch,
     ValueBatch,
     jagged,
-    jagged_from,
 )
 from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions import parts
 from hybridrl.config.load import read_config
-from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import Row
-from hybridrl.data.source import PromptStep
+from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.env import ROOT
 from hybridrl.metrics import Metrics
 from hybridrl.rewards.scorer import Scores
@@ -54,6 +44,7 @@ from hybridrl.workers.train.optimizer import StepResult
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.algorithms.test_all_policy_losses import dppo_tv, gmpo, sapo, surrogate, vespo
 from tests.config.values import values_of
+from tests.trainer.rollouts import ScoredAfterwards, rollouts_of, row_of
 
 Rows = list[list[float]]
 CPU = torch.device("cpu")
@@ -70,7 +61,6 @@ GROUP_OF = [n // GROUP_SIZE for n in range(len(REWARDS))]
 
 
 def table(seed: int, low: float, high: float) -> Rows:
-    """A number for each response token."""
     generator = torch.Generator().manual_seed(seed)
     draw = torch.rand(sum(LENGTHS), generator=generator) * (high - low) + low
     return [row.tolist() for row in draw.split(LENGTHS)]
@@ -88,25 +78,13 @@ def column(rows: Rows) -> Tensor:
 
 LENGTHS_B = torch.tensor(LENGTHS) + NUM_PROMPT_TOKENS
 MASK_BL = jagged([torch.arange(n) >= NUM_PROMPT_TOKENS for n in LENGTHS_B.tolist()])
-ROLLOUTS = RolloutBatch(
-    token_ids_BL=jagged_from(torch.arange(int(LENGTHS_B.sum())), LENGTHS_B),  # no two are alike
-    response_mask_BL=MASK_BL,
+ROLLOUTS = rollouts_of(
+    torch.arange(int(LENGTHS_B.sum())).split(LENGTHS_B.tolist()),  # no two are alike
+    MASK_BL.unbind(),
+    GROUP_OF,
     sampler_logprobs_BL=column(OLD),
-    prompt_index_B=torch.tensor(GROUP_OF),
-    policy_version_B=torch.zeros(len(LENGTHS), dtype=torch.int64),
-    is_truncated_B=torch.zeros(len(LENGTHS), dtype=torch.bool),
-    batch_size=[len(LENGTHS)],
 )
-PROMPTS = [TokenizedRow(Row(f"p{n}", "a", "s", f"f:{n}"), f"p{n}", torch.arange(2)) for n in GROUPS]
-TASK = PromptStep(
-    PromptBatch(
-        token_ids_PL=jagged([torch.arange(2)] * 3),
-        prompt_index_P=torch.arange(3),
-        seed_P=torch.arange(3),
-        batch_size=[3],
-    ),
-    tuple(PROMPTS),
-)
+TASK = build_prompt_step([row_of(n) for n in range(3)], range(3), seed=0)
 
 
 class TableBackend:
@@ -175,8 +153,6 @@ class TablePolicy:
 
 @dataclass(frozen=True)
 class Done:
-    """A call that is over."""
-
     result: Any
 
     def get(self) -> Any:
@@ -200,16 +176,9 @@ class TableCritic:
 
 
 @dataclass(frozen=True)
-class TableReward:
-    """Rewards from a table."""
-
+class TableReward(ScoredAfterwards):
     rows: list[int]
     left_out: list[int]
-
-    def while_sampling(
-        self, _: PromptStep, sampling: SamplingParams
-    ) -> AbstractContextManager[SamplingParams]:
-        return nullcontext(sampling)
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         is_greedy = len(rollouts) == len(task.rows)

@@ -1,5 +1,3 @@
-"""An evaluation through a policy that answers as the test says."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -36,8 +34,6 @@ TOKENIZER = build_starter_tokenizer()
 
 
 class Speaker:
-    """A policy that gives the next of its texts to each request."""
-
     def __init__(self, *texts: str) -> None:
         self._texts = list(texts)
         self.sampled: list[SamplingParams] = []
@@ -55,8 +51,6 @@ class Speaker:
 
 
 class Exact(ScoredAfterwards):
-    """Gives 1 for the answer itself."""
-
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         answers = [extract_answer(text) for text in decode_responses(rollouts, TOKENIZER)]
         num_responses = len(answers) // len(task.rows)
@@ -97,7 +91,7 @@ def evaluate(
     return metrics
 
 
-def test_an_evaluation_describes_lengths_endings_and_groups_of_one_reward() -> None:
+def test_an_evaluation_describes_lengths_endings_and_groups_of_several_responses() -> None:
     loop = "ab" * 300
     task = task_of("held", ["a", "a"], num_responses_per_prompt=2)
     metrics = evaluate(Speaker("1", "1", "1", loop), task)
@@ -109,9 +103,6 @@ def test_an_evaluation_describes_lengths_endings_and_groups_of_one_reward() -> N
     assert metrics["eval/held/truncated_fraction"] == Mean(0.0, 4)
     assert metrics["eval/held/repetition_fraction"] == Mean(1.0, 4)
     assert metrics["eval/held/zero_variance_group_fraction"].value == 0.5
-
-
-def test_groups_of_one_response_are_not_called_equal() -> None:
     metrics = evaluate(Speaker("1"), task_of("", ["a"]))
     assert "eval/zero_variance_group_fraction" not in metrics
 

@@ -3,18 +3,26 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from statistics import fmean
+from typing import Any, cast
 
 import pytest
+import torch
 
+from hybridrl.batch import row_lengths
 from hybridrl.errors import TrainingError
-from hybridrl.metrics import Mean, Metrics, Sum
+from hybridrl.metrics import Mean, Metrics, Sum, check_declared
+from hybridrl.trainer.build_algorithm import Ingredients, build_policy_optimization
 from hybridrl.trainer.interrupt import Interrupt, RunInterrupted, RunStopped
 from hybridrl.trainer.loop import Loop, UpdateGuard
+from hybridrl.trainer.step_metrics import describe_lengths, effective_samples
+from hybridrl.trainer.train_batch import balance, balance_over_ranks
+from tests.config.values import config_of
+from tests.trainer.rollouts import rollouts_of
+from tests.workers.train.engines import make_rows
 
 
 class Recorded:
-    """Keeps what a loop records."""
-
     def __init__(self) -> None:
         self.lines: list[tuple[int, set[str]]] = []
 
@@ -24,10 +32,7 @@ class Recorded:
 
 def _loop(recorded: Recorded, *, num_steps: int, eval_every: int, num_skipped: int = 0) -> Loop:
     return Loop(
-        take_step=lambda _: {
-            "reward/mean": Mean(1.0),
-            "policy/skipped_updates": Sum(num_skipped),
-        },
+        take_step=lambda _: {"reward/mean": Mean(1.0), "policy/skipped_updates": Sum(num_skipped)},
         evaluate=lambda step: {"eval/reward/mean": Mean(float(step))},
         begin_step=lambda _: None,
         record=recorded.record,
@@ -38,37 +43,28 @@ def _loop(recorded: Recorded, *, num_steps: int, eval_every: int, num_skipped: i
 
 
 @pytest.mark.shows("4.21")
-def test_evaluation_runs_before_between_and_after_steps() -> None:
+def test_evaluation_runs_before_between_and_after_steps_or_never() -> None:
     recorded = Recorded()
     assert _loop(recorded, num_steps=5, eval_every=2).run() == 5
     evaluated = [step for step, names in recorded.lines if "eval/reward/mean" in names]
     assert evaluated == [0, 2, 4, 5]
     assert [step for step, _ in recorded.lines] == [0, 1, 2, 3, 4, 5]
-
-
-def test_first_record_without_evaluation_is_a_step() -> None:
-    recorded = Recorded()
+    recorded.lines.clear()
     _loop(recorded, num_steps=2, eval_every=0).run()
     assert [step for step, _ in recorded.lines] == [1, 2]
 
 
 @pytest.mark.shows("R9.6")
-def test_consecutive_skipped_updates_end_the_run() -> None:
+def test_skipped_updates_of_policy_or_critic_in_a_row_end_the_run() -> None:
     recorded = Recorded()
     with pytest.raises(TrainingError, match=r"3 steps in a row.*at most 2 may be skipped.*lr"):
         _loop(recorded, num_steps=9, eval_every=0, num_skipped=1).run()
     assert [step for step, _ in recorded.lines] == [1, 2, 3]
-
-
-def test_taken_update_resets_the_count_of_skipped_ones() -> None:
     guard = UpdateGuard(max_skipped=1)
     for num_skipped in (1, 0, 1, 0, 1):
         guard.check({"policy/skipped_updates": Sum(num_skipped)})
     with pytest.raises(TrainingError):
         guard.check({"policy/skipped_updates": Sum(1)})
-
-
-def test_a_critic_that_cannot_step_ends_the_run_as_a_policy_does() -> None:
     guard = UpdateGuard(max_skipped=1)
     metrics: Metrics = {"policy/skipped_updates": Sum(0), "critic/skipped_updates": Sum(4)}
     guard.check(metrics)
@@ -114,11 +110,7 @@ def test_a_run_with_steps_left_ends_with_128_and_the_signal(number: signal.Signa
     with pytest.raises(RunStopped) as stopped:
         loop.interrupt.raise_if_unfinished()
     assert stopped.value.code == 128 + number
-
-
-@pytest.mark.shows("R4.1")
-def test_signal_in_the_last_step_leaves_the_run_finished() -> None:
-    loop = _interrupted_in_step(9, signal.SIGTERM)
+    loop = _interrupted_in_step(9, number)
     assert loop.run() == 9
     loop.interrupt.raise_if_unfinished()
 
@@ -139,3 +131,67 @@ def _interrupted_in_step(step: int, number: signal.Signals) -> Loop:
         return {}
 
     return replace(_loop(Recorded(), num_steps=9, eval_every=0), take_step=take_step)
+
+
+@pytest.mark.shows("4.20")
+def test_a_response_that_ends_in_a_loop_counts_as_repeating() -> None:
+    generator = torch.Generator().manual_seed(0)
+    varied = torch.randint(50_000, (600,), generator=generator)
+    looping = torch.cat([varied, varied[:100].repeat(6), torch.tensor([1])])
+    looping[-50] = 0  # not to the letter
+    short = varied[:10].repeat(20)
+    rows = [varied, looping, short, varied % 2]  # few different tokens
+    masks = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    rollouts = rollouts_of(rows, masks, [0] * 4)
+    metrics = describe_lengths(rollouts)
+    assert metrics["rollout/repetition_fraction"].value == 0.25
+    check_declared(metrics)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [([2.0, 2.0, 2.0], 1.0), ([1.0, 0.0, 0.0, 0.0], 0.25), ([3.0, 1.0], 0.8), ([0.0], 0.0)],
+)
+def test_effective_samples_are_a_fraction(weights: list[float], expected: float) -> None:
+    mean_square = fmean(weight**2 for weight in weights)
+    metrics = effective_samples(
+        {
+            "policy/sampler_ratio/mean": Mean(fmean(weights)),
+            "policy/sampler_chi_square/mean": Mean(mean_square - 1),
+        }
+    )
+    assert metrics["policy/effective_sample_fraction"].value == pytest.approx(expected)
+
+
+NOTHING = cast(Any, None)
+FOUR_RANKS = ("cluster.num_ranks_per_node=4",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_groups"),
+    [
+        ((), 4),
+        (("actor=megatron", "megatron.tensor_parallel_size=2"), 2),
+        (("actor=megatron", "megatron.pipeline_parallel_size=4"), 1),
+    ],
+)
+def test_rows_are_balanced_over_data_parallel_ranks(
+    overrides: tuple[str, ...], num_groups: int
+) -> None:
+    config = config_of(*FOUR_RANKS, *overrides)
+    given = Ingredients(
+        policy=NOTHING,
+        engines=NOTHING,
+        sampling=NOTHING,
+        reward=NOTHING,
+        kl=NOTHING,
+        batches=NOTHING,
+        on_phase=lambda _: None,
+    )
+    batches = build_policy_optimization(config, given).build_batch
+    rows = make_rows(32, max_half=30)
+    lengths = row_lengths(rows.token_ids_BL).tolist()
+    expected = balance_over_ranks(lengths, dp_size=num_groups, num_minibatches=1)
+    ordered = balance(rows, dp_size=batches.dp_size, num_minibatches=batches.num_minibatches)
+    arranged = row_lengths(ordered.token_ids_BL).tolist()
+    assert arranged == [lengths[row] for row in expected]

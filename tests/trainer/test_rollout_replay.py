@@ -1,5 +1,3 @@
-"""Files of rollouts: written whole, read whole, and refused where they are of another run."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -137,11 +135,7 @@ def test_a_smaller_step_has_the_head_and_the_tail_of_the_recorded_one(
 )
 @pytest.mark.usefixtures("sampled")
 def test_rollouts_of_another_run_are_refused(
-    files: RolloutFiles,
-    task: PromptStep,
-    sampling: SamplingParams,
-    origin: Origin,
-    names: str,
+    files: RolloutFiles, task: PromptStep, sampling: SamplingParams, origin: Origin, names: str
 ) -> None:
     with pytest.raises(ReplayError, match="step-000000002-train-0.*" + names):
         _replay(files, origin=origin).generate(task.prompts, sampling)

@@ -1,5 +1,3 @@
-"""The first sync is proved on the real server: what came by the stream is what files would give."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,9 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.policy_losses.ppo import ppo_clip
+from hybridrl.batch import LogprobBatch
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.topology import Fused
-from hybridrl.errors import EngineError
+from hybridrl.errors import DriftError, EngineError
+from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.single_turn import single_turn
@@ -17,9 +19,11 @@ from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.train.losses import PolicyGradientLoss
+from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.sglang.engines import sglang_config
-from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice
+from tests.sglang.lora_device import GREEDY, PROMPTS, SAMPLING, ForgetfulEngine, ServedDevice
 from tests.workers.rollout.engines import tokens_of
 from tests.workers.sharding.faulty_streams import tear
 from tests.workers.train.engines import CPU, build_fsdp2
@@ -126,3 +130,31 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"rollout\.verify_weights=never"):
         folder = WeightFolder(tmp_path / "missing", dtype=torch.float32)
         folder.write(stage_by_reference([("w", torch.zeros(2))]), [])
+
+
+def _learn(device: ServedDevice) -> None:
+    rollouts = device.rollouts()
+    none = LogprobBatch(batch_size=[len(rollouts)])
+    batch = build_train_batch(rollouts, none, rollouts.sampler_logprobs_BL)
+    device.trainer.update(
+        batch,
+        loss=PolicyGradientLoss(policy_loss=Part.of(ppo_clip), max_drift_nats=0.01),
+        aggregation=TOKEN_MEAN,
+        temperature=SAMPLING.temperature,
+        max_response_tokens=8,
+    )
+    device.version += 1
+    device.manager.weights_changed(version=device.version)
+
+
+@pytest.mark.shows("1.18")
+def test_a_base_that_did_not_survive_a_sleep_is_not_learned_from(
+    lora_engine: ForgetfulEngine, served_model: Path
+) -> None:
+    """The garbage of an adapter on memory that nobody refilled."""
+    device = ServedDevice(lora_engine, served_model, "resident")
+    _learn(device)
+    _learn(device)
+    lora_engine.scramble()
+    with pytest.raises(DriftError, match="are not the same policy"):
+        _learn(device)

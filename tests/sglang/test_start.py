@@ -1,11 +1,10 @@
-"""What an engine asks of each release, and refuses; servers answer as they were recorded."""
-
 from __future__ import annotations
 
 import json
+import shutil
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -22,11 +21,76 @@ from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.process import free_port
-from tests.sglang.engines import running_engine, server_spec, sync, weights_of
-from tests.sglang.recorded_server import MODULE, calls_in
-from tests.sglang.strangers import server_of
+from tests.sglang.engines import recorded_engine, server_of, server_spec, sync, weights_of
+from tests.sglang.recorded_server import calls_in
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.lora_engines import LORA
+
+START_TIMEOUT_S = 150.0
+
+
+def fail_to_start(folder: Path, **keys: object) -> None:
+    """Start a server that must not come up; one that does is ended before the test fails."""
+    engine = SGLangEngine(
+        server_spec(folder, **{"start_timeout_s": START_TIMEOUT_S, **keys}), variables={}
+    )
+    engine.shutdown()
+
+
+@pytest.fixture
+def folder(served_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(served_model, tmp_path / "model"))
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.timeout(200)
+def test_unknown_arguments_are_all_named_with_what_is_meant(served_model: Path) -> None:
+    with pytest.raises(EngineError) as raised:
+        fail_to_start(served_model, engine_args={"chunked_prefil_size": 512, "wrap_speed": 9})
+    reason = "the installed SGLang has no such argument"
+    text = str(raised.value)
+    assert f"rollout.engine_args.chunked_prefil_size: {reason}; did you mean" in text
+    assert "'chunked_prefill_size'" in text
+    assert f"rollout.engine_args.wrap_speed: {reason}" in text
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(200)
+def test_a_model_that_sglang_does_not_know_shows_its_log(folder: Path) -> None:
+    change_config(folder, model_type="nobody", architectures=["NobodyForCausalLM"])
+    with pytest.raises(EngineError, match=r"did not start: SGLang .*(was killed|ended)") as raised:
+        fail_to_start(folder)
+    assert "nobody" in str(raised.value)
+    assert "last lines of its log" in str(raised.value)
+
+
+@pytest.mark.timeout(200)
+def test_an_engine_that_dies_at_its_start_shows_why(served_model: Path) -> None:
+    with pytest.raises(EngineError, match=r"did not start: SGLang .*(was killed|ended)") as raised:
+        fail_to_start(served_model, engine_args={"attention_backend": "warp"})
+    assert "warp" in str(raised.value)
+
+
+def test_a_server_that_is_not_up_in_time_is_named_with_the_key(served_model: Path) -> None:
+    with pytest.raises(DeadlineError, match=r"rollout\.start_timeout_s=1 s; raise it"):
+        fail_to_start(served_model, start_timeout_s=1.0)
+
+
+def test_another_vocabulary_or_a_broken_file_of_weights_is_refused_before_a_start(
+    folder: Path,
+) -> None:
+    change_config(folder, vocab_size=70)
+    with pytest.raises(ModelError, match=r"has 64 rows, and config\.json says vocab_size=70"):
+        fail_to_start(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ModelError, match="safetensors"):
+        fail_to_start(folder)
+
 
 Start = Callable[..., AbstractContextManager[SGLangEngine]]
 
@@ -38,65 +102,40 @@ def calls(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(served_model: Path, calls: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts an engine on a recorded server of a version."""
-    monkeypatch.setattr(server, "_CHILD", MODULE)
-
-    @contextmanager
     def started(
-        version: str,
         changes: dict[str, object] | None = None,
         *,
         folder: Path = served_model,
         lora: LoraConfig | None = None,
         **keys: object,
-    ) -> Iterator[SGLangEngine]:
-        monkeypatch.setenv("RECORDED_VERSION", version)
-        monkeypatch.setenv("RECORDED_CALLS", str(calls))
-        monkeypatch.setenv("RECORDED_CHANGES", json.dumps(changes or {}))
-        with running_engine(replace(server_spec(folder, **keys), lora=lora)) as engine:
-            yield engine
+    ) -> AbstractContextManager[SGLangEngine]:
+        spec = replace(server_spec(folder, **keys), lora=lora)
+        return recorded_engine(spec, calls, monkeypatch, changes)
 
     return started
 
 
-@pytest.mark.shows("5.6")
-def test_an_update_is_bracketed_as_the_releases_want_it(
+@pytest.mark.shows("2.1", "2.11", "5.6")
+def test_a_cycle_asks_what_the_release_wants_in_its_order(
     start: Start, served_model: Path, calls: Path
 ) -> None:
-    with start("0.5.21") as engine:
-        for number in range(2):
-            sync(engine, weights_of(served_model), version=number)
-    paths = [path for path, _ in calls_in(calls)]
-    assert paths.count("/update_weights_from_tensor") == 4
-    assert paths.count("/begin_weight_update") == 2
-    assert paths.count("/end_weight_update") == 2
-
-
-def test_all_memory_is_released_part_by_part(start: Start, calls: Path) -> None:
-    with start("0.5.21") as engine:
+    stopped = ["/abort_request", "/flush_cache?timeout=1.00", "/pause_generation", "/flush_cache"]
+    with start() as engine:
+        engine.pause()
+        engine.drain(timeout_s=5.0)
+        assert [path for path, _ in calls_in(calls)] == stopped  # a flush behind a closed door
         for _ in range(2):
-            engine.pause()
-            engine.drain(timeout_s=5.0)
             for part in MemoryTag:
                 engine.release(part)
             for part in MemoryTag:
                 engine.resume(part)
+        for number in range(2):
+            sync(engine, weights_of(served_model), version=number)
     tags = [body["tags"][0] for path, body in calls_in(calls) if path.startswith("/release_")]
     assert tags == ["weights", "kv_cache", "cuda_graph"] * 2
-
-
-@pytest.mark.shows("2.1", "2.11")
-def test_a_drain_ends_in_a_flush_behind_a_closed_door(start: Start, calls: Path) -> None:
-    with start("0.5.21") as engine:
-        engine.pause()
-        engine.drain(timeout_s=5.0)
     paths = [path for path, _ in calls_in(calls)]
-    assert paths == [
-        "/abort_request",
-        "/flush_cache?timeout=1.00",
-        "/pause_generation",
-        "/flush_cache",
-    ]
+    assert paths.count("/update_weights_from_tensor") == 4
+    assert paths.count("/begin_weight_update") == paths.count("/end_weight_update") == 2
 
 
 class _OnDevice(Tensor):
@@ -114,7 +153,7 @@ def test_an_adapter_is_handed_over_from_the_host(
 ) -> None:
     shapes = adapter_shapes(base_shapes(served_model), LORA)
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
-    with start("0.5.21", lora=LORA) as engine:
+    with start(lora=LORA) as engine:
         engine.pause()
         engine.load_adapter({name: each.as_subclass(_OnDevice) for name, each in values.items()})
         ((path, body),) = calls_in(calls)
@@ -125,7 +164,7 @@ def test_an_adapter_is_handed_over_from_the_host(
 
 
 def test_each_server_gets_a_key_of_its_own(start: Start) -> None:
-    with start("0.5.21") as engine:
+    with start() as engine:
         first = server_of(engine).client.key
         engine.restart()
         assert len(first) >= 32
@@ -137,7 +176,7 @@ def test_all_answers_of_a_stage_together_get_its_time(
 ) -> None:
     delays = {"/resume_memory_occupation": 1.2, "/continue_generation": 0.0}
     monkeypatch.setenv("RECORDED_DELAYS", json.dumps(delays))
-    with start("0.5.21") as engine:
+    with start() as engine:
         engine.pause()
         engine.drain(timeout_s=5.0)
         for part in MemoryTag:
@@ -156,7 +195,7 @@ def test_two_servers_that_draw_the_same_port_end_on_two(
     drawn = free_port()
     ports = iter([drawn, drawn, free_port()])
     monkeypatch.setattr(server, "free_port", lambda: next(ports))
-    with start("0.5.21") as first, start("0.5.21") as second:
+    with start() as first, start() as second:
         assert next(ports, None) is None
         infos = [engine._server.info for engine in (first, second)]
         assert infos[0]["port"] == drawn != infos[1]["port"]
@@ -168,7 +207,7 @@ def test_two_servers_that_draw_the_same_port_end_on_two(
 def test_a_proof_scrambles_what_the_files_brought_after_it_was_copied(
     start: Start, served_model: Path, calls: Path
 ) -> None:
-    with start("0.5.21") as engine:
+    with start() as engine:
         engine.load_reference_weights(served_model)
     assert [(path, body.get("action", "")) for path, body in calls_in(calls)] == [
         ("/update_weights_from_disk", ""),
@@ -179,27 +218,22 @@ def test_a_proof_scrambles_what_the_files_brought_after_it_was_copied(
 
 @pytest.mark.parametrize("name", ["dtype", "context_length", "tp_size"])
 def test_a_server_that_changed_its_arguments_is_refused(start: Start, name: str) -> None:
-    with (
-        pytest.raises(EngineError, match=f"{name}='other' instead of"),
-        start("0.5.21", {name: "other"}),
-    ):
+    with pytest.raises(EngineError, match=f"{name}='other' instead of"), start({name: "other"}):
         raise AssertionError("it may not start")
 
 
 def test_a_server_that_returns_no_routed_experts_is_refused(start: Start, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "moe", "qwen3_moe", tie_embeddings=False)
     changes = {"enable_return_routed_experts": True}
-    with start("0.5.21", changes, folder=folder, routed_experts=True):
+    with start(changes, folder=folder, routed_experts=True):
         pass
     expected = "enable_return_routed_experts=False instead of True"
     with (
         pytest.raises(EngineError, match=expected),
-        start(
-            "0.5.21", {"enable_return_routed_experts": False}, folder=folder, routed_experts=True
-        ),
+        start({"enable_return_routed_experts": False}, folder=folder, routed_experts=True),
     ):
         raise AssertionError("it may not start")
-    with pytest.raises(ModelError, match="has no experts"), start("0.5.21", routed_experts=True):
+    with pytest.raises(ModelError, match="has no experts"), start(routed_experts=True):
         raise AssertionError("it may not start")
 
 
@@ -214,7 +248,7 @@ def test_a_port_that_another_process_took_is_left_to_it(
         ports = iter([taken, taken, free_port()])
         monkeypatch.setattr(server, "free_port", lambda: next(ports))
         monkeypatch.setattr(server, "PROBE_TIMEOUT_S", 0.3)
-        with start("0.5.21") as engine:
+        with start() as engine:
             assert engine._server.info["port"] != taken
         assert next(ports, None) is None
 
@@ -229,6 +263,6 @@ def test_a_port_that_another_process_took_is_left_to_it(
 def test_a_tensor_that_the_server_would_drop_in_silence_is_refused(
     start: Start, calls: Path, tensor: tuple[str, torch.Tensor], word: str
 ) -> None:
-    with start("0.5.21") as engine, pytest.raises(EngineError, match=word):
+    with start() as engine, pytest.raises(EngineError, match=word):
         engine.stage([tensor])
     assert calls_in(calls) == []
