@@ -96,7 +96,7 @@ TYPED = {
     "loss_type=cispo": "set algorithm=cispo",
     "scale_rewards=False": "set algorithm.advantage_args.scale=none",
     # slime
-    "multimodal-keys={image:images}": "set data.images_key=NAME",
+    "multimodal-keys={image:images}": "set data.images_key=VALUE",
     "n-samples-per-prompt=8": "set rollout.num_responses_per_prompt=8",
     "lr-decay-style=cosine": "set actor.optimizer.schedule=cosine",
 }
