@@ -15,24 +15,24 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2383, 17),
+    ".": (2619, 17),
     "agents": (3218, 14),
     "algorithms": (2585, 32),
-    "checkpoint": (676, 4),
-    "config": (7801, 46),
-    "data": (2885, 16),
+    "checkpoint": (693, 4),
+    "config": (7153, 45),
+    "data": (3460, 19),
     "diagnostics": (989, 6),
-    "models": (3355, 15),
-    "planning": (834, 6),
-    "processes": (1354, 6),
+    "models": (3805, 17),
+    "planning": (836, 6),
+    "processes": (1319, 6),
     "rehearsal": (2047, 8),
-    "report": (1555, 7),
+    "report": (1556, 7),
     "rewards": (1646, 10),
-    "run": (4670, 25),
-    "serving": (3689, 15),
-    "single_controller": (2177, 11),
-    "trainer": (2979, 18),
-    "workers": (17799, 94),
+    "run": (4712, 22),
+    "serving": (3588, 15),
+    "single_controller": (2103, 8),
+    "trainer": (2926, 16),
+    "workers": (17473, 91),
 }
 """By folder; ``.`` has the files of the top level."""
 
