@@ -8,7 +8,7 @@ import json
 import random
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def encode(path: Path, encoder: RowEncoder = ENCODER) -> RowTable:
 
 def colours(row: TokenizedRow) -> list[str]:
     """What each image of a row shows."""
-    names = {(254, 0, 0): "red", (255, 0, 0): "red", (0, 0, 254): "blue", (0, 0, 255): "blue"}
+    names: dict[object, str] = {(255, 0, 0): "red", (254, 0, 0): "red", (0, 0, 254): "blue"}
     return [names[read_image(i.source).getpixel((0, 0))] for i in row.images or ()]
 
 
@@ -378,11 +378,11 @@ COLOURS: dict[str, tuple[Image.Image, str, list[tuple[int, int, int]]]] = {
     "grey, clear": (Image.new("LA", (1, 1), (0, 0)), "PNG", [(255, 255, 255)]),
     "palette": (Image.new("RGB", (1, 1), "red").convert("P"), "PNG", [(255, 0, 0)]),
     "black": (Image.new("1", (1, 1), 1), "PNG", [(255, 255, 255)]),
-    "16 bits": (Image.fromarray(HALF), "PNG", [(v >> 8,) * 3 for v in HALF[0].tolist()]),  # type: ignore[misc]
+    "16 bits": (Image.fromarray(HALF), "PNG", [(v >> 8,) * 3 for v in HALF[0].tolist()]),
     "16 bits, big": (
         Image.fromarray(HALF.astype(">u2")),
         "TIFF",
-        [(v >> 8,) * 3 for v in HALF[0].tolist()],  # type: ignore[misc]
+        [(v >> 8,) * 3 for v in HALF[0].tolist()],
     ),
 }
 
@@ -510,17 +510,17 @@ def test_processes_encode_images_as_one_does(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    pillow = {"prompt": "<image>", "answer": "a", "images": [drawn(50, 50)]}
-    bad = {"prompt": "p", "answer": "a", "images": ["none.png"]}
-    good = {"prompt": "p", "answer": "a", "images": TWO}
+    pillow: dict[str, object] = {"prompt": "<image>", "answer": "a", "images": [drawn(50, 50)]}
+    bad: dict[str, object] = {"prompt": "p", "answer": "a", "images": ["none.png"]}
+    good: dict[str, object] = {"prompt": "p", "answer": "a", "images": TWO}
     chunk = [RawRow(record, "s", f"{folder}/f:{n}") for n, record in enumerate([pillow, bad, good])]
 
-    def chunks() -> object:
+    def chunks() -> Iterator[list[RawRow]]:
         while "a process begins to tokenize: 0 to come" not in caplog.text:
             yield chunk
         yield chunk
 
-    *_, last = encode_by_processes(ENCODER, chunks(), num_processes=1)  # type: ignore[arg-type]
+    *_, last = encode_by_processes(ENCODER, chunks(), num_processes=1)
     assert last == ENCODER(chunk)
     assert (last.num_rows, last.batch.num_rows, len(last.malformed)) == (2, 2, 1)
 
