@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-import ray
 import torch
 from numpy.typing import NDArray
-from ray.exceptions import RayTaskError
 from torch import Tensor
 
 from hybridrl.errors import DataError, RequestError
@@ -80,6 +79,14 @@ class ImageSettings:
         return rows * side, columns * side
 
 
+class RemotePixels(Protocol):
+    """Pixels that are, or will be, somewhere else."""
+
+    def fetch(self) -> NDArray[np.uint8]:
+        """Return them, uint8 [H, W, C]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
     """An image of a prompt, as it travels with the tokens; the pixels stay where they were made."""
@@ -92,7 +99,7 @@ class Image:
     identity: int
     """In [1, 2^62), the same for equal pixels."""
 
-    pixels: ray.ObjectRef[NDArray[np.uint8]] | NDArray[np.uint8]
+    pixels: RemotePixels | NDArray[np.uint8]
     """uint8 [H, W, C], ``rows`` and ``columns`` times the side of a token's square."""
 
     @property
@@ -106,15 +113,7 @@ class Image:
         Raises:
             DataError: the file is not there any more, or is another one.
         """
-        if isinstance(self.pixels, np.ndarray):
-            return self.pixels
-        try:
-            fetched: NDArray[np.uint8] = ray.get(self.pixels)
-        except RayTaskError as error:
-            if isinstance(error.cause, DataError):
-                raise DataError(str(error.cause)) from error
-            raise
-        return fetched
+        return self.pixels if isinstance(self.pixels, np.ndarray) else self.pixels.fetch()
 
 
 Images = tuple[Image, ...]

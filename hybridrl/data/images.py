@@ -41,10 +41,11 @@ class RawMessage(NamedTuple):
 def begin_to_load(prompts: Sequence[Sequence[SizedImage]]) -> list[Images]:
     """Let processes of Ray read and resize the images of some prompts; each is read once."""
     wanted = list(dict.fromkeys(image for images in prompts for image in images))
+    identities = [identity_of(image) for image in wanted]  # first: a file may be gone
     loaded = {}
-    for image, pixels in zip(wanted, load_remotely(wanted), strict=True):
+    for image, name, pixels in zip(wanted, identities, load_remotely(wanted), strict=True):
         size = (image.height // image.side, image.width // image.side)
-        loaded[image] = Image(*size, identity_of(image), pixels)
+        loaded[image] = Image(*size, name, pixels)
     return [tuple(loaded[image] for image in images) for images in prompts]
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
+from ray.exceptions import RayTaskError
 
 from hybridrl.errors import DataError, shown
 
@@ -135,7 +136,24 @@ def load_pixels(image: SizedImage) -> NDArray[np.uint8]:
     return np.array(pixels)
 
 
-def load_remotely(wanted: Sequence[SizedImage]) -> list[ray.ObjectRef[NDArray[np.uint8]]]:
+@dataclass(frozen=True, slots=True)
+class LoadedPixels:
+    """What a process of Ray loads."""
+
+    reference: ray.ObjectRef[NDArray[np.uint8]]
+
+    def fetch(self) -> NDArray[np.uint8]:
+        """Wait for the pixels; a view of Ray's memory. A DataError as of ``load_pixels``."""
+        try:
+            fetched: NDArray[np.uint8] = ray.get(self.reference)
+        except RayTaskError as error:
+            if isinstance(error.cause, DataError):
+                raise DataError(str(error.cause)) from error
+            raise
+        return fetched
+
+
+def load_remotely(wanted: Sequence[SizedImage]) -> list[LoadedPixels]:
     """Begin ``load_pixels`` of each in processes of Ray, a few images in each."""
     begun: list[ray.ObjectRef[NDArray[np.uint8]]] = []
     for first in range(0, len(wanted), _IMAGES_A_TASK):
@@ -143,7 +161,7 @@ def load_remotely(wanted: Sequence[SizedImage]) -> list[ray.ObjectRef[NDArray[np
         task = ray.remote(num_cpus=0, num_returns=len(images))(_load_all)
         references = task.remote(images)
         begun += references if len(images) > 1 else [references]
-    return begun
+    return [LoadedPixels(reference) for reference in begun]
 
 
 def _load_all(wanted: Sequence[SizedImage]) -> Any:  # noqa: ANN401 - as Ray wants it

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
-from hybridrl.batch import row_offsets
 from hybridrl.images import (
     Image,
     Images,
@@ -99,7 +98,7 @@ class RowImages:
         cls, token_ids_BL: Tensor, images_B: Sequence[Images], settings: ImageSettings
     ) -> RowImages:
         """Locate the images of each row; the rows of a batch without any have none."""
-        token_ids_N, begins_B = token_ids_BL.values(), row_offsets(token_ids_BL)
+        token_ids_N, begins_B = token_ids_BL.values(), token_ids_BL.offsets()  # type: ignore[attr-defined]
         marked_N, image_N = token_ids_N.clone(), torch.full_like(token_ids_N, -1)
         part_N = torch.zeros_like(token_ids_N)
         begin_N = begins_B[:-1].repeat_interleave(begins_B.diff())

@@ -8,7 +8,7 @@ import json
 import random
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,8 +104,7 @@ def encode(path: Path, encoder: RowEncoder = ENCODER) -> RowTable:
 
 def colours(row: TokenizedRow) -> list[str]:
     """What each image of a row shows."""
-    names: dict[object, str] = dict.fromkeys([(254, 0, 0), (255, 0, 0)], "red")
-    names |= dict.fromkeys([(0, 0, 254), (0, 0, 255)], "blue")
+    names: dict[object, str] = {(255, 0, 0): "red", (254, 0, 0): "red", (0, 0, 254): "blue"}
     return [names[read_image(i.source).getpixel((0, 0))] for i in row.images or ()]
 
 
@@ -516,12 +515,12 @@ def test_processes_encode_images_as_one_does(
     good: dict[str, object] = {"prompt": "p", "answer": "a", "images": TWO}
     chunk = [RawRow(record, "s", f"{folder}/f:{n}") for n, record in enumerate([pillow, bad, good])]
 
-    def chunks() -> object:
+    def chunks() -> Iterator[list[RawRow]]:
         while "a process begins to tokenize: 0 to come" not in caplog.text:
             yield chunk
         yield chunk
 
-    *_, last = encode_by_processes(ENCODER, chunks(), num_processes=1)  # type: ignore[arg-type]
+    *_, last = encode_by_processes(ENCODER, chunks(), num_processes=1)
     assert last == ENCODER(chunk)
     assert (last.num_rows, last.batch.num_rows, len(last.malformed)) == (2, 2, 1)
 

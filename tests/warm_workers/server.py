@@ -31,6 +31,8 @@ class Server:
         self._environment = _read_while_loaded(dict(os.environ))  # torch adds to it
         for name in _PRELOADED:
             import_module(name)
+        if "ray" in sys.modules:  # it reads its token once, and workers would have none
+            raise ImportError(f"one of {', '.join(_PRELOADED)} imports ray")
         self._workers: dict[int, socket.socket] = {}
         self._child_ended, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
