@@ -67,7 +67,7 @@ class StarterConfig:
     intermediate_size: Width
     """Width inside the MLP."""
 
-    num_vision_layers: CountOrZero
+    num_vision_layers: Annotated[int, Field(ge=0, le=10_000)]
     """Blocks of its vision tower, as wide as the others; 0: it sees nothing."""
 
     max_position_embeddings: Annotated[int, Field(ge=1, le=2**25)]

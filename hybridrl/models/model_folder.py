@@ -75,9 +75,11 @@ def vision_settings(folder: Path) -> dict[str, Any] | None:
     Towers of ``_TEXT_CLASSES`` are kept in the folder, and not used.
     """
     values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if values.get("model_type") not in SEEING:
+    if values.get("model_type") not in tuple(SEEING):
         return None
-    return {**values.get("vision_config", {}), "image_token_id": values.get("image_token_id")}
+    tower = values.get("vision_config")
+    known = tower if isinstance(tower, dict) else {}
+    return {**known, "image_token_id": values.get("image_token_id")}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def has_other_parts(folder: Path) -> bool:
 
 def _text_settings(values: dict[str, Any]) -> dict[str, Any]:
     text = values.get("text_config")
-    if (seeing := values.get("model_type")) in SEEING:
+    if (seeing := values.get("model_type")) in tuple(SEEING):  # it may be anything
         # The first Qwen2.5-VL has no section for its language model.
         own = values if text is None else {**values, **text}
         model = {"model_type": f"{seeing}_text", "architectures": [SEEING[seeing]]}

@@ -452,11 +452,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("model.starter.hidden_size=200",), "model.starter.hidden_size", "multiple of 12"),
     ((*SEEING, "model.starter.hidden_size=80"), "model.starter.hidden_size", "multiple of 32"),
-    (
-        (*SEEING, "model.starter.vocab_size=258"),
-        "model.starter.vocab_size",
-        "four stand for images",
-    ),
     ((*SEEING, "algorithm=ppo"), "algorithm.advantage", "no critic of a model that sees"),
     ((*SEEING, "mode=reward_model"), "mode", "no reward model that sees"),
     ((*SEEING, "mode=plan"), "mode", "no model that sees can be planned"),
@@ -1160,6 +1155,8 @@ def decorated(): ...
 """
 # What the user typed, the key that would be ignored, and why.
 UNREAD: list[tuple[tuple[str, ...], str, str]] = [
+    (("model.freeze_vision=false",), "model.freeze_vision", "has no vision tower"),
+    (("data.max_image_pixels=9999",), "data.max_image_pixels", "has no vision tower"),
     ((*MEGATRON, "actor.fsdp2.num_replicas=2"), "actor.fsdp2.num_replicas", "engine=megatron"),
     (TP2, "megatron.tensor_parallel_size", "actor.engine=fsdp2"),
     (

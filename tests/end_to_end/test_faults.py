@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, is_restartable
 from hybridrl.run.display import LiveView
-from hybridrl.run.record import RunFolder, open_record
+from hybridrl.run.record import open_record
 from hybridrl.run.train import train
 from tests.end_to_end.small import read_metrics, small_config, small_overrides
 from tests.serving.processes import processes_with
@@ -51,11 +52,12 @@ def run_into(folder: Path, *overrides: str, at: str, number: int) -> BaseExcepti
         *overrides,
     )
     with (
+        pytest.MonkeyPatch.context() as patch,
         pytest.raises((RemoteCallError, DeadlineError)) as caught,
-        open_record(config, resolved_yaml="mode: train\n") as record,
     ):
-        view = Ambush(record.live.num_steps, at=at, number=number)
-        train(config, record=RunFolder(record.run_log, view))
+        patch.setattr("hybridrl.run.display.LiveView", partial(Ambush, at=at, number=number))
+        with open_record(config, resolved_yaml="mode: train\n") as record:
+            train(config, record=record)
     return caught.value
 
 
